@@ -1,0 +1,33 @@
+"""Run one PyTorch program as many processes.
+
+The public names, and nothing else. They are resolved on first use, because this module is imported by every
+``import torch`` on a machine where Phalanx is installed (see ``backends/register.py``) and must cost nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from phalanx.group import Group as Group
+    from phalanx.world import World as World
+    from phalanx.world import close as close
+    from phalanx.world import init as init
+
+__version__ = "0.1.0"
+__all__ = ["Group", "PhalanxError", "World", "__version__", "close", "init"]
+
+_HOME = {"Group": "phalanx.group", "World": "phalanx.world", "close": "phalanx.world", "init": "phalanx.world"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
