@@ -25,7 +25,7 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(phalanx.__version__, prog_name="phalanx")
 def command() -> None:
-    """Run one PyTorch program as many processes.
+    r"""Run one PyTorch program as many processes.
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks on this machine
@@ -69,10 +69,10 @@ def run(
     target: str,
     arguments: tuple[str, ...],
 ) -> Plan | None:
-    """Start TARGET as N processes that know their place.
+    r"""Start TARGET as N processes that know their place.
 
-    TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any other
-    program. Options for the launcher stand before it; everything after it is its own.
+    TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
+    other program. Options for the launcher stand before it; everything after it is its own.
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks of a script
@@ -80,16 +80,16 @@ def run(
       phalanx run -n 8 --dry-run train.py     who would run where
       phalanx run -n 2 ./simulate --fast      a program that is not Python
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in its
-    environment, so scripts written for torchrun run unchanged. Scripts of Python are forked from one process that
-    has imported torch, so starting many costs little more than starting one.
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in
+    its environment, so scripts written for torchrun run unchanged. Scripts of Python are forked from one
+    process that has imported torch, so starting many costs little more than starting one.
 
     OMP_NUM_THREADS is each rank's share of the cores unless you set it. Rank 0 reads the launcher's standard
     input, unless that is a terminal; the others read nothing.
 
     \b
-    Exit codes: 0 when every rank ends well; otherwise that of the rank that failed first (128 + signal if it was
-    killed); 2 for a mistake on the command line; 130 after Ctrl-C. A second Ctrl-C kills at once.
+    Exit codes: 0 when every rank ends well; otherwise that of the rank that failed first (128 + signal if it
+    was killed); 2 for a mistake on the command line; 130 after Ctrl-C. A second Ctrl-C kills at once.
     """
     plan = make_plan(
         ranks,
@@ -132,8 +132,8 @@ def _describe(plan: Plan, as_json: bool) -> None:
 def main() -> int | None:
     """Run the command line; the entry point of ``phalanx``.
 
-    A rank is a fork of this very process and comes back up to here before it runs the user's script, so the script
-    stands at the top of the interpreter, which then finalises as after ``python script``.
+    A rank is a fork of this very process and comes back up to here before it runs the user's script, so the
+    script stands at the top of the interpreter, which then finalises as after ``python script``.
 
     Returns:
         The exit code. In a rank the script decides it, by ending.

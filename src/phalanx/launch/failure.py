@@ -1,8 +1,8 @@
 """Which rank broke, how, and where: from exit codes and reports to one block of text.
 
-When one rank fails the others soon fail because of it, and the kernel reports their ends in any order. What is
-shown first is what happened first: each rank writes the time at which its exception left the script, which is
-well before the process ends, and a rank that was killed counts from the moment its end was noticed.
+When one rank fails the others soon fail because of it, and the kernel reports their ends in any order. What
+is shown first is what happened first: each rank writes the time at which its exception left the script, which
+is well before the process ends, and a rank that was killed counts from the moment its end was noticed.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _aftermath(others: Iterable[Failure]) -> list[str]:
 def _aftermath_of(failure: Failure) -> str:
     if failure.ended_by_launcher:
         return "ended by the launcher"
-    if failure.report is not None and failure.report.summary:
+    if failure.report is not None and failure.report.type != "builtins.SystemExit":
         return f"then failed: {failure.report.summary}"
     return f"then failed: {_ending(failure)}"
 

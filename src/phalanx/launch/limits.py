@@ -23,7 +23,8 @@ FILES_BESIDE = 32
 TASKS_PER_RANK = 3
 TASKS_BESIDE = 8
 # Memory of its own that a forked rank has touched when it ends: 21 MB idle, 45 MB after a tensor, a process
-# group and the interpreter's finalisation (benchmarks/start_ranks.py --memory). What the script adds is unknown.
+# group and the interpreter's finalisation (benchmarks/start_ranks.py --memory). What the script adds is
+# unknown.
 BYTES_PER_RANK = 48 << 20
 BYTES_BESIDE = 400 << 20
 
@@ -153,7 +154,7 @@ def count_oom_kills() -> int:
 
 
 def _cgroups() -> Iterator[str]:
-    """This process's version 2 cgroup and those above it, each of which may limit it."""
+    """The version 2 cgroup of this process and those above it, each of which may limit it."""
     path = None
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:

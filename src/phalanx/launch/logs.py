@@ -4,8 +4,8 @@ Ranks write at the same time, in pieces that end anywhere. Here each stream's by
 prefix, in bytes throughout, because what a program prints need not be valid UTF-8. One block read makes one
 block to write: the work per line is done by ``bytes.replace``, so a hundred thousand lines cost little.
 
-Progress bars redraw a line with carriage returns. Where the output is no terminal, only the line's last state is
-worth keeping; on a terminal the newest unfinished line is kept alive below everything else.
+Progress bars redraw a line with carriage returns. Where the output is no terminal, only the line's last state
+is worth keeping; on a terminal the newest unfinished line is kept alive below everything else.
 """
 
 from __future__ import annotations
@@ -233,18 +233,15 @@ class Console:
 
 
 def fit(line: bytes, columns: int) -> bytes:
-    """Cut ``line`` to ``columns`` terminal cells; escapes take none and are kept, wide characters take two."""
+    """Cut ``line`` to ``columns`` terminal cells; colours take none and are kept, wide characters take two."""
     from rich.cells import cell_len
 
     line = line.replace(b"\t", b" ")
     parts: list[bytes] = []
     left = columns
     position = 0
-    escapes = list(_ESCAPES.finditer(line))
-    for start, end, escape in [
-        *((e.start(), e.end(), e.group()) for e in escapes),
-        (len(line), len(line), b""),
-    ]:
+    escapes = [(found.start(), found.end(), found.group()) for found in _ESCAPES.finditer(line)]
+    for start, end, escape in [*escapes, (len(line), len(line), b"")]:
         for character in line[position:start].decode(errors="replace"):
             if not character.isprintable():
                 continue

@@ -1,4 +1,4 @@
-"""What is to be started, decided before anything is: pure values, so that a dry run prints exactly the truth."""
+"""What is to be started, decided before anything is: pure values, so that a dry run prints the truth."""
 
 from __future__ import annotations
 

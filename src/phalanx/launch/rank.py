@@ -1,10 +1,10 @@
 """What happens in a forked child until the user's script runs, and when it fails.
 
 The script must not notice the launcher: it runs as ``__main__`` at the top of the interpreter, with its own
-``sys.argv`` and ``sys.path``, and the interpreter finalises as after ``python script``, so that exit handlers,
-daemon threads, exception hooks and exit codes do what they always do. So a rank first *enters* (right after the
-fork, descriptors and signals), returns a :class:`Place` all the way up to ``main()``, and only there *becomes*
-the script.
+``sys.argv`` and ``sys.path``, and the interpreter finalises as after ``python script``, so that exit
+handlers, daemon threads, exception hooks and exit codes do what they always do. So a rank first *enters*
+(right after the fork: descriptors and signals), returns a :class:`Place` all the way up to ``main()``, and
+only there *becomes* the script.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import importlib
 import importlib.machinery
+import io
 import json
 import os
 import resource
@@ -23,10 +24,10 @@ import time
 import traceback
 import types
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from phalanx.launch.plan import Plan
-from phalanx.launch.processes import die_with_parent, set_name
+from phalanx.launch.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.launch.wires import RankWires
 
 __all__ = ["Place", "become", "enter_rank"]
@@ -95,13 +96,14 @@ def enter_rank(place: Place, parent: int, handlers: dict[int, Any], file_limit: 
     sys.stderr = _stream(sys.stderr, 2, "w")
     faulthandler.enable()
     _part_from_siblings()
+    skip_library_teardown()
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
     """The interpreter's own stream, line buffered; or a new one where the launcher was started without."""
     if stream is None:
-        stream = open(descriptor, mode, buffering=1, closefd=False)  # noqa: SIM115
-    if mode == "w" and hasattr(stream, "reconfigure"):
+        return cast("TextIO", open(descriptor, mode, buffering=1, closefd=False))
+    if mode == "w" and isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(line_buffering=True)
     return stream
 

@@ -1,7 +1,7 @@
 """The process that hosts torch's key-value store for a job.
 
-torch's TCPStore server runs threads, so it may live neither in the zygote, which must be able to fork, nor in a
-rank: under torch's own ``env://`` rank 0 hosts it, and the others lose it when rank 0 leaves first.
+torch's TCPStore server runs threads, so it may live neither in the zygote, which must be able to fork, nor in
+a rank: under torch's own ``env://`` rank 0 hosts it, and the others lose it when rank 0 leaves first.
 """
 
 from __future__ import annotations

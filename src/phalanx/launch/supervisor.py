@@ -1,8 +1,8 @@
 """The process the user started: it prints what the ranks say, passes signals on, and tells how the job ended.
 
-It never imports torch and runs no thread: one selector waits for the ranks' pipes, the zygote's messages and its
-own signals. It waits for no end of a pipe, since anything a rank has started may hold it open: a rank has ended
-when the zygote says so, and what it wrote by then is read and printed.
+It never imports torch and runs no thread: one selector waits for the ranks' pipes, the zygote's messages and
+its own signals. It waits for no end of a pipe, since anything a rank has started may hold it open: a rank has
+ended when the zygote says so, and what it wrote by then is read and printed.
 
 How the job ends is decided here, and carried out by the zygote (which alone may signal process ids safely):
 
@@ -68,8 +68,8 @@ def launch(plan: Plan) -> Place | int:
     """Run a job.
 
     Returns:
-        In the process that called: the exit code. In each rank, which is a fork of it: its place, to be handed to
-        :func:`phalanx.launch.rank.become` at the top of the interpreter.
+        In the process that called: the exit code. In each rank, which is a fork of it: its place, to be
+        handed to :func:`phalanx.launch.rank.become` at the top of the interpreter.
 
     Raises:
         LaunchError: the machine cannot bear that many ranks. Nothing has been started.
@@ -279,7 +279,8 @@ class _Supervisor:
             os.read(self.wakeup[0], 4096)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        # Runs even while a write to a stopped reader is waiting, so it acts by itself and not through the loop.
+        # Runs even while a write to a stopped reader is waiting, so it acts by itself and not through the
+        # loop.
         again = self.interrupted is not None
         if not again:
             self.interrupted = signum

@@ -1,8 +1,8 @@
 """The descriptors that join the supervisor, the zygote and the ranks.
 
 All of them exist before the first fork, so no process ever has to open a path, and closing is bookkeeping:
-whoever forks keeps its own ends and closes the rest. Control messages are JSON over a SOCK_SEQPACKET pair, which
-keeps their boundaries and reports the other side's end as an end of file.
+whoever forks keeps its own ends and closes the rest. Control messages are JSON over a SOCK_SEQPACKET pair,
+which keeps their boundaries and reports the other side's end as an end of file.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The process that imports torch once and forks the ranks.
 
-Prior art: Android's zygote, Emacs' unexec, gunicorn's ``preload_app``, CPython's own ``forkserver``. Importing
-torch costs about a second of CPU, so eight processes that each import it take eight; forked after one import
-they share its pages and start in milliseconds.
+Prior art: Android's zygote, Emacs' unexec, gunicorn's ``preload_app``, CPython's own ``forkserver``.
+Importing torch costs about a second of CPU, so eight processes that each import it take eight; forked after
+one import they share its pages and start in milliseconds.
 
-A fork copies only the calling thread, so the zygote starts no thread: locks that another thread held would stay
-locked in the rank for ever. numpy's OpenBLAS starts a pool of its own at import when OMP_NUM_THREADS is above 1;
-it has fork handlers that stop and restart the pool, and is the one exception.
+A fork copies only the calling thread, so the zygote starts no thread: locks that another thread held would
+stay locked in the rank for ever. numpy's OpenBLAS starts a pool of its own at import when OMP_NUM_THREADS is
+above 1; it has fork handlers that stop and restart the pool, and is the one exception.
 
-The zygote is also the parent of every rank and the adoptive parent of whatever a rank leaves behind, so it, not
-the supervisor, does the ending: it alone knows that a process id has not been given to somebody else yet. It
-learns of the supervisor's end by the end of the control socket, and then kills everything and follows.
+The zygote is also the parent of every rank and the adoptive parent of whatever a rank leaves behind, so it,
+not the supervisor, does the ending: it alone knows that a process id has not been given to somebody else yet.
+It learns of the supervisor's end by the end of the control socket, and then kills everything and follows.
 """
 
 from __future__ import annotations
@@ -227,8 +227,7 @@ class _Zygote:
         for orphan in processes.children_of(os.getpid()):
             if orphan not in known and processes.belongs_to(orphan, pid, report_name(rank), marks):
                 for victim in [orphan, *processes.descendants_of([orphan])]:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(victim, signal.SIGKILL)
+                    processes.kill(victim)
 
     def kill_everything(self) -> None:
         """Kill every descendant and reap them all, however deep they hide."""
@@ -250,13 +249,7 @@ def end_descendants() -> None:
         victims = [pid for pid in processes.descendants_of([os.getpid()]) if pid not in spared]
         if not victims:
             break
-        for pid in victims:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            except PermissionError:
-                spared.add(pid)
+        spared.update(pid for pid in victims if not processes.kill(pid))
         # Woken by the next end; the timeout is for ends that are no child's of ours.
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
