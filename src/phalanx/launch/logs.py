@@ -233,7 +233,7 @@ class Console:
 
 
 def fit(line: bytes, columns: int) -> bytes:
-    """Cut ``line`` to ``columns`` terminal cells; colours take none and are kept, wide characters take two."""
+    """Cut ``line`` to ``columns`` terminal cells; colours take none and are kept, wide letters take two."""
     from rich.cells import cell_len
 
     line = line.replace(b"\t", b" ")

@@ -112,7 +112,7 @@ def _classify(name: str, path: str, arguments: tuple[str, ...]) -> Target:
             f"{name}: is neither Python (its name does not end in .py) nor executable; "
             f"rename it, or make it executable with: chmod +x {name}"
         )
-    return Target("program", name, absolute, argv)
+    return Target("program", name, absolute, (name, *arguments))
 
 
 def _first_line(path: str) -> bytes:
