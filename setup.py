@@ -45,7 +45,13 @@ setup(
             # -ffp-contract=off: a fused multiply-add would round differently from CPU to CPU, and the
             # core promises the same bits everywhere. -march is absent on purpose: dispatch is at run time.
             extra_compile_args=[
-                "-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread",
+                "-std=gnu11",
+                "-O3",
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wextra",
+                "-pthread",
             ],
             extra_link_args=["-pthread"],
         )

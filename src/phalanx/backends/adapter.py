@@ -16,7 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    ProcessGroupGloo,
+    Store,
+)
+from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.backends.communicator import Communicator
 from phalanx.backends.progress import Progress
@@ -38,16 +47,16 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, name: str, communicator: Communicator, store: dist.Store, timeout: timedelta, group_name: str
+        self, name: str, communicator: Communicator, store: Store, timeout: timedelta, group_name: str
     ) -> None:
-        super().__init__(communicator.rank, communicator.size)
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._backend_name = name
         self._communicator = communicator
         self._progress = Progress(group_name)
         self._gloo = _lazy_gloo(store, communicator.rank, communicator.size, timeout)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self._set_group_name(group_name)
+        self._set_group_name(GroupName(group_name))
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return self._backend_name
@@ -59,7 +68,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if opts is None:
-            opts = dist.AllreduceOptions()
+            opts = AllreduceOptions()
         op = _op_number(opts.reduceOp)
         if len(tensors) == 1:
             tensor = tensors[0]
@@ -72,7 +81,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if opts is None:
-            opts = dist.AllreduceCoalescedOptions()
+            opts = AllreduceCoalescedOptions()
         op = _op_number(opts.reduceOp)
         body = self._communicator.all_reduce
         if all(self._communicator.can_all_reduce(t.dtype, op) and t.is_cpu for t in tensors):
@@ -81,7 +90,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if opts is None:
-            opts = dist.BroadcastOptions()
+            opts = BroadcastOptions()
         body, root = self._communicator.broadcast, opts.rootRank
         self._require_cpu(tensors)
         if not opts.asyncOp and len(tensors) == 1 and tensors[0].is_contiguous():
@@ -92,7 +101,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         if opts is None:
-            opts = dist.AllgatherOptions()
+            opts = AllgatherOptions()
         self._require_cpu(inputs)
         flat = [output for outputs in output_lists for output in outputs]
         sizes = {t.nbytes for t in inputs} | {t.nbytes for t in flat}
@@ -104,7 +113,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         if opts is None:
-            opts = dist.AllgatherOptions()
+            opts = AllgatherOptions()
         self._require_cpu([output, tensor])
         if output.dtype != tensor.dtype or output.numel() != tensor.numel() * self.size():
             return self._start(opts.asyncOp, [output], self._by_gloo("_allgather_base", output, tensor, opts))
@@ -117,7 +126,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         if opts is None:
-            opts = dist.AllgatherOptions()
+            opts = AllgatherOptions()
         self._require_cpu(outputs + inputs)
         body, size = self._communicator.all_gather, self.size()
 
@@ -131,7 +140,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Any:
         if opts is None:
-            opts = dist.BarrierOptions()
+            opts = BarrierOptions()
         if not opts.asyncOp:
             return self._progress.run(self._communicator.barrier)
         return self._start(True, [], self._communicator.barrier)
@@ -170,14 +179,15 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
 
 def _op_number(op: Any) -> int:
-    """torch's ReduceOp as an integer; pre-multiplied sums carry a factor and have no plain one."""
-    return int(op.op) if isinstance(op, dist.ReduceOp) else int(op)
+    """torch's ReduceOp as an integer, without the factor that a pre-multiplied sum carries."""
+    return int(op.op.value)
 
 
-def _lazy_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+def _lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    # Loopback, because a group with a communicator of its own lives on one host; nothing listens elsewhere.
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
     return ProcessGroupGloo(store, rank, size, options)
 
 

@@ -37,7 +37,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def can_all_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        """Whether ``all_reduce`` serves this dtype and operation (``int(ReduceOp.SUM)``, …)."""
+        """Whether ``all_reduce`` serves this dtype and operation (``ReduceOp.SUM.value``, …)."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.backends.adapter import PhalanxProcessGroup
 from phalanx.backends.communicator import Communicator
@@ -22,7 +22,7 @@ _generations: Counter[str] = Counter()
 
 
 def create_process_group(
-    store: dist.Store, rank: int, size: int, timeout: timedelta, group_name: str
+    store: Store, rank: int, size: int, timeout: timedelta, group_name: str
 ) -> PhalanxProcessGroup:
     """Make one rank's side of a group. Every member calls it.
 
@@ -39,10 +39,10 @@ def create_process_group(
         InitializationError: a rank did not come.
     """
     _generations[group_name] += 1
-    own = dist.PrefixStore(f"phalanx/{_generations[group_name]}", store)
+    own = PrefixStore(f"phalanx/{_generations[group_name]}", store)
     communicator: Communicator
     if size == 1:
         communicator = SoloCommunicator()
     else:
-        communicator = SharedMemoryCommunicator(dist.PrefixStore("shm", own), rank, size, timeout)
-    return PhalanxProcessGroup(NAME, communicator, dist.PrefixStore("gloo", own), timeout, group_name)
+        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
+    return PhalanxProcessGroup(NAME, communicator, PrefixStore("gloo", own), timeout, group_name)

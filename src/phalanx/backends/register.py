@@ -31,4 +31,6 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     """What torch calls on every member of a new group, with the group's store, rank, size and timeout."""
     from phalanx.backends.create import create_process_group
 
-    return create_process_group(options.store, options.group_rank, options.group_size, options.timeout, options.group_id)
+    return create_process_group(
+        options.store, options.group_rank, options.group_size, options.timeout, options.group_id
+    )

@@ -16,6 +16,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from phalanx.backends.communicator import Communicator
 from phalanx.errors import (
@@ -43,7 +45,7 @@ _DTYPES = {
 }
 _SUM = 1
 # torch's ReduceOp compares and hashes slowly; its integer value is what travels from here on.
-_OPS = {int(dist.ReduceOp.SUM): _SUM}
+_OPS = {dist.ReduceOp.SUM.value: _SUM}
 
 
 class NotOneHost(InitializationError):  # noqa: N818 - an answer, not a fault
@@ -69,7 +71,7 @@ class SharedMemoryCommunicator(Communicator):
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, chunk_bytes: int = CHUNK_BYTES
+        self, store: Store, rank: int, size: int, timeout: timedelta, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         self.rank = rank
         self.size = size
@@ -84,7 +86,7 @@ class SharedMemoryCommunicator(Communicator):
 
     # -- meeting -----------------------------------------------------------------------------------
 
-    def _meet(self, store: dist.Store, timeout: timedelta, chunk_bytes: int) -> int:
+    def _meet(self, store: Store, timeout: timedelta, chunk_bytes: int) -> int:
         """Rank 0 offers a segment, everyone tries to attach, and all act on the one common verdict."""
         descriptor = -1
         try:
@@ -114,7 +116,9 @@ class SharedMemoryCommunicator(Communicator):
         return comm
 
     def _attach(self, descriptor: int, cookie: bytes) -> tuple[int | None, str]:
-        comm: int | None = self._core.phx_open(descriptor, self.rank, cookie, self._spin, self._signals.callback)
+        comm: int | None = self._core.phx_open(
+            descriptor, self.rank, cookie, self._spin, self._signals.callback
+        )
         return comm, "" if comm else os.strerror(ctypes.get_errno())
 
     def _attach_peer(self, pid: int, number: int, cookie: bytes) -> tuple[int | None, str]:
@@ -127,17 +131,17 @@ class SharedMemoryCommunicator(Communicator):
         finally:
             os.close(descriptor)
 
-    def _collect_answers(self, store: dist.Store, timeout: timedelta) -> str:
+    def _collect_answers(self, store: Store, timeout: timedelta) -> str:
         """The reason not to use the segment, or nothing when every rank has attached."""
         for peer in range(1, self.size):
             self._await(store, f"answer/{peer}", peer, timeout)
         reasons = {peer: store.get(f"answer/{peer}").decode() for peer in range(1, self.size)}
         return "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items() if reason)
 
-    def _await(self, store: dist.Store, key: str, peer: int, timeout: timedelta) -> None:
+    def _await(self, store: Store, key: str, peer: int, timeout: timedelta) -> None:
         try:
             store.wait([key], timeout)
-        except dist.DistStoreError as error:
+        except DistStoreError as error:
             raise InitializationError(
                 f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank {peer} of a group of "
                 f"{self.size} to join; it did not come. Was it started, and does it create the same groups?"
