@@ -1,0 +1,160 @@
+"""The command line: ``phalanx run``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import click
+
+import phalanx
+from phalanx.errors import LaunchError
+from phalanx.launch.limits import check_limits, machine_limits, raise_file_limit
+from phalanx.launch.plan import Plan, make_plan
+from phalanx.launch.rank import Place, become
+from phalanx.launch.supervisor import launch
+from phalanx.launch.target import find_target
+
+__all__ = ["main"]
+
+# A module name ends the options: everything after it is the module's own, as it is with python -m.
+_RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(phalanx.__version__, prog_name="phalanx")
+def command() -> None:
+    """Run one PyTorch program as many processes.
+
+    \b
+      phalanx run -n 4 train.py --lr 0.1      four ranks on this machine
+      phalanx run --help                      everything about it
+    """
+
+
+@command.command(context_settings=_RUN_SETTINGS)
+@click.option(
+    "-n",
+    "--ranks",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="How many ranks (processes) to start on this machine.",
+)
+@click.option("-m", "module", is_flag=True, help="TARGET is a module, as with python -m.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still told.")
+@click.option("--no-prefix", is_flag=True, help="Do not write '[rank 3]' before each line of output.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0.0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long ranks may take to end after they were asked to, before they are killed.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object instead of the table.")
+@click.argument("target", metavar="TARGET")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def run(
+    ranks: int,
+    module: bool,
+    quiet: bool,
+    no_prefix: bool,
+    grace: float,
+    dry_run: bool,
+    as_json: bool,
+    target: str,
+    arguments: tuple[str, ...],
+) -> Plan | None:
+    """Start TARGET as N processes that know their place.
+
+    TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any other
+    program. Options for the launcher stand before it; everything after it is its own.
+
+    \b
+      phalanx run -n 4 train.py --lr 0.1      four ranks of a script
+      phalanx run -n 2 -m package.train       two ranks of a module
+      phalanx run -n 8 --dry-run train.py     who would run where
+      phalanx run -n 2 ./simulate --fast      a program that is not Python
+
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in its
+    environment, so scripts written for torchrun run unchanged. Scripts of Python are forked from one process that
+    has imported torch, so starting many costs little more than starting one.
+
+    OMP_NUM_THREADS is each rank's share of the cores unless you set it. Rank 0 reads the launcher's standard
+    input, unless that is a terminal; the others read nothing.
+
+    \b
+    Exit codes: 0 when every rank ends well; otherwise that of the rank that failed first (128 + signal if it was
+    killed); 2 for a mistake on the command line; 130 after Ctrl-C. A second Ctrl-C kills at once.
+    """
+    plan = make_plan(
+        ranks,
+        find_target(target, arguments, module=module),
+        grace_s=grace,
+        quiet=quiet,
+        prefix=not no_prefix,
+    )
+    if as_json and not dry_run:
+        raise LaunchError("--json describes a job that is not started; add --dry-run")
+    if not dry_run:
+        return plan
+    raise_file_limit()
+    check_limits(plan.ranks, machine_limits(python=plan.target.is_python))
+    _describe(plan, as_json)
+    return None
+
+
+def _describe(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        description = {
+            "host": plan.host,
+            "world_size": plan.ranks,
+            "cores": plan.cores,
+            "target": {"kind": plan.target.kind, "path": plan.target.path, "argv": list(plan.target.argv)},
+            "ranks": [asdict(row) for row in plan.rows()],
+            "notes": plan.warnings(),
+        }
+        click.echo(json.dumps(description))
+        return
+    from phalanx.topology.table import format_rank_table
+
+    count = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
+    click.echo(format_rank_table(plan.rows(), title=f"phalanx run: {count} of {plan.target.name}"), nl=False)
+    if not plan.quiet:
+        for warning in plan.warnings():
+            click.echo(f"phalanx: note: {warning}", err=True)
+
+
+def main() -> int | None:
+    """Run the command line; the entry point of ``phalanx``.
+
+    A rank is a fork of this very process and comes back up to here before it runs the user's script, so the script
+    stands at the top of the interpreter, which then finalises as after ``python script``.
+
+    Returns:
+        The exit code. In a rank the script decides it, by ending.
+    """
+    try:
+        outcome = command(prog_name="phalanx", standalone_mode=False)
+        if isinstance(outcome, Plan):
+            outcome = launch(outcome)
+    except LaunchError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        return 130
+    if isinstance(outcome, Place):
+        become(outcome)
+        return None
+    return outcome if isinstance(outcome, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""From the bytes of many ranks to lines that a person can read.
+
+Ranks write at the same time, in pieces that end anywhere. Here each stream's bytes become whole lines with a
+prefix, in bytes throughout, because what a program prints need not be valid UTF-8. One block read makes one
+block to write: the work per line is done by ``bytes.replace``, so a hundred thousand lines cost little.
+
+Progress bars redraw a line with carriage returns. Where the output is no terminal, only the line's last state is
+worth keeping; on a terminal the newest unfinished line is kept alive below everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import select
+import stat
+import time
+from collections.abc import Mapping
+
+__all__ = ["Console", "LineAssembler", "Sink", "make_prefixes"]
+
+# A stream that never ends its line would otherwise grow without bound.
+LONGEST_LINE = 1 << 20
+# The kernel promises that a pipe polled as writable takes this many bytes without blocking.
+_ATOMIC = select.PIPE_BUF
+_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+REDRAW_S = 0.05
+
+
+def make_prefixes(ranks: int, *, color: bool) -> list[bytes]:
+    """``[rank 3] `` for each rank, all of one width; coloured by rank if asked."""
+    width = len(str(ranks - 1))
+    prefixes = []
+    for rank in range(ranks):
+        text = f"[rank {rank:>{width}}]"
+        if color:
+            text = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{text}\x1b[0m"
+        prefixes.append(text.encode() + b" ")
+    return prefixes
+
+
+class LineAssembler:
+    """Turns one stream's bytes into whole, prefixed lines.
+
+    Args:
+        prefix: what goes before each line; may be empty.
+    """
+
+    def __init__(self, prefix: bytes) -> None:
+        self._prefix = prefix
+        self._pending = b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what was read; return the lines it completed, prefixed, each with its newline."""
+        end = data.rfind(b"\n")
+        if end < 0:
+            self._keep(self._pending + data)
+            return self._cut()
+        lines = self._pending + data[:end]
+        self._pending = b""
+        self._keep(data[end + 1 :])
+        return self._prefixed(lines) + self._cut()
+
+    def finish(self) -> bytes:
+        """The stream has ended: return its last, unfinished line, with a newline added."""
+        line, self._pending = self._pending, b""
+        if not line or (b"\r" in line and not visible_state(line).strip()):
+            # A progress bar that wiped itself away leaves nothing to say.
+            return b""
+        return self._prefixed(line)
+
+    def live(self) -> bytes:
+        """The unfinished line as a terminal would show it now, prefixed; empty if there is none."""
+        state = visible_state(self._pending)
+        return self._prefix + state if state else b""
+
+    def _prefixed(self, lines: bytes) -> bytes:
+        if b"\r" in lines:
+            lines = b"\n".join(visible_state(line) if b"\r" in line else line for line in lines.split(b"\n"))
+        if self._prefix:
+            return self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n"
+        return lines + b"\n"
+
+    def _keep(self, pending: bytes) -> None:
+        # The last carriage return may be half of a line end, so it stays.
+        cut = pending.rfind(b"\r", 0, max(0, len(pending) - 1))
+        if cut >= 0 and pending[cut + 1 :].strip(b"\r"):
+            pending = pending[cut + 1 :]
+        self._pending = pending
+
+    def _cut(self) -> bytes:
+        """What has to be given up as lines of the greatest length, because it has no end."""
+        done = b""
+        while len(self._pending) > LONGEST_LINE:
+            done += self._prefixed(self._pending[:LONGEST_LINE])
+            self._pending = self._pending[LONGEST_LINE:]
+        return done
+
+
+def visible_state(line: bytes) -> bytes:
+    """What is left of a line after its carriage returns: the last thing that was drawn."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+class Sink:
+    """One of the launcher's own output streams.
+
+    A reader that has stopped (a pager) must not stop the launcher from ending its ranks, and setting somebody
+    else's descriptor non-blocking is rude, so pipes are polled and fed in pieces they promise to take.
+
+    Args:
+        descriptor: where to write.
+        environment: ``NO_COLOR`` and ``TERM`` are looked up here.
+    """
+
+    def __init__(self, descriptor: int, environment: Mapping[str, str]) -> None:
+        self.descriptor = descriptor
+        self.closed = False
+        terminal = os.isatty(descriptor) and environment.get("TERM") != "dumb"
+        #: Whether a live line can be drawn.
+        self.terminal = terminal
+        #: Whether colours are wanted.
+        self.color = terminal and not environment.get("NO_COLOR")
+        #: When to give up on a reader that takes nothing, on the monotonic clock; None for never.
+        self.deadline: float | None = None
+        kind = os.fstat(descriptor).st_mode
+        self._may_block = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or stat.S_ISCHR(kind)
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
+
+    def write(self, data: bytes) -> None:
+        """Write all of ``data``; afterwards ``closed`` is true if nobody reads any more."""
+        if self.closed:
+            return
+        view = memoryview(data)
+        while view:
+            if self._may_block and not self._wait():
+                return
+            try:
+                written = os.write(self.descriptor, view[:_ATOMIC] if self._may_block else view)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EIO, errno.EBADF, errno.ENOSPC):
+                    raise
+                self.closed = True
+                return
+            view = view[written:]
+
+    def _wait(self) -> bool:
+        while True:
+            # In slices, because a signal's handler may set the deadline while this waits.
+            if self._poll.poll(100):
+                return True
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                return False
+
+    def columns(self) -> int:
+        """Width of the terminal in columns; 80 where it does not say."""
+        with contextlib.suppress(OSError):
+            return os.get_terminal_size(self.descriptor).columns or 80
+        return 80
+
+
+class Console:
+    """The launcher's two output streams, with at most one live line below them.
+
+    Args:
+        out: standard output.
+        err: standard error.
+    """
+
+    def __init__(self, out: Sink, err: Sink) -> None:
+        self.out = out
+        self.err = err
+        self._live = b""
+        self._live_sink: Sink | None = None
+        self._wanted: tuple[Sink, bytes] | None = None
+        self._drawn_at = 0.0
+
+    def write(self, sink: Sink, lines: bytes) -> None:
+        """Print whole lines above the live line."""
+        if not lines:
+            return
+        if self._live and sink.terminal and self._live_sink is not None:
+            self._live_sink.write(b"\r\x1b[K")
+            sink.write(lines)
+            self._live_sink.write(self._live)
+        else:
+            sink.write(lines)
+
+    def show(self, sink: Sink, line: bytes) -> None:
+        """Make ``line`` the live one, soon; an empty line takes the live one away if it is this sink's."""
+        if not sink.terminal:
+            return
+        if line:
+            self._wanted = (sink, line)
+        elif self._live_sink is sink or (self._wanted is not None and self._wanted[0] is sink):
+            self._wanted = None
+            self._erase()
+
+    def redraw_in_s(self) -> float | None:
+        """Seconds until :meth:`redraw` has something to do; None if it has nothing."""
+        if self._wanted is None:
+            return None
+        return max(0.0, self._drawn_at + REDRAW_S - time.monotonic())
+
+    def redraw(self) -> None:
+        """Draw the newest live line, if it is time to."""
+        if self._wanted is None or self.redraw_in_s() != 0.0:
+            return
+        sink, line = self._wanted
+        self._wanted = None
+        self._drawn_at = time.monotonic()
+        self._erase()
+        self._live = fit(line, sink.columns() - 1)
+        self._live_sink = sink
+        sink.write(self._live)
+
+    def finish(self) -> None:
+        """Take the live line away for good."""
+        self._wanted = None
+        self._erase()
+
+    def _erase(self) -> None:
+        if self._live and self._live_sink is not None:
+            self._live_sink.write(b"\r\x1b[K")
+        self._live = b""
+        self._live_sink = None
+
+
+def fit(line: bytes, columns: int) -> bytes:
+    """Cut ``line`` to ``columns`` terminal cells; escapes take none and are kept, wide characters take two."""
+    from rich.cells import cell_len
+
+    line = line.replace(b"\t", b" ")
+    parts: list[bytes] = []
+    left = columns
+    position = 0
+    escapes = list(_ESCAPES.finditer(line))
+    for start, end, escape in [
+        *((e.start(), e.end(), e.group()) for e in escapes),
+        (len(line), len(line), b""),
+    ]:
+        for character in line[position:start].decode(errors="replace"):
+            if not character.isprintable():
+                continue
+            left -= cell_len(character)
+            if left < 0:
+                break
+            parts.append(character.encode())
+        # Colours are wanted here; anything that moves the cursor would leave the live line.
+        if escape.endswith(b"m"):
+            parts.append(escape)
+        position = end
+    if escapes:
+        parts.append(b"\x1b[0m")
+    return b"".join(parts)

@@ -1,0 +1,364 @@
+"""The process the user started: it prints what the ranks say, passes signals on, and tells how the job ended.
+
+It never imports torch and runs no thread: one selector waits for the ranks' pipes, the zygote's messages and its
+own signals. It waits for no end of a pipe, since anything a rank has started may hold it open: a rank has ended
+when the zygote says so, and what it wrote by then is read and printed.
+
+How the job ends is decided here, and carried out by the zygote (which alone may signal process ids safely):
+
+- a rank fails: after a short settling time, in which the others' complaints come in and the cause can be told
+  from the consequences, the others are asked to end (SIGTERM) and, after a grace, killed;
+- a signal arrives: it is passed on, and after the grace the ranks are killed; a second one kills at once;
+- nobody reads the output any more: as if SIGTERM had come, silently, like any other tool in a pipe;
+- the zygote is killed: the kernel kills the ranks, and what they had started is killed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from phalanx.launch import processes
+from phalanx.launch.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
+from phalanx.launch.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
+from phalanx.launch.logs import Console, LineAssembler, Sink, make_prefixes
+from phalanx.launch.plan import MASTER_ADDR, Plan
+from phalanx.launch.rank import Place
+from phalanx.launch.wires import Wires, open_wires
+from phalanx.launch.zygote import Inheritance, end_descendants, serve
+from phalanx.topology.table import format_rank_table
+
+__all__ = ["launch"]
+
+BLOCK = 1 << 16
+# What may still lie in an ended rank's pipe; whoever goes on writing after that is not the rank.
+LARGEST_REMAINDER = 1 << 20
+# How long others' failures are collected after the first, before the rest is ended.
+SETTLE_S = 0.1
+# How long a reader that has stopped may hold the launcher back once the job is over.
+STALLED_READER_S = 1.0
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class _Stream:
+    rank: int
+    descriptor: int
+    sink: Sink
+    lines: LineAssembler
+
+
+@dataclass
+class _Rank:
+    pid: int = 0
+    status: int | None = None
+    ended_at: float = 0.0
+    ended_by_launcher: bool = False
+    streams: list[_Stream] = field(default_factory=list)
+
+
+def launch(plan: Plan) -> Place | int:
+    """Run a job.
+
+    Returns:
+        In the process that called: the exit code. In each rank, which is a fork of it: its place, to be handed to
+        :func:`phalanx.launch.rank.become` at the top of the interpreter.
+
+    Raises:
+        LaunchError: the machine cannot bear that many ranks. Nothing has been started.
+    """
+    handlers: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (*_PASSED_ON, signal.SIGCHLD)}
+    file_limit = raise_file_limit()
+    check_limits(plan.ranks, machine_limits(python=plan.target.is_python))
+    wires = open_wires(plan.ranks, MASTER_ADDR)
+    for stream in (sys.stdout, sys.stderr):
+        # A fork would copy what is still in the buffers.
+        if stream is not None:
+            stream.flush()
+    processes.adopt_orphans()
+    supervisor = _Supervisor(plan, wires)
+    supervisor.listen_to_signals()
+    pid = os.getpid()
+    zygote = os.fork()
+    if zygote == 0:
+        supervisor.forget()
+        return serve(plan, wires, Inheritance(handlers, file_limit), pid)
+    wires.keep_supervisor_ends()
+    return supervisor.run(zygote)
+
+
+class _Supervisor:
+    def __init__(self, plan: Plan, wires: Wires) -> None:
+        self.plan = plan
+        self.wires = wires
+        self.zygote = 0
+        self.started_at: float | None = None
+        self.interrupted: int | None = None
+        self.ending = False
+        self.settle_until: float | None = None
+        self.refusal: tuple[str, int] | None = None
+        self.oom_kills = count_oom_kills()
+        self.wakeup: tuple[int, int] = (-1, -1)
+        self.selector = selectors.DefaultSelector()
+        self.console = Console(Sink(1, os.environ), Sink(2, os.environ))
+        self.ranks = self._make_ranks()
+
+    def _make_ranks(self) -> list[_Rank]:
+        console, count = self.console, self.plan.ranks
+        nothing = [b""] * count
+        out_prefixes = make_prefixes(count, color=console.out.color) if self.plan.prefix else nothing
+        err_prefixes = make_prefixes(count, color=console.err.color) if self.plan.prefix else nothing
+        ranks = []
+        for rank, wires in enumerate(self.wires.ranks):
+            out = _Stream(rank, wires.out_read, console.out, LineAssembler(out_prefixes[rank]))
+            err = _Stream(rank, wires.err_read, console.err, LineAssembler(err_prefixes[rank]))
+            ranks.append(_Rank(streams=[out, err]))
+        return ranks
+
+    def listen_to_signals(self) -> None:
+        """Take signals over; one the launcher was started to ignore (nohup) stays ignored."""
+        self.wakeup = os.pipe()
+        for descriptor in self.wakeup:
+            os.set_blocking(descriptor, False)
+        signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
+        for signum in _PASSED_ON:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._on_signal)
+
+    def forget(self) -> None:
+        """In the zygote: let go of what is the supervisor's own."""
+        self.selector.close()
+        for descriptor in self.wakeup:
+            os.close(descriptor)
+
+    def run(self, zygote: int) -> int:
+        """Watch the job to its end; return the launcher's exit code."""
+        self.zygote = zygote
+        _release_input()
+        self.selector.register(self.wires.supervisor, selectors.EVENT_READ, self._on_zygote)
+        self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
+        for rank in self.ranks:
+            for stream in rank.streams:
+                self.selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+        if not self.plan.quiet:
+            self._introduce()
+        self.wires.supervisor.send(do="start")
+        while self.zygote:
+            self._turn()
+        code = self._conclude()
+        signal.set_wakeup_fd(-1)
+        return code
+
+    def _introduce(self) -> None:
+        plan, err = self.plan, self.console.err
+        count = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
+        width = err.columns() if err.terminal else None
+        title = f"phalanx run: {count} of {plan.target.name}"
+        err.write(format_rank_table(plan.rows(), title=title, width=width, color=err.color).encode())
+        for warning in plan.warnings():
+            self._say(f"note: {warning}")
+
+    def _say(self, text: str) -> None:
+        self.console.write(self.console.err, f"phalanx: {text}\n".encode(errors="backslashreplace"))
+
+    # One turn of the event loop.
+
+    def _turn(self) -> None:
+        timeouts = [self.console.redraw_in_s()]
+        if self.settle_until is not None:
+            timeouts.append(max(0.0, self.settle_until - time.monotonic()))
+        known = [timeout for timeout in timeouts if timeout is not None]
+        for key, _ in self.selector.select(min(known) if known else None):
+            if isinstance(key.data, _Stream):
+                self._read(key.data)
+            else:
+                key.data()
+        self.console.redraw()
+        if (self.console.out.closed or self.console.err.closed) and not self.ending:
+            self._end(signal.SIGTERM)
+        if self.settle_until is not None and (time.monotonic() >= self.settle_until or self._all_ended()):
+            self.settle_until = None
+            if not self.ending:
+                self._end(signal.SIGTERM, spare=self._winding_down())
+
+    def _read(self, stream: _Stream) -> int:
+        """Read and print one block; return its length, 0 when there is nothing (left)."""
+        try:
+            data = os.read(stream.descriptor, BLOCK)
+        except BlockingIOError:
+            return 0
+        if data:
+            self.console.write(stream.sink, stream.lines.feed(data))
+            self.console.show(stream.sink, stream.lines.live())
+        else:
+            self._close(stream)
+        return len(data)
+
+    def _close(self, stream: _Stream) -> None:
+        if stream.descriptor < 0:
+            return
+        self.selector.unregister(stream.descriptor)
+        os.close(stream.descriptor)
+        stream.descriptor = -1
+        self.console.show(stream.sink, b"")
+        self.console.write(stream.sink, stream.lines.finish())
+
+    def _drain(self, rank: _Rank) -> None:
+        for stream in rank.streams:
+            taken = 0
+            while stream.descriptor >= 0 and taken < LARGEST_REMAINDER:
+                length = self._read(stream)
+                if not length:
+                    break
+                taken += length
+            self._close(stream)
+
+    # What the zygote says.
+
+    def _on_zygote(self) -> None:
+        message = self.wires.supervisor.receive()
+        if message is None:
+            self._on_zygote_gone()
+        elif message["event"] == "started":
+            self.started_at = message["time"]
+            for rank, pid in zip(self.ranks, message["pids"], strict=True):
+                rank.pid = pid
+            if self.interrupted is not None:
+                self._order(self.interrupted)
+        elif message["event"] == "exited":
+            self._on_exit(self.ranks[message["rank"]], message["status"], message["time"])
+        elif message["event"] == "refused":
+            self.refusal = message["text"], message["code"]
+        elif message["event"] == "store lost" and not self.ending:
+            self._say(
+                "the process that hosts torch's store has ended; ranks that still want to meet will fail. "
+                "If nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom"
+            )
+
+    def _on_exit(self, rank: _Rank, status: int, when: float) -> None:
+        rank.status = status
+        rank.ended_at = when
+        rank.ended_by_launcher = self.ending
+        self._drain(rank)
+        if status != 0 and not self.ending and self.settle_until is None:
+            self.settle_until = time.monotonic() + SETTLE_S
+
+    def _on_zygote_gone(self) -> None:
+        # Only now: the ranks may have inherited nothing of this socket, so its end is the zygote's end.
+        self.selector.unregister(self.wires.supervisor)
+        self.wires.supervisor.close()
+        _, status = os.waitpid(self.zygote, 0)
+        self.zygote = 0
+        # Whatever the zygote could not end has been handed to this process.
+        end_descendants()
+        for rank in self.ranks:
+            self._drain(rank)
+        code = os.waitstatus_to_exitcode(status)
+        if code != 0 and self.interrupted is None:
+            how = (
+                f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
+            )
+            self.refusal = (
+                f"phalanx: the process that started the ranks {how}, and the job ended with it\n"
+                f"  host {self.plan.host}, pid of that process unknown to the ranks; "
+                f"if nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom\n",
+                128 - code if code < 0 else code,
+            )
+
+    # Ending.
+
+    def _on_wakeup(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wakeup[0], 4096)
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        # Runs even while a write to a stopped reader is waiting, so it acts by itself and not through the loop.
+        again = self.interrupted is not None
+        if not again:
+            self.interrupted = signum
+            self.settle_until = None
+            deadline = time.monotonic() + self.plan.grace_s + STALLED_READER_S / 2
+            self.console.out.deadline = self.console.err.deadline = deadline
+        if self.started_at is None:
+            # Nothing of the user's runs yet, and the zygote, busy importing, would not hear an order.
+            if self.zygote:
+                os.kill(self.zygote, signal.SIGKILL)
+        else:
+            self._order(signal.SIGKILL if again else signum)
+
+    def _order(self, signum: int, spare: list[int] | None = None) -> None:
+        self.ending = True
+        grace_s = 0.0 if signum == signal.SIGKILL else self.plan.grace_s
+        self.wires.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
+
+    def _end(self, signum: int, spare: list[int] | None = None) -> None:
+        self._order(signum, spare)
+
+    def _all_ended(self) -> bool:
+        return all(rank.status is not None for rank in self.ranks)
+
+    def _report(self, rank: int) -> Report | None:
+        return read_report(self.wires.ranks[rank].report)
+
+    def _winding_down(self) -> list[int]:
+        """Ranks whose script has failed already; they may finish their exit handlers within the grace."""
+        reports = {rank: self._report(rank) for rank in range(self.plan.ranks)}
+        return [rank for rank, report in reports.items() if report is not None and report.time is not None]
+
+    def _failures(self) -> list[Failure]:
+        failures = []
+        for number, rank in enumerate(self.ranks):
+            if rank.status == 0 or not rank.pid:
+                continue
+            report = self._report(number)
+            failed_by_itself = report is not None and report.time is not None
+            when = report.time if report is not None and report.time is not None else rank.ended_at
+            by_launcher = rank.ended_by_launcher and not failed_by_itself
+            failures.append(Failure(number, rank.pid, rank.status, when, report, by_launcher))
+        return failures
+
+    def _conclude(self) -> int:
+        """Say how the job ended, if it did not end well; return the exit code."""
+        self.console.finish()
+        if self.interrupted is not None:
+            name = signal_name(self.interrupted)
+            count = f"all {self.plan.ranks} ranks have" if self.plan.ranks > 1 else "the rank has"
+            self._say(
+                f"{name}: {count} been ended" if self.started_at else f"{name}: nothing had been started"
+            )
+            return 128 + self.interrupted
+        if self.console.out.closed or self.console.err.closed:
+            return 128 + signal.SIGPIPE
+        if self.refusal is not None:
+            text, code = self.refusal
+            self.console.err.write(text.encode(errors="backslashreplace"))
+            return code
+        failures = self._failures()
+        if not failures:
+            return 0
+        cause = find_cause(failures)
+        block = format_failure(
+            cause,
+            [failure for failure in failures if failure is not cause],
+            ranks=self.plan.ranks,
+            host=self.plan.host,
+            started=self.started_at or 0.0,
+            out_of_memory=count_oom_kills() > self.oom_kills,
+        )
+        self.console.err.write(block.encode(errors="backslashreplace"))
+        return cause.exit_code
+
+
+def _release_input() -> None:
+    """Let go of standard input, which is rank 0's: its writer should notice when rank 0 ends."""
+    if not os.isatty(0):
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)

@@ -1,0 +1,224 @@
+"""What the user asked to run: a Python script, a Python module, or any other program.
+
+The launcher must know before it starts anything, for two reasons. A Python target is compiled once and run
+inside processes that have already imported torch; any other program has to be exec'd and gains nothing from
+torch. And a mistyped name is worth one line, not one traceback a rank.
+
+What counts as Python:
+
+- a file named ``.py``, ``.pyw`` or ``.pyc``;
+- a directory or a zip archive with a ``__main__.py``;
+- a file whose first line names a Python interpreter, when that is the one running now or is looked up with
+  ``env``. A script that names another interpreter (another environment's, say) is executed with that one.
+
+Everything else that is executable is a program. A name that is no file is looked up on PATH.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import marshal
+import os
+import shutil
+import stat
+import sys
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, Literal
+
+from phalanx.errors import LaunchError
+
+__all__ = ["Target", "compile_target", "find_target"]
+
+Kind = Literal["script", "bytecode", "archive", "module", "program"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What every rank will run.
+
+    Attributes:
+        kind: ``script`` (source file), ``bytecode`` (``.pyc``), ``archive`` (directory or zip with a
+            ``__main__.py``), ``module`` (``-m``) or ``program`` (anything the kernel can execute).
+        name: what the user typed.
+        path: the absolute path of the file, directory or archive.
+        argv: ``sys.argv`` as the target will see it.
+        search_path: what goes first on ``sys.path``; empty for a program.
+    """
+
+    kind: Kind
+    name: str
+    path: str
+    argv: tuple[str, ...]
+    search_path: str = ""
+
+    @property
+    def is_python(self) -> bool:
+        """Whether the target runs inside the interpreter that imported torch."""
+        return self.kind != "program"
+
+
+def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = False) -> Target:
+    """Decide what ``name`` is.
+
+    Args:
+        name: a file, a directory, a program on PATH; or a module's dotted name.
+        arguments: the target's own arguments, untouched.
+        module: look for a module, as ``python -m`` does.
+
+    Raises:
+        LaunchError: nothing of that name can be run. The message says what was looked for, and where.
+    """
+    if module:
+        return _find_module(name, arguments)
+    if not os.path.exists(name):
+        found = shutil.which(name) if os.sep not in name else None
+        if found is None:
+            where = "" if os.path.isabs(name) else f" in {os.getcwd()}"
+            path = "" if os.sep in name else ", and no program of that name on PATH"
+            raise LaunchError(f"{name}: no such file{where}{path}")
+        return _classify(name, found, arguments)
+    return _classify(name, name, arguments)
+
+
+def _classify(name: str, path: str, arguments: tuple[str, ...]) -> Target:
+    absolute = os.path.abspath(path)
+    argv = (path, *arguments)
+    # As `python script` does it: a linked script finds its neighbours where the real file is.
+    beside = os.path.dirname(os.path.realpath(path))
+    if os.path.isdir(path):
+        if not os.path.isfile(os.path.join(path, "__main__.py")):
+            raise LaunchError(
+                f"{name}: is a directory without a __main__.py, so there is nothing to run in it"
+            )
+        return Target("archive", name, absolute, argv, absolute)
+    if not os.access(path, os.R_OK) and not os.access(path, os.X_OK):
+        raise LaunchError(f"{name}: permission denied; it can be neither read nor executed")
+    if path.endswith((".py", ".pyw")):
+        return Target("script", name, absolute, argv, beside)
+    if path.endswith(".pyc"):
+        return Target("bytecode", name, absolute, argv, beside)
+    if stat.S_ISREG(os.stat(path).st_mode):
+        first_line = _first_line(path)
+        if _names_this_python(first_line):
+            return Target("script", name, absolute, argv, beside)
+        if not first_line.startswith(b"\x7fELF") and _has_main(path):
+            return Target("archive", name, absolute, argv, absolute)
+    if not os.access(path, os.X_OK):
+        raise LaunchError(
+            f"{name}: is neither Python (its name does not end in .py) nor executable; "
+            f"rename it, or make it executable with: chmod +x {name}"
+        )
+    return Target("program", name, absolute, argv)
+
+
+def _first_line(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.readline(512)
+    except OSError:
+        return b""  # Executable but not readable: a program.
+
+
+def _names_this_python(first_line: bytes) -> bool:
+    if not first_line.startswith(b"#!"):
+        return False
+    words = os.fsdecode(first_line[2:]).split()
+    if not words:
+        return False
+    interpreter = words[0]
+    if os.path.basename(interpreter) == "env":
+        names = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+        return bool(names) and names[0].startswith("python")
+    if not os.path.basename(interpreter).startswith("python"):
+        return False
+    # Environments share one interpreter through links, so the link itself is compared, not what it points to.
+    directory = os.path.dirname(interpreter)
+    return os.path.realpath(directory) == os.path.realpath(os.path.dirname(sys.executable))
+
+
+def _has_main(path: str) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name in ("__main__.py", "__main__.pyc") for name in archive.namelist())
+
+
+def _find_module(name: str, arguments: tuple[str, ...]) -> Target:
+    here = os.getcwd()
+    spec = _find_spec(name, [here, *sys.path[_launcher_entries() :]])
+    if spec is None:
+        raise LaunchError(f"-m {name}: no module of that name, neither in {here} nor where Python looks")
+    if spec.submodule_search_locations is not None:
+        inner = _find_spec("__main__", spec.submodule_search_locations, prefix=name)
+        if inner is None:
+            raise LaunchError(f"-m {name}: is a package without a __main__ module, so it cannot be run")
+        spec = inner
+    return Target("module", name, spec.origin or name, (spec.origin or name, *arguments), here)
+
+
+def _launcher_entries() -> int:
+    """How many entries at the front of ``sys.path`` belong to the launcher's own script (one, or none)."""
+    return 0 if getattr(sys.flags, "safe_path", False) or sys.flags.isolated else 1
+
+
+def _find_spec(name: str, path: Iterable[str], prefix: str = "") -> importlib.machinery.ModuleSpec | None:
+    """Find a module without importing its parents: their code belongs to the ranks, not to the launcher."""
+    spec: importlib.machinery.ModuleSpec | None = None
+    locations: Iterable[str] | None = list(path)
+    full = prefix
+    for part in name.split("."):
+        if locations is None or not part:
+            return None
+        full = f"{full}.{part}" if full else part
+        spec = importlib.machinery.PathFinder.find_spec(full, list(locations))
+        if spec is None and locations is not None and full == part:
+            spec = importlib.machinery.FrozenImporter.find_spec(full)
+        if spec is None:
+            return None
+        locations = spec.submodule_search_locations
+    return spec
+
+
+def compile_target(target: Target) -> tuple[CodeType | None, importlib.machinery.ModuleSpec | None]:
+    """Compile a Python target, once for all ranks.
+
+    Returns:
+        The code and the spec that ``__main__`` will carry (None for a plain script, as in ``python script``).
+        Both are None for a program. The code is None for a module without source or bytecode.
+
+    Raises:
+        SyntaxError: the target is not valid Python.
+        OSError: it could not be read.
+        LaunchError: it holds no code that this Python can run.
+    """
+    if target.kind == "program":
+        return None, None
+    if target.kind == "script":
+        with open(target.path, "rb") as file:
+            return compile(file.read(), target.path, "exec", dont_inherit=True), None
+    if target.kind == "bytecode":
+        with open(target.path, "rb") as file:
+            header, body = file.read(16), file.read()
+        if header[:4] != importlib.util.MAGIC_NUMBER:
+            raise LaunchError(
+                f"{target.name}: was compiled by another version of Python; run its source instead"
+            )
+        code = marshal.loads(body)
+        return code, None
+    spec: Any
+    if target.kind == "archive":
+        spec = _find_spec("__main__", [target.path])
+    else:
+        spec = _find_spec(target.name, [target.search_path, *sys.path[_launcher_entries() :]])
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = _find_spec("__main__", spec.submodule_search_locations, prefix=target.name)
+    if spec is None or spec.loader is None:
+        raise LaunchError(f"{target.name}: can no longer be found")
+    code = spec.loader.get_code(spec.name)
+    if code is None:
+        raise LaunchError(f"{target.name}: has no Python code to run")
+    return code, spec

@@ -1,0 +1,149 @@
+"""The descriptors that join the supervisor, the zygote and the ranks.
+
+All of them exist before the first fork, so no process ever has to open a path, and closing is bookkeeping:
+whoever forks keeps its own ends and closes the rest. Control messages are JSON over a SOCK_SEQPACKET pair, which
+keeps their boundaries and reports the other side's end as an end of file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Control", "RankWires", "Wires", "guard_standard_streams", "open_wires"]
+
+# One message lists every pid of the job.
+LARGEST_MESSAGE = 1 << 18
+
+
+class Control:
+    """One end of the control socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    def fileno(self) -> int:
+        """The descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Send one message; a gone receiver is noticed when receiving, not here."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.send(json.dumps(message).encode())
+
+    def receive(self) -> dict[str, Any] | None:
+        """Wait for one message; None when the other side has ended."""
+        try:
+            data = self._socket.recv(LARGEST_MESSAGE)
+        except ConnectionResetError:
+            return None
+        if not data:
+            return None
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+    def close(self) -> None:
+        """Close this end."""
+        self._socket.close()
+
+
+@dataclass
+class RankWires:
+    """What joins one rank to the supervisor.
+
+    Attributes:
+        out_read: where the supervisor reads its standard output.
+        out_write: its standard output.
+        err_read: where the supervisor reads its standard error.
+        err_write: its standard error.
+        report: a memfd into which it writes why it failed; no name on disk, so nothing is left behind.
+    """
+
+    out_read: int
+    out_write: int
+    err_read: int
+    err_write: int
+    report: int
+
+
+@dataclass
+class Wires:
+    """Every descriptor of a job.
+
+    Attributes:
+        ranks: one entry a rank.
+        supervisor: the supervisor's end of the control socket.
+        zygote: the zygote's end.
+        listener: the bound and listening socket of the store, on the loopback interface only.
+    """
+
+    ranks: list[RankWires]
+    supervisor: Control
+    zygote: Control
+    listener: socket.socket
+
+    @property
+    def port(self) -> int:
+        """The port of the store."""
+        port: int = self.listener.getsockname()[1]
+        return port
+
+    def keep_supervisor_ends(self) -> None:
+        """Close what only the zygote and the ranks use."""
+        self.zygote.close()
+        self.listener.close()
+        for wires in self.ranks:
+            os.close(wires.out_write)
+            os.close(wires.err_write)
+
+    def keep_zygote_ends(self) -> None:
+        """Close what only the supervisor uses: then its end is an end of file here."""
+        self.supervisor.close()
+        for wires in self.ranks:
+            os.close(wires.out_read)
+            os.close(wires.err_read)
+
+    def close_rank_ends(self, *, but: int | None = None) -> None:
+        """Close the write ends and the reports of all ranks, or of all but one."""
+        for rank, wires in enumerate(self.ranks):
+            if rank != but:
+                os.close(wires.out_write)
+                os.close(wires.err_write)
+                os.close(wires.report)
+
+
+def report_name(rank: int) -> str:
+    """The name of a rank's report file, as ``/proc/<pid>/fd`` shows it."""
+    return f"phalanx-rank-{rank}"
+
+
+def open_wires(ranks: int, address: str) -> Wires:
+    """Open everything for ``ranks`` processes; the store listens on ``address`` and a free port.
+
+    The port is bound here and stays bound until the job ends, so nobody can take it in between.
+    """
+    guard_standard_streams()
+    joined = []
+    for rank in range(ranks):
+        out_read, out_write = os.pipe()
+        err_read, err_write = os.pipe()
+        os.set_blocking(out_read, False)
+        os.set_blocking(err_read, False)
+        joined.append(RankWires(out_read, out_write, err_read, err_write, os.memfd_create(report_name(rank))))
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen(4096)
+    return Wires(joined, Control(mine), Control(theirs), listener)
+
+
+def guard_standard_streams() -> None:
+    """Fill closed standard descriptors with /dev/null, so that no pipe is mistaken for one of them."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)

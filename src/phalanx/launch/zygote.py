@@ -1,0 +1,306 @@
+"""The process that imports torch once and forks the ranks.
+
+Prior art: Android's zygote, Emacs' unexec, gunicorn's ``preload_app``, CPython's own ``forkserver``. Importing
+torch costs about a second of CPU, so eight processes that each import it take eight; forked after one import
+they share its pages and start in milliseconds.
+
+A fork copies only the calling thread, so the zygote starts no thread: locks that another thread held would stay
+locked in the rank for ever. numpy's OpenBLAS starts a pool of its own at import when OMP_NUM_THREADS is above 1;
+it has fork handlers that stop and restart the pool, and is the one exception.
+
+The zygote is also the parent of every rank and the adoptive parent of whatever a rank leaves behind, so it, not
+the supervisor, does the ending: it alone knows that a process id has not been given to somebody else yet. It
+learns of the supervisor's end by the end of the control socket, and then kills everything and follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+from phalanx.errors import LaunchError
+from phalanx.launch import processes
+from phalanx.launch.plan import MASTER_ADDR, Plan
+from phalanx.launch.rank import Place, enter_rank
+from phalanx.launch.store import host_store
+from phalanx.launch.target import compile_target
+from phalanx.launch.wires import Wires, report_name
+
+__all__ = ["Inheritance", "serve"]
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """What the ranks get back that the launcher changed for itself.
+
+    Attributes:
+        handlers: the signal handlers that the interpreter started with.
+        file_limit: the soft and hard limit on open files.
+    """
+
+    handlers: dict[int, Any]
+    file_limit: tuple[int, int]
+
+
+@dataclass
+class _Ending:
+    """An order to end the job, being carried out.
+
+    Attributes:
+        kill_at: when patience ends, on the monotonic clock.
+    """
+
+    kill_at: float
+
+
+@dataclass
+class _Zygote:
+    plan: Plan
+    wires: Wires
+    inheritance: Inheritance
+    pids: dict[int, int] = field(default_factory=dict)
+    store: int = 0
+    ending: _Ending | None = None
+
+    def run(self) -> Place | None:
+        """Live: prepare, wait for the order to start, fork, watch. Returns a place in each rank only."""
+        compiled = self.prepare()
+        if compiled is None or self.wires.zygote.receive() is None:
+            return None
+        # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        place = self.start(compiled)
+        if place is not None:
+            return place
+        _release_input()
+        processes.live_past_parent()
+        wakeup, wakeup_write = os.pipe()
+        os.set_blocking(wakeup, False)
+        os.set_blocking(wakeup_write, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self.watch(wakeup)
+        self.kill_everything()
+        return None
+
+    def prepare(self) -> tuple[CodeType | None, Any] | None:
+        """Do once what every rank would have to do. None when there is nothing to start, after saying why."""
+        if not self.plan.target.is_python:
+            return None, None
+        os.environ["OMP_NUM_THREADS"] = self.plan.threads
+        try:
+            compiled = compile_target(self.plan.target)
+        except SyntaxError as error:
+            self._refuse("".join(traceback.format_exception_only(error)), 1)
+            return None
+        except (LaunchError, OSError, ValueError, EOFError) as error:
+            self._refuse(f"phalanx: {error}", 2)
+            return None
+        # Nothing that the import makes is garbage, so looking for some would only cost time.
+        gc.disable()
+        try:
+            import torch  # noqa: F401
+        except Exception:
+            self._refuse(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1)
+            return None
+        # The ranks' collectors then leave the shared pages alone instead of copying each to mark its objects.
+        gc.freeze()
+        gc.enable()
+        return compiled
+
+    def _refuse(self, text: str, code: int) -> None:
+        self.wires.zygote.send(event="refused", text=text.rstrip() + "\n", code=code)
+
+    def start(self, compiled: tuple[CodeType | None, Any]) -> Place | None:
+        """Fork the store and the ranks. Returns a place in each rank, None in the zygote."""
+        zygote = os.getpid()
+        if self.plan.target.is_python:
+            pid = os.fork()
+            if pid == 0:
+                self.wires.zygote.close()
+                self.wires.close_rank_ends()
+                host_store(self.wires.listener, MASTER_ADDR, self.plan.ranks, zygote)
+            self.store = pid
+        port = self.wires.port
+        # Rank 0 of another program opens the port itself; it is free from here on.
+        self.wires.listener.close()
+        code, spec = compiled
+        for rank in range(self.plan.ranks):
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self._refuse(
+                    f"phalanx: only {rank} of {self.plan.ranks} ranks could be started: {error.strerror}; "
+                    f"start fewer, or raise the limit on processes (ulimit -u, pids.max) or free memory",
+                    1,
+                )
+                return None
+            if pid == 0:
+                self.wires.zygote.close()
+                self.wires.close_rank_ends(but=rank)
+                place = Place(rank, self.plan, self.wires.ranks[rank], port, code, spec)
+                enter_rank(place, zygote, self.inheritance.handlers, self.inheritance.file_limit)
+                return place
+            self.pids[rank] = pid
+        self.wires.close_rank_ends()
+        pids = [self.pids[rank] for rank in range(self.plan.ranks)]
+        self.wires.zygote.send(event="started", pids=pids, time=time.monotonic())
+        return None
+
+    def watch(self, wakeup: int) -> None:
+        """Reap ranks and carry out orders until no rank is left or the supervisor has gone."""
+        poll = select.poll()
+        poll.register(self.wires.zygote.fileno(), select.POLLIN)
+        poll.register(wakeup, select.POLLIN)
+        while True:
+            self._reap()
+            if not self.pids:
+                return
+            wait_ms = None
+            if self.ending is not None:
+                wait_ms = max(0.0, (self.ending.kill_at - time.monotonic()) * 1000 + 1)
+            for descriptor, _ in poll.poll(wait_ms):
+                if descriptor == wakeup:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(wakeup, 4096)
+                    continue
+                order = self.wires.zygote.receive()
+                if order is None:
+                    return
+                self._end(order["signal"], order["grace_s"], order["spare"])
+            if self.ending is not None and time.monotonic() >= self.ending.kill_at:
+                self._kill_ranks()
+
+    def _end(self, signum: int, grace_s: float, spare: Collection[int]) -> None:
+        for rank, pid in self.pids.items():
+            if rank not in spare:
+                processes.send_to_group(pid, signum)
+                # A stopped process would not see anything but SIGKILL.
+                processes.send_to_group(pid, signal.SIGCONT)
+        self.ending = _Ending(time.monotonic() + grace_s)
+
+    def _kill_ranks(self) -> None:
+        for pid in self.pids.values():
+            processes.send_to_group(pid, signal.SIGKILL)
+        self.ending = None
+
+    def _reap(self) -> None:
+        ranks = {pid: rank for rank, pid in self.pids.items()}
+        while True:
+            try:
+                # Left a zombie for now: its number, which is also its group's, then stays its own.
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if info is None:
+                return
+            now = time.monotonic()
+            rank = ranks.get(info.si_pid)
+            if rank is not None:
+                self._end_remains(rank, info.si_pid)
+            os.waitpid(info.si_pid, 0)
+            status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+            if rank is not None:
+                del self.pids[rank]
+                self.wires.zygote.send(event="exited", rank=rank, status=status, time=now)
+            elif info.si_pid == self.store:
+                self.store = 0
+                self.wires.zygote.send(event="store lost", status=status)
+
+    def _end_remains(self, rank: int, pid: int) -> None:
+        """Kill what an ended rank left behind: it holds the rank's output open, its memory and its ports."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        known = {self.store, *self.pids.values()}
+        marks = [f"PHALANX_RUN_ID={self.plan.run_id}".encode(), f"RANK={rank}".encode()]
+        for orphan in processes.children_of(os.getpid()):
+            if orphan not in known and processes.belongs_to(orphan, pid, report_name(rank), marks):
+                for victim in [orphan, *processes.descendants_of([orphan])]:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.kill(victim, signal.SIGKILL)
+
+    def kill_everything(self) -> None:
+        """Kill every descendant and reap them all, however deep they hide."""
+        self._kill_ranks()
+        end_descendants()
+
+
+def end_descendants() -> None:
+    """SIGKILL all descendants of this process until none is left that may be killed.
+
+    Whoever loses its parent is adopted here, so each round reaches what the round before uncovered.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    spared: set[int] = set()
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        victims = [pid for pid in processes.descendants_of([os.getpid()]) if pid not in spared]
+        if not victims:
+            break
+        for pid in victims:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            except PermissionError:
+                spared.add(pid)
+        # Woken by the next end; the timeout is for ends that are no child's of ours.
+        signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve(plan: Plan, wires: Wires, inheritance: Inheritance, supervisor: int) -> Place:
+    """Be the zygote; called in the child of the supervisor's fork.
+
+    Args:
+        plan: the job.
+        wires: its descriptors.
+        inheritance: what the ranks get back.
+        supervisor: the parent's process id.
+
+    Returns:
+        In each rank, its place. The zygote itself never returns.
+    """
+    # Until the ranks exist there is nothing to clean up, and importing torch does not listen to a socket.
+    processes.die_with_parent(supervisor)
+    # Out of the terminal's foreground group: Ctrl-C is the supervisor's to interpret.
+    os.setsid()
+    processes.set_name("phalanx-zygote")
+    processes.adopt_orphans()
+    for signum in inheritance.handlers:
+        signal.signal(signum, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    wires.keep_zygote_ends()
+    zygote = _Zygote(plan, wires, inheritance)
+    pid = os.getpid()
+    try:
+        place = zygote.run()
+    except BaseException:
+        sys.stderr.write(f"phalanx: the launcher itself failed\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        if os.getpid() == pid:
+            zygote.kill_everything()
+        os._exit(70)
+    if place is None:
+        os._exit(0)
+    return place
+
+
+def _release_input() -> None:
+    """Let go of the launcher's standard input, so that its writer notices when rank 0 ends."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
