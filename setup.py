@@ -22,9 +22,9 @@ class BuildCore(build_ext):
         """Name the library so that ``native/core.py`` finds it whatever interpreter built it."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
-    def get_export_symbols(self, ext: Extension) -> list[str]:
-        """Export what the C headers mark as public; there is no ``PyInit_…`` to add."""
-        return list(ext.export_symbols)
+    def get_export_symbols(self, ext: object) -> list[str]:
+        """Leave the exports to the C headers; there is no ``PyInit_…`` to add."""
+        return []
 
 
 class AnyPythonWheel(bdist_wheel):

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx.data.loader import sharded_loader
-from phalanx.errors import InitializationError, RankError
+from phalanx.errors import ClosedError, InitializationError, RankError
 from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
 from phalanx.topology.device import choose_device, default_backend
@@ -43,14 +44,14 @@ class World(Group):
     """
 
     def __init__(self, place: Place, device: torch.device, session: Session) -> None:
-        super().__init__(dist.group.WORLD, range(place.world_size), session)
+        super().__init__(_default_group(), range(place.world_size), session)
         self.world_size = place.world_size
         self.local_rank = place.local_rank
         self.local_world_size = place.local_world_size
         self.node_rank = place.node_rank
         self.num_nodes = place.num_nodes
         self.device = device
-        self.backend: str = dist.get_backend_config()
+        self.backend = _backend_name()
         self.launcher = place.launcher
 
     def subgroup(self, ranks: Iterable[int]) -> Group | None:
@@ -180,8 +181,8 @@ def init(
         world_size=place.world_size,
         timeout=timeout,
     )
-    serves = frozenset(entry.type for entry in dist.group.WORLD._device_types)
-    world = World(place, chosen, Session(serves))
+    session = Session(frozenset(entry.type for entry in _default_group()._device_types))
+    world = World(place, chosen, session)
     _world = world
     if place.world_size > 1 and not quiet and "PHALANX_TABLE_SHOWN" not in os.environ:
         table = world.describe()
@@ -205,15 +206,30 @@ def close() -> None:
         dist.destroy_process_group()
 
 
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise ClosedError("torch.distributed was shut down behind the world's back; call phalanx.close() instead")
+    return group
+
+
+def _backend_name() -> str:
+    """The one backend's name, or torch's ``device:backend`` list where several serve."""
+    config: str = dist.get_backend_config()
+    names = {entry.partition(":")[2] for entry in config.split(",")}
+    return names.pop() if len(names) == 1 else config
+
+
 def _meeting_store(place: Place, timeout: timedelta) -> Store:
     if place.world_size == 1:
         return HashStore()  # nobody to meet: no port to bind, nothing to resolve
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        meeting = next(rendezvous("env://", timeout=timeout))
     except (dist.DistError, ValueError) as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InitializationError(
             f"rank {place.rank} could not reach the meeting point {address} (MASTER_ADDR, MASTER_PORT) that "
             f"{place.launcher} gave: {error}"
         ) from error
+    store: Store = meeting[0]
     return store

@@ -179,7 +179,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
 
 def _op_number(op: Any) -> int:
-    """torch's ReduceOp as an integer, without the factor that a pre-multiplied sum carries."""
+    """Torch's ReduceOp as an integer, without the factor that a pre-multiplied sum carries."""
     return int(op.op.value)
 
 

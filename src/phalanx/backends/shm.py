@@ -48,7 +48,7 @@ _SUM = 1
 _OPS = {dist.ReduceOp.SUM.value: _SUM}
 
 
-class NotOneHost(InitializationError):  # noqa: N818 - an answer, not a fault
+class NotOneHost(InitializationError):
     """Some rank cannot reach the segment: the group does not live on one host. Every rank gets it alike."""
 
 
@@ -116,9 +116,7 @@ class SharedMemoryCommunicator(Communicator):
         return comm
 
     def _attach(self, descriptor: int, cookie: bytes) -> tuple[int | None, str]:
-        comm: int | None = self._core.phx_open(
-            descriptor, self.rank, cookie, self._spin, self._signals.callback
-        )
+        comm: int | None = self._core.phx_open(descriptor, self.rank, cookie, self._spin, self._signals.callback)
         return comm, "" if comm else os.strerror(ctypes.get_errno())
 
     def _attach_peer(self, pid: int, number: int, cookie: bytes) -> tuple[int | None, str]:
@@ -154,9 +152,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         data = tensor.data_ptr()
-        status = self._core.phx_all_reduce(
-            self._comm, data, data, tensor.numel(), _DTYPES[tensor.dtype], _OPS[op]
-        )
+        status = self._core.phx_all_reduce(self._comm, data, data, tensor.numel(), _DTYPES[tensor.dtype], _OPS[op])
         if status:
             self._check(status)
 

@@ -40,9 +40,7 @@ def sharded_loader(
     """
     taken = {"sampler", "batch_sampler"} & options.keys()
     if taken:
-        raise TypeError(
-            f"{', '.join(sorted(taken))}: the sharded loader brings its own; use torch's DataLoader"
-        )
+        raise TypeError(f"{', '.join(sorted(taken))}: the sharded loader brings its own; use torch's DataLoader")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise TypeError(
             f"{type(dataset).__name__} has no length, so it cannot be shared out by index. Let the dataset "

@@ -73,9 +73,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return sum(
-            1 for first, last in self._bounds if self._part(first, last)[0] < self._part(first, last)[1]
-        )
+        return sum(1 for first, last in self._bounds if self._part(first, last)[0] < self._part(first, last)[1])
 
     def __iter__(self) -> Iterator[list[int]]:
         # Counted here, not when the pass ends: a pass that is broken off must not be repeated.

@@ -45,9 +45,7 @@ def data_parallel(
     """
     if isinstance(comm_hook, str):
         if comm_hook not in COMM_HOOKS:
-            raise ValueError(
-                f"comm_hook={comm_hook!r} is not known; names are {', '.join(sorted(COMM_HOOKS))}"
-            )
+            raise ValueError(f"comm_hook={comm_hook!r} is not known; names are {', '.join(sorted(COMM_HOOKS))}")
         comm_hook = COMM_HOOKS[comm_hook]
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
