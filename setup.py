@@ -22,9 +22,9 @@ class BuildCore(build_ext):
         """Name the library so that ``native/core.py`` finds it whatever interpreter built it."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
-    def get_export_symbols(self, ext: Extension) -> list[str]:
-        """Export what the C headers mark as public; there is no ``PyInit_…`` to add."""
-        return list(ext.export_symbols)
+    def get_export_symbols(self, ext: object) -> list[str]:
+        """Leave the exports to the C headers; there is no ``PyInit_…`` to add."""
+        return []
 
 
 class AnyPythonWheel(bdist_wheel):
@@ -45,7 +45,13 @@ setup(
             # -ffp-contract=off: a fused multiply-add would round differently from CPU to CPU, and the
             # core promises the same bits everywhere. -march is absent on purpose: dispatch is at run time.
             extra_compile_args=[
-                "-std=gnu11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread",
+                "-std=gnu11",
+                "-O3",
+                "-ffp-contract=off",
+                "-fvisibility=hidden",
+                "-Wall",
+                "-Wextra",
+                "-pthread",
             ],
             extra_link_args=["-pthread"],
         )

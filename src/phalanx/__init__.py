@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Group", "PhalanxError", "World", "__version__", "close", "init"]
 
-_HOME = {"Group": "phalanx.group", "World": "phalanx.world", "close": "phalanx.world", "init": "phalanx.world"}
+_HOME = {
+    "Group": "phalanx.group",
+    "World": "phalanx.world",
+    "close": "phalanx.world",
+    "init": "phalanx.world",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -93,9 +93,7 @@ def read_report(descriptor: int) -> Report | None:
         content: dict[str, Any] = json.loads(data)
         own = content.get("phalanx")
         if own is not None:
-            return Report(
-                own["type"], own["message"], own["traceback"], own["shown"], own["time"], own["code"]
-            )
+            return Report(own["type"], own["message"], own["traceback"], own["shown"], own["time"], own["code"])
         # Written by torch's @record in a process the rank started, which then printed its traceback itself.
         message = content["message"]
         return Report("", message if isinstance(message, str) else message["message"], "", True, None, 1)

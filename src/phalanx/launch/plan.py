@@ -47,9 +47,7 @@ class Plan:
     def rows(self) -> list[RankRow]:
         """The rank table of this job."""
         threads = int(self.threads.partition(",")[0])
-        return [
-            RankRow(rank, 0, self.host, rank, "cpu", None, self.cores, threads) for rank in range(self.ranks)
-        ]
+        return [RankRow(rank, 0, self.host, rank, "cpu", None, self.cores, threads) for rank in range(self.ranks)]
 
     def environment(self, rank: int, *, port: int) -> dict[str, str]:
         """What is added to the environment of ``rank``: everything torchrun sets, and Phalanx's own.

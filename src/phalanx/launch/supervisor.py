@@ -262,9 +262,7 @@ class _Supervisor:
             self._drain(rank)
         code = os.waitstatus_to_exitcode(status)
         if code != 0 and self.interrupted is None:
-            how = (
-                f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
-            )
+            how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
             self.refusal = (
                 f"phalanx: the process that started the ranks {how}, and the job ended with it\n"
                 f"  host {self.plan.host}, pid of that process unknown to the ranks; "
@@ -331,9 +329,7 @@ class _Supervisor:
         if self.interrupted is not None:
             name = signal_name(self.interrupted)
             count = f"all {self.plan.ranks} ranks have" if self.plan.ranks > 1 else "the rank has"
-            self._say(
-                f"{name}: {count} been ended" if self.started_at else f"{name}: nothing had been started"
-            )
+            self._say(f"{name}: {count} been ended" if self.started_at else f"{name}: nothing had been started")
             return 128 + self.interrupted
         if self.console.out.closed or self.console.err.closed:
             return 128 + signal.SIGPIPE

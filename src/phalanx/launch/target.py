@@ -91,9 +91,7 @@ def _classify(name: str, path: str, arguments: tuple[str, ...]) -> Target:
     beside = os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "__main__.py")):
-            raise LaunchError(
-                f"{name}: is a directory without a __main__.py, so there is nothing to run in it"
-            )
+            raise LaunchError(f"{name}: is a directory without a __main__.py, so there is nothing to run in it")
         return Target("archive", name, absolute, argv, absolute)
     if not os.access(path, os.R_OK) and not os.access(path, os.X_OK):
         raise LaunchError(f"{name}: permission denied; it can be neither read nor executed")
@@ -204,9 +202,7 @@ def compile_target(target: Target) -> tuple[CodeType | None, importlib.machinery
         with open(target.path, "rb") as file:
             header, body = file.read(16), file.read()
         if header[:4] != importlib.util.MAGIC_NUMBER:
-            raise LaunchError(
-                f"{target.name}: was compiled by another version of Python; run its source instead"
-            )
+            raise LaunchError(f"{target.name}: was compiled by another version of Python; run its source instead")
         code = marshal.loads(body)
         return code, None
     spec: Any

@@ -67,9 +67,7 @@ def format_rank_table(
     rows = sorted(rows, key=lambda row: row.rank)
     lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
     for name in lines[0]:
-        table.add_column(
-            name, justify="left" if name in ("host", "device", "ranks") else "right", no_wrap=True
-        )
+        table.add_column(name, justify="left" if name in ("host", "device", "ranks") else "right", no_wrap=True)
     for line in lines[1:]:
         table.add_row(*(Text(cell) for cell in line))
     out = io.StringIO()

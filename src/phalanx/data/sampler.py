@@ -1,0 +1,115 @@
+"""Sharing a dataset among ranks so that no item is dropped and none is seen twice.
+
+torch's ``DistributedSampler`` pads each rank to the same length by repeating items, so 10 items on 4 ranks are
+evaluated as 12, and it repeats one order in every epoch unless ``set_epoch`` is called. Here the order is cut
+into global batches first and each of those among the ranks, so the global batch of a step does not depend on
+the number of ranks, and every pass over the sampler is the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Sampler
+
+__all__ = ["ShardedBatchSampler"]
+
+
+class ShardedBatchSampler(Sampler[list[int]]):
+    """Batches of indices for one rank.
+
+    The order of an epoch (shuffled by seed and epoch, or as it stands) is cut into global batches of
+    ``batch_size * world_size`` items, and rank r takes the r-th part of each. Of the last, shorter one every
+    rank takes an equal part, give or take one item; if it has fewer items than there are ranks, it is added
+    to the batch before, so that all ranks make the same number of steps. Only a dataset with fewer items than
+    ranks leaves ranks without a batch.
+
+    Args:
+        length: the number of items in the dataset.
+        batch_size: items per rank and step; the last step may have one more or some less.
+        rank, world_size: whose share.
+        shuffle: a new order every epoch, the same on every rank.
+        seed: what the orders depend on; equal on every rank.
+        drop_last: leave out the items that do not fill a global batch, so that all batches have one size and
+            the mean of the ranks' means is the mean over the global batch.
+
+    Raises:
+        ValueError: a number is out of range, or ``drop_last`` would leave nothing.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        rank: int,
+        world_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if batch_size < 1 or length < 0 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"batch_size must be at least 1 and rank in the world; got batch_size={batch_size}, "
+                f"length={length}, rank={rank}, world_size={world_size}"
+            )
+        if drop_last and length < batch_size * world_size:
+            raise ValueError(
+                f"drop_last=True leaves nothing: the dataset has {length} items, one global batch "
+                f"{batch_size} x {world_size} ranks = {batch_size * world_size}. Use a smaller batch_size"
+            )
+        self.length = length
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self._bounds = _global_batch_bounds(length, batch_size * world_size, world_size, drop_last)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass epoch ``epoch``; only needed to resume, as each pass counts on by itself."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return sum(1 for first, last in self._bounds if self._part(first, last)[0] < self._part(first, last)[1])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # Counted here, not when the pass ends: a pass that is broken off must not be repeated.
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        return self._batches(self._order(epoch))
+
+    def _batches(self, order: list[int]) -> Iterator[list[int]]:
+        for first, last in self._bounds:
+            start, stop = self._part(first, last)
+            if start < stop:
+                yield order[start:stop]
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.length))
+        # Seed and epoch in separate halves: with seed + epoch, seed 0's second epoch would be seed 1's first.
+        generator = torch.Generator().manual_seed((self.seed % 2**31 << 32) + epoch)
+        order: list[int] = torch.randperm(self.length, generator=generator).tolist()
+        return order
+
+    def _part(self, first: int, last: int) -> tuple[int, int]:
+        items = last - first
+        return (
+            first + items * self.rank // self.world_size,
+            first + items * (self.rank + 1) // self.world_size,
+        )
+
+
+def _global_batch_bounds(
+    length: int, global_batch: int, world_size: int, drop_last: bool
+) -> list[tuple[int, int]]:
+    full, rest = divmod(length, global_batch)
+    bounds = [(i * global_batch, (i + 1) * global_batch) for i in range(full)]
+    if rest and not drop_last:
+        if rest < world_size and bounds:
+            bounds[-1] = (bounds[-1][0], length)
+        else:
+            bounds.append((full * global_batch, length))
+    return bounds

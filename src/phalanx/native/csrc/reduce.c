@@ -1,0 +1,101 @@
+/* Choosing the reduction kernel for this CPU at run time, and the scalar conversions all of them share. */
+#include "reduce.h"
+
+#include <string.h>
+
+#include "phalanx.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+static inline uint16_t f32_to_bf16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return 0x7fc0; /* a NaN must not round up to infinity */
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+static inline float f16_to_f32(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+    const uint32_t magnitude = half & 0x7fffu;
+    uint32_t bits;
+    float value;
+    if (magnitude >= 0x7c00u)
+        bits = sign | 0x7f800000u | (magnitude & 0x3ffu) << 13 | (magnitude > 0x7c00u ? 0x400000u : 0u);
+    else if (magnitude >= 0x400u)
+        bits = sign | ((magnitude << 13) + ((127u - 15u) << 23));
+    else {
+        value = (float)magnitude * 0x1p-24f; /* subnormal: exact in 32 bits */
+        memcpy(&bits, &value, sizeof bits);
+        bits |= sign;
+    }
+    memcpy(&value, &bits, sizeof bits);
+    return value;
+}
+
+static inline uint16_t f32_to_f16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000u);
+    bits &= 0x7fffffffu;
+    if (bits > 0x7f800000u)
+        return (uint16_t)(sign | 0x7e00u | (bits >> 13 & 0x3ffu));
+    if (bits >= 0x477ff000u) /* rounds to infinity */
+        return (uint16_t)(sign | 0x7c00u);
+    if (bits < 0x38800000u) { /* subnormal: adding 0.5 leaves the rounded result in the low bits */
+        float shifted;
+        memcpy(&shifted, &bits, sizeof bits);
+        shifted += 0.5f;
+        memcpy(&bits, &shifted, sizeof bits);
+        return (uint16_t)(sign | (bits - 0x3f000000u));
+    }
+    return (uint16_t)(sign | ((bits - ((127u - 15u) << 23) + 0xfffu + (bits >> 13 & 1u)) >> 13));
+}
+
+#define KERNEL(name) name##_baseline
+#define TARGET
+#define HARDWARE_F16 0
+#include "reduce_kernels.h"
+#undef KERNEL
+#undef TARGET
+#undef HARDWARE_F16
+
+#if defined(__x86_64__)
+#define KERNEL(name) name##_avx2
+#define TARGET __attribute__((target("avx2,f16c")))
+#define HARDWARE_F16 1
+#include "reduce_kernels.h"
+#undef KERNEL
+#undef TARGET
+#undef HARDWARE_F16
+#endif
+
+#define SUMS(set)                                                                                       \
+    {[PHX_F32] = sum_f32_##set, [PHX_F64] = sum_f64_##set, [PHX_F16] = sum_f16_##set,                    \
+     [PHX_BF16] = sum_bf16_##set, [PHX_I32] = sum_i32_##set, [PHX_I64] = sum_i64_##set}
+
+phx_reduce_fn phx_reduce_kernel(uint32_t op, uint32_t dtype)
+{
+    static const phx_reduce_fn baseline[] = SUMS(baseline);
+    if (op != PHX_SUM || dtype > PHX_I64)
+        return NULL;
+#if defined(__x86_64__)
+    static const phx_reduce_fn avx2[] = SUMS(avx2);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
+        return avx2[dtype];
+#endif
+    return baseline[dtype];
+}
+
+size_t phx_dtype_bytes(uint32_t dtype)
+{
+    static const size_t bytes[] = {
+        [PHX_BYTES] = 1, [PHX_F32] = 4, [PHX_F64] = 8, [PHX_F16] = 2, [PHX_BF16] = 2, [PHX_I32] = 4, [PHX_I64] = 8,
+    };
+    return dtype <= PHX_I64 ? bytes[dtype] : 0;
+}

@@ -1,0 +1,131 @@
+/* Making, mapping and leaving a segment; whether the process behind a place still runs. */
+#define _GNU_SOURCE
+#include "segment.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define MAGIC 0x786e616c61687050ull
+#define HEADER_BYTES 4096u
+
+_Static_assert(sizeof(struct phx_header) <= HEADER_BYTES, "the header fits its page");
+_Static_assert(sizeof(struct phx_flags) == PHX_LINE, "one rank's flags are one cache line");
+_Static_assert(sizeof(struct phx_place) == PHX_LINE, "one rank's place is one cache line");
+
+uint32_t phx_abi(void)
+{
+    return PHX_ABI;
+}
+
+static uint64_t slots_offset(uint32_t size)
+{
+    const uint64_t end = HEADER_BYTES + (uint64_t)size * (sizeof(struct phx_flags) + sizeof(struct phx_place));
+    return (end + HEADER_BYTES - 1) / HEADER_BYTES * HEADER_BYTES;
+}
+
+uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes)
+{
+    return slots_offset(size) + (uint64_t)size * PHX_RING * chunk_bytes;
+}
+
+int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, const uint8_t *cookie)
+{
+    if (size < 1 || size > PHX_MAX_RANKS || chunk_bytes == 0 || chunk_bytes % PHX_LINE)
+        return PHX_BAD_ARGUMENT;
+    struct phx_header header = {.magic = MAGIC, .abi = PHX_ABI, .size = size, .chunk_bytes = chunk_bytes};
+    memcpy(header.cookie, cookie, sizeof header.cookie);
+    if (ftruncate(fd, (off_t)phx_segment_bytes(size, chunk_bytes)) != 0)
+        return PHX_SYSTEM;
+    return pwrite(fd, &header, sizeof header, 0) == (ssize_t)sizeof header ? PHX_OK : PHX_SYSTEM;
+}
+
+phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll)
+{
+    struct stat file;
+    struct phx_header header;
+    if (fstat(fd, &file) != 0)
+        return NULL;
+    /* A file of another process with this number is no accident to trust: check before mapping. */
+    if (pread(fd, &header, sizeof header, 0) != (ssize_t)sizeof header || header.magic != MAGIC ||
+        header.abi != PHX_ABI || memcmp(header.cookie, cookie, sizeof header.cookie) != 0 || rank >= header.size ||
+        (uint64_t)file.st_size != phx_segment_bytes(header.size, header.chunk_bytes)) {
+        errno = EPROTO;
+        return NULL;
+    }
+    phx_comm *comm = calloc(1, sizeof *comm);
+    if (!comm)
+        return NULL;
+    comm->mapped_bytes = (uint64_t)file.st_size;
+    comm->seen = calloc(header.size, sizeof *comm->seen);
+    comm->inputs = calloc(header.size, sizeof *comm->inputs);
+    char *base = mmap(NULL, comm->mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED || !comm->seen || !comm->inputs) {
+        if (base != MAP_FAILED)
+            munmap(base, comm->mapped_bytes);
+        free(comm->seen);
+        free(comm->inputs);
+        free(comm);
+        return NULL;
+    }
+    comm->rank = rank;
+    comm->size = header.size;
+    comm->chunk_bytes = header.chunk_bytes;
+    comm->spin = spin;
+    comm->poll = poll;
+    comm->timeout_ns = UINT64_MAX;
+    comm->header = (struct phx_header *)base;
+    comm->flags = (struct phx_flags *)(base + HEADER_BYTES);
+    comm->places = (struct phx_place *)(comm->flags + header.size);
+    comm->slots = base + slots_offset(header.size);
+    comm->places[rank].pid = (uint32_t)getpid();
+    comm->places[rank].start_time = phx_process_start_time((uint32_t)getpid());
+    return comm;
+}
+
+void phx_close(phx_comm *comm)
+{
+    munmap((void *)comm->header, comm->mapped_bytes);
+    free(comm->seen);
+    free(comm->inputs);
+    free(comm);
+}
+
+void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns)
+{
+    comm->timeout_ns = timeout_ns;
+}
+
+/* State and start time from /proc/<pid>/stat; 0 when there is no such process or it has ended. A pidfd would
+ * be surer but costs a descriptor per peer and group; the start time tells a reused pid just as well. */
+uint64_t phx_process_start_time(uint32_t pid)
+{
+    char path[32], text[1024];
+    snprintf(path, sizeof path, "/proc/%u/stat", pid);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    const ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    if (length <= 0)
+        return 0;
+    text[length] = 0;
+    char state;
+    unsigned long long start_time;
+    const char *after_name = strrchr(text, ')'); /* the name may hold anything, also ')' and spaces */
+    if (!after_name || sscanf(after_name + 1,
+                              " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
+                              &state, &start_time) != 2)
+        return 0;
+    return state == 'Z' || state == 'X' || state == 'x' ? 0 : start_time;
+}
+
+int phx_place_alive(const struct phx_place *place)
+{
+    return phx_process_start_time(place->pid) == place->start_time;
+}

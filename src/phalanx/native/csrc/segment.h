@@ -1,0 +1,86 @@
+/* The shared segment: every word that two ranks share, who writes it, who reads it, in which order.
+ *
+ * Time in a group is counted in chunks. Every collective takes a number of chunks that follows from its
+ * arguments alone, so all ranks number them alike: chunk k is the k-th of the group's life. A rank's data
+ * for chunk k lies in its slot k mod PHX_RING.
+ *
+ *   `ready` = k + 1   "my part of chunk k is in my slot (or I have nothing to put in), and I have finished
+ *                      chunk k - 2 and all before it": a rank works on at most two chunks at a time.
+ *   `done`  = k + 1   "the slice of chunk k that is mine to reduce lies reduced in my slot".
+ *
+ * Before a rank writes its slot or its call word for chunk k, it waits until every `ready` >= k - 1: then
+ * every rank has put in chunk k - 2, hence finished chunk k - 4, the last one that used the same slot.
+ *
+ * Who writes, who reads, and what a death leaves behind:
+ *   ready, done  written by their rank only, seq_cst (the store must not pass the load of `sleepers`); read by
+ *                all, acquire. Death before: peers wait, find the process gone, break the group. Death after:
+ *                the data is whole and is used; the next wait finds the process gone.
+ *   call[]       written by their rank only, before `ready`; read by all after `ready` was acquired. Death
+ *                between: nobody has been told to look.
+ *   slots        the same as call[]; the reduced slice the same with `done`.
+ *   sleepers     added to and subtracted from by ranks that sleep on the words of this place, seq_cst; read by
+ *                the place's rank. Death of a sleeper leaves it too high: a needless wake per store, in a group
+ *                that is about to break because of that death.
+ *   breaking     0 -> 1 by the one rank that wins the exchange, which then fills `breakage` and stores 2
+ *                (release). Read by all. Death between: readers report the break without its reason.
+ *   header, pid  written before the ranks meet (through the store), read only afterwards.
+ */
+#ifndef PHALANX_SEGMENT_H
+#define PHALANX_SEGMENT_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+
+#include "phalanx.h"
+
+#define PHX_LINE 64
+#define PHX_RING 4u
+#define PHX_MAX_RANKS 1024u /* what a call word can hold as a root */
+
+struct phx_header {
+    uint64_t magic;
+    uint32_t abi, size;
+    uint64_t chunk_bytes;
+    uint8_t cookie[16];
+    _Atomic uint32_t breaking;
+    struct phx_breakage breakage;
+};
+
+struct phx_flags {
+    _Alignas(PHX_LINE) _Atomic uint64_t ready;
+    _Atomic uint64_t done;
+    uint64_t call[PHX_RING];
+};
+
+struct phx_place {
+    _Alignas(PHX_LINE) _Atomic uint32_t sleepers;
+    uint32_t pid;
+    uint64_t start_time; /* tells a process from a later one with the same pid */
+};
+
+/* One rank's private view. */
+struct phx_comm {
+    uint32_t rank, size, spin;
+    uint64_t chunk; /* the next chunk's number, the same on every rank between two calls */
+    uint64_t call;  /* what this rank is in now, packed */
+    uint64_t chunk_bytes, timeout_ns;
+    phx_poll poll;
+    struct phx_header *header;
+    struct phx_flags *flags;
+    struct phx_place *places;
+    char *slots;
+    uint64_t mapped_bytes;
+    uint64_t *seen;      /* the last `ready` this rank saw of each: spares a look at the shared line */
+    const void **inputs; /* scratch of `size` pointers for the reduction kernels */
+};
+
+static inline char *phx_slot(const phx_comm *comm, uint32_t rank, uint64_t chunk)
+{
+    return comm->slots + ((uint64_t)rank * PHX_RING + chunk % PHX_RING) * comm->chunk_bytes;
+}
+
+/* Whether the process that opened this place still runs (a zombie does not). */
+int phx_place_alive(const struct phx_place *place);
+uint64_t phx_process_start_time(uint32_t pid);
+
+#endif

@@ -1,0 +1,187 @@
+/* Waiting: spin, then yield, then sleep on a shared futex in slices that look after the peers.
+ *
+ * A short spin catches a peer that is a microsecond behind; yielding lets ranks that share a core take turns;
+ * sleeping leaves the core to whoever computes when a peer is far behind (a slow data loader). The futex is
+ * the low half of the awaited word itself, so there is no second word that could disagree with it. */
+#include "wait.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "call.h"
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the futex is the low half of a 64-bit word, taken at its address: little-endian only"
+#endif
+
+#define SLICE_NS 50000000ull
+#define YIELD_NS 200000ull /* how long to yield before sleeping: about four times a wake-up */
+
+static inline void relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000ull + (uint64_t)t.tv_nsec;
+}
+
+static inline int reached(_Atomic uint64_t *word, uint64_t target)
+{
+    return atomic_load_explicit(word, memory_order_acquire) >= target;
+}
+
+static void wake(_Atomic uint64_t *word)
+{
+    syscall(SYS_futex, (uint32_t *)word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value)
+{
+    /* seq_cst on both sides: either this load sees the sleeper, or the sleeper's look sees this store. */
+    atomic_store_explicit(word, value, memory_order_seq_cst);
+    if (atomic_load_explicit(&comm->places[comm->rank].sleepers, memory_order_seq_cst) != 0)
+        wake(word);
+}
+
+static int broken(const phx_comm *comm)
+{
+    return atomic_load_explicit(&comm->header->breaking, memory_order_acquire) != 0;
+}
+
+int phx_break(phx_comm *comm, int status, uint32_t peer, uint64_t peer_call)
+{
+    uint32_t whole = 0;
+    if (atomic_compare_exchange_strong(&comm->header->breaking, &whole, 1)) {
+        struct phx_breakage *why = &comm->header->breakage;
+        why->status = (uint32_t)status;
+        why->rank = comm->rank;
+        why->peer = peer;
+        why->peer_pid = comm->places[peer].pid;
+        why->call = phx_call_unpack(comm->call);
+        why->peer_call = phx_call_unpack(peer_call);
+        atomic_store_explicit(&comm->header->breaking, 2, memory_order_release);
+        for (uint32_t p = 0; p < comm->size; p++) {
+            wake(&comm->flags[p].ready);
+            wake(&comm->flags[p].done);
+        }
+        return status;
+    }
+    struct phx_breakage why;
+    return phx_breakage(comm, &why);
+}
+
+void phx_abort(phx_comm *comm)
+{
+    phx_break(comm, PHX_INTERRUPTED, comm->rank, 0);
+}
+
+int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
+{
+    static const struct phx_breakage unknown = {.status = PHX_PEER_LOST};
+    /* The winner fills the reason within microseconds; if it died in between, there is none to wait for. */
+    for (int i = 0; i < 1000; i++) {
+        uint32_t state = atomic_load_explicit(&comm->header->breaking, memory_order_acquire);
+        if (state == 1) {
+            sched_yield();
+            continue;
+        }
+        *out = comm->header->breakage;
+        return state == 0 ? PHX_OK : (int)out->status;
+    }
+    *out = unknown;
+    return PHX_PEER_LOST;
+}
+
+static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target)
+{
+    const uint64_t start = now_ns();
+    struct phx_breakage why;
+    for (uint32_t i = 1;; i++) {
+        sched_yield();
+        if (reached(word, target))
+            return PHX_OK;
+        if (broken(comm))
+            return phx_breakage(comm, &why);
+        if (i % 8 == 0 && now_ns() - start > YIELD_NS)
+            break;
+    }
+    for (;;) {
+        struct phx_place *place = &comm->places[peer];
+        const struct timespec slice = {.tv_nsec = SLICE_NS};
+        int interrupted = 0, slept_out = 0;
+        atomic_fetch_add_explicit(&place->sleepers, 1, memory_order_seq_cst);
+        const uint64_t value = atomic_load_explicit(word, memory_order_seq_cst);
+        /* A break that came before the count was raised did not wake us: look once more before sleeping. */
+        if (value < target && !broken(comm)) {
+            const long failed = syscall(SYS_futex, (uint32_t *)word, FUTEX_WAIT, (uint32_t)value, &slice, NULL, 0);
+            interrupted = failed && errno == EINTR;
+            slept_out = failed && errno == ETIMEDOUT;
+        }
+        atomic_fetch_sub_explicit(&place->sleepers, 1, memory_order_seq_cst);
+        if (reached(word, target))
+            return PHX_OK;
+        if (broken(comm))
+            return phx_breakage(comm, &why);
+        if ((interrupted || slept_out) && comm->poll && comm->poll())
+            return phx_break(comm, PHX_INTERRUPTED, comm->rank, 0);
+        if (!slept_out)
+            continue;
+        /* The order matters: a peer may raise the word and end right after, so look at the word last. */
+        if (!phx_place_alive(place))
+            return reached(word, target) ? PHX_OK : phx_break(comm, PHX_PEER_LOST, peer, 0);
+        if (now_ns() - start > comm->timeout_ns)
+            return phx_break(comm, PHX_TIMEOUT, peer, 0);
+    }
+}
+
+int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target)
+{
+    for (uint32_t i = 0; i <= comm->spin; i++) {
+        if (reached(word, target))
+            return PHX_OK;
+        relax();
+    }
+    return wait_slowly(comm, peer, word, target);
+}
+
+int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
+{
+    if (broken(comm)) {
+        struct phx_breakage why;
+        return phx_breakage(comm, &why);
+    }
+    comm->call = call;
+    for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
+        if (p == comm->rank || comm->seen[p] >= chunk - 1)
+            continue;
+        const int status = phx_wait(comm, p, &comm->flags[p].ready, chunk - 1);
+        if (status)
+            return status;
+        comm->seen[p] = chunk - 1;
+    }
+    comm->flags[comm->rank].call[chunk % PHX_RING] = call;
+    return PHX_OK;
+}
+
+int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk)
+{
+    const int status = phx_wait(comm, peer, &comm->flags[peer].ready, chunk + 1);
+    if (status)
+        return status;
+    comm->seen[peer] = chunk + 1;
+    const uint64_t theirs = comm->flags[peer].call[chunk % PHX_RING];
+    return theirs == comm->call ? PHX_OK : phx_break(comm, PHX_MISMATCH, peer, theirs);
+}

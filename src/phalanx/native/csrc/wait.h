@@ -1,0 +1,29 @@
+/* Raising a word for others and waiting for theirs; entering a chunk; breaking the group. */
+#ifndef PHALANX_WAIT_H
+#define PHALANX_WAIT_H
+
+#include "segment.h"
+
+/* Store `value` into a word of this rank and wake whoever sleeps on it. */
+void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value);
+
+/* Wait until a word of `peer` is at least `target`: spin, yield, then sleep in slices, each of which looks
+ * whether the peer lives, the group is whole, the time is up, and whether `poll` wants to stop. */
+int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target);
+
+/* Break the group unless it is broken already; returns the status that stands. */
+int phx_break(phx_comm *comm, int status, uint32_t peer, uint64_t peer_call);
+
+/* Wait for the right to write slot and call word of `chunk`, and publish the call. */
+int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call);
+
+/* Say that this rank's part of `chunk` is in its slot. */
+static inline void phx_put(phx_comm *comm, uint64_t chunk)
+{
+    phx_raise(comm, &comm->flags[comm->rank].ready, chunk + 1);
+}
+
+/* Wait until `peer` has put in its part of `chunk`, and compare its call with this rank's. */
+int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk);
+
+#endif

@@ -1,0 +1,235 @@
+"""Joining and leaving: ``init()`` gives a process its place among the ranks, ``close()`` ends it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from phalanx.data.loader import sharded_loader
+from phalanx.errors import ClosedError, InitializationError, RankError
+from phalanx.group import Group, Session
+from phalanx.parallel.data_parallel import data_parallel
+from phalanx.topology.device import choose_device, default_backend
+from phalanx.topology.launchers import Place, find_place
+from phalanx.topology.table import RankRow, format_rank_table
+
+__all__ = ["World", "close", "init"]
+
+_world: World | None = None
+# A world that is closed and opened again meets under new keys of the same store.
+_openings = 0
+
+
+class World(Group):
+    """All ranks of the job. It is the default group: every method of :class:`Group` works on it.
+
+    Attributes:
+        rank, world_size: this process's place among all ranks (``size`` is the same as ``world_size``).
+        local_rank, local_world_size: its place among the ranks of its host.
+        node_rank, num_nodes: its host's index among the hosts.
+        device: the device this rank computes on.
+        backend: the name of the communication backend.
+        launcher: what started the process: ``phalanx``, ``torchrun``, or ``none``.
+    """
+
+    def __init__(self, place: Place, device: torch.device, session: Session) -> None:
+        super().__init__(_default_group(), range(place.world_size), session)
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.local_world_size = place.local_world_size
+        self.node_rank = place.node_rank
+        self.num_nodes = place.num_nodes
+        self.device = device
+        self.backend = _backend_name()
+        self.launcher = place.launcher
+
+    def subgroup(self, ranks: Iterable[int]) -> Group | None:
+        """Make a group of some ranks. Every rank of the world must call it, with the same ranks.
+
+        Args:
+            ranks: world ranks, in the order in which they shall count within the group.
+
+        Returns:
+            The group, or None on ranks that are not in it.
+
+        Raises:
+            RankError: a rank is not in the world, stands twice, or none was given.
+        """
+        self._use()
+        members = [self._member(rank) for rank in ranks]
+        if not members or len(set(members)) != len(members):
+            raise RankError(f"a group needs at least one rank, and each only once; got {members}")
+        process_group = dist.new_group(members, sort_ranks=False)
+        if self.rank not in members:
+            return None
+        return Group(process_group, members, self._session)
+
+    def data_parallel(
+        self, module: torch.nn.Module, *, comm_hook: str | Callable[..., Any] | None = None, **options: Any
+    ) -> DistributedDataParallel:
+        """Keep a replica of ``module`` on every rank: gradients are averaged while backward computes.
+
+        Every rank calls it, with a module of the same shape; rank 0's parameters and buffers are copied to the
+        others. See :func:`phalanx.parallel.data_parallel.data_parallel`.
+        """
+        return data_parallel(module, self._use(), self.device, comm_hook=comm_hook, **options)
+
+    def loader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """A ``DataLoader`` over this rank's share of ``dataset``; no item is dropped or given out twice.
+
+        ``batch_size`` is per rank. See :func:`phalanx.data.loader.sharded_loader`.
+        """
+        return sharded_loader(
+            dataset,
+            batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            **options,
+        )
+
+    def describe(self) -> str:
+        """The rank table of the whole world as text. Every rank must call it; all get the same."""
+        rows: list[Any] = [None] * self.size
+        self.all_gather_object(
+            rows,
+            RankRow(
+                rank=self.rank,
+                node_rank=self.node_rank,
+                host=platform.node(),
+                local_rank=self.local_rank,
+                device=str(self.device),
+                pid=os.getpid(),
+                cores=len(os.sched_getaffinity(0)),
+                threads=torch.get_num_threads(),
+            ),
+        )
+        title = f"{self.size} rank{'s' if self.size > 1 else ''}, started by {self.launcher}"
+        return format_rank_table(rows, title=title, backend=self.backend)
+
+
+def init(
+    backend: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+    timeout_s: float = 1800.0,
+    quiet: bool = False,
+) -> World:
+    """Join the world of this process's launcher, or a world of one when it was started plainly.
+
+    Every rank calls it once. Under torchrun, rank 0 prints the rank table; ``phalanx run`` has printed it
+    already.
+
+    Args:
+        backend: any backend name torch knows; by default ``phalanx`` for the CPU, the device's own otherwise.
+        device: where this rank computes; by default the accelerator with the index of its local rank, if the
+            machine has accelerators, else the CPU.
+        timeout_s: how long to wait for the other ranks, now and in every collective, in seconds.
+        quiet: print no table.
+
+    Returns:
+        The world. In a world of one every collective is the identity, so a script needs no ``if``.
+
+    Raises:
+        LauncherEnvironmentError: the launcher's variables contradict each other or are half set.
+        InitializationError: called twice without ``close()``, after ``init_process_group``, or a rank did not
+            come.
+    """
+    global _world, _openings
+    if _world is not None:
+        raise InitializationError(
+            "phalanx.init() was called twice in this process; keep the world it returned, or call "
+            "phalanx.close() first"
+        )
+    if dist.is_initialized():
+        raise InitializationError(
+            "torch.distributed was initialised before phalanx.init(); call phalanx.init() instead of "
+            "init_process_group (torch.distributed works after it too)"
+        )
+    place = find_place()
+    chosen = choose_device(place, device)
+    if chosen.type != "cpu":
+        torch.accelerator.set_device_index(chosen.index or 0)
+    timeout = timedelta(seconds=timeout_s)
+    _openings += 1
+    dist.init_process_group(
+        backend or default_backend(chosen),
+        store=PrefixStore(f"phalanx/world/{_openings}", _meeting_store(place, timeout)),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+    session = Session(frozenset(entry.type for entry in _default_group()._device_types))
+    world = World(place, chosen, session)
+    _world = world
+    if place.world_size > 1 and not quiet and "PHALANX_TABLE_SHOWN" not in os.environ:
+        table = world.describe()
+        if world.rank == 0:
+            print(table, file=sys.stderr, flush=True)
+    return world
+
+
+def close() -> None:
+    """Leave the world: finish queued operations, destroy every group. Does nothing when there is none.
+
+    Every rank should call it at the end of its work. Groups of this world raise ``ClosedError`` afterwards,
+    and ``init()`` may be called again.
+    """
+    global _world
+    world, _world = _world, None
+    if world is None:
+        return
+    world._session.closed = True
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise ClosedError("torch.distributed was shut down behind the world's back; call phalanx.close() instead")
+    return group
+
+
+def _backend_name() -> str:
+    """The one backend's name, or torch's ``device:backend`` list where several serve."""
+    config: str = dist.get_backend_config()
+    names = {entry.partition(":")[2] for entry in config.split(",")}
+    return names.pop() if len(names) == 1 else config
+
+
+def _meeting_store(place: Place, timeout: timedelta) -> Store:
+    if place.world_size == 1:
+        return HashStore()  # nobody to meet: no port to bind, nothing to resolve
+    try:
+        meeting = next(rendezvous("env://", timeout=timeout))
+    except (dist.DistError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise InitializationError(
+            f"rank {place.rank} could not reach the meeting point {address} (MASTER_ADDR, MASTER_PORT) that "
+            f"{place.launcher} gave: {error}"
+        ) from error
+    store: Store = meeting[0]
+    return store
