@@ -22,10 +22,10 @@ FILES_BESIDE = 32
 # A rank's main thread and the two threads a Gloo process group starts; the supervisor, the zygote, the store.
 TASKS_PER_RANK = 3
 TASKS_BESIDE = 8
-# Memory of its own that a forked rank has touched when it ends: 21 MB idle, 45 MB after a tensor, a process
-# group and the interpreter's finalisation (benchmarks/start_ranks.py --memory). What the script adds is
-# unknown.
-BYTES_PER_RANK = 48 << 20
+# Memory of its own that a forked rank has when it ends, after a process group, a backward pass and the
+# interpreter's finalisation: 80 MiB, measured by benchmarks/start_ranks.py --memory. What the script's own data
+# adds, nobody can know.
+BYTES_PER_RANK = 80 << 20
 BYTES_BESIDE = 400 << 20
 
 

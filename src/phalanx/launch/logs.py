@@ -67,8 +67,8 @@ class LineAssembler:
     def finish(self) -> bytes:
         """The stream has ended: return its last, unfinished line, with a newline added."""
         line, self._pending = self._pending, b""
-        if not line or (b"\r" in line and not visible_state(line).strip()):
-            # A progress bar that wiped itself away leaves nothing to say.
+        if not visible_state(line).strip():
+            # A progress bar that wiped itself away leaves blanks, which say nothing.
             return b""
         return self._prefixed(line)
 

@@ -77,6 +77,7 @@ class Plan:
             "TORCHELASTIC_RUN_ID": self.run_id,
             # "True": the launcher hosts the store, so every rank is a client and rank 0 may leave first.
             "TORCHELASTIC_USE_AGENT_STORE": str(self.target.is_python),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "OMP_NUM_THREADS": self.threads,
             "PHALANX_RUN_ID": self.run_id,

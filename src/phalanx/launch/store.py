@@ -28,7 +28,7 @@ def host_store(listener: socket.socket, address: str, ranks: int, parent: int) -
     try:
         die_with_parent(parent)
         set_name("phalanx-store")
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         port = listener.getsockname()[1]
         # The server closes the descriptor it is given, so it gets one that Python does not also own.

@@ -190,6 +190,9 @@ class _Supervisor:
 
     def _read(self, stream: _Stream) -> int:
         """Read and print one block; return its length, 0 when there is nothing (left)."""
+        if stream.descriptor < 0:
+            # Its rank's end was told in the same turn, and the stream has been drained then.
+            return 0
         try:
             data = os.read(stream.descriptor, BLOCK)
         except BlockingIOError:

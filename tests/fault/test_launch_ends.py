@@ -1,0 +1,329 @@
+"""How a job ends: exit codes, the block that explains, kills of every process, signals; and nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tests.launch_support import Launcher, launcher, wait_for
+
+__all__ = ["launcher"]
+
+# Says that it runs, then waits for its end; a program, so that nothing waits for torch.
+WAIT = ["sh", "-c", "echo up; exec sleep 300"]
+PATIENT = """
+import os, signal, sys, time
+print("up", flush=True)
+while True:
+    time.sleep(300)
+"""
+
+
+def test_success_is_silent_but_for_the_table(launcher: Launcher) -> None:
+    outcome = launcher.run("-n", "2", "true")
+    assert (outcome.code, outcome.out) == (0, b"")
+    assert outcome.err_text.splitlines()[0] == "phalanx run: 2 ranks of true"
+    assert len(outcome.err_text.splitlines()) == 4
+
+
+def test_quiet_prints_nothing_of_its_own(launcher: Launcher) -> None:
+    outcome = launcher.run("-n", "5", "--quiet", "true")
+    assert (outcome.code, outcome.out, outcome.err) == (0, b"", b"")
+
+
+def test_an_exception_is_shown_once_with_the_traceback_of_the_script(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, time\n"
+        "def work():\n"
+        "    raise ValueError('bad thing')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    work()\n"
+        "time.sleep(300)\n"
+    )
+    outcome = launcher.run("-n", "3", "-q", script)
+    text = outcome.err_text
+    assert outcome.code == 1
+    assert text.startswith("phalanx: rank 1 of 3 failed: ValueError: bad thing\n")
+    assert text.count("Traceback") == 1
+    assert text.count("bad thing") == 3  # the headline, the source line and the last line
+    lines = text.splitlines()
+    first_frame = lines[lines.index("Traceback (most recent call last):") + 1]
+    assert first_frame == f'  File "{script}", line 5, in <module>'
+    assert "/launch/" not in text
+    assert "exit code 1" in text
+    assert "ranks 0, 2 ended by the launcher" in text
+    assert outcome.elapsed_s < 20
+
+
+def test_the_cause_is_told_from_its_consequences(launcher: Launcher) -> None:
+    # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
+    script = launcher.script(
+        "import atexit, os, socket, sys, threading\n"
+        "rank = int(os.environ['RANK'])\n"
+        "path = os.path.join(os.path.dirname(__file__), 'meet')\n"
+        "if rank == 1:\n"
+        "    server = socket.socket(socket.AF_UNIX); server.bind(path); server.listen()\n"
+        "    peer, _ = server.accept()\n"
+        "    atexit.register(lambda: (peer.close(), peer, os.read(gone, 1)))\n"
+        "    gone, _keep = os.pipe()\n"
+        "    raise ValueError('the cause')\n"
+        "while True:\n"
+        "    try:\n"
+        "        client = socket.socket(socket.AF_UNIX); client.connect(path); break\n"
+        "    except OSError: pass\n"
+        "client.recv(1)\n"
+        "raise ConnectionResetError('lost rank 1')\n"
+    )
+    outcome = launcher.run("-n", "2", "-q", "--grace", "0.2", script)
+    text = outcome.err_text
+    assert text.startswith("phalanx: rank 1 of 2 failed: ValueError: the cause")
+    assert "rank 0 then failed: ConnectionResetError: lost rank 1" in text
+    assert outcome.code == 1
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "said"),
+    [
+        ("sys.exit(3)", 3, "exit code 3"),
+        ("sys.exit('some words')", 1, "[rank 1] some words"),
+        ("os._exit(4)", 4, "no Python exception"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "signal 9 (SIGKILL)"),
+        ("os.abort()", 134, "line 3 in <module>"),
+    ],
+)
+def test_exit_codes(launcher: Launcher, statement: str, code: int, said: str) -> None:
+    script = launcher.script(
+        f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {statement}\ntime.sleep(300)\n"
+    )
+    outcome = launcher.run("-n", "2", "-q", script)
+    assert outcome.code == code
+    assert said in outcome.err_text
+    assert "rank 1 of 2 failed" in outcome.err_text
+    assert "Traceback" not in outcome.err_text
+
+
+def test_the_interpreter_ends_as_it_always_does(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import atexit, sys, threading, time\n"
+        "atexit.register(print, 'exit handler')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
+        "sys.excepthook = lambda kind, error, trace: print('own hook', error, trace.tb_frame.f_code.co_filename)\n"
+        "raise ValueError('x')\n"
+    )
+    outcome = launcher.run("-n", "1", "-q", script)
+    assert outcome.out_lines == [f"[rank 0] own hook x {script}", "[rank 0] thread", "[rank 0] exit handler"]
+    assert "printed by the script itself" in outcome.err_text
+    assert "Traceback" not in outcome.err_text
+    assert outcome.code == 1
+
+
+def test_torchs_record_works(launcher: Launcher) -> None:
+    script = launcher.script(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    raise ValueError('recorded')\n"
+        "main()\n"
+    )
+    direct = launcher.run("-n", "1", "-q", script)
+    assert direct.err_text.count("ValueError: recorded") == 2
+    assert direct.err_text.count("Traceback") == 1
+    nested = launcher.run("-n", "1", "-q", "sh", "-c", f"{sys.executable} {script}; exit 5")
+    assert nested.code == 5
+    assert "rank 0 of 1 failed: ValueError: recorded" in nested.err_text
+    assert nested.err_text.count("Traceback") == 1
+
+
+def test_a_syntax_error_is_told_once_and_nothing_is_started(launcher: Launcher) -> None:
+    outcome = launcher.run("-n", "3", "-q", launcher.script("print('hello')\ndef (\n"))
+    assert outcome.code == 1
+    assert outcome.out == b""
+    assert outcome.err_text.count("SyntaxError") == 1
+    assert "line 2" in outcome.err_text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0", "true"], "-n 0"),
+        (["-n", "-1", "true"], "-n -1"),
+        (["missing.py"], "missing.py: no such file"),
+        (["-m", "no.such.module"], "no module of that name"),
+        (["."], "without a __main__.py"),
+        (["-n", "10000000", "true"], "10000000 ranks need about"),
+        (["--json", "true"], "--dry-run"),
+    ],
+)
+def test_mistakes_cost_one_line(launcher: Launcher, arguments: list[str], said: str) -> None:
+    outcome = launcher.run(*arguments)
+    assert outcome.code == 2
+    assert outcome.out == b""
+    assert len(outcome.err_text.splitlines()) == 1
+    assert outcome.err_text.startswith("phalanx: ")
+    assert said in outcome.err_text
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_everything_within_two_seconds(launcher: Launcher, signum: int, code: int) -> None:
+    # A rank that ignores what it can, with a grandchild in a session of its own that does too.
+    job = launcher.start(
+        "-n", "3", "-q", "sh", "-c", "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
+    )
+    job.read_lines(3)
+    job.process.send_signal(signum)
+    elapsed = job.wait_until_gone(2.0)
+    outcome = job.finish()
+    assert outcome.code == code
+    assert elapsed <= 2.0
+    assert len(outcome.err_text.splitlines()) == 1
+
+
+def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import time\ntry:\n    print('up')\n    time.sleep(300)\nfinally:\n    print('cleaned up')\n"
+    )
+    job = launcher.start("-n", "3", "-q", script)
+    job.read_lines(3)
+    job.process.send_signal(signal.SIGINT)
+    outcome = job.finish()
+    assert outcome.code == 130
+    assert sorted(outcome.out_lines) == [f"[rank {rank}] cleaned up" for rank in range(3)]
+    assert outcome.err_text == "phalanx: SIGINT: all 3 ranks have been ended\n"
+
+
+def test_a_second_interrupt_kills_at_once(launcher: Launcher) -> None:
+    job = launcher.start(
+        "-n", "2", "-q", "--grace", "250", "sh", "-c", "trap 'echo asked' INT; echo up; while :; do sleep 1; done"
+    )
+    job.read_lines(2)
+    job.process.send_signal(signal.SIGINT)
+    job.read_lines(2)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish(10.0).code == 130
+
+
+def test_an_interrupt_while_torch_is_imported_starts_nothing(launcher: Launcher) -> None:
+    job = launcher.start("-n", "2", launcher.script("print('hello')"))
+    assert job.process.stderr is not None
+    job.process.stderr.readline()  # The table's title: the supervisor is up, the zygote imports.
+    job.process.send_signal(signal.SIGINT)
+    outcome = job.finish()
+    assert outcome.code == 130
+    assert outcome.out == b""
+    assert "nothing had been started" in outcome.err_text
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_sigkill_of_the_launcher_ends_everything_within_a_second(launcher: Launcher, world: int) -> None:
+    job = launcher.start("-n", str(world), "-q", "sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
+    job.read_lines(world)
+    assert len(job.processes()) == 2 * world + 2
+    job.process.kill()
+    job.process.wait()
+    job.wait_until_gone(1.0)
+
+
+def test_sigkill_of_the_launcher_while_torch_is_imported(launcher: Launcher) -> None:
+    job = launcher.start("-n", "2", launcher.script(PATIENT))
+    assert job.process.stderr is not None
+    job.process.stderr.readline()
+    job.process.kill()
+    job.process.wait()
+    job.wait_until_gone(1.0)
+
+
+def test_sigkill_of_the_launcher_ends_python_ranks_and_the_store(launcher: Launcher) -> None:
+    job = launcher.start("-n", "3", "-q", launcher.script(PATIENT))
+    job.read_lines(3)
+    assert job.named("phalanx-store")
+    assert len(job.ranks()) == 3
+    job.process.kill()
+    job.process.wait()
+    job.wait_until_gone(1.0)
+
+
+def test_sigkill_of_the_zygote_ends_everything_and_is_told(launcher: Launcher) -> None:
+    job = launcher.start("-n", "2", "-q", "sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
+    job.read_lines(2)
+    os.kill(job.named("phalanx-zygote"), signal.SIGKILL)
+    outcome = job.finish(5.0)
+    assert outcome.code == 137
+    assert "SIGKILL" in outcome.err_text
+    job.wait_until_gone(1.0)
+
+
+def test_sigkill_of_a_rank_names_it_and_ends_the_others(launcher: Launcher) -> None:
+    job = launcher.start("-n", "3", "-q", launcher.script(PATIENT))
+    job.read_lines(3)
+    victim = job.ranks()[1]
+    os.kill(victim, signal.SIGKILL)
+    outcome = job.finish(5.0)
+    assert outcome.code == 137
+    assert "rank 1 of 3 failed" in outcome.err_text
+    assert f"pid {victim}" in outcome.err_text
+    assert "ranks 0, 2 ended by the launcher" in outcome.err_text
+
+
+def test_a_stopped_rank_is_ended_too(launcher: Launcher) -> None:
+    job = launcher.start("-n", "2", "-q", *WAIT)
+    job.read_lines(2)
+    stopped = next(pid for pid in job.processes() if Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+    os.kill(stopped, signal.SIGSTOP)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(5.0).code == 143
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        "sleep 300 &",
+        "setsid sleep 300 &",
+        "(setsid sh -c 'sleep 300 & sleep 300' & ) &",
+    ],
+)
+def test_a_grandchild_that_holds_the_output_is_ended_with_its_rank(launcher: Launcher, leave: str) -> None:
+    # Rank 1 stays until rank 0's grandchildren have gone, so it is the rank's end that ends them, not the job's.
+    job = launcher.start(
+        "-n", "2", "-q", "sh", "-c",
+        f'if [ $RANK = 0 ]; then {leave} echo left; else echo waits; read line < $FIFO; fi',
+        environment={"FIFO": str(launcher.directory / "fifo")},
+    )  # fmt: skip
+    os.mkfifo(launcher.directory / "fifo")
+    job.read_lines(2)
+    # The supervisor, the zygote and rank 1.
+    wait_for(lambda: len(job.processes()) == 3, 5.0)
+    with open(launcher.directory / "fifo", "w") as fifo:
+        fifo.write("go\n")
+    assert job.finish(10.0).code == 0
+
+
+def test_a_forked_daemon_is_ended_with_its_rank(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(300)\n"
+        "    os._exit(0)\n"
+        "os.wait()\n"
+    )
+    outcome = launcher.run("-n", "2", "-q", script)
+    assert outcome.code == 0
+    assert outcome.elapsed_s < 60
+
+
+def test_a_child_that_the_script_forks_does_not_speak_for_the_rank(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, sys\n"
+        "if os.fork() == 0:\n"
+        "    raise ValueError('in the child')\n"
+        "_, status = os.wait()\n"
+        "sys.exit(os.waitstatus_to_exitcode(status) + 10)\n"
+    )
+    outcome = launcher.run("-n", "1", "-q", script)
+    assert outcome.code == 11
+    assert outcome.err_text.count("ValueError: in the child") == 1
+    assert "rank 0 of 1 failed\n" in outcome.err_text

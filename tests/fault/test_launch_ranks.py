@@ -1,0 +1,192 @@
+"""What a rank finds when the user's code starts to run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.launch_support import Launcher, launcher
+
+__all__ = ["launcher"]
+
+SHOW_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))\n"
+
+
+def payload(line: str) -> object:
+    return json.loads(line.partition("] ")[2])
+
+
+def test_everything_torchrun_sets_is_set(launcher: Launcher) -> None:
+    script = launcher.script(SHOW_ENVIRONMENT)
+    base = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    reference = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", script],
+        env=base, capture_output=True, check=True, timeout=120,
+    )  # fmt: skip
+    theirs = json.loads(reference.stdout.splitlines()[-1])
+    outcome = launcher.run("-n", "2", "-q", script)
+    ours = [payload(line) for line in sorted(outcome.out_lines)]
+    for rank, environment in enumerate(ours):
+        assert isinstance(environment, dict)
+        assert set(theirs) - set(base) - set(environment) == set()
+        assert environment["RANK"] == environment["LOCAL_RANK"] == environment["ROLE_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "2"
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["PHALANX_RUN_ID"] == environment["TORCHELASTIC_RUN_ID"]
+        assert environment["PHALANX_TABLE_SHOWN"] == "1"
+
+
+def test_the_users_own_number_of_threads_wins(launcher: Launcher) -> None:
+    script = launcher.script("import os; print(os.environ['OMP_NUM_THREADS'])")
+    outcome = launcher.run("-n", "2", "-q", script, environment={"OMP_NUM_THREADS": "3"})
+    assert sorted(outcome.out_lines) == ["[rank 0] 3", "[rank 1] 3"]
+
+
+FACTS = """
+import json, os, pickle, signal, sys, random, threading
+import torch
+def function(): pass
+print(json.dumps({
+    "name": __name__, "file": __file__, "package": __package__, "spec": __spec__ and __spec__.name,
+    "argv": sys.argv, "path0": sys.path[0], "main": sys.modules["__main__"].__dict__ is globals(),
+    "pickles": pickle.loads(pickle.dumps(function)) is function,
+    "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
+    "wakeup": signal.set_wakeup_fd(-1),
+    "descriptors": sorted(os.listdir("/proc/self/fd")),
+    "threads": len(os.listdir("/proc/self/task")), "random": random.random(),
+    "group": os.getpgrp() == os.getsid(0) == os.getpid(),
+    "buffered": sys.stdout.line_buffering,
+}))
+"""
+
+
+def facts(launcher: Launcher, *arguments: str) -> list[dict[str, object]]:
+    outcome = launcher.run("-q", *arguments)
+    assert outcome.code == 0, outcome.err_text
+    found = [payload(line) for line in sorted(outcome.out_lines)]
+    return [fact for fact in found if isinstance(fact, dict)]
+
+
+def test_a_script_runs_as_under_python(launcher: Launcher) -> None:
+    script = launcher.script(FACTS)
+    ranks = facts(launcher, "-n", "3", script, "--lr", "0.1", "--help")
+    for fact in ranks:
+        assert (fact["name"], fact["file"], fact["package"], fact["spec"]) == ("__main__", script, None, None)
+        assert fact["argv"] == [script, "--lr", "0.1", "--help"]
+        assert fact["path0"] == str(launcher.directory)
+        assert fact["main"]
+        assert fact["pickles"]
+        assert fact["sigint"]
+        assert fact["sigterm"]
+        assert (fact["blocked"], fact["wakeup"]) == ([], -1)
+        # Standard streams, the report, and the listing itself; no pipe of another rank.
+        assert isinstance(fact["descriptors"], list)
+        assert len(fact["descriptors"]) == 5
+        assert fact["threads"] == 1
+        assert fact["group"]
+        assert fact["buffered"]
+    assert len({fact["random"] for fact in ranks}) == 3
+
+
+def test_a_module_runs_as_under_python(launcher: Launcher) -> None:
+    launcher.script("print_nothing = 1\n", "pack/__init__.py")
+    path = launcher.script("from . import print_nothing\n" + FACTS, "pack/train.py")
+    (fact,) = facts(launcher, "-m", "pack.train", "-x")
+    assert (fact["name"], fact["file"], fact["package"], fact["spec"]) == ("__main__", path, "pack", "pack.train")
+    assert fact["argv"] == [path, "-x"]
+    assert fact["path0"] == str(launcher.directory)
+    launcher.script("raise ValueError('in the parent')\n", "broken/__init__.py")
+    launcher.script("", "broken/train.py")
+    outcome = launcher.run("-q", "-m", "broken.train")
+    assert outcome.err_text.count("ValueError: in the parent") == 2
+    assert "importlib" not in outcome.err_text
+
+
+def test_a_directory_runs_as_under_python(launcher: Launcher) -> None:
+    path = launcher.script(FACTS, "app/__main__.py")
+    (fact,) = facts(launcher, str(launcher.directory / "app"))
+    assert (fact["file"], fact["path0"], fact["package"]) == (path, str(Path(path).parent), "")
+
+
+def test_numpys_random_state_is_not_shared(launcher: Launcher) -> None:
+    pytest.importorskip("numpy")
+    script = launcher.script("import numpy; print(numpy.random.random())")
+    outcome = launcher.run("-n", "3", "-q", script)
+    assert len({line.partition("] ")[2] for line in outcome.out_lines}) == 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_gloo_meets_and_rank_0_may_leave_first(launcher: Launcher, world: int) -> None:
+    script = launcher.script(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(3) * (dist.get_rank() + 1)\n"
+        "dist.all_reduce(x)\n"
+        "print(int(x[0]))\n"
+        "store = dist.distributed_c10d._get_default_store()\n"
+        "if dist.get_rank() == 0: os._exit(0)\n"
+        "dist.TCPStore\n"
+        "store.set('after', 'x'); assert store.get('after') == b'x'\n"
+    )
+    outcome = launcher.run("-n", str(world), "-q", script)
+    assert outcome.code == 0, outcome.err_text
+    total = world * (world + 1) // 2
+    assert sorted(outcome.out_lines) == [f"[rank {rank}] {total}" for rank in range(world)]
+
+
+def test_worker_processes_of_a_rank(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import multiprocessing, torch\n"
+        "from torch.utils.data import DataLoader, Dataset\n"
+        "class Squares(Dataset):\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return torch.tensor(i * i)\n"
+        "def double(x): return 2 * x\n"
+        "if __name__ == '__main__':\n"
+        "    for context in ('fork', 'spawn'):\n"
+        "        loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context=context)\n"
+        "        print(context, [batch.tolist() for batch in loader])\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(double, [1, 2]))\n"
+    )
+    outcome = launcher.run("-n", "2", "-q", script)
+    assert outcome.code == 0, outcome.err_text
+    batches = "[[0, 1, 4, 9], [16, 25, 36, 49]]"
+    expected = [f"[rank {r}] {x}" for r in (0, 1) for x in (f"fork {batches}", f"spawn {batches}", "[2, 4]")]
+    assert sorted(outcome.out_lines) == sorted(expected)
+
+
+def test_a_program_finds_its_place_too(launcher: Launcher) -> None:
+    outcome = launcher.run("-n", "3", "-q", "sh", "-c", "echo $RANK/$WORLD_SIZE $TORCHELASTIC_USE_AGENT_STORE")
+    assert sorted(outcome.out_lines) == [f"[rank {rank}] {rank}/3 False" for rank in range(3)]
+    outcome = launcher.run("-q", "sh", "-c", "yes | head -n 1")
+    assert outcome.out == b"[rank 0] y\n"
+    assert outcome.err == b""
+
+
+def test_a_program_can_meet_through_the_port_it_was_given(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met')\n"
+    )
+    outcome = launcher.run("-n", "2", "-q", "sh", "-c", f"exec {sys.executable} {script}")
+    assert outcome.code == 0, outcome.err_text
+    assert sorted(outcome.out_lines) == ["[rank 0] met", "[rank 1] met"]
+
+
+def test_dry_run_describes_and_starts_nothing(launcher: Launcher) -> None:
+    made = launcher.directory / "made"
+    script = launcher.script(f"open({str(made)!r}, 'w')")
+    outcome = launcher.run("-n", "2", "--dry-run", "--json", script)
+    described = json.loads(outcome.out)
+    assert described["world_size"] == 2
+    assert [row["rank"] for row in described["ranks"]] == [0, 1]
+    assert described["target"]["path"] == script
+    text = launcher.run("-n", "2", "--dry-run", script).out.decode()
+    assert len(text.splitlines()) == 4
+    assert not made.exists()

@@ -1,0 +1,207 @@
+"""Start ``phalanx run`` as a user does, and look for what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+MARK = "PHALANX_TEST_MARK"
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Outcome:
+    """How a launch ended."""
+
+    code: int
+    out: bytes
+    err: bytes
+    elapsed_s: float
+
+    @property
+    def out_lines(self) -> list[str]:
+        return self.out.decode().splitlines()
+
+    @property
+    def err_text(self) -> str:
+        return self.err.decode()
+
+
+@dataclass
+class Job:
+    """A launch under way."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    temporary: Path
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def read_lines(self, count: int, stream: IO[bytes] | None = None) -> list[str]:
+        """Wait until the launcher has printed ``count`` lines, and return them in order."""
+        source = stream or self.process.stdout
+        assert source is not None
+        return sorted(source.readline().decode().rstrip("\n") for _ in range(count))
+
+    def finish(self, timeout_s: float = PATIENCE_S) -> Outcome:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return Outcome(self.process.returncode, out, err, time.monotonic() - self.started)
+
+    def processes(self) -> list[int]:
+        """Every process of this launch that is alive: a fork shows the environment its ancestor started with."""
+        return [pid for pid in marked(self.mark) if pid != self.pid or self.process.poll() is None]
+
+    def ranks(self) -> list[int]:
+        """The ranks' process ids, in order of rank."""
+        named = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("rank-"):
+                    named[int(name[5:])] = pid
+        return [named[rank] for rank in sorted(named)]
+
+    def named(self, name: str) -> int:
+        """The one process of that name."""
+        found = []
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                    found.append(pid)
+        assert len(found) == 1, f"{name}: {found}"
+        return found[0]
+
+    def wait_until_gone(self, timeout_s: float) -> float:
+        """Wait until no process of this launch is left; return how long it took, in seconds."""
+        begin = time.monotonic()
+        wait_for(lambda: not self.processes(), timeout_s, lambda: f"still alive: {describe(self.processes())}")
+        return time.monotonic() - begin
+
+
+def marked(mark: str) -> list[int]:
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                # A zombie has no environment any more, so it is not counted.
+                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+    return found
+
+
+def describe(pids: list[int]) -> str:
+    lines = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            comm = Path(f"/proc/{pid}/comm").read_text().strip()
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            lines.append(f"{pid} {comm} {stat.rpartition(')')[2].split()[:4]}")
+    return "; ".join(lines)
+
+
+def wait_for(
+    condition: Callable[[], object], timeout_s: float = PATIENCE_S, complaint: Callable[[], str] = lambda: ""
+) -> None:
+    """Poll what the kernel offers no event for (other processes' ends)."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s} s; {complaint()}")
+        time.sleep(0.01)
+
+
+class Launcher:
+    """Starts launches and afterwards checks that nothing of them is left."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.jobs: list[Job] = []
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return str(path)
+
+    def start(
+        self,
+        *arguments: str,
+        stdin: int | IO[bytes] = subprocess.DEVNULL,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int | IO[bytes] = subprocess.PIPE,
+        environment: dict[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Job:
+        mark = secrets.token_hex(8)
+        # Short, because multiprocessing puts sockets there, whose paths have at most 107 bytes.
+        temporary = Path(tempfile.mkdtemp(prefix="phx-"))
+        own = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "NO_COLOR")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx.launch.cli", "run", *arguments],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd or self.directory,
+            env={**own, MARK: mark, "TMPDIR": str(temporary), **(environment or {})},
+        )
+        job = Job(process, mark, temporary)
+        self.jobs.append(job)
+        return job
+
+    def run(
+        self, *arguments: str, data: bytes | None = None, environment: dict[str, str] | None = None
+    ) -> Outcome:
+        """Start, wait for the end, and return how it went."""
+        if data is None:
+            return self.start(*arguments, environment=environment).finish()
+        job = self.start(*arguments, environment=environment, stdin=subprocess.PIPE)
+        out, err = job.process.communicate(data, timeout=PATIENCE_S)
+        return Outcome(job.process.returncode, out, err, time.monotonic() - job.started)
+
+    def check(self) -> None:
+        """After a launch has ended, however it did: no process, no temporary file, no shared memory."""
+        for job in self.jobs:
+            if job.process.poll() is None:
+                continue
+            job.wait_until_gone(2.0)
+            assert list(job.temporary.iterdir()) == []
+        assert [name for name in os.listdir("/dev/shm") if "phalanx" in name] == []
+
+    def close(self) -> None:
+        for job in self.jobs:
+            for pid in marked(job.mark):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for stream in (job.process.stdin, job.process.stdout, job.process.stderr):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+            job.process.wait()
+            shutil.rmtree(job.temporary)
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    made = Launcher(tmp_path)
+    try:
+        yield made
+        made.check()
+    finally:
+        made.close()

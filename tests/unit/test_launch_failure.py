@@ -1,0 +1,96 @@
+"""Which rank is the cause, and how it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+from phalanx.launch.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
+
+
+def report(name: str = "builtins.ValueError", *, time: float | None = 1.0, text: str = "bad") -> Report:
+    return Report(name, text, f"Traceback\n{name}: {text}\n", False, time, 1)
+
+
+def test_the_earliest_report_is_the_cause_whatever_ended_first() -> None:
+    first = Failure(2, 12, 1, 5.0, report(time=5.0))
+    later = Failure(0, 10, 1, 5.2, report("builtins.ConnectionError", time=5.2))
+    assert find_cause([later, first]) is first
+
+
+def test_a_killed_rank_precedes_the_complaint_about_it() -> None:
+    killed = Failure(1, 11, -9, 5.010)
+    complaint = Failure(0, 10, 1, 5.005, report("builtins.RuntimeError", time=5.005))
+    assert find_cause([complaint, killed]) is killed
+
+
+def test_a_lost_peer_is_never_the_cause_if_there_is_another() -> None:
+    lost = Failure(0, 10, 1, 5.0, report("phalanx.errors.PeerLost"))
+    exited = Failure(1, 11, 3, 5.5)
+    assert find_cause([lost, exited]) is exited
+    assert find_cause([lost]) is lost
+
+
+def test_what_the_launcher_ended_is_no_cause() -> None:
+    ended = Failure(0, 10, -15, 1.0, ended_by_launcher=True)
+    assert find_cause([ended, Failure(1, 11, 3, 2.0)]).rank == 1
+
+
+def test_exit_codes() -> None:
+    assert Failure(0, 1, 7, 0.0).exit_code == 7
+    assert Failure(0, 1, -9, 0.0).exit_code == 137
+    assert Failure(0, 1, -15, 0.0, report()).exit_code == 1
+    assert Failure(0, 1, None, 0.0).exit_code == 1
+
+
+def test_the_block() -> None:
+    cause = Failure(1, 11, 1, 13.25, report())
+    others = [
+        Failure(0, 10, 1, 13.3, report("phalanx.errors.PeerLost", text="rank 1 ended\nmore")),
+        Failure(2, 12, -15, 14.0, ended_by_launcher=True),
+        Failure(3, 13, -15, 14.0, ended_by_launcher=True),
+        Failure(4, 14, -11, 13.4),
+    ]
+    text = format_failure(cause, others, ranks=5, host="h", started=10.0)
+    assert text == (
+        "phalanx: rank 1 of 5 failed: ValueError: bad\n"
+        "  host h, pid 11, 3.2 s after the start, exit code 1\n"
+        "\n"
+        "Traceback\nbuiltins.ValueError: bad\n"
+        "\n"
+        "  rank 0 then failed: phalanx.errors.PeerLost: rank 1 ended\n"
+        "  rank 4 then failed: ended by signal 11 (SIGSEGV)\n"
+        "  ranks 2-3 ended by the launcher\n"
+    )
+
+
+def test_hints() -> None:
+    def block(status: int, *, oom: bool = False) -> str:
+        return format_failure(Failure(0, 1, status, 1.0), [], ranks=1, host="h", started=0.0, out_of_memory=oom)
+
+    assert "signal 9 (SIGKILL)" in block(-9)
+    assert "dmesg" in block(-9)
+    assert "ran out of memory" in block(-9, oom=True)
+    assert "Python stack" in block(-signal.SIGSEGV)
+    assert "no Python exception" in block(3)
+    assert signal_name(200) == "signal 200"
+
+
+def test_reports_are_read_and_nonsense_is_not_believed() -> None:
+    file = os.memfd_create("report")
+
+    def read(data: bytes) -> Report | None:
+        os.ftruncate(file, 0)
+        os.pwrite(file, data, 0)
+        return read_report(file)
+
+    assert read(b"") is None
+    assert read(b"{") is None
+    assert read(b"[1]") is None
+    assert read(b'{"message": 3}') is None
+    recorded = {"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "T", "timestamp": "1"}}}
+    found = read(json.dumps(recorded).encode())
+    assert found is not None
+    assert (found.summary, found.shown, found.time) == ("ValueError: x", True, None)
+    os.close(file)

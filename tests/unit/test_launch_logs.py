@@ -1,0 +1,166 @@
+"""Bytes to lines."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+
+from phalanx.launch.logs import LONGEST_LINE, Console, LineAssembler, Sink, fit, make_prefixes, visible_state
+
+
+def assemble(data: bytes, cuts: list[int], prefix: bytes = b"> ") -> bytes:
+    lines = LineAssembler(prefix)
+    edges = [0, *sorted(cuts), len(data)]
+    done = b"".join(lines.feed(data[a:b]) for a, b in itertools.pairwise(edges) if a < b)
+    return done + lines.finish()
+
+
+def expected(data: bytes, prefix: bytes = b"> ") -> bytes:
+    """The plain reading: split at newlines, keep what a carriage return left visible."""
+    lines = data.split(b"\n")
+    last = lines.pop()
+    shown = [prefix + (line.rstrip(b"\r").split(b"\r")[-1]) + b"\n" for line in lines]
+    if last.rstrip(b"\r").split(b"\r")[-1].strip():
+        shown.append(prefix + last.rstrip(b"\r").split(b"\r")[-1] + b"\n")
+    return b"".join(shown)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_any_splitting_gives_the_same_lines(seed: int) -> None:
+    dice = random.Random(seed)
+    alphabet = [b"a", b"\xff", "é".encode(), b"\n", b"\n", b"\r", b"\r\n", b" ", b"word"]
+    for _ in range(40):
+        data = b"".join(dice.choice(alphabet) for _ in range(dice.randrange(60)))
+        cuts = [dice.randrange(len(data) + 1) for _ in range(dice.randrange(12))]
+        assert assemble(data, cuts) == expected(data), (data, cuts)
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"one\ntwo\n", b"> one\n> two\n"),
+        (b"no newline", b"> no newline\n"),
+        (b"dos\r\nline\r\n", b"> dos\n> line\n"),
+        (b"  0%\r 50%\r100%\n", b"> 100%\n"),
+        (b" 50%\r", b">  50%\n"),
+        (b"50%\r      \r", b""),
+        (b"\n\n", b"> \n> \n"),
+        (b"\xff\xfe\n", b"> \xff\xfe\n"),
+        (b"", b""),
+    ],
+)
+def test_lines(data: bytes, lines: bytes) -> None:
+    for cut in range(len(data) + 1):
+        assert assemble(data, [cut]) == lines
+
+
+def test_without_a_prefix() -> None:
+    assert assemble(b"a\nb", [1], prefix=b"") == b"a\nb\n"
+
+
+def test_a_line_without_end_is_cut_and_not_kept_in_memory() -> None:
+    lines = LineAssembler(b"")
+    done = b"".join(lines.feed(b"x" * 65536) for _ in range(40))
+    assert done == (b"x" * LONGEST_LINE + b"\n") * 2
+    assert len(lines.finish()) == 40 * 65536 - 2 * LONGEST_LINE + 1
+
+
+def test_a_progress_bar_does_not_grow() -> None:
+    lines = LineAssembler(b"")
+    for step in range(10_000):
+        assert lines.feed(b"\r%d%%" % step) == b""
+        assert len(lines.live()) < 20
+    assert lines.feed(b"\n") == b"9999%\n"
+
+
+def test_visible_state() -> None:
+    assert visible_state(b"a\rb\rc\r") == b"c"
+    assert visible_state(b"\r") == b""
+
+
+def test_prefixes_have_one_width_and_colours_only_if_asked() -> None:
+    plain = make_prefixes(11, color=False)
+    assert plain[3] == b"[rank  3] "
+    assert plain[10] == b"[rank 10] "
+    colored = make_prefixes(11, color=True)
+    assert colored[3].startswith(b"\x1b[")
+    assert b"[rank  3]" in colored[3]
+    assert make_prefixes(1, color=False) == [b"[rank 0] "]
+
+
+def test_fit_cuts_to_cells_and_keeps_colours() -> None:
+    assert fit(b"hello", 3) == b"hel"
+    assert fit("日本".encode(), 3) == "日".encode()
+    assert fit(b"\x1b[31mred\x1b[0m\x1b[2J", 10) == b"\x1b[31mred\x1b[0m\x1b[0m"
+
+
+def test_a_live_line_stays_below_whole_lines() -> None:
+    master, slave = os.openpty()
+    try:
+        sink = Sink(slave, {"TERM": "xterm"})
+        assert sink.terminal
+        console = Console(sink, sink)
+        console.show(sink, b"[rank 0] 50%")
+        console.redraw()
+        console.write(sink, b"[rank 1] whole\n")
+        console.finish()
+        seen = os.read(master, 4096)
+    finally:
+        os.close(master)
+        os.close(slave)
+    wipe = b"\r\x1b[K"
+    assert seen == b"[rank 0] 50%" + wipe + b"[rank 1] whole\r\n" + b"[rank 0] 50%" + wipe
+
+
+def test_live_lines_are_throttled() -> None:
+    master, slave = os.openpty()
+    try:
+        console = Console(*[Sink(slave, {"TERM": "xterm"})] * 2)
+        console.show(console.out, b"1")
+        console.redraw()
+        console.show(console.out, b"2")
+        console.redraw()
+        wait = console.redraw_in_s()
+        assert wait is not None
+        assert wait > 0
+        assert os.read(master, 100) == b"1"
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_no_color_and_dumb_terminals_are_respected() -> None:
+    master, slave = os.openpty()
+    try:
+        assert Sink(slave, {"TERM": "xterm"}).color
+        assert not Sink(slave, {"TERM": "xterm", "NO_COLOR": "1"}).color
+        dumb = Sink(slave, {"TERM": "dumb"})
+        assert not dumb.color
+        assert not dumb.terminal
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_a_sink_notices_that_nobody_reads() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    sink = Sink(write, {})
+    sink.write(b"x")
+    assert sink.closed
+    sink.write(b"y")
+    os.close(write)
+
+
+def test_a_sink_gives_up_on_a_stalled_reader_at_its_deadline() -> None:
+    read, write = os.pipe()
+    sink = Sink(write, {})
+    sink.deadline = 0.0
+    sink.write(b"x" * (1 << 20))
+    assert not sink.closed
+    assert 0 < len(os.read(read, 1 << 21)) < 1 << 20
+    os.close(read)
+    os.close(write)

@@ -1,0 +1,220 @@
+"""What is to be started: targets, threads, environments, limits, the table."""
+
+from __future__ import annotations
+
+import os
+import py_compile
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import LaunchError
+from phalanx.launch.limits import Limit, check_limits, machine_limits, usable_cores
+from phalanx.launch.plan import make_plan, threads_per_rank
+from phalanx.launch.target import Target, compile_target, find_target
+from phalanx.topology.table import RankRow, format_rank_table
+
+
+def executable(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_python_file_is_a_script(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "train.py").write_text("x = 1")
+    link = tmp_path / "train.py"
+    link.symlink_to(tmp_path / "real" / "train.py")
+    target = find_target(str(link), ("--lr", "0.1"))
+    assert target.kind == "script"
+    assert target.argv == (str(link), "--lr", "0.1")
+    # python finds a linked script's neighbours beside the real file.
+    assert target.search_path == str(tmp_path / "real")
+
+
+@pytest.mark.parametrize(
+    ("first_line", "kind"),
+    [
+        ("#!/usr/bin/env python3", "script"),
+        ("#!/usr/bin/env -S python3 -u", "script"),
+        (f"#!{sys.executable}", "script"),
+        ("#!/opt/another/bin/python3", "program"),
+        ("#!/bin/sh", "program"),
+    ],
+)
+def test_the_first_line_decides_for_other_names(tmp_path: Path, first_line: str, kind: str) -> None:
+    assert find_target(executable(tmp_path / "tool", first_line + "\n")).kind == kind
+
+
+def test_directories_and_archives_need_a_main(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"without a __main__\.py"):
+        find_target(str(tmp_path))
+    (tmp_path / "__main__.py").write_text("")
+    assert find_target(str(tmp_path)).kind == "archive"
+    bundle = tmp_path / "app.pyz"
+    with zipfile.ZipFile(bundle, "w") as archive:
+        archive.writestr("__main__.py", "print(1)")
+    target = find_target(str(bundle))
+    assert (target.kind, target.search_path) == ("archive", str(bundle))
+    code, spec = compile_target(target)
+    assert code is not None
+    assert spec is not None
+    assert spec.name == "__main__"
+
+
+def test_programs_are_found_on_the_path() -> None:
+    target = find_target("sh", ("-c", "true"))
+    assert target.kind == "program"
+    assert os.path.isabs(target.path)
+    assert target.argv == ("sh", "-c", "true")
+
+
+def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"missing\.py: no such file.*no program"):
+        find_target("missing.py")
+    with pytest.raises(LaunchError, match=r"/nowhere/x: no such file$"):
+        find_target("/nowhere/x")
+    text = tmp_path / "notes.txt"
+    text.write_text("hello")
+    with pytest.raises(LaunchError, match=r"neither Python .* nor executable"):
+        find_target(str(text))
+
+
+def test_modules_are_found_without_importing_their_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "parent"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported by the launcher')")
+    (package / "train.py").write_text("x = 1")
+    (package / "__main__.py").write_text("x = 2")
+    monkeypatch.chdir(tmp_path)
+    target = find_target("parent.train", module=True)
+    assert target.path == str(package / "train.py")
+    code, spec = compile_target(target)
+    assert code is not None
+    assert spec is not None
+    assert spec.parent == "parent"
+    _, spec = compile_target(find_target("parent", module=True))
+    assert spec is not None
+    assert spec.name == "parent.__main__"
+    with pytest.raises(LaunchError, match="no module of that name"):
+        find_target("parent.missing", module=True)
+    with pytest.raises(LaunchError, match="without a __main__"):
+        find_target("email", module=True)
+    with pytest.raises(LaunchError, match="no module of that name"):
+        find_target("..x", module=True)
+
+
+def test_scripts_are_compiled(tmp_path: Path) -> None:
+    path = tmp_path / "s.py"
+    path.write_bytes("# -*- coding: latin-1 -*-\nx = 'é'\n".encode("latin-1"))
+    code, spec = compile_target(find_target(str(path)))
+    assert code is not None
+    assert spec is None
+    scope: dict[str, object] = {}
+    exec(code, scope)
+    assert scope["x"] == "é"
+    compiled = py_compile.compile(str(path), cfile=str(tmp_path / "s.pyc"))
+    code, _ = compile_target(find_target(str(compiled)))
+    assert code is not None
+    (tmp_path / "old.pyc").write_bytes(b"0" * 32)
+    with pytest.raises(LaunchError, match="another version"):
+        compile_target(find_target(str(tmp_path / "old.pyc")))
+
+
+def test_threads() -> None:
+    assert threads_per_rank(3, 8, {}) == "2"
+    assert threads_per_rank(64, 8, {}) == "1"
+    assert threads_per_rank(1, 8, {"OMP_NUM_THREADS": "3"}) == "3"
+    assert threads_per_rank(1, 8, {"OMP_NUM_THREADS": "4,2"}) == "4,2"
+    for wrong in ("many", "0", "-1", "2,"):
+        with pytest.raises(LaunchError, match="OMP_NUM_THREADS"):
+            threads_per_rank(1, 8, {"OMP_NUM_THREADS": wrong})
+
+
+def plan_of(ranks: int, kind: str = "script") -> Target:
+    return Target(kind, "t", "/t", ("t",))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [0, -3])
+def test_at_least_one_rank(ranks: int) -> None:
+    with pytest.raises(LaunchError, match="at least one rank"):
+        make_plan(ranks, plan_of(1))
+
+
+def test_environment() -> None:
+    plan = make_plan(3, plan_of(3), environment={})
+    environments = [plan.environment(rank, port=1234) for rank in range(3)]
+    assert [e["RANK"] for e in environments] == ["0", "1", "2"]
+    assert {e["WORLD_SIZE"] for e in environments} == {"3"}
+    assert environments[2]["LOCAL_RANK"] == "2"
+    assert environments[0]["MASTER_PORT"] == "1234"
+    assert environments[0]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    program = make_plan(3, plan_of(3, "program")).environment(0, port=1)
+    assert program["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert program["PYTHONUNBUFFERED"] == "1"
+    assert make_plan(1, plan_of(1)).run_id != make_plan(1, plan_of(1)).run_id
+
+
+def test_more_ranks_than_cores_is_said() -> None:
+    cores = usable_cores()
+    assert make_plan(cores, plan_of(cores)).warnings() == []
+    (warning,) = make_plan(cores + 1, plan_of(cores)).warnings()
+    assert f"{cores + 1} ranks share {cores} cores" in warning
+
+
+def test_a_limit_says_how_many_would_fit() -> None:
+    limit = Limit("open files", "raise it", available=132, per_rank=5, beside=32)
+    assert limit.fits == 20
+    check_limits(20, [limit])
+    with pytest.raises(LaunchError, match=r"21 ranks need about 137 open files.*enough for 20 ranks; raise it"):
+        check_limits(21, [limit])
+    memory = Limit("bytes of memory", "free memory", available=1 << 30, per_rank=1 << 28, beside=0)
+    with pytest.raises(LaunchError, match=r"1\.2 GiB of memory, and 1\.0 GiB of memory are left"):
+        check_limits(5, [memory])
+
+
+def test_this_machine_bears_two_ranks() -> None:
+    limits = machine_limits(python=True)
+    assert {"open files", "bytes of memory"} <= {limit.name for limit in limits}
+    check_limits(2, limits)
+
+
+def rows(count: int, nodes: int = 1, pid: int | None = None) -> list[RankRow]:
+    each = count // nodes
+    return [RankRow(r, r // each, f"host{r // each}", r % each, "cpu", pid, 8, 2) for r in range(count)]
+
+
+def test_table_has_a_line_a_rank() -> None:
+    text = format_rank_table(rows(3), title="the title", backend="phalanx")
+    lines = text.splitlines()
+    assert lines[0] == "the title, phalanx"
+    assert lines[1].split() == ["rank", "node", "host", "local", "rank", "device", "cores", "threads"]
+    assert [line.split() for line in lines[2:]] == [
+        [str(r), "0", "host0", str(r), "cpu", "8", "2"] for r in range(3)
+    ]
+    assert "\x1b" not in text
+    assert text.endswith("\n")
+
+
+def test_table_shows_pids_when_there_are_some() -> None:
+    lines = format_rank_table(rows(1, pid=77), title="t").splitlines()
+    assert "pid" in lines[1].split()
+    assert "77" in lines[2].split()
+
+
+def test_table_of_many_ranks_has_a_line_a_node() -> None:
+    lines = format_rank_table(rows(32, nodes=2), title="t").splitlines()
+    assert len(lines) == 4
+    assert lines[2].split() == ["0", "host0", "0-15", "16", "cpu", "8", "2"]
+    assert lines[3].split() == ["1", "host1", "16-31", "16", "cpu", "8", "2"]
+
+
+def test_table_keeps_brackets_in_names_and_colours_on_request() -> None:
+    row = RankRow(0, 0, "[red]host", 0, "cpu", None, 1, 1)
+    assert "[red]host" in format_rank_table([row], title="[bold]t")
+    assert "\x1b[" in format_rank_table([row], title="t", color=True)
