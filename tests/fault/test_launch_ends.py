@@ -61,14 +61,13 @@ def test_an_exception_is_shown_once_with_the_traceback_of_the_script(launcher: L
 def test_the_cause_is_told_from_its_consequences(launcher: Launcher) -> None:
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
     script = launcher.script(
-        "import atexit, os, socket, sys, threading\n"
+        "import atexit, os, socket, time\n"
         "rank = int(os.environ['RANK'])\n"
         "path = os.path.join(os.path.dirname(__file__), 'meet')\n"
         "if rank == 1:\n"
         "    server = socket.socket(socket.AF_UNIX); server.bind(path); server.listen()\n"
         "    peer, _ = server.accept()\n"
-        "    atexit.register(lambda: (peer.close(), peer, os.read(gone, 1)))\n"
-        "    gone, _keep = os.pipe()\n"
+        "    atexit.register(lambda: (peer.close(), time.sleep(1)))\n"
         "    raise ValueError('the cause')\n"
         "while True:\n"
         "    try:\n"
@@ -118,6 +117,38 @@ def test_the_interpreter_ends_as_it_always_does(launcher: Launcher) -> None:
     assert "printed by the script itself" in outcome.err_text
     assert "Traceback" not in outcome.err_text
     assert outcome.code == 1
+
+
+def test_a_rank_that_failed_but_cannot_end_does_not_hold_the_job(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import os, threading, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    threading.Thread(target=time.sleep, args=(300,)).start()\n"
+        "    raise ValueError('stuck')\n"
+        "time.sleep(300)\n"
+    )
+    outcome = launcher.run("-n", "2", "-q", script)
+    assert outcome.code == 1
+    assert outcome.elapsed_s < 20
+    assert "rank 1 of 2 failed: ValueError: stuck" in outcome.err_text
+    assert "rank 0 ended by the launcher" in outcome.err_text
+
+
+def test_a_fork_that_fails_half_way_leaves_nothing(launcher: Launcher) -> None:
+    launcher.script(
+        "import os\n"
+        "fork, done = os.fork, []\n"
+        "def limited():\n"
+        "    done.append(1)\n"
+        "    if len(done) == 4:\n"
+        "        raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
+        "    return fork()\n"
+        "os.fork = limited\n",
+        "sitecustomize.py",
+    )
+    outcome = launcher.run("-n", "5", "-q", *WAIT, environment={"PYTHONPATH": str(launcher.directory)})
+    assert outcome.code == 1
+    assert "only 2 of 5 ranks could be started: Resource temporarily unavailable" in outcome.err_text
 
 
 def test_torchs_record_works(launcher: Launcher) -> None:

@@ -44,6 +44,7 @@ class Place:
         port: of the store.
         code: the compiled target; None for a program.
         spec: what ``__main__.__spec__`` will be; None for a plain script.
+        parent: the zygote's process id, with which this process ends.
         pid: this process; a child that the script forks is not the rank.
     """
 
@@ -53,19 +54,19 @@ class Place:
     port: int
     code: types.CodeType | None
     spec: importlib.machinery.ModuleSpec | None
+    parent: int
     pid: int = 0
 
 
-def enter_rank(place: Place, parent: int, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
+def enter_rank(place: Place, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
     """Turn the child of a fork into a process of its own. Signals are blocked on entry, and not on return.
 
     Args:
         place: who this process is.
-        parent: the zygote's process id, with which this process ends.
         handlers: the signal handlers the interpreter started with.
         file_limit: the limits on open files the interpreter started with.
     """
-    die_with_parent(parent)
+    die_with_parent(place.parent)
     place.pid = os.getpid()
     # A session, not only a process group: a background group would be stopped when it touches the terminal,
     # a process without a terminal is not, and everything it starts can be found by its session.
@@ -226,9 +227,11 @@ def _report(place: Place, error: BaseException, *, shown: bool) -> bool:
         },
     }
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{place.wires.report}").startswith("/memfd:phalanx-rank-"):
+        if os.readlink(f"/proc/self/fd/{place.wires.report}").startswith(f"/memfd:{place.plan.run_id}-"):
             os.ftruncate(place.wires.report, 0)
-            os.pwrite(place.wires.report, json.dumps(report).encode(errors="replace"), 0)
+            os.pwrite(place.wires.report, json.dumps(report).encode(), 0)
+            # The others may be waiting for this rank, and its end may be far: exit handlers, threads.
+            os.kill(place.parent, signal.SIGUSR1)
             return True
     return False
 

@@ -77,7 +77,7 @@ def launch(plan: Plan) -> Place | int:
     handlers: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (*_PASSED_ON, signal.SIGCHLD)}
     file_limit = raise_file_limit()
     check_limits(plan.ranks, machine_limits(python=plan.target.is_python))
-    wires = open_wires(plan.ranks, MASTER_ADDR)
+    wires = open_wires(plan.ranks, plan.run_id, MASTER_ADDR)
     for stream in (sys.stdout, sys.stderr):
         # A fork would copy what is still in the buffers.
         if stream is not None:
@@ -182,11 +182,11 @@ class _Supervisor:
                 key.data()
         self.console.redraw()
         if (self.console.out.closed or self.console.err.closed) and not self.ending:
-            self._end(signal.SIGTERM)
+            self._order(signal.SIGTERM)
         if self.settle_until is not None and (time.monotonic() >= self.settle_until or self._all_ended()):
             self.settle_until = None
             if not self.ending:
-                self._end(signal.SIGTERM, spare=self._winding_down())
+                self._order(signal.SIGTERM, spare=self._winding_down())
 
     def _read(self, stream: _Stream) -> int:
         """Read and print one block; return its length, 0 when there is nothing (left)."""
@@ -237,6 +237,8 @@ class _Supervisor:
                 self._order(self.interrupted)
         elif message["event"] == "exited":
             self._on_exit(self.ranks[message["rank"]], message["status"], message["time"])
+        elif message["event"] == "reported":
+            self._settle()
         elif message["event"] == "refused":
             self.refusal = message["text"], message["code"]
         elif message["event"] == "store lost" and not self.ending:
@@ -250,14 +252,19 @@ class _Supervisor:
         rank.ended_at = when
         rank.ended_by_launcher = self.ending
         self._drain(rank)
-        if status != 0 and not self.ending and self.settle_until is None:
+        if status != 0:
+            self._settle()
+
+    def _settle(self) -> None:
+        """A rank has failed: give the others a moment to say what they know, then end them."""
+        if not self.ending and self.settle_until is None:
             self.settle_until = time.monotonic() + SETTLE_S
 
     def _on_zygote_gone(self) -> None:
         # Only now: the ranks may have inherited nothing of this socket, so its end is the zygote's end.
         self.selector.unregister(self.wires.supervisor)
         self.wires.supervisor.close()
-        _, status = os.waitpid(self.zygote, 0)
+        pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
         # Whatever the zygote could not end has been handed to this process.
         end_descendants()
@@ -267,8 +274,8 @@ class _Supervisor:
         if code != 0 and self.interrupted is None:
             how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
             self.refusal = (
-                f"phalanx: the process that started the ranks {how}, and the job ended with it\n"
-                f"  host {self.plan.host}, pid of that process unknown to the ranks; "
+                f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
+                f"  host {self.plan.host}, pid {pid}; "
                 f"if nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom\n",
                 128 - code if code < 0 else code,
             )
@@ -299,9 +306,6 @@ class _Supervisor:
         self.ending = True
         grace_s = 0.0 if signum == signal.SIGKILL else self.plan.grace_s
         self.wires.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
-
-    def _end(self, signum: int, spare: list[int] | None = None) -> None:
-        self._order(signum, spare)
 
     def _all_ended(self) -> bool:
         return all(rank.status is not None for rank in self.ranks)

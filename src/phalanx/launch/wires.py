@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Control", "RankWires", "Wires", "guard_standard_streams", "open_wires"]
+__all__ = ["Control", "RankWires", "Wires", "open_wires", "report_name"]
 
 # One message lists every pid of the job.
 LARGEST_MESSAGE = 1 << 18
@@ -116,24 +116,25 @@ class Wires:
                 os.close(wires.report)
 
 
-def report_name(rank: int) -> str:
+def report_name(run_id: str, rank: int) -> str:
     """The name of a rank's report file, as ``/proc/<pid>/fd`` shows it."""
-    return f"phalanx-rank-{rank}"
+    return f"{run_id}-rank-{rank}"
 
 
-def open_wires(ranks: int, address: str) -> Wires:
+def open_wires(ranks: int, run_id: str, address: str) -> Wires:
     """Open everything for ``ranks`` processes; the store listens on ``address`` and a free port.
 
     The port is bound here and stays bound until the job ends, so nobody can take it in between.
     """
-    guard_standard_streams()
+    _guard_standard_streams()
     joined = []
     for rank in range(ranks):
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         os.set_blocking(out_read, False)
         os.set_blocking(err_read, False)
-        joined.append(RankWires(out_read, out_write, err_read, err_write, os.memfd_create(report_name(rank))))
+        report = os.memfd_create(report_name(run_id, rank))
+        joined.append(RankWires(out_read, out_write, err_read, err_write, report))
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener = socket.socket()
     listener.bind((address, 0))
@@ -141,7 +142,7 @@ def open_wires(ranks: int, address: str) -> Wires:
     return Wires(joined, Control(mine), Control(theirs), listener)
 
 
-def guard_standard_streams() -> None:
+def _guard_standard_streams() -> None:
     """Fill closed standard descriptors with /dev/null, so that no pipe is mistaken for one of them."""
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:

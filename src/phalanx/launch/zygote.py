@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import select
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -36,7 +37,23 @@ from phalanx.launch.store import host_store
 from phalanx.launch.target import compile_target
 from phalanx.launch.wires import Wires, report_name
 
-__all__ = ["Inheritance", "serve"]
+__all__ = ["Inheritance", "end_descendants", "serve"]
+
+# How long a rank whose script has failed may go on with its exit handlers and its threads. Longer than the grace,
+# because it may be saving something; not for ever, because the other ranks are waiting for it.
+WIND_DOWN_S = 5.0
+
+
+class _Refusal(Exception):
+    """The job cannot be started.
+
+    Attributes:
+        code: the launcher's exit code.
+    """
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -53,33 +70,27 @@ class Inheritance:
 
 
 @dataclass
-class _Ending:
-    """An order to end the job, being carried out.
-
-    Attributes:
-        kill_at: when patience ends, on the monotonic clock.
-    """
-
-    kill_at: float
-
-
-@dataclass
 class _Zygote:
     plan: Plan
     wires: Wires
     inheritance: Inheritance
     pids: dict[int, int] = field(default_factory=dict)
     store: int = 0
-    ending: _Ending | None = None
+    kill_at: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> Place | None:
         """Live: prepare, wait for the order to start, fork, watch. Returns a place in each rank only."""
-        compiled = self.prepare()
-        if compiled is None or self.wires.zygote.receive() is None:
+        try:
+            compiled = self.prepare()
+            if self.wires.zygote.receive() is None:
+                return None
+            # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            place = self.start(compiled)
+        except _Refusal as refusal:
+            self.wires.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
+            self.kill_everything()
             return None
-        # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        place = self.start(compiled)
         if place is not None:
             return place
         _release_input()
@@ -88,39 +99,34 @@ class _Zygote:
         os.set_blocking(wakeup, False)
         os.set_blocking(wakeup_write, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for signum in (signal.SIGCHLD, signal.SIGUSR1):
+            signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self.watch(wakeup)
         self.kill_everything()
         return None
 
-    def prepare(self) -> tuple[CodeType | None, Any] | None:
-        """Do once what every rank would have to do. None when there is nothing to start, after saying why."""
+    def prepare(self) -> tuple[CodeType | None, Any]:
+        """Do once what every rank would have to do: compile the target and import torch."""
         if not self.plan.target.is_python:
             return None, None
         os.environ["OMP_NUM_THREADS"] = self.plan.threads
         try:
             compiled = compile_target(self.plan.target)
         except SyntaxError as error:
-            self._refuse("".join(traceback.format_exception_only(error)), 1)
-            return None
+            raise _Refusal("".join(traceback.format_exception_only(error)), 1) from error
         except (LaunchError, OSError, ValueError, EOFError) as error:
-            self._refuse(f"phalanx: {error}", 2)
-            return None
+            raise _Refusal(f"phalanx: {error}", 2) from error
         # Nothing that the import makes is garbage, so looking for some would only cost time.
         gc.disable()
         try:
             import torch  # noqa: F401
-        except Exception:
-            self._refuse(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1)
-            return None
+        except Exception as error:
+            raise _Refusal(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1) from error
         # The ranks' collectors then leave the shared pages alone instead of copying each to mark its objects.
         gc.freeze()
         gc.enable()
         return compiled
-
-    def _refuse(self, text: str, code: int) -> None:
-        self.wires.zygote.send(event="refused", text=text.rstrip() + "\n", code=code)
 
     def start(self, compiled: tuple[CodeType | None, Any]) -> Place | None:
         """Fork the store and the ranks. Returns a place in each rank, None in the zygote."""
@@ -140,17 +146,16 @@ class _Zygote:
             try:
                 pid = os.fork()
             except OSError as error:
-                self._refuse(
-                    f"phalanx: only {rank} of {self.plan.ranks} ranks could be started: {error.strerror}; "
-                    f"start fewer, or raise the limit on processes (ulimit -u, pids.max) or free memory",
+                raise _Refusal(
+                    f"phalanx: only {rank} of {self.plan.ranks} ranks could be started: {error.strerror}; start "
+                    f"fewer, or raise the limit on processes (ulimit -u, pids.max), or free memory",
                     1,
-                )
-                return None
+                ) from error
             if pid == 0:
                 self.wires.zygote.close()
                 self.wires.close_rank_ends(but=rank)
-                place = Place(rank, self.plan, self.wires.ranks[rank], port, code, spec)
-                enter_rank(place, zygote, self.inheritance.handlers, self.inheritance.file_limit)
+                place = Place(rank, self.plan, self.wires.ranks[rank], port, code, spec, zygote)
+                enter_rank(place, self.inheritance.handlers, self.inheritance.file_limit)
                 return place
             self.pids[rank] = pid
         self.wires.close_rank_ends()
@@ -168,32 +173,37 @@ class _Zygote:
             if not self.pids:
                 return
             wait_ms = None
-            if self.ending is not None:
-                wait_ms = max(0.0, (self.ending.kill_at - time.monotonic()) * 1000 + 1)
+            if self.kill_at:
+                wait_ms = max(0.0, (min(self.kill_at.values()) - time.monotonic()) * 1000 + 1)
             for descriptor, _ in poll.poll(wait_ms):
                 if descriptor == wakeup:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(wakeup, 4096)
+                    # A rank that has just written its report says so, long before it has ended.
+                    if signal.SIGUSR1 in os.read(wakeup, 4096):
+                        self.wires.zygote.send(event="reported")
                     continue
                 order = self.wires.zygote.receive()
                 if order is None:
                     return
                 self._end(order["signal"], order["grace_s"], order["spare"])
-            if self.ending is not None and time.monotonic() >= self.ending.kill_at:
-                self._kill_ranks()
+            now = time.monotonic()
+            self._kill_ranks([rank for rank, when in self.kill_at.items() if when <= now])
 
     def _end(self, signum: int, grace_s: float, spare: Collection[int]) -> None:
+        now = time.monotonic()
         for rank, pid in self.pids.items():
-            if rank not in spare:
+            patience_s = grace_s
+            if rank in spare:
+                patience_s = max(grace_s, WIND_DOWN_S)
+            else:
                 processes.send_to_group(pid, signum)
                 # A stopped process would not see anything but SIGKILL.
                 processes.send_to_group(pid, signal.SIGCONT)
-        self.ending = _Ending(time.monotonic() + grace_s)
+            self.kill_at[rank] = min(now + patience_s, self.kill_at.get(rank, math.inf))
 
-    def _kill_ranks(self) -> None:
-        for pid in self.pids.values():
-            processes.send_to_group(pid, signal.SIGKILL)
-        self.ending = None
+    def _kill_ranks(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            processes.send_to_group(self.pids[rank], signal.SIGKILL)
+            self.kill_at.pop(rank, None)
 
     def _reap(self) -> None:
         ranks = {pid: rank for rank, pid in self.pids.items()}
@@ -213,6 +223,7 @@ class _Zygote:
             status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
             if rank is not None:
                 del self.pids[rank]
+                self.kill_at.pop(rank, None)
                 self.wires.zygote.send(event="exited", rank=rank, status=status, time=now)
             elif info.si_pid == self.store:
                 self.store = 0
@@ -225,13 +236,15 @@ class _Zygote:
         known = {self.store, *self.pids.values()}
         marks = [f"PHALANX_RUN_ID={self.plan.run_id}".encode(), f"RANK={rank}".encode()]
         for orphan in processes.children_of(os.getpid()):
-            if orphan not in known and processes.belongs_to(orphan, pid, report_name(rank), marks):
+            if orphan not in known and processes.belongs_to(
+                orphan, pid, report_name(self.plan.run_id, rank), marks
+            ):
                 for victim in [orphan, *processes.descendants_of([orphan])]:
                     processes.kill(victim)
 
     def kill_everything(self) -> None:
         """Kill every descendant and reap them all, however deep they hide."""
-        self._kill_ranks()
+        self._kill_ranks(list(self.pids))
         end_descendants()
 
 
