@@ -58,6 +58,24 @@ def test_an_exception_is_shown_once_with_the_traceback_of_the_script(launcher: L
     assert outcome.elapsed_s < 20
 
 
+def test_torchs_exception_hook_does_not_show_it_a_second_time(launcher: Launcher) -> None:
+    script = launcher.script(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise ValueError('bad thing')\n"
+        "while True:\n"
+        "    dist.barrier()\n"
+    )
+    outcome = launcher.run("-n", "2", "-q", script)
+    assert outcome.code == 1
+    assert outcome.err_text.count("bad thing") == 3
+    assert "rank 1 of 2 failed: ValueError: bad thing" in outcome.err_text
+    assert "[rank1]: ValueError" not in outcome.err_text
+    assert "phalanx/launch" not in outcome.err_text
+
+
 def test_the_cause_is_told_from_its_consequences(launcher: Launcher) -> None:
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
     script = launcher.script(

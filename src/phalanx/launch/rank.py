@@ -138,6 +138,7 @@ def become(place: Place) -> None:
     if place.spec is None:
         main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", target.path)
     sys.modules["__main__"] = main
+    hook = sys.excepthook = _Hook(place)
     try:
         if place.spec is not None:
             main.__dict__.update(
@@ -154,13 +155,11 @@ def become(place: Place) -> None:
             _report(place, error, shown=True)
         raise
     except KeyboardInterrupt as error:
+        # The interpreter ends itself by SIGINT, as the shell expects; whether to speak of it is the launcher's.
         _report(place, error, shown=False)
-        # The interpreter ends itself by SIGINT, as the shell expects; the report is the launcher's to show.
-        if sys.excepthook is sys.__excepthook__:
-            sys.excepthook = lambda *_: None
         raise
     except BaseException as error:
-        _fail(place, error)
+        _fail(place, hook, error)
         raise SystemExit(1) from None
 
 
@@ -170,17 +169,36 @@ def _set_search_path(entry: str) -> None:
     sys.path[0] = entry
 
 
-def _fail(place: Place, error: BaseException) -> None:
-    """Report an exception that nobody caught, or show it as the script's own hook would."""
+class _Hook:
+    """The exception hook a script finds: it leaves the traceback to the launcher, which shows it once.
+
+    A hook of the script's own replaces it, and then nothing is left to show. A hook that adds to the one it found
+    (torch's, after ``init_process_group``, puts the rank before each line) still comes here in the end.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.reached = False
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        if os.getpid() == self.place.pid:
+            self.reached = True
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+
+def _fail(place: Place, hook: _Hook, error: BaseException) -> None:
+    """Report an exception that nobody caught, and let the script's exception hook have it."""
     own = traceback_of_script(error)
-    hook = sys.excepthook
-    default = hook is sys.__excepthook__
+    error.__traceback__ = own
     # Before the hook: the time of failing is now, not when a slow hook has returned.
-    if _report(place, error, shown=not default) and default:
-        return
+    now = time.monotonic()
+    written = _report(place, error, shown=True, now=now)
     try:
-        hook(type(error), error, own)
+        sys.excepthook(type(error), error, own)
     except BaseException:
+        sys.__excepthook__(type(error), error, own)
+    if hook.reached and not (written and _report(place, error, shown=False, now=now)):
         sys.__excepthook__(type(error), error, own)
 
 
@@ -196,7 +214,7 @@ def traceback_of_script(error: BaseException) -> types.TracebackType | None:
     return frames
 
 
-def _report(place: Place, error: BaseException, *, shown: bool) -> bool:
+def _report(place: Place, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
     """Write what happened into the report file, in the form of torch's ``@record``, with the clock's time.
 
     Returns:
@@ -205,7 +223,6 @@ def _report(place: Place, error: BaseException, *, shown: bool) -> bool:
     """
     if os.getpid() != place.pid:
         return False
-    now = time.monotonic()
     own = traceback_of_script(error)
     if isinstance(error, SystemExit):
         code, message = _exit_code(error), "" if isinstance(error.code, int) else str(error.code)
@@ -222,14 +239,15 @@ def _report(place: Place, error: BaseException, *, shown: bool) -> bool:
             "message": message,
             "traceback": text,
             "shown": shown,
-            "time": now,
+            "time": time.monotonic() if now is None else now,
             "code": code,
         },
     }
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/self/fd/{place.wires.report}").startswith(f"/memfd:{place.plan.run_id}-"):
-            os.ftruncate(place.wires.report, 0)
-            os.pwrite(place.wires.report, json.dumps(report).encode(), 0)
+            data = json.dumps(report).encode()
+            os.pwrite(place.wires.report, data, 0)
+            os.ftruncate(place.wires.report, len(data))
             # The others may be waiting for this rank, and its end may be far: exit handlers, threads.
             os.kill(place.parent, signal.SIGUSR1)
             return True
