@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks, run_ranks
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.backends.shm import NotOneHost, SharedMemoryCommunicator
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, InitializationError, PeerLost
@@ -26,7 +27,7 @@ OPERATIONS: dict[str, Callable[[Place], object]] = {
 }
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_killed_rank_is_named_by_every_survivor(operation: str, size: int) -> None:
     """The last rank dies before the call; every other one raises within a second and names it and its pid."""
@@ -56,7 +57,7 @@ def test_a_killed_rank_is_named_by_every_survivor(operation: str, size: int) -> 
         assert outcome.value[1] < 1.0
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", [2, 3])
 def test_a_rank_killed_in_the_middle_of_an_all_reduce(size: int) -> None:
     """At whatever point the kill falls, survivors end with PeerLost or whole results, never with garbage."""
 
@@ -80,7 +81,7 @@ def test_a_rank_killed_in_the_middle_of_an_all_reduce(size: int) -> None:
         assert outcome.value is True
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     ("mine", "theirs", "words"),
     [
@@ -147,13 +148,13 @@ def test_a_rank_that_cannot_reach_the_segment_is_named_on_every_rank() -> None:
             real_get = type(store).get
             answers = {"offer": offer.encode()}
 
-            class Elsewhere(dist.PrefixStore):
+            class Elsewhere(PrefixStore):
                 def get(self, key: str) -> bytes:
                     return answers.get(key) or real_get(self, key)
 
-            place_store: dist.Store = Elsewhere("x", store)
+            place_store: Store = Elsewhere("x", store)
         else:
-            place_store = dist.PrefixStore("x", place.store())
+            place_store = PrefixStore("x", place.store())
         with pytest.raises(NotOneHost) as caught:
             SharedMemoryCommunicator(place_store, place.rank, 3, timedelta(seconds=20))
         return str(caught.value)
@@ -163,7 +164,7 @@ def test_a_rank_that_cannot_reach_the_segment_is_named_on_every_rank() -> None:
     assert texts[0].startswith("rank 1: No such file or directory")
 
 
-@pytest.mark.parametrize("asynchronous", (False, True))
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_interrupt_ends_a_collective_that_waits(asynchronous: bool) -> None:
     def body(place: Place) -> bool:
         place.join()

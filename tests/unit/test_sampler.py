@@ -21,8 +21,8 @@ def samplers(length: int, batch_size: int, world: int, **options: bool | int) ->
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("length", (0, 1, 3, 10, 47, 48, 49, 100))
-@pytest.mark.parametrize("shuffle", (False, True))
+@pytest.mark.parametrize("length", [0, 1, 3, 10, 47, 48, 49, 100])
+@pytest.mark.parametrize("shuffle", [False, True])
 def test_every_item_exactly_once(length: int, world: int, shuffle: bool) -> None:
     passes = [list(sampler) for sampler in samplers(length, 4, world, shuffle=shuffle)]
     seen = [index for batches in passes for batch in batches for index in batch]
@@ -30,7 +30,7 @@ def test_every_item_exactly_once(length: int, world: int, shuffle: bool) -> None
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("length", (8, 10, 47, 48, 49, 100))
+@pytest.mark.parametrize("length", [8, 10, 47, 48, 49, 100])
 def test_every_rank_makes_the_same_number_of_steps_of_about_the_same_size(length: int, world: int) -> None:
     sharded = samplers(length, 4, world)
     passes = [list(sampler) for sampler in sharded]

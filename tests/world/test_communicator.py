@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
+from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.backends.communicator import Communicator
 from phalanx.backends.shm import SharedMemoryCommunicator
@@ -76,7 +77,7 @@ def test_all_reduce_is_the_rank_order_sum_bit_for_bit(size: int, chunk_bytes: in
     assert on_ranks(body, size) == [[]] * size
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", [2, 3])
 def test_half_precision_sums_round_like_torch_at_the_edges(size: int) -> None:
     """Subnormals, ties, overflow to infinity, infinities and NaN."""
     edges = [
@@ -151,7 +152,7 @@ def test_all_gather_collects_every_ranks_bytes(size: int, chunk_bytes: int) -> N
     assert on_ranks(body, size) == [[]] * size
 
 
-@pytest.mark.parametrize("size", (2, 3, 5))
+@pytest.mark.parametrize("size", [2, 3, 5])
 def test_no_rank_leaves_a_barrier_before_the_last_has_entered(size: int) -> None:
     def body(place: Place) -> list[tuple[float, float]]:
         communicator = connect(place, 4096)
@@ -169,7 +170,7 @@ def test_no_rank_leaves_a_barrier_before_the_last_has_entered(size: int) -> None
         assert max(entered for entered, _ in turn) <= min(left for _, left in turn)
 
 
-@pytest.mark.parametrize("size", (2, 3, 5))
+@pytest.mark.parametrize("size", [2, 3, 5])
 def test_mixed_operations_in_a_random_order_stay_in_step(size: int) -> None:
     """Thousands of operations of every kind and many sizes; slots are reused by different kinds."""
 
@@ -214,7 +215,7 @@ def test_a_hundred_communicators_leave_no_descriptor_or_mapping() -> None:
         timeout = timedelta(seconds=60)
         before = held()
         for turn in range(100):
-            store = dist.PrefixStore(str(turn), place.store())
+            store = PrefixStore(str(turn), place.store())
             communicator = SharedMemoryCommunicator(store, place.rank, place.size, timeout, 4096)
             communicator.barrier()
             communicator.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -39,15 +40,17 @@ def model_of(seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(10, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
 
 
-def train(place: Place, hook: str | None = None, **options: object) -> torch.Tensor:
+def train(place: Place, hook: str | None = None, **options: Any) -> torch.Tensor:
     """Three epochs at a global batch of 24; all parameters in one tensor."""
     place.join()
+    world = dist.group.WORLD
+    assert world is not None
     model = data_parallel(
         model_of(seed=place.rank),
-        dist.group.WORLD,
+        world,
         CPU,
         comm_hook=hook,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     loader = sharded_loader(
         Items(), 24 // place.size, rank=place.rank, world_size=place.size, shuffle=True, seed=5, drop_last=True
@@ -77,7 +80,7 @@ def trained_alone() -> torch.Tensor:
     return torch.cat([p.detach().view(-1) for p in model.parameters()])
 
 
-@pytest.mark.parametrize("size", (1, 2, 3, 4))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_replicas_end_where_one_process_ends(size: int) -> None:
     expected = trained_alone()
     for parameters in on_ranks(train, size):
@@ -90,7 +93,7 @@ def test_two_runs_agree_bit_for_bit_and_so_do_the_ranks() -> None:
         assert torch.equal(parameters, runs[0][0])
 
 
-@pytest.mark.parametrize("hook", ("bf16", "fp16"))
+@pytest.mark.parametrize("hook", ["bf16", "fp16"])
 def test_hooks_by_name_shorten_what_travels(hook: str) -> None:
     expected = trained_alone()
     for parameters in on_ranks(lambda place: train(place, hook), 2):
@@ -102,7 +105,8 @@ def test_unused_parameters_and_static_graphs() -> None:
         place.join()
         torch.manual_seed(0)
         results = []
-        for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        choices: tuple[dict[str, Any], ...] = ({"find_unused_parameters": True}, {"static_graph": True})
+        for options in choices:
             layers = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 1), "unused": torch.nn.Linear(4, 1)})
 
             class Net(torch.nn.Module):
@@ -117,7 +121,7 @@ def test_unused_parameters_and_static_graphs() -> None:
             model = DistributedDataParallel(Net(layers), **options)
             for _ in range(3):
                 model(torch.full((2, 4), float(place.rank))).sum().backward()
-            gradient = layers["used"].weight.grad
+            gradient = next(layers["used"].parameters()).grad
             assert gradient is not None
             results.append(gradient[0, 0].item())
         dist.destroy_process_group()

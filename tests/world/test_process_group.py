@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_every_collective_of_torch_works(size: int) -> None:
     assert on_ranks(body, size) == [True] * size
 
 
-@pytest.mark.parametrize("size", (2, 3, 5))
+@pytest.mark.parametrize("size", [2, 3, 5])
 def test_point_to_point(size: int) -> None:
     def body(place: Place) -> bool:
         place.join()
@@ -110,21 +111,22 @@ def test_point_to_point(size: int) -> None:
     assert on_ranks(body, size) == [True] * size
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", [2, 3])
 def test_tensors_of_every_shape(size: int) -> None:
     """Without elements, without dimensions, transposed, strided, and such that want a gradient."""
 
     def body(place: Place) -> bool:
         place.join()
         r, n = place.rank + 1, place.size
-        for make in (
+        shapes: tuple[Callable[[float], torch.Tensor], ...] = (
             lambda v: torch.full((), v),
             lambda v: torch.full((0, 3), v),
             lambda v: torch.full((5, 7), v).t(),
             lambda v: torch.full((6, 8), v)[::2, 1::3],
             lambda v: torch.full((2, 3), v).requires_grad_().detach(),
             lambda v: torch.full((3, 1), v).expand(3, 1),
-        ):
+        )
+        for make in shapes:
             for asynchronous in (False, True):
                 tensor = make(float(r))
                 work = dist.all_reduce(tensor, async_op=asynchronous)
@@ -149,7 +151,7 @@ def test_tensors_of_every_shape(size: int) -> None:
     assert on_ranks(body, size) == [True] * size
 
 
-@pytest.mark.parametrize("size", (1, 2, 3))
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_operations_run_in_the_order_of_the_calls(size: int) -> None:
     """Asynchronous ones behind each other, a synchronous one behind them, one that Gloo serves in between."""
 
@@ -170,7 +172,7 @@ def test_operations_run_in_the_order_of_the_calls(size: int) -> None:
     assert on_ranks(body, size) == [[total(size) * n**4 * n * n]] * size
 
 
-@pytest.mark.parametrize("size", (2, 3))
+@pytest.mark.parametrize("size", [2, 3])
 def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(size: int) -> None:
     def body(place: Place) -> tuple[bool, float]:
         place.join()
@@ -228,7 +230,7 @@ def test_waiting_with_a_timeout_gives_up_and_can_be_resumed() -> None:
     assert on_ranks(body, 2) == [True, True]
 
 
-@pytest.mark.parametrize("size", (3, 5))
+@pytest.mark.parametrize("size", [3, 5])
 def test_subgroups_that_overlap(size: int) -> None:
     def body(place: Place) -> bool:
         place.join()

@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["COMM_HOOKS", "data_parallel"]
 
 
-def _compressing_hook(dtype: torch.dtype) -> Callable[[dist.ProcessGroup, dist.GradBucket], Any]:
+def _compressing_hook(dtype: torch.dtype) -> Callable[..., Any]:
     """A hook that sends gradients as ``dtype``. torch's own refuses bfloat16 on the CPU, which Phalanx adds."""
 
-    def hook(process_group: dist.ProcessGroup, bucket: dist.GradBucket) -> Any:
+    # Without annotations: torch compares them with its classes and would refuse postponed ones (strings).
+    def hook(process_group, bucket):  # type: ignore[no-untyped-def]
         gradients = bucket.buffer()
         # Divided before it is narrowed: a sum over many ranks could leave float16's range.
         narrow = gradients.div(process_group.size()).to(dtype)
