@@ -295,6 +295,27 @@ def test_the_world_can_be_destroyed_and_made_again_over_one_store() -> None:
     assert on_ranks(body, 2) == [True, True]
 
 
+def test_a_group_name_is_used_again_by_other_ranks() -> None:
+    """torch numbers groups anew in every world, so one name can mean other members the second time."""
+
+    def body(place: Place) -> bool:
+        store = place.store()
+        for members in ([0, 1], [1, 2], [0, 1]):
+            dist.init_process_group(
+                "phalanx", store=store, rank=place.rank, world_size=3, timeout=timedelta(seconds=30)
+            )
+            group = dist.new_group(members)
+            if place.rank in members:
+                tensor = ones(place)
+                dist.all_reduce(tensor, group=group)
+                assert tensor[0].item() == sum(r + 1 for r in members)
+            dist.barrier()
+            dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, 3) == [True] * 3
+
+
 def test_a_destroyed_group_says_so() -> None:
     def body(place: Place) -> bool:
         place.join()
