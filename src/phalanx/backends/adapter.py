@@ -4,14 +4,12 @@ A Python subclass of ``ProcessGroup``, because ``Backend`` cannot be subclassed 
 per call than a C++ backend behind the dispatcher. It unpacks options and tensor lists, makes buffers
 contiguous, keeps the order of operations, and hands blocking calls to a :class:`Communicator`.
 
-What the communicator does not serve yet goes to an attached Gloo group, which connects when it is first used.
-It also serves the C++ virtuals that cannot be overridden from Python.
+What the communicator does not serve yet goes to an attached Gloo group, in the group's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from torch._C._distributed_c10d import (
     BarrierOptions,
     BroadcastOptions,
     ProcessGroupGloo,
-    Store,
 )
 from torch.distributed.distributed_c10d import GroupName
 
@@ -34,6 +31,8 @@ from phalanx.errors import DeviceMismatch
 
 __all__ = ["PhalanxProcessGroup"]
 
+_SUM = dist.ReduceOp.SUM.value
+
 
 class PhalanxProcessGroup(dist.ProcessGroup):
     """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand.
@@ -41,20 +40,17 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     Args:
         name: the backend's name, for ``dist.get_backend`` and messages.
         communicator: what moves the bytes.
-        store: where the attached Gloo group meets, lazily.
-        timeout: the group's timeout.
+        gloo: what serves the rest; shut down with the group.
         group_name: torch's name for the group.
     """
 
-    def __init__(
-        self, name: str, communicator: Communicator, store: Store, timeout: timedelta, group_name: str
-    ) -> None:
+    def __init__(self, name: str, communicator: Communicator, gloo: ProcessGroupGloo, group_name: str) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._backend_name = name
         self._communicator = communicator
         self._progress = Progress(group_name)
-        self._gloo = _lazy_gloo(store, communicator.rank, communicator.size, timeout)
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        self._gloo = gloo
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._set_group_name(GroupName(group_name))
 
@@ -181,14 +177,6 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 def _op_number(op: Any) -> int:
     """Torch's ReduceOp as an integer, without the factor that a pre-multiplied sum carries."""
     return int(op.op.value)
-
-
-def _lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
-    # Loopback, because a group with a communicator of its own lives on one host; nothing listens elsewhere.
-    options = ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
-    return ProcessGroupGloo(store, rank, size, options)
 
 
 def _in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.backends.adapter import PhalanxProcessGroup
 from phalanx.backends.communicator import Communicator
+from phalanx.backends.gloo import GlooCommunicator, lazy_gloo
 from phalanx.backends.register import NAME
-from phalanx.backends.shm import SharedMemoryCommunicator
+from phalanx.backends.shm import NotOneHost, SharedMemoryCommunicator
 from phalanx.backends.solo import SoloCommunicator
 
 __all__ = ["create_process_group"]
 
-# How often this process has made a group of a name. A group that is destroyed and made again meets under new
-# keys: what the first one left in the store must not be read by the second. Ranks make groups in the same
-# order, so they count alike.
+# How often this process has made a group of a name and members. One that is destroyed and made again meets under
+# new keys: what the first left in the store must not be read by the second. Its members made it equally often,
+# whatever other groups each of them was in.
 _generations: Counter[str] = Counter()
 
 
 def create_process_group(
-    store: Store, rank: int, size: int, timeout: timedelta, group_name: str
+    store: Store, rank: int, size: int, timeout: timedelta, group_name: str, ranks: Sequence[int]
 ) -> PhalanxProcessGroup:
     """Make one rank's side of a group. Every member calls it.
 
@@ -32,17 +35,31 @@ def create_process_group(
         size: the number of ranks.
         timeout: for joining, and for every collective of the group.
         group_name: torch's name for the group, equal on every member.
+        ranks: the members' ranks in the world; torch gives none for the world itself.
+
+    Ranks that cannot reach one shared segment (several hosts, or containers with pid namespaces of their own)
+    get a group over Gloo instead, and rank 0 says so, with the reason, as a warning.
 
     Raises:
-        NotOneHost: the ranks do not share a host. Communication between hosts is not in this version: use
-            ``backend="gloo"`` there.
         InitializationError: a rank did not come.
     """
-    _generations[group_name] += 1
-    own = PrefixStore(f"phalanx/{_generations[group_name]}", store)
+    identity = f"{group_name}/{','.join(map(str, ranks))}"
+    _generations[identity] += 1
+    own = PrefixStore(f"phalanx/{identity}/{_generations[identity]}", store)
+    meeting = PrefixStore("gloo", own)
     communicator: Communicator
     if size == 1:
-        communicator = SoloCommunicator()
-    else:
+        communicator, gloo = SoloCommunicator(), lazy_gloo(meeting, rank, size, timeout, one_host=True)
+        return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
+    try:
         communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
-    return PhalanxProcessGroup(NAME, communicator, PrefixStore("gloo", own), timeout, group_name)
+        gloo = lazy_gloo(meeting, rank, size, timeout, one_host=True)
+    except NotOneHost as reason:
+        gloo = lazy_gloo(meeting, rank, size, timeout, one_host=False)
+        communicator = GlooCommunicator(gloo)
+        if rank == 0:
+            warnings.warn(
+                f"backend {NAME!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
+                stacklevel=2,
+            )
+    return PhalanxProcessGroup(NAME, communicator, gloo, group_name)

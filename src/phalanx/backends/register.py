@@ -32,5 +32,10 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     from phalanx.backends.create import create_process_group
 
     return create_process_group(
-        options.store, options.group_rank, options.group_size, options.timeout, options.group_id
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        options.group_id,
+        options.global_ranks_in_group,
     )

@@ -17,7 +17,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
 
 from phalanx.backends.communicator import Communicator
 from phalanx.errors import (
@@ -34,6 +33,7 @@ from phalanx.native.signals import SignalPoll
 __all__ = ["NotOneHost", "SharedMemoryCommunicator"]
 
 CHUNK_BYTES = 256 * 1024
+VERDICT_GRACE = timedelta(seconds=5)
 
 _DTYPES = {
     torch.float32: 1,
@@ -95,25 +95,30 @@ class SharedMemoryCommunicator(Communicator):
                 cookie = secrets.token_bytes(16)
                 self._check(self._core.phx_segment_format(descriptor, self.size, chunk_bytes, cookie))
                 store.set("offer", json.dumps([os.getpid(), descriptor, cookie.hex()]))
-                comm, reason = self._attach(descriptor, cookie)
+                comm, _ = self._attach(descriptor, cookie)
+                store.set("verdict", json.dumps(self._collect_answers(store, timeout)))
             else:
-                self._await(store, "offer", 0, timeout)
+                _wait(store, "offer", timeout, f"rank 0 did not come to a group of {self.size} ranks")
                 pid, number, cookie_hex = json.loads(store.get("offer"))
                 comm, reason = self._attach_peer(pid, number, bytes.fromhex(cookie_hex))
                 store.set(f"answer/{self.rank}", reason)
-            if self.rank == 0:
-                store.set("verdict", self._collect_answers(store, timeout))
-            else:
-                self._await(store, "verdict", 0, timeout)
-            verdict = store.get("verdict").decode()
+                # Longer than rank 0 waits for the others, so that its verdict, which names who is missing,
+                # still arrives.
+                _wait(store, "verdict", timeout + VERDICT_GRACE, "rank 0 has gone while the group was made")
+            missing, apart = json.loads(store.get("verdict"))
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
-        if verdict or comm is None:
-            if comm is not None:
-                self._core.phx_close(comm)
-            raise NotOneHost(verdict or reason)
-        return comm
+        if comm is not None and not missing and not apart:
+            return comm
+        if comm is not None:
+            self._core.phx_close(comm)
+        if missing:
+            raise InitializationError(
+                f"rank {self.rank}: {missing} within {timeout.total_seconds():.0f} s. Was it started, and does it "
+                f"create the same groups in the same order?"
+            )
+        raise NotOneHost(apart)
 
     def _attach(self, descriptor: int, cookie: bytes) -> tuple[int | None, str]:
         comm: int | None = self._core.phx_open(descriptor, self.rank, cookie, self._spin, self._signals.callback)
@@ -129,21 +134,15 @@ class SharedMemoryCommunicator(Communicator):
         finally:
             os.close(descriptor)
 
-    def _collect_answers(self, store: Store, timeout: timedelta) -> str:
-        """The reason not to use the segment, or nothing when every rank has attached."""
+    def _collect_answers(self, store: Store, timeout: timedelta) -> tuple[str, str]:
+        """Who has not come, and who came but could not attach; two empty texts when all is well."""
         for peer in range(1, self.size):
-            self._await(store, f"answer/{peer}", peer, timeout)
+            try:
+                _wait(store, f"answer/{peer}", timeout, "")
+            except InitializationError:
+                return f"rank {peer} did not come to a group of {self.size} ranks", ""
         reasons = {peer: store.get(f"answer/{peer}").decode() for peer in range(1, self.size)}
-        return "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items() if reason)
-
-    def _await(self, store: Store, key: str, peer: int, timeout: timedelta) -> None:
-        try:
-            store.wait([key], timeout)
-        except DistStoreError as error:
-            raise InitializationError(
-                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank {peer} of a group of "
-                f"{self.size} to join; it did not come. Was it started, and does it create the same groups?"
-            ) from error
+        return "", "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items() if reason)
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -224,3 +223,10 @@ class SharedMemoryCommunicator(Communicator):
             group_rank=why.peer,
             pid=why.peer_pid,
         )
+
+
+def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:  # each kind of store has its own subclass for a wait that was in vain
+        raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error

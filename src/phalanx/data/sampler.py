@@ -8,6 +8,7 @@ the number of ranks, and every pass over the sampler is the next epoch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -89,8 +90,10 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        # Seed and epoch in separate halves: with seed + epoch, seed 0's second epoch would be seed 1's first.
-        generator = torch.Generator().manual_seed((self.seed % 2**31 << 32) + epoch)
+        # Hashed together: with seed + epoch, seed 0's second epoch would be seed 1's first; and torch's CPU
+        # generator looks at 32 bits only, so the two cannot stand side by side in one number.
+        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=4).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return order
 

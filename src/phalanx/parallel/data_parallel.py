@@ -7,14 +7,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["COMM_HOOKS", "data_parallel"]
 
+
+def _compressing_hook(dtype: torch.dtype) -> Callable[..., Any]:
+    """A hook that sends gradients as ``dtype``. torch's own refuses bfloat16 on the CPU, which Phalanx adds."""
+
+    # Without annotations: torch compares them with its classes and would refuse postponed ones (strings).
+    def hook(process_group, bucket):  # type: ignore[no-untyped-def]
+        gradients = bucket.buffer()
+        # Divided before it is narrowed: a sum over many ranks could leave float16's range.
+        narrow = gradients.div(process_group.size()).to(dtype)
+        work = dist.all_reduce(narrow, group=process_group, async_op=True)
+        return work.get_future().then(lambda future: gradients.copy_(future.value()[0]))
+
+    return hook
+
+
 COMM_HOOKS: dict[str, Callable[..., Any]] = {
-    "bf16": default_hooks.bf16_compress_hook,
-    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": _compressing_hook(torch.bfloat16),
+    "fp16": _compressing_hook(torch.float16),
 }
 
 

@@ -1,0 +1,190 @@
+"""What the surviving ranks see when a rank dies, stops coming, or calls something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks, run_ranks
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from phalanx.backends.shm import NotOneHost, SharedMemoryCommunicator
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, InitializationError, PeerLost
+
+OPERATIONS: dict[str, Callable[[Place], object]] = {
+    "all_reduce small": lambda place: dist.all_reduce(torch.ones(4)),
+    "all_reduce large": lambda place: dist.all_reduce(torch.ones(3_000_000)),
+    "all_gather": lambda place: dist.all_gather([torch.empty(9) for _ in range(place.size)], torch.ones(9)),
+    "broadcast": lambda place: dist.broadcast(torch.ones(2_000_000), src=place.size - 1),
+    "barrier": lambda place: dist.barrier(),
+    "all_reduce async": lambda place: dist.all_reduce(torch.ones(4), async_op=True).wait(),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_killed_rank_is_named_by_every_survivor(operation: str, size: int) -> None:
+    """The last rank dies before the call; every other one raises within a second and names it and its pid."""
+
+    def body(place: Place) -> tuple[int, float]:
+        place.join()
+        pids = [torch.zeros(1, dtype=torch.int64) for _ in range(place.size)]
+        dist.all_gather(pids, torch.tensor([os.getpid()]))
+        victim = place.size - 1
+        if place.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(PeerLost) as caught:
+            OPERATIONS[operation](place)
+        elapsed_s = time.monotonic() - started
+        assert caught.value.group_rank == victim
+        assert caught.value.pid == pids[victim].item()
+        assert f"rank {victim} of the group (pid {caught.value.pid}) has ended" in str(caught.value)
+        with pytest.raises(PeerLost):  # the group stays broken
+            dist.barrier()
+        return victim, elapsed_s
+
+    outcomes = run_ranks(body, size)
+    assert outcomes[-1].signal == signal.SIGKILL
+    for outcome in outcomes[:-1]:
+        assert outcome.error is None, outcome.traceback
+        assert outcome.value[1] < 1.0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_killed_in_the_middle_of_an_all_reduce(size: int) -> None:
+    """At whatever point the kill falls, survivors end with PeerLost or whole results, never with garbage."""
+
+    def body(place: Place) -> bool:
+        place.join()
+        victim = place.size - 1
+        if place.rank == victim and os.fork() == 0:
+            time.sleep(0.05)
+            os.kill(os.getppid(), signal.SIGKILL)
+            os._exit(0)
+        try:
+            while True:
+                tensor = torch.ones(500_000)
+                dist.all_reduce(tensor)
+                assert bool((tensor == place.size).all())
+        except PeerLost as error:
+            return error.group_rank == victim
+
+    for outcome in run_ranks(body, size)[:-1]:
+        assert outcome.error is None, outcome.traceback
+        assert outcome.value is True
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        (lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(8)), ("16 bytes", "32 bytes")),
+        (
+            lambda: dist.all_reduce(torch.ones(4)),
+            lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32)),
+            ("float32", "int32"),
+        ),
+        (lambda: dist.all_reduce(torch.ones(4)), lambda: dist.barrier(), ("all_reduce", "barrier")),
+        (lambda: dist.broadcast(torch.ones(4), 0), lambda: dist.broadcast(torch.ones(4), 1), ("src=0", "src=1")),
+    ],
+    ids=["sizes", "dtypes", "kinds", "roots"],
+)
+def test_different_calls_raise_on_every_rank(
+    size: int, mine: Callable[[], object], theirs: Callable[[], object], words: tuple[str, str]
+) -> None:
+    def body(place: Place) -> str:
+        place.join()
+        dist.barrier()
+        with pytest.raises(CollectiveMismatch) as caught:
+            # A broadcast's root does not wait for its readers: it learns of it at its next call at the latest.
+            for _ in range(5):
+                (mine if place.rank else theirs)()
+        return str(caught.value)
+
+    for text in on_ranks(body, size):
+        assert words[0] in text
+        assert words[1] in text
+
+
+def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
+    def body(place: Place) -> bool:
+        place.join(timeout_s=1)
+        if place.rank == 1:
+            with pytest.raises(CollectiveTimeout, match="rank 0 of the group"):
+                dist.all_reduce(torch.ones(1))
+        else:
+            time.sleep(1.5)
+            with pytest.raises(CollectiveTimeout):
+                dist.all_reduce(torch.ones(1))
+        return True
+
+    assert on_ranks(body, 2) == [True, True]
+
+
+def test_joining_names_a_rank_that_does_not_come() -> None:
+    def body(place: Place) -> bool:
+        if place.rank < 2:
+            with pytest.raises(InitializationError, match="rank 2 did not come"):
+                SharedMemoryCommunicator(place.store(), place.rank, 3, timedelta(seconds=1))
+        return True
+
+    assert on_ranks(body, 3) == [True] * 3
+
+
+def test_a_rank_that_cannot_reach_the_segment_is_named_on_every_rank() -> None:
+    """As when it runs in another pid namespace: the offered pid is somebody else's, or nobody's."""
+
+    def body(place: Place) -> str:
+        if place.rank == 1:
+            store = place.store()
+            offer = f'[{os.getpid()}, 9999, "{"00" * 16}"]'
+            real_get = type(store).get
+            answers = {"offer": offer.encode()}
+
+            class Elsewhere(PrefixStore):
+                def get(self, key: str) -> bytes:
+                    return answers.get(key) or real_get(self, key)
+
+            place_store: Store = Elsewhere("x", store)
+        else:
+            place_store = PrefixStore("x", place.store())
+        with pytest.raises(NotOneHost) as caught:
+            SharedMemoryCommunicator(place_store, place.rank, 3, timedelta(seconds=20))
+        return str(caught.value)
+
+    texts = on_ranks(body, 3)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 1: No such file or directory")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_interrupt_ends_a_collective_that_waits(asynchronous: bool) -> None:
+    def body(place: Place) -> bool:
+        place.join()
+        dist.barrier()
+        if place.rank == 0:
+            time.sleep(0.5)
+            with pytest.raises(PeerLost, match="was interrupted"):
+                for _ in range(3):
+                    dist.all_reduce(torch.ones(1))
+                    time.sleep(0.2)
+            return True
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            if asynchronous:
+                dist.all_reduce(torch.ones(1), async_op=True).wait()
+            else:
+                dist.all_reduce(torch.ones(1))
+        assert time.monotonic() - started < 0.4
+        return True
+
+    assert on_ranks(body, 2) == [True, True]

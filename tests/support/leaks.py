@@ -1,0 +1,43 @@
+"""What a test may not leave behind: processes, threads, descriptors, shared memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds and has started."""
+
+    children: frozenset[int]
+    threads: frozenset[str]
+    descriptors: int
+    shared_memory: frozenset[str]
+
+    @staticmethod
+    def now() -> Holdings:
+        children: set[int] = set()
+        for task in Path("/proc/self/task").iterdir():
+            children.update(int(pid) for pid in (task / "children").read_text().split())
+        return Holdings(
+            children=frozenset(children),
+            threads=frozenset(thread.name for thread in threading.enumerate()),
+            descriptors=len(os.listdir("/proc/self/fd")),
+            shared_memory=frozenset(os.listdir("/dev/shm")),
+        )
+
+    def left_by(self, later: Holdings) -> list[str]:
+        """In words, what ``later`` holds that this does not."""
+        left = []
+        if more := later.children - self.children:
+            left.append(f"processes {sorted(more)}")
+        if names := later.threads - self.threads:
+            left.append(f"threads {sorted(names)}")
+        if later.descriptors > self.descriptors:
+            left.append(f"{later.descriptors - self.descriptors} descriptors")
+        if files := later.shared_memory - self.shared_memory:
+            left.append(f"/dev/shm/{sorted(files)}")
+        return left

@@ -1,0 +1,163 @@
+"""Run a function on several forked ranks and bring back what each returned or raised.
+
+The ranks are forked from the test process, which has imported torch once, so a test of eight ranks starts in
+milliseconds. A rank that does not end in time is asked for the stacks of all its threads before it is killed.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: exactly one of ``value``, ``error`` (with its text) and ``signal`` tells."""
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    traceback: str = ""
+    signal: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank's function gets: who it is, and where it can meet the others."""
+
+    rank: int
+    size: int
+    folder: Path
+
+    def store(self, name: str = "store") -> Store:
+        return PrefixStore("test", FileStore(str(self.folder / name), self.size))
+
+    def join(self, backend: str = "phalanx", timeout_s: float = 60.0, name: str = "store") -> None:
+        """``init_process_group`` through a file in this run's folder, so that no port is needed."""
+        dist.init_process_group(
+            backend,
+            store=self.store(name),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+
+
+def run_ranks(function: Callable[[Place], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+    """Run ``function`` on ``size`` forked ranks; every outcome, in rank order."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-test-") as name:
+        folder = Path(name)
+        children = [_fork(function, Place(rank, size, folder)) for rank in range(size)]
+        return _collect(children, folder, timeout_s)
+
+
+def values(outcomes: list[Outcome]) -> list[Any]:
+    """What every rank returned; fails with the first rank's traceback if one did not."""
+    for outcome in outcomes:
+        if outcome.signal:
+            raise AssertionError(f"rank {outcome.rank} was ended by {signal.Signals(outcome.signal).name}")
+        if outcome.error is not None:
+            raise AssertionError(f"rank {outcome.rank} raised:\n{outcome.traceback}")
+    return [outcome.value for outcome in outcomes]
+
+
+def on_ranks(function: Callable[[Place], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """``run_ranks`` for the usual case that every rank must succeed; what each returned."""
+    return values(run_ranks(function, size, timeout_s))
+
+
+def _fork(function: Callable[[Place], Any], place: Place) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        stacks = open(place.folder / f"stacks-{place.rank}", "w")  # noqa: SIM115 - open as long as the process
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        try:
+            outcome = Outcome(place.rank, value=function(place))
+        except BaseException as error:
+            outcome = Outcome(place.rank, error=error, traceback=traceback.format_exc())
+        partial = place.folder / f"outcome-{place.rank}.part"
+        partial.write_bytes(_pickled(outcome))
+        partial.rename(place.folder / f"outcome-{place.rank}")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    try:
+        data = pickle.dumps(outcome)
+        pickle.loads(data)
+        return data
+    except Exception:
+        plain = AssertionError(f"{type(outcome.error).__name__}: {outcome.error}")
+        return pickle.dumps(Outcome(outcome.rank, error=plain, traceback=outcome.traceback))
+
+
+def _collect(children: list[int], folder: Path, timeout_s: float) -> list[Outcome]:
+    deadline = time.monotonic() + timeout_s
+    handles = {os.pidfd_open(pid): rank for rank, pid in enumerate(children)}
+    waiting = dict(handles)
+    try:
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(_stacks(children, list(waiting.values()), folder, timeout_s))
+            for handle in ready:
+                del waiting[handle]
+    finally:
+        for handle, rank in handles.items():
+            if handle in waiting:
+                os.kill(children[rank], signal.SIGKILL)
+            os.close(handle)
+        ends = [os.waitpid(pid, 0)[1] for pid in children]
+    return [_outcome(rank, status, folder) for rank, status in enumerate(ends)]
+
+
+def _outcome(rank: int, status: int, folder: Path) -> Outcome:
+    if os.WIFSIGNALED(status):
+        return Outcome(rank, signal=os.WTERMSIG(status))
+    file = folder / f"outcome-{rank}"
+    if not file.exists():
+        return Outcome(rank, error=AssertionError(f"exit code {os.WEXITSTATUS(status)} without an outcome"))
+    outcome: Outcome = pickle.loads(file.read_bytes())
+    return outcome
+
+
+def _stacks(children: list[int], ranks: list[int], folder: Path, timeout_s: float) -> str:
+    text = [f"ranks {ranks} did not end within {timeout_s:.0f} s"]
+    for rank in ranks:
+        file = folder / f"stacks-{rank}"
+        os.kill(children[rank], signal.SIGUSR1)
+        patience = time.monotonic() + 2
+        while time.monotonic() < patience and not file.stat().st_size:
+            select.select([], [], [], 0.01)
+        text.append(f"--- rank {rank}\n{file.read_text()}")
+    return "\n".join(text)

@@ -1,0 +1,148 @@
+"""DDP over the backend: the same parameters for any number of ranks, the same bits in every run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks, run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.data.loader import sharded_loader
+from phalanx.data.sampler import ShardedBatchSampler
+from phalanx.errors import PeerLost
+from phalanx.parallel.data_parallel import data_parallel
+
+CPU = torch.device("cpu")
+
+
+class Items(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """96 fixed items of a regression problem."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(96, 10, generator=generator)
+        self.y = self.x.sum(1, keepdim=True).sin()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def model_of(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(10, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
+
+
+def train(place: Place, hook: str | None = None, **options: Any) -> torch.Tensor:
+    """Three epochs at a global batch of 24; all parameters in one tensor."""
+    place.join()
+    world = dist.group.WORLD
+    assert world is not None
+    model = data_parallel(
+        model_of(seed=place.rank),
+        world,
+        CPU,
+        comm_hook=hook,
+        **options,
+    )
+    loader = sharded_loader(
+        Items(), 24 // place.size, rank=place.rank, world_size=place.size, shuffle=True, seed=5, drop_last=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    dist.destroy_process_group()
+    return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+def trained_alone() -> torch.Tensor:
+    """The same training without DDP, process groups or sharding: the plain computation."""
+    model = model_of(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    items = Items()
+    shuffled = ShardedBatchSampler(96, 24, rank=0, world_size=1, shuffle=True, seed=5)
+    for epoch in range(3):
+        shuffled.set_epoch(epoch)
+        for batch in shuffled:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(items.x[batch]), items.y[batch]).backward()
+            optimizer.step()
+    return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_replicas_end_where_one_process_ends(size: int) -> None:
+    expected = trained_alone()
+    for parameters in on_ranks(train, size):
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_two_runs_agree_bit_for_bit_and_so_do_the_ranks() -> None:
+    runs = [on_ranks(lambda place: train(place, bucket_cap_mb=0.001), 3) for _ in range(2)]
+    for parameters in runs[0] + runs[1]:
+        assert torch.equal(parameters, runs[0][0])
+
+
+@pytest.mark.parametrize("hook", ["bf16", "fp16"])
+def test_hooks_by_name_shorten_what_travels(hook: str) -> None:
+    expected = trained_alone()
+    for parameters in on_ranks(lambda place: train(place, hook), 2):
+        torch.testing.assert_close(parameters, expected, rtol=0.05, atol=0.01)
+
+
+def test_unused_parameters_and_static_graphs() -> None:
+    def body(place: Place) -> list[float]:
+        place.join()
+        torch.manual_seed(0)
+        results = []
+        choices: tuple[dict[str, Any], ...] = ({"find_unused_parameters": True}, {"static_graph": True})
+        for options in choices:
+            layers = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 1), "unused": torch.nn.Linear(4, 1)})
+
+            class Net(torch.nn.Module):
+                def __init__(self, layers: torch.nn.ModuleDict) -> None:
+                    super().__init__()
+                    self.layers = layers
+
+                def forward(self, x: torch.Tensor) -> torch.Tensor:
+                    output: torch.Tensor = self.layers["used"](x)
+                    return output
+
+            model = DistributedDataParallel(Net(layers), **options)
+            for _ in range(3):
+                model(torch.full((2, 4), float(place.rank))).sum().backward()
+            gradient = next(layers["used"].parameters()).grad
+            assert gradient is not None
+            results.append(gradient[0, 0].item())
+        dist.destroy_process_group()
+        return results
+
+    # The mean over ranks of 2 rows x rank, accumulated over three backwards.
+    assert on_ranks(body, 2) == [[3.0, 3.0]] * 2
+
+
+def test_a_rank_that_dies_in_training_ends_backward_on_the_others() -> None:
+    def body(place: Place) -> bool:
+        place.join()
+        model = DistributedDataParallel(model_of(0))
+        for step in range(100):
+            if step == 5 and place.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                model(torch.ones(4, 10)).sum().backward()
+            except (PeerLost, RuntimeError) as error:
+                return "has ended" in str(error)
+        return False
+
+    outcomes = run_ranks(body, 3)
+    assert [outcomes[0].value, outcomes[2].value] == [True, True], outcomes

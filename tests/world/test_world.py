@@ -1,0 +1,241 @@
+"""``phalanx.init()``, ``World``, ``Group`` and ``close()``, started in each of the three ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import on_ranks
+from torch._C._distributed_c10d import HashStore
+
+import phalanx
+from phalanx.errors import (
+    ClosedError,
+    DeviceMismatch,
+    InitializationError,
+    LauncherEnvironmentError,
+    RankError,
+)
+from phalanx.topology.launchers import Place as LauncherPlace
+from phalanx.topology.launchers import find_place
+
+SCRIPT = """
+import json, os, sys, torch, phalanx
+world = phalanx.init(quiet=True)
+x = torch.tensor([world.rank + 1.0])
+world.all_reduce(x)
+evens = world.subgroup(range(0, world.world_size, 2))
+if evens is not None:
+    evens.broadcast(x, src=evens.size - 1)
+gathered = [None] * world.size
+world.all_gather_object(gathered, dict(
+    rank=world.rank, world_size=world.world_size, local_rank=world.local_rank,
+    local_world_size=world.local_world_size, node_rank=world.node_rank, num_nodes=world.num_nodes,
+    device=str(world.device), backend=world.backend, launcher=world.launcher, sum=x.item(),
+    evens=None if evens is None else [evens.rank, evens.size, list(evens.ranks)]))
+if world.rank == 0:
+    print(json.dumps(gathered))
+phalanx.close()
+"""
+
+WAYS = {
+    "none": [],
+    "phalanx": ["-m", "phalanx.launch.cli", "run", "--no-prefix", "-n", "{n}"],
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "{n}"],
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "n"), [("none", 1), ("phalanx", 1), ("phalanx", 2), ("phalanx", 3), ("phalanx", 5), ("torchrun", 2)]
+)
+def test_one_script_under_every_launcher(way: str, n: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, *(part.format(n=n) for part in WAYS[way]), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    evens = list(range(0, n, 2))
+    assert json.loads(done.stdout) == [
+        {
+            "rank": rank,
+            "world_size": n,
+            "local_rank": rank,
+            "local_world_size": n,
+            "node_rank": 0,
+            "num_nodes": 1,
+            "device": "cpu",
+            "backend": "phalanx",
+            "launcher": way,
+            "sum": n * (n + 1) / 2,
+            "evens": [rank // 2, len(evens), evens] if rank % 2 == 0 else None,
+        }
+        for rank in range(n)
+    ]
+
+
+def in_a_world_of_one(body: Any) -> None:
+    """Run ``body(world)`` in a process of its own, as a script that was started plainly."""
+
+    def inner(_: object) -> bool:
+        for name in list(os.environ):
+            if name.startswith(("TORCHELASTIC", "PHALANX")) or name in ("RANK", "WORLD_SIZE"):
+                del os.environ[name]
+        body(phalanx.init())
+        phalanx.close()
+        return True
+
+    assert on_ranks(inner, 1) == [True]
+
+
+def test_in_a_world_of_one_every_collective_is_the_identity() -> None:
+    def body(world: phalanx.World) -> None:
+        x = torch.arange(6.0).view(2, 3)
+
+        def same(*results: torch.Tensor) -> None:
+            assert all(torch.equal(result, x) for result in results)
+
+        y = x.clone()
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT):
+            world.all_reduce(y, op=op)
+            world.reduce(y, op=op)
+        work = world.all_reduce(y, async_op=True)
+        assert work is not None
+        assert work.wait()
+        world.broadcast(y, src=0)
+        same(y)
+        for call in ("all_gather", "gather"):
+            output = [torch.empty_like(x)]
+            getattr(world, call)(output, x) if call == "all_gather" else world.gather(x, output)
+            same(*output)
+        z = torch.empty_like(x)
+        world.scatter(z, [x])
+        same(z)
+        z = torch.empty_like(x)
+        world.reduce_scatter(z, [x])
+        same(z)
+        output = [torch.empty_like(x)]
+        world.all_to_all(output, [x])
+        same(*output)
+        world.barrier()
+        objects: list[Any] = [None]
+        world.all_gather_object(objects, "a")
+        world.broadcast_object_list(objects)
+        scattered: list[Any] = [None]
+        world.scatter_object_list(scattered, objects)
+        gathered: list[Any] = [None]
+        world.gather_object("a", gathered)
+        assert objects == scattered == gathered == ["a"]
+
+    in_a_world_of_one(body)
+
+
+def test_mistakes_are_named() -> None:
+    def body(world: phalanx.World) -> None:
+        with pytest.raises(InitializationError, match="called twice"):
+            phalanx.init()
+        with pytest.raises(RankError, match="rank 1 is not in the group: its ranks count from 0 to 0"):
+            world.broadcast(torch.ones(1), src=1)
+        with pytest.raises(RankError, match="rank 0 is this process itself"):
+            world.send(torch.ones(1), dst=0)
+        with pytest.raises(RankError, match="rank 3 is not in the group"):
+            world.subgroup([0, 3])
+        with pytest.raises(RankError, match="only once"):
+            world.subgroup([0, 0])
+        with pytest.raises(DeviceMismatch, match="tensor on meta"):
+            world.all_reduce(torch.ones(1, device="meta"))
+        with pytest.raises(ValueError, match="names are bf16, fp16"):
+            world.data_parallel(torch.nn.Linear(1, 1), comm_hook="int3")
+        group = world.subgroup([0])
+        assert group is not None
+        phalanx.close()
+        phalanx.close()
+        for use in (world.barrier, group.barrier, lambda: world.subgroup([0])):
+            with pytest.raises(ClosedError, match=r"after phalanx.close\(\)"):
+                use()
+        assert phalanx.init().size == 1
+
+    in_a_world_of_one(body)
+
+
+def test_init_after_torchs_own_init_is_refused() -> None:
+    def body(_: object) -> bool:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        with pytest.raises(InitializationError, match="initialised before"):
+            phalanx.init()
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, 1) == [True]
+
+
+def test_point_to_point_takes_group_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, phalanx\n"
+        "world = phalanx.init()\n"
+        "pair = world.subgroup([2, 1])\n"  # group rank 0 is world rank 2
+        "if pair is not None:\n"
+        "    x = torch.tensor([float(world.rank)])\n"
+        "    if pair.rank == 0:\n"
+        "        pair.send(x, dst=1)\n"
+        "        pair.isend(x, dst=1, tag=3).wait()\n"
+        "        pair.send_object_list(['hello'], dst=1)\n"
+        "    else:\n"
+        "        assert pair.recv(x, src=0) == 0 and x.item() == 2\n"
+        "        assert pair.ranks == (2, 1)\n"
+        "        pair.irecv(x, src=0, tag=3).wait()\n"
+        "        box = [None]\n"
+        "        assert pair.recv_object_list(box, src=0) == 0 and box == ['hello']\n"
+        "        print('received')\n"
+        "phalanx.close()\n"
+    )
+    command = [sys.executable, "-m", "phalanx.launch.cli", "run", "-n", "3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[rank 1] received\n"
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+}
+
+
+def test_places_are_read_from_the_launchers_variables() -> None:
+    assert find_place({}) == LauncherPlace()
+    expected = LauncherPlace("torchrun", 5, 8, 1, 4, 1, 2)
+    assert find_place(TORCHRUN) == expected
+    assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "none"}).launcher == "phalanx"
+    # torchrun started from a rank of `phalanx run`: the outer variable is inherited, the inner launcher counts.
+    assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "outer"}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
+        ({"RANK": "five"}, "RANK='five' is no whole number"),
+        ({"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"RANK": "-1"}, "RANK=-1"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
+        ({"TORCHELASTIC_RUN_ID": None}, "RANK='5', WORLD_SIZE='8' is set, but no launcher"),
+    ],
+)
+def test_environments_that_describe_no_process_are_refused(change: dict[str, str | None], words: str) -> None:
+    environment = {k: v for k, v in {**TORCHRUN, **change}.items() if v is not None}
+    with pytest.raises(LauncherEnvironmentError) as caught:
+        find_place(environment)
+    assert words in str(caught.value)
