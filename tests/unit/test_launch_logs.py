@@ -103,9 +103,10 @@ def test_a_live_line_stays_below_whole_lines() -> None:
         sink = Sink(slave, {"TERM": "xterm"})
         assert sink.terminal
         console = Console(sink, sink)
-        console.show(sink, b"[rank 0] 50%")
+        console.show(sink, b"[rank 0] 50%", "rank 0")
         console.redraw()
         console.write(sink, b"[rank 1] whole\n")
+        console.show(sink, b"", "rank 1")  # Another's to take away.
         console.finish()
         seen = os.read(master, 4096)
     finally:
@@ -119,9 +120,9 @@ def test_live_lines_are_throttled() -> None:
     master, slave = os.openpty()
     try:
         console = Console(*[Sink(slave, {"TERM": "xterm"})] * 2)
-        console.show(console.out, b"1")
+        console.show(console.out, b"1", 0)
         console.redraw()
-        console.show(console.out, b"2")
+        console.show(console.out, b"2", 0)
         console.redraw()
         wait = console.redraw_in_s()
         assert wait is not None

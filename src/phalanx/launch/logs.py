@@ -178,7 +178,8 @@ class Console:
         self.err = err
         self._live = b""
         self._live_sink: Sink | None = None
-        self._wanted: tuple[Sink, bytes] | None = None
+        self._live_owner: object = None
+        self._wanted: tuple[Sink, bytes, object] | None = None
         self._drawn_at = 0.0
 
     def write(self, sink: Sink, lines: bytes) -> None:
@@ -192,14 +193,16 @@ class Console:
         else:
             sink.write(lines)
 
-    def show(self, sink: Sink, line: bytes) -> None:
-        """Make ``line`` the live one, soon; an empty line takes the live one away if it is this sink's."""
+    def show(self, sink: Sink, line: bytes, owner: object) -> None:
+        """Make ``line`` the live one, soon; an empty line takes ``owner``'s live line away, and nobody else's."""
         if not sink.terminal:
             return
         if line:
-            self._wanted = (sink, line)
-        elif self._live_sink is sink or (self._wanted is not None and self._wanted[0] is sink):
+            self._wanted = (sink, line, owner)
+            return
+        if self._wanted is not None and self._wanted[2] is owner:
             self._wanted = None
+        if self._live_owner is owner:
             self._erase()
 
     def redraw_in_s(self) -> float | None:
@@ -212,12 +215,13 @@ class Console:
         """Draw the newest live line, if it is time to."""
         if self._wanted is None or self.redraw_in_s() != 0.0:
             return
-        sink, line = self._wanted
+        sink, line, owner = self._wanted
         self._wanted = None
         self._drawn_at = time.monotonic()
         self._erase()
         self._live = fit(line, sink.columns() - 1)
         self._live_sink = sink
+        self._live_owner = owner
         sink.write(self._live)
 
     def finish(self) -> None:
@@ -229,7 +233,7 @@ class Console:
         if self._live and self._live_sink is not None:
             self._live_sink.write(b"\r\x1b[K")
         self._live = b""
-        self._live_sink = None
+        self._live_sink = self._live_owner = None
 
 
 def fit(line: bytes, columns: int) -> bytes:

@@ -198,8 +198,12 @@ class _Supervisor:
         except BlockingIOError:
             return 0
         if data:
-            self.console.write(stream.sink, stream.lines.feed(data))
-            self.console.show(stream.sink, stream.lines.live())
+            lines = stream.lines.feed(data)
+            if lines:
+                # The live line of this stream, if it had one, is among them now.
+                self.console.show(stream.sink, b"", stream)
+            self.console.write(stream.sink, lines)
+            self.console.show(stream.sink, stream.lines.live(), stream)
         else:
             self._close(stream)
         return len(data)
@@ -210,7 +214,7 @@ class _Supervisor:
         self.selector.unregister(stream.descriptor)
         os.close(stream.descriptor)
         stream.descriptor = -1
-        self.console.show(stream.sink, b"")
+        self.console.show(stream.sink, b"", stream)
         self.console.write(stream.sink, stream.lines.finish())
 
     def _drain(self, rank: _Rank) -> None:
