@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -269,7 +270,8 @@ def test_an_interrupt_while_torch_is_imported_starts_nothing(launcher: Launcher)
 def test_sigkill_of_the_launcher_ends_everything_within_a_second(launcher: Launcher, world: int) -> None:
     job = launcher.start("-n", str(world), "-q", "sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
     job.read_lines(world)
-    assert len(job.processes()) == 2 * world + 2
+    # The launcher, the zygote, and two a rank; a process in the middle of an exec shows no environment.
+    wait_for(lambda: len(job.processes()) == 2 * world + 2, 5.0)
     job.process.kill()
     job.process.wait()
     job.wait_until_gone(1.0)
@@ -347,6 +349,15 @@ def test_a_grandchild_that_holds_the_output_is_ended_with_its_rank(launcher: Lau
     with open(launcher.directory / "fifo", "w") as fifo:
         fifo.write("go\n")
     assert job.finish(10.0).code == 0
+
+
+def test_children_that_the_launcher_inherited_are_left_alone(launcher: Launcher) -> None:
+    shell = f"sleep 300 & echo $!; exec {sys.executable} -m phalanx.launch.cli run -q true"
+    with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        stranger = int(process.stdout.readline())
+        assert process.wait(30) == 0
+        os.kill(stranger, signal.SIGKILL)  # Raises if it has gone.
 
 
 def test_a_forked_daemon_is_ended_with_its_rank(launcher: Launcher) -> None:

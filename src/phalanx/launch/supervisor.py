@@ -74,7 +74,10 @@ def launch(plan: Plan) -> Place | int:
     Raises:
         LaunchError: the machine cannot bear that many ranks. Nothing has been started.
     """
-    handlers: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (*_PASSED_ON, signal.SIGCHLD)}
+    # None stands for a handler that Python did not install and cannot put back.
+    handlers: dict[int, Any] = {
+        signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_PASSED_ON, signal.SIGCHLD)
+    }
     file_limit = raise_file_limit()
     check_limits(plan.ranks, machine_limits(python=plan.target.is_python))
     wires = open_wires(plan.ranks, plan.run_id, MASTER_ADDR)
@@ -105,6 +108,8 @@ class _Supervisor:
         self.settle_until: float | None = None
         self.refusal: tuple[str, int] | None = None
         self.oom_kills = count_oom_kills()
+        # Whoever started the launcher with exec may have left it children that are not its own.
+        self.strangers = processes.children_of(os.getpid())
         self.wakeup: tuple[int, int] = (-1, -1)
         self.selector = selectors.DefaultSelector()
         self.console = Console(Sink(1, os.environ), Sink(2, os.environ))
@@ -271,7 +276,7 @@ class _Supervisor:
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
         # Whatever the zygote could not end has been handed to this process.
-        end_descendants()
+        end_descendants(but=self.strangers)
         for rank in self.ranks:
             self._drain(rank)
         code = os.waitstatus_to_exitcode(status)

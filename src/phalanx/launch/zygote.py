@@ -132,7 +132,7 @@ class _Zygote:
         """Fork the store and the ranks. Returns a place in each rank, None in the zygote."""
         zygote = os.getpid()
         if self.plan.target.is_python:
-            pid = os.fork()
+            pid = self._fork("the store could not be started")
             if pid == 0:
                 self.wires.zygote.close()
                 self.wires.close_rank_ends()
@@ -143,14 +143,7 @@ class _Zygote:
         self.wires.listener.close()
         code, spec = compiled
         for rank in range(self.plan.ranks):
-            try:
-                pid = os.fork()
-            except OSError as error:
-                raise _Refusal(
-                    f"phalanx: only {rank} of {self.plan.ranks} ranks could be started: {error.strerror}; start "
-                    f"fewer, or raise the limit on processes (ulimit -u, pids.max), or free memory",
-                    1,
-                ) from error
+            pid = self._fork(f"only {rank} of {self.plan.ranks} ranks could be started")
             if pid == 0:
                 self.wires.zygote.close()
                 self.wires.close_rank_ends(but=rank)
@@ -162,6 +155,16 @@ class _Zygote:
         pids = [self.pids[rank] for rank in range(self.plan.ranks)]
         self.wires.zygote.send(event="started", pids=pids, time=time.monotonic())
         return None
+
+    def _fork(self, otherwise: str) -> int:
+        try:
+            return os.fork()
+        except OSError as error:
+            raise _Refusal(
+                f"phalanx: {otherwise}: {error.strerror}; start fewer ranks, or raise the limit on "
+                f"processes (ulimit -u, pids.max), or free memory",
+                1,
+            ) from error
 
     def watch(self, wakeup: int) -> None:
         """Reap ranks and carry out orders until no rank is left or the supervisor has gone."""
@@ -248,10 +251,13 @@ class _Zygote:
         end_descendants()
 
 
-def end_descendants() -> None:
+def end_descendants(*, but: Collection[int] = ()) -> None:
     """SIGKILL all descendants of this process until none is left that may be killed.
 
     Whoever loses its parent is adopted here, so each round reaches what the round before uncovered.
+
+    Args:
+        but: children to leave alone, with all below them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     spared: set[int] = set()
@@ -259,7 +265,8 @@ def end_descendants() -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        victims = [pid for pid in processes.descendants_of([os.getpid()]) if pid not in spared]
+        children = [pid for pid in processes.children_of(os.getpid()) if pid not in but]
+        victims = [pid for pid in [*children, *processes.descendants_of(children)] if pid not in spared]
         if not victims:
             break
         spared.update(pid for pid in victims if not processes.kill(pid))
