@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import start_processes
 
 SIZES = (4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 BACKENDS = ("phalanx", "gloo")
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object with every sample")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(measure, (options, folder), nprocs=options.ranks, start_method="fork")
+        start_processes(measure, (options, folder), nprocs=options.ranks, start_method="fork")
         with open(f"{folder}/results") as file:
             results = json.load(file)
     if options.json:

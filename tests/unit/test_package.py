@@ -48,9 +48,7 @@ def test_the_sdist_holds_all_it_takes_to_build_the_wheel(tmp_path: Path) -> None
 def test_the_core_exports_only_its_own_names() -> None:
     library = ROOT / "src/phalanx/native/libphalanx.so"
     assert os.access(library, os.R_OK), "the core is not built; run make"
-    done = subprocess.run(
-        ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in done.stdout.splitlines()}
     assert names
     assert all(name.startswith("phx_") for name in names)
