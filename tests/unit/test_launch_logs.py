@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import select
 
 import pytest
 
@@ -108,12 +109,15 @@ def test_a_live_line_stays_below_whole_lines() -> None:
         console.write(sink, b"[rank 1] whole\n")
         console.show(sink, b"", "rank 1")  # Another's to take away.
         console.finish()
-        seen = os.read(master, 4096)
+        wipe = b"\r\x1b[K"
+        expected = b"[rank 0] 50%" + wipe + b"[rank 1] whole\r\n" + b"[rank 0] 50%" + wipe
+        seen = b""
+        while len(seen) < len(expected) and select.select([master], [], [], 10)[0]:
+            seen += os.read(master, 4096)  # a terminal hands on what was written piece by piece
     finally:
         os.close(master)
         os.close(slave)
-    wipe = b"\r\x1b[K"
-    assert seen == b"[rank 0] 50%" + wipe + b"[rank 1] whole\r\n" + b"[rank 0] 50%" + wipe
+    assert seen == expected
 
 
 def test_live_lines_are_throttled() -> None:
