@@ -8,6 +8,7 @@ person or a program needs to act: the ranks, the group, the operation, the elaps
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "BackendError",
     "ClosedError",
     "CollectiveMismatch",
@@ -55,6 +56,14 @@ class RankError(PhalanxError, ValueError):
 
 class DeviceMismatch(PhalanxError, ValueError):
     """A tensor lives on a device the group's backend does not serve. Move it, or choose another backend."""
+
+
+class ArgumentError(PhalanxError, ValueError):
+    """A collective was called with tensors or options that cannot be right, or that no backend here serves.
+
+    Raised on the rank that made the call, before the other ranks hear of it. The message says what was given and
+    what is needed.
+    """
 
 
 class BackendError(PhalanxError):

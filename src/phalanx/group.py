@@ -120,9 +120,7 @@ class Group:
 
     # -- all to all --------------------------------------------------------------------------------
 
-    def all_reduce(
-        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False
-    ) -> dist.Work | None:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> dist.Work | None:
         """Replace ``tensor`` by the reduction of all ranks' tensors (same shape and dtype), in rank order."""
         return dist.all_reduce(tensor, op=op, group=self._use(tensor), async_op=async_op)
 
@@ -134,9 +132,7 @@ class Group:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce ``input_list[r]`` of all ranks into ``output`` of rank r."""
-        return dist.reduce_scatter(
-            output, input_list, op=op, group=self._use(output, *input_list), async_op=async_op
-        )
+        return dist.reduce_scatter(output, input_list, op=op, group=self._use(output, *input_list), async_op=async_op)
 
     def all_gather(
         self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
@@ -176,9 +172,7 @@ class Group:
         """Replace every entry of ``object_list`` by that of rank ``src``; same length everywhere."""
         dist.broadcast_object_list(object_list, group=self._use(), group_src=self._member(src))
 
-    def scatter_object_list(
-        self, output_list: list[Any], input_list: list[Any] | None = None, src: int = 0
-    ) -> None:
+    def scatter_object_list(self, output_list: list[Any], input_list: list[Any] | None = None, src: int = 0) -> None:
         """Put the entry of rank ``src``'s ``input_list`` with this rank's number into ``output_list[0]``."""
         dist.scatter_object_list(output_list, input_list, group=self._use(), group_src=self._member(src))
 

@@ -160,8 +160,7 @@ def init(
     global _world, _openings
     if _world is not None:
         raise InitializationError(
-            "phalanx.init() was called twice in this process; keep the world it returned, or call "
-            "phalanx.close() first"
+            "phalanx.init() was called twice in this process; keep the world it returned, or call phalanx.close() first"
         )
     if dist.is_initialized():
         raise InitializationError(

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks, run_ranks
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.backends.shm import NotOneHost, SharedMemoryCommunicator
+from phalanx.backends.meeting import NotOneHost
+from phalanx.backends.shm import SharedMemoryCommunicator
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, InitializationError, PeerLost
 
 OPERATIONS: dict[str, Callable[[Place], object]] = {
@@ -85,7 +86,7 @@ def test_a_rank_killed_in_the_middle_of_an_all_reduce(size: int) -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "words"),
     [
-        (lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(8)), ("16 bytes", "32 bytes")),
+        (lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(8)), ("float32[4]", "float32[8]")),
         (
             lambda: dist.all_reduce(torch.ones(4)),
             lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32)),

@@ -4,7 +4,7 @@ A Python subclass of ``ProcessGroup``, because ``Backend`` cannot be subclassed 
 per call than a C++ backend behind the dispatcher. It unpacks options and tensor lists, makes buffers
 contiguous, keeps the order of operations, and hands blocking calls to a :class:`Communicator`.
 
-What the communicator does not serve yet goes to an attached Gloo group, in the group's order.
+An attached Gloo group serves sparse tensors, and the C++ virtuals that cannot be overridden from Python.
 """
 
 from __future__ import annotations
@@ -18,20 +18,29 @@ from torch._C._distributed_c10d import (
     AllgatherOptions,
     AllreduceCoalescedOptions,
     AllreduceOptions,
+    AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    GatherOptions,
     ProcessGroupGloo,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
 )
 from torch.distributed.distributed_c10d import GroupName
 
-from phalanx.backends.communicator import Communicator
+from phalanx.backends.communicator import Communicator, Message
+from phalanx.backends.layout import dense, even_pieces, in_place, into, same_size, split_pieces
+from phalanx.backends.messages import Messages, MessageWork
 from phalanx.backends.progress import Progress
 from phalanx.backends.work import PhalanxWork
-from phalanx.errors import DeviceMismatch
+from phalanx.errors import ArgumentError, DeviceMismatch
 
 __all__ = ["PhalanxProcessGroup"]
 
 _SUM = dist.ReduceOp.SUM.value
+_PREMUL_SUM = dist.ReduceOp.PREMUL_SUM.value
+_OP_NAMES = {op.value: name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 
 class PhalanxProcessGroup(dist.ProcessGroup):
@@ -48,7 +57,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._backend_name = name
         self._communicator = communicator
+        self._size = communicator.size
         self._progress = Progress(group_name)
+        self._messages = Messages(group_name)
         self._gloo = gloo
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -60,29 +71,97 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     def name(self) -> str:
         return self._backend_name
 
-    # -- collectives -------------------------------------------------------------------------------
+    # -- reductions --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if opts is None:
             opts = AllreduceOptions()
-        op = _op_number(opts.reduceOp)
-        if len(tensors) == 1:
+        reduce_op = opts.reduceOp
+        # The usual case first, in as few steps as it can be: every one of them is paid in each call.
+        if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp:
             tensor = tensors[0]
-            if self._communicator.can_all_reduce(tensor.dtype, op) and tensor.is_cpu:
-                body = self._communicator.all_reduce
-                if not opts.asyncOp and tensor.is_contiguous():
-                    return self._progress.run(body, tensor, op)
-                return self._start(opts.asyncOp, tensors, lambda: _in_place(tensor, lambda t: body(t, op)))
-        return self._start(opts.asyncOp, tensors, self._by_gloo("allreduce", tensors, opts))
+            communicator = self._communicator
+            if communicator.can_reduce(tensor.dtype, _SUM) and tensor.is_cpu and tensor.is_contiguous():
+                return self._progress.run(communicator.all_reduce, tensor, _SUM)
+        if any(tensor.layout != torch.strided for tensor in tensors):
+            return self._start(opts.asyncOp, tensors, lambda: self._gloo.allreduce(tensors, opts).wait())
+        reals, op, factor = self._reduction("all_reduce", tensors, reduce_op)
+        body = self._communicator.all_reduce
+
+        def reduce_each() -> None:
+            for tensor in reals:
+                if factor is not None:
+                    tensor.detach().mul_(factor)
+                in_place(tensor, lambda buffer: body(buffer, op))
+
+        return self._start(opts.asyncOp, tensors, reduce_each)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        return self.allreduce(tensors, AllreduceCoalescedOptions() if opts is None else opts)
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if opts is None:
-            opts = AllreduceCoalescedOptions()
-        op = _op_number(opts.reduceOp)
-        body = self._communicator.all_reduce
-        if all(self._communicator.can_all_reduce(t.dtype, op) and t.is_cpu for t in tensors):
-            return self._start(opts.asyncOp, tensors, lambda: _each(tensors, lambda t: body(t, op)))
-        return self._start(opts.asyncOp, tensors, self._by_gloo("allreduce_coalesced", tensors, opts))
+            opts = ReduceOptions()
+        root = opts.rootRank
+        (tensor,), op, factor = self._reduction("reduce", self._one("reduce", tensors), opts.reduceOp)
+
+        def reduce_one() -> None:
+            # A stand-in where it is scaled: the tensors of the other ranks stay as they are.
+            source = dense(tensor) if factor is None else dense(tensor) * factor
+            self._communicator.reduce(source, root, op)
+            if self._communicator.rank == root and source.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(source)
+
+        return self._start(opts.asyncOp, tensors, reduce_one)
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None
+    ) -> Any:
+        if opts is None:
+            opts = ReduceScatterOptions()
+        (output,), op, factor = self._reduction("reduce_scatter", self._one("reduce_scatter", outputs), opts.reduceOp)
+        inputs = [torch.view_as_real(t) if t.is_complex() else t for t in input_lists[0]]
+        self._require_cpu(inputs)
+        same_size("reduce_scatter", inputs, output, self._size)
+        return self._start(opts.asyncOp, outputs, lambda: self._reduce_blocks(output, inputs, op, factor))
+
+    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        if opts is None:
+            opts = ReduceScatterOptions()
+        name = "reduce_scatter_single"
+        reals, op, factor = self._reduction(name, outputs, opts.reduceOp)
+        sources = [torch.view_as_real(t) if t.is_complex() else t for t in inputs]
+        self._require_cpu(sources)
+        for output, source in zip(reals, sources, strict=True):
+            self._require_multiple(name, source, output)
+
+        def reduce_each() -> None:
+            for output, source in zip(reals, sources, strict=True):
+                self._reduce_blocks(output, even_pieces(dense(source), self._size), op, factor)
+
+        return self._start(opts.asyncOp, outputs, reduce_each)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _reduce_blocks(
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, factor: float | None
+    ) -> None:
+        blocks = [dense(t) if factor is None else dense(t) * factor for t in inputs]
+        own = self._communicator.rank
+        for index, block in enumerate(blocks):
+            # Into its own block a rank may reduce; writing into one that others are still to be given may not be.
+            if index != own and _overlap(block, output):
+                blocks[index] = block.clone()
+        into([output], lambda buffers: self._communicator.reduce_scatter(buffers[0], blocks, op))
+
+    # -- copies ------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         if opts is None:
@@ -91,30 +170,41 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._require_cpu(tensors)
         if not opts.asyncOp and len(tensors) == 1 and tensors[0].is_contiguous():
             return self._progress.run(body, tensors[0], root)
-        return self._start(opts.asyncOp, tensors, lambda: _each(tensors, lambda t: body(t, root)))
 
-    def allgather(
+        def broadcast_each() -> None:
+            for tensor in tensors:
+                in_place(tensor, lambda buffer: body(buffer, root))
+
+        return self._start(opts.asyncOp, tensors, broadcast_each)
+
+    def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        if opts is None:
+            opts = AllgatherOptions()
+        (tensor,), outputs = self._one("all_gather", inputs), output_lists[0]
+        self._require_cpu([tensor, *outputs])
+        same_size("all_gather", outputs, tensor, self._size)
+        body = self._communicator.all_gather
+        return self._start(opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, dense(tensor))))
+
+    def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         if opts is None:
             opts = AllgatherOptions()
-        self._require_cpu(inputs)
-        flat = [output for outputs in output_lists for output in outputs]
-        sizes = {t.nbytes for t in inputs} | {t.nbytes for t in flat}
-        same = len(inputs) == 1 and len(flat) == self.size() and len(sizes) == 1
-        if not same or any(t.dtype != inputs[0].dtype for t in flat):
-            return self._start(opts.asyncOp, flat, self._by_gloo("allgather", output_lists, inputs, opts))
         body = self._communicator.all_gather
-        return self._start(opts.asyncOp, flat, lambda: _gather(body, flat, inputs[0]))
+        columns = [list(column) for column in zip(*output_lists, strict=True)]
+        for outputs, tensor in zip(columns, inputs, strict=True):
+            self._require_cpu([tensor, *outputs])
+            same_size("all_gather_coalesced", outputs, tensor, self._size)
+
+        def gather_each() -> None:
+            for outputs, tensor in zip(columns, inputs, strict=True):
+                into(outputs, lambda buffers, tensor=tensor: body(buffers, dense(tensor)))  # type: ignore[misc]
+
+        return self._start(opts.asyncOp, [t for outputs in output_lists for t in outputs], gather_each)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        if opts is None:
-            opts = AllgatherOptions()
-        self._require_cpu([output, tensor])
-        if output.dtype != tensor.dtype or output.numel() != tensor.numel() * self.size():
-            return self._start(opts.asyncOp, [output], self._by_gloo("_allgather_base", output, tensor, opts))
-        body = self._communicator.all_gather
-        return self._start(opts.asyncOp, [output], lambda: _gather_into(body, output, tensor, self.size()))
+        return self.allgather_into_tensor_coalesced([output], [tensor], opts)
 
     all_gather_single = _allgather_base
 
@@ -123,16 +213,97 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     ) -> Any:
         if opts is None:
             opts = AllgatherOptions()
-        self._require_cpu(outputs + inputs)
-        body, size = self._communicator.all_gather, self.size()
+        self._require_cpu([*outputs, *inputs])
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._require_multiple("all_gather_single", output, tensor)
+        body, size = self._communicator.all_gather, self._size
 
-        def gather_all() -> None:
+        def gather_each() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                _gather_into(body, output, tensor, size)
+                source = dense(tensor)
+                in_place(output, lambda whole, source=source: body(even_pieces(whole, size), source))  # type: ignore[misc]
 
-        return self._start(opts.asyncOp, outputs, gather_all)
+        return self._start(opts.asyncOp, outputs, gather_each)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        if opts is None:
+            opts = GatherOptions()
+        (tensor,), root, body = self._one("gather", inputs), opts.rootRank, self._communicator.gather
+        self._require_cpu([tensor])
+        if self._communicator.rank != root:
+            if output_lists:
+                raise ArgumentError("gather: only the destination rank gives a list to gather into")
+            return self._start(opts.asyncOp, [], lambda: body(None, dense(tensor), root))
+        outputs = output_lists[0] if output_lists else []
+        self._require_cpu(outputs)
+        same_size("gather", outputs, tensor, self._size)
+        return self._start(
+            opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, dense(tensor), root))
+        )
+
+    def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None) -> Any:
+        if opts is None:
+            opts = ScatterOptions()
+        (output,), root, body = self._one("scatter", outputs), opts.rootRank, self._communicator.scatter
+        inputs: list[torch.Tensor] | None = None
+        if self._communicator.rank == root:
+            inputs = input_lists[0] if input_lists else []
+            self._require_cpu(inputs)
+            same_size("scatter", inputs, output, self._size)
+        elif input_lists:
+            raise ArgumentError("scatter: only the source rank gives a list to scatter")
+        self._require_cpu([output])
+
+        def scatter_one() -> None:
+            sources = None if inputs is None else [dense(t) for t in inputs]
+            into([output], lambda buffers: body(buffers[0], sources, root))
+
+        return self._start(opts.asyncOp, outputs, scatter_one)
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        if opts is None:
+            opts = AllToAllOptions()
+        self._require_cpu([*outputs, *inputs])
+        for name, tensors in (("output", outputs), ("input", inputs)):
+            if len(tensors) != self._size:
+                raise ArgumentError(f"all_to_all: {len(tensors)} {name} tensors, but the group has {self._size} ranks")
+            if any(t.dtype != outputs[0].dtype for t in tensors):
+                raise ArgumentError("all_to_all: the tensors differ in dtype")
+        own = self._communicator.rank
+        if outputs[own].numel() != inputs[own].numel():
+            raise ArgumentError("all_to_all: what this rank sends itself is not what it expects from itself")
+        body = self._communicator.all_to_all
+        return self._start(
+            opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, [dense(t) for t in inputs]))
+        )
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> Any:
+        if opts is None:
+            opts = AllToAllOptions()
+        self._require_cpu([output, tensor])
+        if output.dtype != tensor.dtype:
+            raise ArgumentError(f"all_to_all_single: the output is {output.dtype}, the input {tensor.dtype}")
+        size, body, own = self._size, self._communicator.all_to_all, self._communicator.rank
+        pieces = split_pieces("all_to_all_single input", dense(tensor), input_splits, size)
+        expected = split_pieces("all_to_all_single output", dense(output), output_splits, size)
+        if pieces[own].numel() != expected[own].numel():
+            raise ArgumentError("all_to_all_single: what this rank sends itself is not what it expects from itself")
+
+        def exchange() -> None:
+            in_place(output, lambda whole: body(split_pieces("all_to_all_single", whole, output_splits, size), pieces))
+
+        return self._start(opts.asyncOp, [output], exchange)
+
+    all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> Any:
         if opts is None:
@@ -141,11 +312,41 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             return self._progress.run(self._communicator.barrier)
         return self._start(True, [], self._communicator.barrier)
 
+    # -- point to point ----------------------------------------------------------------------------
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+        (tensor,) = self._one("send", tensors)
+        self._require_cpu(tensors)
+        return self._message(self._communicator.send(dense(tensor), dst, tag), tensors, [])
+
+    def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> Any:
+        (tensor,) = self._one("recv", tensors)
+        self._require_cpu(tensors)
+        buffer = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+        write_back = [] if buffer is tensor else [tensor, buffer]
+        return self._message(self._communicator.recv(buffer, src, tag), tensors, write_back)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+        return self.recv(tensors, None, tag)
+
+    def _message(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> MessageWork:
+        work = MessageWork(message, tensors, write_back)
+        if not work.is_completed():
+            self._messages.look_after(work)
+        return work
+
     # -- lifetime ----------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing to do: operations of a group run behind each other anyway."""
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._start(True, [], _nothing)
 
     def shutdown(self) -> None:
         """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it."""
         self._progress.close()
+        self._messages.close()
         self._communicator.close()
         self._gloo.shutdown()
 
@@ -154,68 +355,61 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._communicator.abort()
         self._gloo.abort()
 
-    # -- running -----------------------------------------------------------------------------------
+    # -- running and checking ----------------------------------------------------------------------
 
     def _start(self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None]) -> Any:
         if not asynchronous:
             return self._progress.run(body)
         return PhalanxWork(self._progress, self._progress.submit(body, result))
 
-    def _by_gloo(self, method: str, *arguments: Any) -> Callable[[], None]:
-        """The same call on the attached group, as a body: it keeps its place in this group's order."""
-        return lambda: getattr(self._gloo, method)(*arguments).wait()
+    def _reduction(
+        self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any
+    ) -> tuple[list[torch.Tensor], int, float | None]:
+        """The tensors as real numbers, the operation's number, and the factor of a pre-multiplied sum."""
+        op, factor = int(reduce_op.op.value), None
+        if op == _PREMUL_SUM:
+            op, factor = _SUM, reduce_op.__getstate__()[1]
+        self._require_cpu(tensors)
+        reals = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        for tensor, real in zip(tensors, reals, strict=True):
+            sums = op in (_SUM, dist.ReduceOp.AVG.value)
+            if not self._communicator.can_reduce(real.dtype, op) or (tensor.is_complex() and not sums):
+                raise ArgumentError(
+                    f"{name}: {_OP_NAMES.get(op, op)} of {tensor.dtype} is not supported by backend "
+                    f"{self._backend_name!r}"
+                )
+        return reals, op, factor
+
+    def _one(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if len(tensors) != 1:
+            raise ArgumentError(f"{name}: takes one tensor per rank on the CPU; got {len(tensors)}")
+        return tensors
+
+    def _require_multiple(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
+        if whole.dtype != part.dtype or whole.numel() != part.numel() * self._size:
+            raise ArgumentError(
+                f"{name}: {whole.dtype}{list(whole.shape)} is not {self._size} times (one for each rank) "
+                f"{part.dtype}{list(part.shape)}"
+            )
 
     def _require_cpu(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise DeviceMismatch(
-                    f"backend {self._backend_name!r} moves CPU tensors; rank {self.rank()} gave one on "
+                    f"backend {self._backend_name!r} moves CPU tensors; rank {self._communicator.rank} gave one on "
                     f"{tensor.device}. Move it with .cpu(), or use the device's own backend"
                 )
 
 
-def _op_number(op: Any) -> int:
-    """Torch's ReduceOp as an integer, without the factor that a pre-multiplied sum carries."""
-    return int(op.op.value)
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, the first contiguous, share memory, judged by the spans they lie in."""
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not other.numel():
+        return False
+    last = other.data_ptr() + sum((n - 1) * s for n, s in zip(other.shape, other.stride(), strict=True)) * (
+        other.element_size()
+    )
+    return one.data_ptr() <= last and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
-def _in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None:
-    """Run ``body`` on a contiguous stand-in and copy back, or on the tensor itself if it is contiguous."""
-    if tensor.is_contiguous():
-        body(tensor)
-        return
-    dense = tensor.detach().contiguous()
-    body(dense)
-    tensor.detach().copy_(dense)
-
-
-def _each(tensors: Sequence[torch.Tensor], body: Callable[[torch.Tensor], None]) -> None:
-    for tensor in tensors:
-        _in_place(tensor, body)
-
-
-def _gather(
-    body: Callable[[Sequence[torch.Tensor], torch.Tensor], None],
-    outputs: Sequence[torch.Tensor],
-    tensor: torch.Tensor,
-) -> None:
-    dense = [
-        output if output.is_contiguous() else torch.empty_like(output, memory_format=torch.contiguous_format)
-        for output in outputs
-    ]
-    body(dense, tensor.detach().contiguous())
-    for output, filled in zip(outputs, dense, strict=True):
-        if output is not filled:
-            output.detach().copy_(filled)
-
-
-def _gather_into(
-    body: Callable[[Sequence[torch.Tensor], torch.Tensor], None],
-    output: torch.Tensor,
-    tensor: torch.Tensor,
-    size: int,
-) -> None:
-    dense = output.detach().contiguous()
-    body(list(dense.view(-1).chunk(size)) if dense.numel() else [dense] * size, tensor.detach().contiguous())
-    if dense.data_ptr() != output.data_ptr():
-        output.detach().copy_(dense)
+def _nothing() -> None:
+    pass

@@ -1,9 +1,8 @@
 """The contract between the c10d adapter and a transport.
 
-A communicator moves contiguous CPU tensors between the ranks of one group, blocking, one call at a time. It
-knows nothing of torch's options, tensor lists, futures or process groups: ``adapter.py`` unpacks those, keeps
-the order of operations and runs the asynchronous ones on a thread of its own. A new transport is one class
-that implements this one.
+A communicator moves contiguous CPU tensors between the ranks of one group. It knows nothing of torch's options,
+nested lists, futures or process groups: ``adapter.py`` unpacks those, keeps the order of operations and runs the
+asynchronous ones on a thread of its own. A new transport is one class that implements this one.
 """
 
 from __future__ import annotations
@@ -13,15 +12,35 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Communicator"]
+__all__ = ["Communicator", "Message"]
+
+
+class Message(ABC):
+    """A send or receive under way. It holds its tensor until it is done."""
+
+    @abstractmethod
+    def test(self) -> bool:
+        """Whether it is done, after moving along what can be moved; never blocks."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it is done: True; or until ``timeout_s`` has passed: False, and it goes on.
+
+        Without a timeout the group's own holds, and passing it breaks the group (CollectiveTimeout).
+        """
+
+    @property
+    @abstractmethod
+    def source(self) -> int:
+        """The group rank a received message came from; only once it is done."""
 
 
 class Communicator(ABC):
-    """Blocking collectives over one group.
+    """Blocking collectives and point-to-point messages over one group.
 
-    Every method is called by every rank of the group, in the same order and with matching arguments, by one
-    thread at a time. Tensors are contiguous, on the CPU, and may hold no elements. A method returns when this
-    rank's part is done: its tensors may be read and reused.
+    A collective is called by every rank of the group, in the same order and with matching arguments, by one
+    thread at a time. Tensors are contiguous, on the CPU, and may hold no elements; lists have one tensor per rank.
+    A method returns when this rank's part is done: its tensors may be read and reused.
 
     All methods raise :class:`~phalanx.errors.CollectiveMismatch`, :class:`~phalanx.errors.PeerLost` or
     :class:`~phalanx.errors.CollectiveTimeout`; after any of them the group is out of step, and every further
@@ -36,24 +55,54 @@ class Communicator(ABC):
     size: int
 
     @abstractmethod
-    def can_all_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        """Whether ``all_reduce`` serves this dtype and operation (``ReduceOp.SUM.value``, …)."""
+    def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
+        """Whether the reductions serve this dtype and operation (``ReduceOp.SUM.value``, …)."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         """Replace ``tensor`` by the reduction over all ranks, in rank order: the same bits everywhere."""
 
     @abstractmethod
+    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
+        """The same on rank ``root`` only; on the others ``tensor`` stays as it is."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        """Reduce every rank's ``inputs[rank]`` into ``output``, which may be ``inputs[rank]``."""
+
+    @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Replace ``tensor`` by the one of rank ``root``; any dtype, same number of bytes everywhere."""
+        """Replace ``tensor`` by the one of rank ``root``."""
 
     @abstractmethod
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` of rank r into ``outputs[r]``, each of as many bytes; ``outputs[rank]`` may be it."""
+        """Copy ``tensor`` of rank r into ``outputs[r]``; ``outputs[rank]`` may be it."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        """The same on rank ``root`` only; the others give no ``outputs``."""
+
+    @abstractmethod
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        """Copy ``inputs[r]`` of rank ``root``, which alone gives them, into ``output`` of rank r."""
+
+    @abstractmethod
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Copy ``inputs[r]`` into ``outputs[rank]`` of rank r; each pair has a size of its own."""
 
     @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has called it."""
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        """Start sending ``tensor`` to rank ``peer``. Any thread may call it, also beside a collective."""
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        """Start receiving into ``tensor`` from rank ``peer``, or from anyone. Messages of two ranks with one tag
+        arrive in the order they were sent.
+        """
 
     @abstractmethod
     def abort(self) -> None:

@@ -12,8 +12,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from phalanx.backends.adapter import PhalanxProcessGroup
 from phalanx.backends.communicator import Communicator
 from phalanx.backends.gloo import GlooCommunicator, lazy_gloo
+from phalanx.backends.meeting import NotOneHost
 from phalanx.backends.register import NAME
-from phalanx.backends.shm import NotOneHost, SharedMemoryCommunicator
+from phalanx.backends.shm import SharedMemoryCommunicator
 from phalanx.backends.solo import SoloCommunicator
 
 __all__ = ["create_process_group"]

@@ -1,7 +1,7 @@
 """Gloo, torch's own engine: the network transport of groups that do not live on one host.
 
-Every process group also has one attached, for what its communicator does not serve yet and for the C++ virtuals
-that cannot be overridden from Python. It connects to a peer when it first has something to send to it.
+Every process group also has one attached, for sparse tensors and for the C++ virtuals that cannot be overridden from
+Python. It connects to a peer when it first has something to send to it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,32 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ProcessGroupGloo, ReduceOp, Store
+import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ProcessGroupGloo,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Store,
+)
 
-from phalanx.backends.communicator import Communicator
+from phalanx.backends.communicator import Communicator, Message
+from phalanx.errors import PhalanxError
 
 __all__ = ["GlooCommunicator", "lazy_gloo"]
+
+_OPS = {
+    op.value: dist.ReduceOp(op)
+    for name, op in dist.ReduceOp.RedOpType.__members__.items()
+    if name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
+}
+_AVG = dist.ReduceOp.AVG.value
+_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64))
+_BITWISE = frozenset(getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR"))
 
 
 def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_host: bool) -> ProcessGroupGloo:
@@ -38,18 +59,38 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
 
 
 class GlooCommunicator(Communicator):
-    """Collectives over Gloo's TCP connections, for ranks that share no memory. Sums are in Gloo's order."""
+    """Gloo's TCP connections as a communicator, for ranks that share no memory. Sums are in Gloo's order."""
 
     def __init__(self, gloo: ProcessGroupGloo) -> None:
         self.rank = gloo.rank()
         self.size = gloo.size()
         self._gloo = gloo
 
-    def can_all_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        return op == ReduceOp.SUM.value and dtype.is_floating_point
+    def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
+        if dtype in _FLOATS:
+            return op in _OPS and op not in _BITWISE
+        return dtype in _INTEGERS and op in _OPS and op != _AVG
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        self._gloo.allreduce([tensor], AllreduceOptions()).wait()
+        options = AllreduceOptions()
+        options.reduceOp = _OPS[_sum_for(op)]
+        self._gloo.allreduce([tensor], options).wait()
+        self._average(tensor, op)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
+        options = ReduceOptions()
+        options.reduceOp, options.rootRank = _OPS[_sum_for(op)], root
+        # Gloo uses the tensors of the other ranks as scratch.
+        buffer = tensor if self.rank == root else tensor.clone()
+        self._gloo.reduce([buffer], options).wait()
+        if self.rank == root:
+            self._average(tensor, op)
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        options = ReduceScatterOptions()
+        options.reduceOp = _OPS[_sum_for(op)]
+        self._gloo.reduce_scatter([output], [[t.view_as(output) for t in inputs]], options).wait()
+        self._average(output, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         options = BroadcastOptions()
@@ -57,13 +98,79 @@ class GlooCommunicator(Communicator):
         self._gloo.broadcast([tensor], options).wait()
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self._gloo.allgather([list(outputs)], [tensor]).wait()
+        self._gloo.allgather([[t.view(-1) for t in outputs]], [tensor.view(-1)]).wait()
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        options = GatherOptions()
+        options.rootRank = root
+        self._gloo.gather([] if outputs is None else [list(outputs)], [tensor], options).wait()
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        options = ScatterOptions()
+        options.rootRank = root
+        self._gloo.scatter([output], [] if inputs is None else [list(inputs)], options).wait()
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        received = torch.cat([t.view(-1) for t in outputs])
+        sizes = [[t.numel() for t in tensors] for tensors in (outputs, inputs)]
+        self._gloo.alltoall_base(received, torch.cat([t.view(-1) for t in inputs]), *sizes).wait()
+        for output, piece in zip(outputs, received.split(sizes[0]), strict=True):
+            output.view(-1).copy_(piece)
 
     def barrier(self) -> None:
         self._gloo.barrier().wait()
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        return _GlooMessage(self._gloo.send([tensor], peer, tag), tensor, peer)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        if peer is None:
+            return _GlooMessage(self._gloo.recv_anysource([tensor], tag), tensor, None)
+        return _GlooMessage(self._gloo.recv([tensor], peer, tag), tensor, peer)
 
     def abort(self) -> None:
         self._gloo.abort()
 
     def close(self) -> None:
         """Nothing of its own: the group that owns the engine shuts it down."""
+
+    def _average(self, tensor: torch.Tensor, op: int) -> None:
+        if op == _AVG:
+            tensor.div_(self.size)
+
+
+class _GlooMessage(Message):
+    """Gloo's own handle. Gloo can only be waited for, so a test never finds it done before that."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, peer: int | None) -> None:
+        self._work = work
+        self._tensor: torch.Tensor | None = tensor
+        self._peer = peer
+
+    def test(self) -> bool:
+        return self._tensor is None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if self._tensor is None:
+            return True
+        try:
+            if timeout_s:
+                self._work.wait(timedelta(seconds=timeout_s))
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            if timeout_s and "imed out" in str(error):
+                return False
+            raise PhalanxError(str(error)) from error
+        if self._peer is None:
+            self._peer = self._work._source_rank()
+        self._tensor = None
+        return True
+
+    @property
+    def source(self) -> int:
+        return -1 if self._peer is None else self._peer
+
+
+def _sum_for(op: int) -> int:
+    return int(dist.ReduceOp.SUM.value) if op == _AVG else op

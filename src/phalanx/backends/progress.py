@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from phalanx.backends import call_site
 from phalanx.errors import ClosedError
 
 __all__ = ["Operation", "Progress"]
@@ -27,10 +28,11 @@ __all__ = ["Operation", "Progress"]
 class Operation:
     """One queued call: what to run, whether it has run, and what came of it."""
 
-    __slots__ = ("_body", "_done_event", "_future", "_lock", "done", "error", "result")
+    __slots__ = ("_body", "_done_event", "_future", "_lock", "_site", "done", "error", "result")
 
     def __init__(self, body: Callable[[], None], result: list[torch.Tensor]) -> None:
         self._body: Callable[[], None] | None = body
+        self._site = call_site.capture(3)  # by whoever runs it, the stack of the call is gone
         self.result = result
         self.done = False
         self.error: BaseException | None = None
@@ -42,10 +44,13 @@ class Operation:
         """Run the body and publish its end. Called once, by the holder of the group's lock."""
         body, self._body = self._body, None  # what the body holds on to must not outlive it
         assert body is not None
+        call_site.running.site = self._site
         try:
             body()
         except BaseException as error:
             self.error = error
+        finally:
+            call_site.running.site = None
         with self._lock:
             self.done = True
             event, future = self._done_event, self._future

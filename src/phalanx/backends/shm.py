@@ -1,16 +1,9 @@
-"""The communicator for the ranks of one host: a shared segment and the C core.
-
-The segment is a memfd that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``: it has no
-name to leak, is not bounded by the size of /dev/shm (64 MB in containers), and is gone when the last process
-is. Who can open it and reads the right cookie is on the same host; no hostname is believed.
-"""
+"""The communicator for the ranks of one host: a shared segment and the C core."""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -18,38 +11,49 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from phalanx.backends.communicator import Communicator
-from phalanx.errors import (
-    BackendError,
-    CollectiveMismatch,
-    CollectiveTimeout,
-    InitializationError,
-    PeerLost,
-    PhalanxError,
-)
-from phalanx.native.core import BROKEN_FROM, Breakage, Status, library
+from phalanx.backends.call_site import call_site
+from phalanx.backends.communicator import Communicator, Message
+from phalanx.backends.meeting import CHUNK_BYTES, meet
+from phalanx.backends.verdict import explain
+from phalanx.errors import BackendError, PhalanxError
+from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Status, library
 from phalanx.native.signals import SignalPoll
 
-__all__ = ["NotOneHost", "SharedMemoryCommunicator"]
+__all__ = ["SharedMemoryCommunicator"]
 
-CHUNK_BYTES = 256 * 1024
-VERDICT_GRACE = timedelta(seconds=5)
-
-_DTYPES = {
+# What the core's kernels know, by its numbers (enum phx_dtype).
+_REDUCED = {
     torch.float32: 1,
     torch.float64: 2,
     torch.float16: 3,
     torch.bfloat16: 4,
-    torch.int32: 5,
-    torch.int64: 6,
+    torch.uint8: 5,
+    torch.uint16: 6,
+    torch.uint32: 7,
+    torch.uint64: 8,
+    torch.int8: 9,
+    torch.int16: 10,
+    torch.int32: 11,
+    torch.int64: 12,
+    torch.bool: 13,
 }
-_SUM = 1
+# The rest is only copied; its numbers serve to tell one from another.
+_COPIED = sorted(
+    (value for value in vars(torch).values() if isinstance(value, torch.dtype) and value not in _REDUCED), key=str
+)
+_DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromkeys(_COPIED))}
+
 # torch's ReduceOp compares and hashes slowly; its integer value is what travels from here on.
-_OPS = {dist.ReduceOp.SUM.value: _SUM}
-
-
-class NotOneHost(InitializationError):
-    """Some rank cannot reach the segment: the group does not live on one host. Every rank gets it alike."""
+_OPS = {
+    getattr(dist.ReduceOp, name).value: number
+    for number, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), start=1)
+}
+_OP_NAMES = {getattr(dist.ReduceOp, name).value: name for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")} | {
+    getattr(dist.ReduceOp, name).value: name for name in ("BAND", "BOR", "BXOR")
+}
+_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_BITWISE = frozenset(getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR"))
+_AVG = dist.ReduceOp.AVG.value
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -70,163 +74,235 @@ class SharedMemoryCommunicator(Communicator):
         InitializationError: a rank did not come within the timeout.
     """
 
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout: timedelta, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.rank = rank
         self.size = size
         self._core = library()
         self._signals = SignalPoll()
-        self._outputs = (ctypes.c_void_p * size)()
+        self._pointers = (ctypes.c_void_p * size)()
+        self._other_pointers = (ctypes.c_void_p * size)()
+        self._sizes = (ctypes.c_uint64 * size)()
+        self._other_sizes = (ctypes.c_uint64 * size)()
         cores = len(os.sched_getaffinity(0))
         # With more ranks than cores, whoever is awaited needs the core that a spin would burn.
-        self._spin = 1000 if size <= cores else 50
-        self._comm = self._meet(store, timeout, chunk_bytes)
+        spin = 1000 if size <= cores else 50
+        self._comm = meet(store, rank, size, timeout, max(chunk_bytes, 64 * size), spin, self._signals.callback)
         self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
+        self._timeout_s = timeout.total_seconds()
 
-    # -- meeting -----------------------------------------------------------------------------------
-
-    def _meet(self, store: Store, timeout: timedelta, chunk_bytes: int) -> int:
-        """Rank 0 offers a segment, everyone tries to attach, and all act on the one common verdict."""
-        descriptor = -1
-        try:
-            if self.rank == 0:
-                descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
-                cookie = secrets.token_bytes(16)
-                self._check(self._core.phx_segment_format(descriptor, self.size, chunk_bytes, cookie))
-                store.set("offer", json.dumps([os.getpid(), descriptor, cookie.hex()]))
-                comm, _ = self._attach(descriptor, cookie)
-                store.set("verdict", json.dumps(self._collect_answers(store, timeout)))
-            else:
-                _wait(store, "offer", timeout, f"rank 0 did not come to a group of {self.size} ranks")
-                pid, number, cookie_hex = json.loads(store.get("offer"))
-                comm, reason = self._attach_peer(pid, number, bytes.fromhex(cookie_hex))
-                store.set(f"answer/{self.rank}", reason)
-                # Longer than rank 0 waits for the others, so that its verdict, which names who is missing,
-                # still arrives.
-                _wait(store, "verdict", timeout + VERDICT_GRACE, "rank 0 has gone while the group was made")
-            missing, apart = json.loads(store.get("verdict"))
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-        if comm is not None and not missing and not apart:
-            return comm
-        if comm is not None:
-            self._core.phx_close(comm)
-        if missing:
-            raise InitializationError(
-                f"rank {self.rank}: {missing} within {timeout.total_seconds():.0f} s. Was it started, and does it "
-                f"create the same groups in the same order?"
-            )
-        raise NotOneHost(apart)
-
-    def _attach(self, descriptor: int, cookie: bytes) -> tuple[int | None, str]:
-        comm: int | None = self._core.phx_open(descriptor, self.rank, cookie, self._spin, self._signals.callback)
-        return comm, "" if comm else os.strerror(ctypes.get_errno())
-
-    def _attach_peer(self, pid: int, number: int, cookie: bytes) -> tuple[int | None, str]:
-        try:
-            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            return None, f"{error.strerror} (/proc/{pid}/fd)"
-        try:
-            return self._attach(descriptor, cookie)
-        finally:
-            os.close(descriptor)
-
-    def _collect_answers(self, store: Store, timeout: timedelta) -> tuple[str, str]:
-        """Who has not come, and who came but could not attach; two empty texts when all is well."""
-        for peer in range(1, self.size):
-            try:
-                _wait(store, f"answer/{peer}", timeout, "")
-            except InitializationError:
-                return f"rank {peer} did not come to a group of {self.size} ranks", ""
-        reasons = {peer: store.get(f"answer/{peer}").decode() for peer in range(1, self.size)}
-        return "", "; ".join(f"rank {peer}: {reason}" for peer, reason in reasons.items() if reason)
+    def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
+        if dtype in _FLOATS:
+            return op in _OPS and op not in _BITWISE
+        return dtype in _REDUCED and op in _OPS and op != _AVG
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def can_all_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        return dtype in _DTYPES and op in _OPS
-
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         data = tensor.data_ptr()
-        status = self._core.phx_all_reduce(self._comm, data, data, tensor.numel(), _DTYPES[tensor.dtype], _OPS[op])
+        status = self._core.phx_all_reduce(
+            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], hash(tensor.shape)
+        )
         if status:
-            self._check(status)
+            self._fail(status, "all_reduce", tensor, op=op)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
+        data = tensor.data_ptr()
+        status = self._core.phx_reduce(
+            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], root, hash(tensor.shape)
+        )
+        if status:
+            self._fail(status, "reduce", tensor, op=op, dst=root)
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        status = self._core.phx_reduce_scatter(
+            self._comm,
+            _fill(self._pointers, inputs),
+            output.data_ptr(),
+            output.numel(),
+            _REDUCED[output.dtype],
+            _OPS[op],
+            hash(output.shape),
+        )
+        if status:
+            self._fail(status, "reduce_scatter", output, op=op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        status = self._core.phx_broadcast(self._comm, tensor.data_ptr(), tensor.nbytes, root)
+        status = self._core.phx_broadcast(
+            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], root, hash(tensor.shape)
+        )
         if status:
-            self._check(status)
+            self._fail(status, "broadcast", tensor, src=root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        pointers = self._outputs
-        for peer, output in enumerate(outputs):
-            pointers[peer] = output.data_ptr()
-        status = self._core.phx_all_gather(self._comm, tensor.data_ptr(), pointers, tensor.nbytes)
+        status = self._core.phx_all_gather(
+            self._comm,
+            tensor.data_ptr(),
+            _fill(self._pointers, outputs),
+            tensor.nbytes,
+            _DTYPES[tensor.dtype],
+            hash(tensor.shape),
+        )
         if status:
-            self._check(status)
+            self._fail(status, "all_gather", tensor)
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        status = self._core.phx_gather(
+            self._comm,
+            tensor.data_ptr(),
+            None if outputs is None else _fill(self._pointers, outputs),
+            tensor.nbytes,
+            _DTYPES[tensor.dtype],
+            root,
+            hash(tensor.shape),
+        )
+        if status:
+            self._fail(status, "gather", tensor, dst=root)
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        status = self._core.phx_scatter(
+            self._comm,
+            None if inputs is None else _fill(self._pointers, inputs),
+            output.data_ptr(),
+            output.nbytes,
+            _DTYPES[output.dtype],
+            root,
+            hash(output.shape),
+        )
+        if status:
+            self._fail(status, "scatter", output, src=root)
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        dtype = _DTYPES[outputs[0].dtype]
+        for peer in range(self.size):
+            self._sizes[peer] = inputs[peer].nbytes
+            self._other_sizes[peer] = outputs[peer].nbytes
+        status = self._core.phx_all_to_all(
+            self._comm,
+            _fill(self._pointers, inputs),
+            self._sizes,
+            _fill(self._other_pointers, outputs),
+            self._other_sizes,
+            dtype,
+        )
+        if status:
+            sizes = f"sends {[t.numel() for t in inputs]}, expects {[t.numel() for t in outputs]} elements"
+            self._fail(status, "all_to_all", None, text=f"{_name(outputs[0].dtype)}, {sizes}")
 
     def barrier(self) -> None:
         status = self._core.phx_barrier(self._comm)
         if status:
-            self._check(status)
+            self._fail(status, "barrier", None)
+
+    # -- point to point ----------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        handle = self._core.phx_send(
+            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], peer, tag & 0xFFFFFFFF
+        )
+        return _ShmMessage(self, handle, tensor, f"send to rank {peer}")
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        handle = self._core.phx_recv(
+            self._comm,
+            tensor.data_ptr(),
+            tensor.nbytes,
+            _DTYPES[tensor.dtype],
+            ANY_SOURCE if peer is None else peer,
+            tag & 0xFFFFFFFF,
+        )
+        return _ShmMessage(self, handle, tensor, f"recv from {'any rank' if peer is None else f'rank {peer}'}")
+
+    # -- lifetime and errors -----------------------------------------------------------------------
 
     def abort(self) -> None:
-        self._core.phx_abort(self._comm)
+        if self._comm:
+            self._core.phx_abort(self._comm)
 
     def close(self) -> None:
         comm, self._comm = self._comm, 0
         if comm:
             self._core.phx_close(comm)
 
-    # -- when it goes wrong ------------------------------------------------------------------------
-
-    def _check(self, status: int) -> None:
-        if status == Status.OK:
-            return
-        if status == Status.SYSTEM:
-            raise BackendError(f"the shared segment could not be made: {os.strerror(ctypes.get_errno())}")
+    def _fail(
+        self,
+        status: int,
+        name: str,
+        tensor: torch.Tensor | None,
+        *,
+        op: int | None = None,
+        text: str = "",
+        **who: int,
+    ) -> None:
+        """Raise what ``status`` means, after telling the other ranks what this one was doing."""
         if status < BROKEN_FROM:
-            raise BackendError(f"the core refused the call as malformed (status {status}, rank {self.rank})")
+            raise BackendError(f"the core refused {name} as malformed (status {status}, rank {self.rank})")
         self._signals.raise_pending()
-        raise self._explain()
+        parts = [text] if text else []
+        if tensor is not None:
+            parts.append(f"{_name(tensor.dtype)}{list(tensor.shape)}")
+        if op is not None:
+            parts.append(_OP_NAMES[op].lower())
+        parts += [f"{key}={value}" for key, value in who.items()]
+        raise self.explain(f"{name}({', '.join(parts)})")
 
-    def _explain(self) -> PhalanxError:
-        """The error for a broken group, from what the rank that noticed has written down."""
-        why = Breakage()
-        self._core.phx_breakage(self._comm, ctypes.byref(why))
-        peer = f"rank {why.peer} of the group (pid {why.peer_pid})"
-        where = f"while rank {why.rank} was in {why.call}"
-        if why.status == Status.MISMATCH:
-            return CollectiveMismatch(
-                f"the ranks called different collectives: rank {why.rank} {why.call}, "
-                f"rank {why.peer} {why.peer_call}. Every rank of a group must make the same calls in the same "
-                f"order; look for an if that depends on the rank, or data of different sizes"
-            )
-        if why.status == Status.TIMEOUT:
-            return CollectiveTimeout(
-                f"{peer} did not come in time {where}. It is alive: is it in other code, or much slower? "
-                f"A longer timeout is set with phalanx.init(timeout_s=...)",
-                group_rank=why.peer,
-            )
-        if why.status == Status.INTERRUPTED:
-            return PeerLost(
-                f"rank {why.rank} of the group (pid {why.peer_pid}) was interrupted in {why.call}; "
-                f"the ranks are out of step",
-                group_rank=why.rank,
-                pid=why.peer_pid,
-            )
-        return PeerLost(
-            f"{peer} has ended {where}. Look at that rank's own output for the cause",
-            group_rank=why.peer,
-            pid=why.peer_pid,
-        )
+    def explain(self, call: str) -> PhalanxError:
+        """The error for a broken group, given what this rank was doing."""
+        site = call_site()
+        return explain(self._comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
 
 
-def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
-    try:
-        store.wait([key], timeout)
-    except RuntimeError as error:  # each kind of store has its own subclass for a wait that was in vain
-        raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error
+class _ShmMessage(Message):
+    def __init__(self, communicator: SharedMemoryCommunicator, handle: int | None, tensor: torch.Tensor, what: str):
+        if not handle:
+            raise BackendError(f"no memory for a message ({what})")
+        self._communicator = communicator
+        self._handle: int | None = handle
+        self._tensor: torch.Tensor | None = tensor
+        self._what = f"{what}, {_name(tensor.dtype)}{list(tensor.shape)}"
+        self._source = -1
+        self._error: PhalanxError | None = None
+        if communicator._core.phx_message_test(communicator._comm, handle):
+            self.wait()
+
+    def test(self) -> bool:
+        handle, communicator = self._handle, self._communicator
+        if handle and communicator._comm and communicator._core.phx_message_test(communicator._comm, handle):
+            self.wait()
+        return self._handle is None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        communicator, handle = self._communicator, self._handle
+        if handle and communicator._comm:
+            status = communicator._core.phx_message_wait(communicator._comm, handle, int((timeout_s or 0) * 1e9))
+            if status == Status.TIMEOUT and timeout_s:
+                return False
+            self._settle(status)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _settle(self, status: int) -> None:
+        communicator, handle, self._handle = self._communicator, self._handle, None
+        if handle is None:
+            return  # another thread that waited for the same message was first
+        if status:
+            communicator._signals.raise_pending()
+            self._error = communicator.explain(self._what)
+        else:
+            self._source = communicator._core.phx_message_source(handle)
+        communicator._core.phx_message_free(communicator._comm, handle)
+        self._tensor = None
+
+    @property
+    def source(self) -> int:
+        return self._source
+
+
+def _fill(pointers: ctypes.Array[ctypes.c_void_p], tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    for index, tensor in enumerate(tensors):
+        pointers[index] = tensor.data_ptr()
+    return pointers
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

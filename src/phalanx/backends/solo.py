@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.backends.communicator import Communicator
+from phalanx.backends.communicator import Communicator, Message
+from phalanx.errors import RankError
 
 __all__ = ["SoloCommunicator"]
 
@@ -17,24 +18,51 @@ class SoloCommunicator(Communicator):
     rank = 0
     size = 1
 
-    def can_all_reduce(self, dtype: torch.dtype, op: int) -> bool:
+    def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return True
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         pass
 
+    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
+        pass
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        _copy(output, inputs[0])
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         pass
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        if outputs[0].data_ptr() != tensor.data_ptr():
-            outputs[0].copy_(tensor.view_as(outputs[0]))
+        _copy(outputs[0], tensor)
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        if outputs is not None:
+            _copy(outputs[0], tensor)
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        if inputs is not None:
+            _copy(output, inputs[0])
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        _copy(outputs[0], inputs[0])
 
     def barrier(self) -> None:
         pass
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        raise RankError("a group of one rank has nobody to send to")
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        raise RankError("a group of one rank has nobody to receive from")
 
     def abort(self) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    if to.data_ptr() != source.data_ptr():
+        to.view(-1).copy_(source.view(-1))

@@ -40,8 +40,7 @@ class PhalanxWork(dist.Work):
             seconds = timeout.total_seconds() if limited and timeout is not None else None
             if not operation.wait_done(seconds):
                 raise CollectiveTimeout(
-                    f"the operation is still under way after {seconds:.3f} s; it goes on, and can be waited "
-                    f"for again",
+                    f"the operation is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
                     elapsed_s=seconds or 0.0,
                 )
         if operation.error is not None:

@@ -105,9 +105,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         )
 
 
-def _global_batch_bounds(
-    length: int, global_batch: int, world_size: int, drop_last: bool
-) -> list[tuple[int, int]]:
+def _global_batch_bounds(length: int, global_batch: int, world_size: int, drop_last: bool) -> list[tuple[int, int]]:
     full, rest = divmod(length, global_batch)
     bounds = [(i * global_batch, (i + 1) * global_batch) for i in range(full)]
     if rest and not drop_last:

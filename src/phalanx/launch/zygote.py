@@ -239,9 +239,7 @@ class _Zygote:
         known = {self.store, *self.pids.values()}
         marks = [f"PHALANX_RUN_ID={self.plan.run_id}".encode(), f"RANK={rank}".encode()]
         for orphan in processes.children_of(os.getpid()):
-            if orphan not in known and processes.belongs_to(
-                orphan, pid, report_name(self.plan.run_id, rank), marks
-            ):
+            if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.plan.run_id, rank), marks):
                 for victim in [orphan, *processes.descendants_of([orphan])]:
                     processes.kill(victim)
 

@@ -15,17 +15,18 @@ from phalanx.errors import BackendError
 
 __all__ = [
     "ABI",
+    "ANY_SOURCE",
     "BROKEN_FROM",
-    "DTYPE_NAMES",
-    "KIND_NAMES",
+    "TEXT_BYTES",
     "Breakage",
-    "Call",
     "Poll",
     "Status",
     "library",
 ]
 
-ABI = 1
+ABI = 2
+ANY_SOURCE = 0xFFFFFFFF
+TEXT_BYTES = 376
 
 Poll = CFUNCTYPE(c_int)
 
@@ -44,38 +45,6 @@ class Status:
 
 BROKEN_FROM = Status.MISMATCH
 
-KIND_NAMES = {1: "all_reduce", 2: "broadcast", 3: "all_gather", 4: "barrier"}
-DTYPE_NAMES = {0: "bytes", 1: "float32", 2: "float64", 3: "float16", 4: "bfloat16", 5: "int32", 6: "int64"}
-
-
-class Call(Structure):
-    """One collective call as the ranks compare it (``struct phx_call``)."""
-
-    _fields_ = [
-        ("kind", c_uint32),
-        ("dtype", c_uint32),
-        ("op", c_uint32),
-        ("root", c_uint32),
-        ("nbytes", c_uint64),
-    ]
-
-    kind: int
-    dtype: int
-    op: int
-    root: int
-    nbytes: int
-
-    def __str__(self) -> str:
-        """The call as a user wrote it: ``all_reduce(16 bytes of float32, sum)``."""
-        name = KIND_NAMES.get(self.kind, f"operation {self.kind}")
-        if name == "barrier":
-            return "barrier()"
-        if name == "broadcast":
-            return f"broadcast({self.nbytes} bytes, src={self.root})"
-        if name == "all_reduce":
-            return f"all_reduce({self.nbytes} bytes of {DTYPE_NAMES.get(self.dtype, '?')}, sum)"
-        return f"{name}({self.nbytes} bytes)"
-
 
 class Breakage(Structure):
     """Why a group broke (``struct phx_breakage``)."""
@@ -85,16 +54,12 @@ class Breakage(Structure):
         ("rank", c_uint32),
         ("peer", c_uint32),
         ("peer_pid", c_uint32),
-        ("call", Call),
-        ("peer_call", Call),
     ]
 
     status: int
     rank: int
     peer: int
     peer_pid: int
-    call: Call
-    peer_call: Call
 
 
 @cache
@@ -117,7 +82,8 @@ def library() -> ctypes.CDLL:
         raise BackendError(
             f"{path} has ABI {found}, this Phalanx needs {ABI}: remove the file and run pip install . again"
         )
-    comm = c_void_p
+    comm = data = message = c_void_p
+    blocks, sizes = POINTER(c_void_p), POINTER(c_uint64)
     for name, result, arguments in (
         ("phx_segment_bytes", c_uint64, [c_uint32, c_uint64]),
         ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_char_p]),
@@ -126,10 +92,23 @@ def library() -> ctypes.CDLL:
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64]),
         ("phx_breakage", c_int, [comm, POINTER(Breakage)]),
-        ("phx_all_reduce", c_int, [comm, c_void_p, c_void_p, c_uint64, c_uint32, c_uint32]),
-        ("phx_broadcast", c_int, [comm, c_void_p, c_uint64, c_uint32]),
-        ("phx_all_gather", c_int, [comm, c_void_p, POINTER(c_void_p), c_uint64]),
+        ("phx_describe", None, [comm, c_char_p]),
+        ("phx_description", c_int, [comm, c_uint32, c_char_p]),
+        ("phx_all_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint64]),
+        ("phx_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint32, c_uint64]),
+        ("phx_reduce_scatter", c_int, [comm, blocks, data, c_uint64, c_uint32, c_uint32, c_uint64]),
+        ("phx_broadcast", c_int, [comm, data, c_uint64, c_uint32, c_uint32, c_uint64]),
+        ("phx_all_gather", c_int, [comm, data, blocks, c_uint64, c_uint32, c_uint64]),
+        ("phx_gather", c_int, [comm, data, blocks, c_uint64, c_uint32, c_uint32, c_uint64]),
+        ("phx_scatter", c_int, [comm, blocks, data, c_uint64, c_uint32, c_uint32, c_uint64]),
+        ("phx_all_to_all", c_int, [comm, blocks, sizes, blocks, sizes, c_uint32]),
         ("phx_barrier", c_int, [comm]),
+        ("phx_send", message, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
+        ("phx_recv", message, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
+        ("phx_message_test", c_int, [comm, message]),
+        ("phx_message_wait", c_int, [comm, message, c_uint64]),
+        ("phx_message_source", c_uint32, [message]),
+        ("phx_message_free", None, [comm, message]),
     ):
         function = getattr(core, name)
         function.restype = result

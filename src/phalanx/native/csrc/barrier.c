@@ -5,7 +5,7 @@
 int phx_barrier(phx_comm *comm)
 {
     const uint64_t chunk = comm->chunk;
-    int status = phx_enter(comm, chunk, phx_call_pack(PHX_BARRIER, PHX_BYTES, PHX_NO_OP, 0, 0));
+    int status = phx_enter(comm, chunk, phx_call(PHX_BARRIER, PHX_BYTES, PHX_NO_OP, 0, 0, 0));
     if (status)
         return status;
     phx_put(comm, chunk);

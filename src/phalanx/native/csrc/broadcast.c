@@ -3,31 +3,29 @@
 #include <string.h>
 
 #include "call.h"
+#include "chunks.h"
 #include "wait.h"
 
-int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t root)
+int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t root, uint64_t shape)
 {
     if (root >= comm->size)
         return PHX_BAD_ARGUMENT;
-    const uint64_t call = phx_call_pack(PHX_BROADCAST, PHX_BYTES, PHX_NO_OP, root, nbytes);
-    uint64_t at = 0;
-    do { /* also for no bytes at all: every call takes at least one chunk, so that calls are compared */
-        const uint64_t chunk = comm->chunk;
-        const uint64_t length = nbytes - at < comm->chunk_bytes ? nbytes - at : comm->chunk_bytes;
+    const uint64_t call = phx_call(PHX_BROADCAST, dtype, PHX_NO_OP, root, nbytes, shape);
+    const uint64_t step = comm->chunk_bytes, chunks = phx_pieces(nbytes, step);
+    for (uint64_t i = 0; i < chunks; i++) {
+        const uint64_t chunk = comm->chunk, length = phx_piece(nbytes, i * step, step);
         int status = phx_enter(comm, chunk, call);
         if (status)
             return status;
-        if (comm->rank == root) {
-            memcpy(phx_slot(comm, root, chunk), (char *)data + at, length);
-            phx_put(comm, chunk);
-        } else {
-            phx_put(comm, chunk);
+        if (comm->rank == root)
+            memcpy(phx_slot(comm, root, chunk), (char *)data + i * step, length);
+        phx_put(comm, chunk);
+        if (comm->rank != root) {
             if ((status = phx_wait_ready(comm, root, chunk)))
                 return status;
-            memcpy((char *)data + at, phx_slot(comm, root, chunk), length);
+            memcpy((char *)data + i * step, phx_slot(comm, root, chunk), length);
         }
         comm->chunk = chunk + 1;
-        at += length;
-    } while (at < nbytes);
+    }
     return PHX_OK;
 }

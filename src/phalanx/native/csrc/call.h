@@ -1,24 +1,19 @@
-/* A call packed into one word, so that comparing two ranks' calls is comparing two integers.
+/* One word that stands for a call, so that comparing two ranks' calls is comparing two integers.
  *
- * Exact, not a hash: what differs can be read back and said. 5 bits kind, 5 dtype, 4 reduce operation,
- * 10 root, 40 bytes (a terabyte).
- */
+ * A hash: 64 bits of everything that must agree (kind, dtype, operation, root, bytes, and a hash of the shape
+ * that the caller computes). Two different calls agree by accident once in 2^64. What differed is told by the
+ * ranks themselves once it matters (see describe.c). */
 #ifndef PHALANX_CALL_H
 #define PHALANX_CALL_H
 
-#include "phalanx.h"
+#include <stdint.h>
 
-static inline uint64_t phx_call_pack(uint32_t kind, uint32_t dtype, uint32_t op, uint32_t root, uint64_t nbytes)
+static inline uint64_t phx_call(uint32_t kind, uint32_t dtype, uint32_t op, uint32_t root, uint64_t nbytes, uint64_t shape)
 {
-    return (uint64_t)kind | (uint64_t)dtype << 5 | (uint64_t)op << 10 | (uint64_t)root << 14 | nbytes << 24;
-}
-
-static inline struct phx_call phx_call_unpack(uint64_t word)
-{
-    struct phx_call call = {
-        .kind = word & 31, .dtype = word >> 5 & 31, .op = word >> 10 & 15, .root = word >> 14 & 1023, .nbytes = word >> 24,
-    };
-    return call;
+    uint64_t word = (uint64_t)kind | (uint64_t)dtype << 8 | (uint64_t)op << 16 | (uint64_t)root << 32;
+    word = (word ^ nbytes * 0x9e3779b97f4a7c15ull ^ (shape << 31 | shape >> 33)) * 0xff51afd7ed558ccdull;
+    word = (word ^ word >> 33) * 0xc4ceb9fe1a85ec53ull;
+    return word ^ word >> 33;
 }
 
 #endif

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 1
+#define PHX_ABI 2
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
@@ -26,24 +26,44 @@ enum phx_status {
     PHX_INTERRUPTED = 6,  /* the poll function asked a rank to stop */
 };
 
-enum phx_kind { PHX_ALL_REDUCE = 1, PHX_BROADCAST = 2, PHX_ALL_GATHER = 3, PHX_BARRIER = 4 };
-enum phx_dtype { PHX_BYTES = 0, PHX_F32 = 1, PHX_F64 = 2, PHX_F16 = 3, PHX_BF16 = 4, PHX_I32 = 5, PHX_I64 = 6 };
-enum phx_op { PHX_NO_OP = 0, PHX_SUM = 1 };
+enum phx_kind {
+    PHX_ALL_REDUCE = 1,
+    PHX_BROADCAST,
+    PHX_ALL_GATHER,
+    PHX_BARRIER,
+    PHX_REDUCE,
+    PHX_REDUCE_SCATTER,
+    PHX_GATHER,
+    PHX_SCATTER,
+    PHX_ALL_TO_ALL,
+};
+
+enum phx_dtype {
+    PHX_BYTES, /* copies only */
+    PHX_F32,
+    PHX_F64,
+    PHX_F16,
+    PHX_BF16,
+    PHX_U8,
+    PHX_U16,
+    PHX_U32,
+    PHX_U64,
+    PHX_I8,
+    PHX_I16,
+    PHX_I32,
+    PHX_I64,
+    PHX_BOOL,
+    PHX_DTYPES
+};
+
+enum phx_op { PHX_NO_OP, PHX_SUM, PHX_AVG, PHX_PRODUCT, PHX_MIN, PHX_MAX, PHX_BAND, PHX_BOR, PHX_BXOR, PHX_OPS };
 
 typedef struct phx_comm phx_comm;
 
-/* One call as every rank publishes it, so that ranks can compare (see call.h for the packing). */
-struct phx_call {
-    uint32_t kind, dtype, op, root;
-    uint64_t nbytes;
-};
-
 /* Why a group broke: what `rank` found, and about whom. */
 struct phx_breakage {
-    uint32_t status;     /* enum phx_status, or PHX_OK when the group is whole */
-    uint32_t rank, peer; /* who noticed, and whom it was waiting for or compared with */
-    uint32_t peer_pid;
-    struct phx_call call, peer_call; /* peer_call only for PHX_MISMATCH */
+    uint32_t status; /* enum phx_status, or PHX_OK when the group is whole */
+    uint32_t rank, peer, peer_pid; /* who noticed, and whom it was waiting for or compared with */
 };
 
 /* Called while a rank waits, at most once per slice (50 ms) and after a signal; non-zero stops the wait. */
@@ -51,7 +71,8 @@ typedef int (*phx_poll)(void);
 
 PHX_API uint32_t phx_abi(void);
 
-/* How many bytes a segment for `size` ranks takes with slots of `chunk_bytes` (a multiple of 64). */
+/* How many bytes a segment for `size` ranks takes with slots of `chunk_bytes` (a multiple of 64, and at
+ * least 64 per rank). */
 PHX_API uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes);
 
 /* Write the header into a fresh file of that size. `cookie` (16 bytes) is what attaching ranks check. */
@@ -73,16 +94,73 @@ PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns);
 /* Fill `out` with the reason the group broke; returns its status. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
 
-/* out[i] = in_0[i] + in_1[i] + ... in rank order, on every rank; `in` may be `out`. */
-PHX_API int phx_all_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op);
+/* What a rank tells the others about itself once the group is broken; at most PHX_TEXT - 1 bytes. */
+#define PHX_TEXT 376
+PHX_API void phx_describe(phx_comm *comm, const char *text);
+
+/* Copy what `rank` told into `out` (PHX_TEXT bytes); 0 if it has told nothing yet. */
+PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
+
+/* Collectives. `shape` is a number that must be equal on all ranks, beside everything else that must. Data is
+ * contiguous. Lists of blocks have one entry per rank. */
+
+/* out[i] = in_0[i] op in_1[i] op ... in rank order, on every rank; `in` may be `out`. */
+PHX_API int phx_all_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,
+                           uint64_t shape);
+
+/* The same on `root` only; `out` is not touched elsewhere. */
+PHX_API int phx_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,
+                       uint32_t root, uint64_t shape);
+
+/* out = the reduction of every rank's ins[own rank], of `count` elements; `out` may be ins[own rank]. */
+PHX_API int phx_reduce_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t count, uint32_t dtype,
+                               uint32_t op, uint64_t shape);
 
 /* `data` of `root` into `data` of every other rank. */
-PHX_API int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t root);
+PHX_API int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t root, uint64_t shape);
 
 /* `in` of rank r into outs[r] on every rank; outs[own rank] may be `in`. */
-PHX_API int phx_all_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes);
+PHX_API int phx_all_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes, uint32_t dtype,
+                           uint64_t shape);
+
+/* The same on `root` only; `outs` is not read elsewhere. */
+PHX_API int phx_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes, uint32_t dtype,
+                       uint32_t root, uint64_t shape);
+
+/* ins[r] of `root` into `out` of rank r; `ins` is read on the root only. */
+PHX_API int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbytes, uint32_t dtype,
+                        uint32_t root, uint64_t shape);
+
+/* ins[r], of in_bytes[r], to rank r; outs[r], of out_bytes[r], from rank r. What one rank sends another must be what
+ * that one expects. */
+PHX_API int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_bytes, void *const *outs,
+                           const uint64_t *out_bytes, uint32_t dtype);
 
 /* Returns when every rank has called it. */
 PHX_API int phx_barrier(phx_comm *comm);
+
+/* Point to point. Messages between two ranks with one tag arrive in the order they were sent. Any thread may call
+ * these, also while another thread is in a collective of the group. */
+
+#define PHX_ANY_SOURCE UINT32_MAX
+typedef struct phx_message phx_message;
+
+/* Start sending or receiving; the data must stay where it is until the message is done. Returns NULL without memory. */
+PHX_API phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst,
+                              uint32_t tag);
+PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag);
+
+/* Whether the message is done, after moving along what can be moved now; never blocks. */
+PHX_API int phx_message_test(phx_comm *comm, phx_message *message);
+
+/* Wait until the message is done. With `timeout_ns` other than 0, PHX_TIMEOUT after that long without harm to the
+ * group; otherwise the group's own timeout, which breaks it. */
+PHX_API int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns);
+
+/* Who sent what was received. */
+PHX_API uint32_t phx_message_source(const phx_message *message);
+
+/* Give the handle back. A message that is not done goes on by itself as long as anybody calls into the group. */
+PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
 #endif

@@ -11,12 +11,14 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "p2p.h"
+
 #define MAGIC 0x786e616c61687050ull
 #define HEADER_BYTES 4096u
 
 _Static_assert(sizeof(struct phx_header) <= HEADER_BYTES, "the header fits its page");
 _Static_assert(sizeof(struct phx_flags) == PHX_LINE, "one rank's flags are one cache line");
-_Static_assert(sizeof(struct phx_place) == PHX_LINE, "one rank's place is one cache line");
+_Static_assert(sizeof(struct phx_place) % PHX_LINE == 0, "places do not share cache lines");
 
 uint32_t phx_abi(void)
 {
@@ -29,14 +31,20 @@ static uint64_t slots_offset(uint32_t size)
     return (end + HEADER_BYTES - 1) / HEADER_BYTES * HEADER_BYTES;
 }
 
-uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes)
+static uint64_t rings_offset(uint32_t size, uint64_t chunk_bytes)
 {
     return slots_offset(size) + (uint64_t)size * PHX_RING * chunk_bytes;
 }
 
+uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes)
+{
+    return rings_offset(size, chunk_bytes) + phx_rings_bytes(size);
+}
+
 int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, const uint8_t *cookie)
 {
-    if (size < 1 || size > PHX_MAX_RANKS || chunk_bytes == 0 || chunk_bytes % PHX_LINE)
+    if (size < 1 || size > PHX_MAX_RANKS || chunk_bytes < (uint64_t)size * PHX_LINE ||
+        chunk_bytes % PHX_LINE)
         return PHX_BAD_ARGUMENT;
     struct phx_header header = {.magic = MAGIC, .abi = PHX_ABI, .size = size, .chunk_bytes = chunk_bytes};
     memcpy(header.cookie, cookie, sizeof header.cookie);
@@ -65,9 +73,12 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->seen = calloc(header.size, sizeof *comm->seen);
     comm->inputs = calloc(header.size, sizeof *comm->inputs);
     char *base = mmap(NULL, comm->mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (base == MAP_FAILED || !comm->seen || !comm->inputs) {
+    comm->mail = phx_mail_open(header.size);
+    if (base == MAP_FAILED || !comm->seen || !comm->inputs || !comm->mail) {
         if (base != MAP_FAILED)
             munmap(base, comm->mapped_bytes);
+        if (comm->mail)
+            phx_mail_close(comm->mail, header.size);
         free(comm->seen);
         free(comm->inputs);
         free(comm);
@@ -83,6 +94,7 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->flags = (struct phx_flags *)(base + HEADER_BYTES);
     comm->places = (struct phx_place *)(comm->flags + header.size);
     comm->slots = base + slots_offset(header.size);
+    comm->rings = (struct phx_ring *)(base + rings_offset(header.size, header.chunk_bytes));
     comm->places[rank].pid = (uint32_t)getpid();
     comm->places[rank].start_time = phx_process_start_time((uint32_t)getpid());
     return comm;
@@ -90,6 +102,7 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
 
 void phx_close(phx_comm *comm)
 {
+    phx_mail_close(comm->mail, comm->size);
     munmap((void *)comm->header, comm->mapped_bytes);
     free(comm->seen);
     free(comm->inputs);

@@ -18,6 +18,7 @@
  *   call[]       written by their rank only, before `ready`; read by all after `ready` was acquired. Death
  *                between: nobody has been told to look.
  *   slots        the same as call[]; the reduced slice the same with `done`.
+ *   text         written by its rank only, once, before `told` (release); read by all after `told` was acquired.
  *   sleepers     added to and subtracted from by ranks that sleep on the words of this place, seq_cst; read by
  *                the place's rank. Death of a sleeper leaves it too high: a needless wake per store, in a group
  *                that is about to break because of that death.
@@ -35,7 +36,7 @@
 
 #define PHX_LINE 64
 #define PHX_RING 4u
-#define PHX_MAX_RANKS 1024u /* what a call word can hold as a root */
+#define PHX_MAX_RANKS 1024u
 
 struct phx_header {
     uint64_t magic;
@@ -54,22 +55,27 @@ struct phx_flags {
 
 struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t sleepers;
-    uint32_t pid;
+    _Alignas(PHX_LINE) _Atomic uint32_t bell, listening; /* see p2p.h */
+    _Alignas(PHX_LINE) uint32_t pid;
     uint64_t start_time; /* tells a process from a later one with the same pid */
+    _Atomic uint32_t told;
+    char text[PHX_TEXT];
 };
 
 /* One rank's private view. */
 struct phx_comm {
     uint32_t rank, size, spin;
     uint64_t chunk; /* the next chunk's number, the same on every rank between two calls */
-    uint64_t call;  /* what this rank is in now, packed */
+    uint64_t call;  /* the word of the call this rank is in now */
     uint64_t chunk_bytes, timeout_ns;
     phx_poll poll;
     struct phx_header *header;
     struct phx_flags *flags;
     struct phx_place *places;
     char *slots;
+    struct phx_ring *rings;
     uint64_t mapped_bytes;
+    struct phx_mail *mail; /* this rank's end of the point-to-point rings */
     uint64_t *seen;      /* the last `ready` this rank saw of each: spares a look at the shared line */
     const void **inputs; /* scratch of `size` pointers for the reduction kernels */
 };

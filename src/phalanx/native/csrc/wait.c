@@ -13,29 +13,38 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "call.h"
-
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "the futex is the low half of a 64-bit word, taken at its address: little-endian only"
 #endif
 
-#define SLICE_NS 50000000ull
 #define YIELD_NS 200000ull /* how long to yield before sleeping: about four times a wake-up */
 
-static inline void relax(void)
-{
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static uint64_t now_ns(void)
+uint64_t phx_now_ns(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000ull + (uint64_t)t.tv_nsec;
+}
+
+void phx_futex_wake(_Atomic uint32_t *word)
+{
+    syscall(SYS_futex, (uint32_t *)word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+enum phx_sleep phx_sleep(_Atomic uint32_t *word, uint32_t value, _Atomic uint32_t *sleepers)
+{
+    const struct timespec slice = {.tv_nsec = PHX_SLICE_NS};
+    atomic_fetch_add_explicit(sleepers, 1, memory_order_seq_cst);
+    const long failed = syscall(SYS_futex, (uint32_t *)word, FUTEX_WAIT, value, &slice, NULL, 0);
+    const int reason = failed ? errno : 0;
+    atomic_fetch_sub_explicit(sleepers, 1, memory_order_seq_cst);
+    return reason == ETIMEDOUT ? PHX_SLEPT_OUT : reason == EINTR ? PHX_SIGNALLED : PHX_WOKEN;
+}
+
+/* The low half of a 64-bit word, which is what the kernel compares and sleeps on. */
+static _Atomic uint32_t *low_half(_Atomic uint64_t *word)
+{
+    return (_Atomic uint32_t *)word;
 }
 
 static inline int reached(_Atomic uint64_t *word, uint64_t target)
@@ -43,25 +52,15 @@ static inline int reached(_Atomic uint64_t *word, uint64_t target)
     return atomic_load_explicit(word, memory_order_acquire) >= target;
 }
 
-static void wake(_Atomic uint64_t *word)
-{
-    syscall(SYS_futex, (uint32_t *)word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
-}
-
 void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value)
 {
     /* seq_cst on both sides: either this load sees the sleeper, or the sleeper's look sees this store. */
     atomic_store_explicit(word, value, memory_order_seq_cst);
     if (atomic_load_explicit(&comm->places[comm->rank].sleepers, memory_order_seq_cst) != 0)
-        wake(word);
+        phx_futex_wake(low_half(word));
 }
 
-static int broken(const phx_comm *comm)
-{
-    return atomic_load_explicit(&comm->header->breaking, memory_order_acquire) != 0;
-}
-
-int phx_break(phx_comm *comm, int status, uint32_t peer, uint64_t peer_call)
+int phx_break(phx_comm *comm, int status, uint32_t peer)
 {
     uint32_t whole = 0;
     if (atomic_compare_exchange_strong(&comm->header->breaking, &whole, 1)) {
@@ -70,12 +69,11 @@ int phx_break(phx_comm *comm, int status, uint32_t peer, uint64_t peer_call)
         why->rank = comm->rank;
         why->peer = peer;
         why->peer_pid = comm->places[peer].pid;
-        why->call = phx_call_unpack(comm->call);
-        why->peer_call = phx_call_unpack(peer_call);
         atomic_store_explicit(&comm->header->breaking, 2, memory_order_release);
         for (uint32_t p = 0; p < comm->size; p++) {
-            wake(&comm->flags[p].ready);
-            wake(&comm->flags[p].done);
+            phx_futex_wake(low_half(&comm->flags[p].ready));
+            phx_futex_wake(low_half(&comm->flags[p].done));
+            phx_futex_wake(&comm->places[p].bell);
         }
         return status;
     }
@@ -85,7 +83,7 @@ int phx_break(phx_comm *comm, int status, uint32_t peer, uint64_t peer_call)
 
 void phx_abort(phx_comm *comm)
 {
-    phx_break(comm, PHX_INTERRUPTED, comm->rank, 0);
+    phx_break(comm, PHX_INTERRUPTED, comm->rank);
 }
 
 int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
@@ -107,43 +105,36 @@ int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
 
 static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target)
 {
-    const uint64_t start = now_ns();
+    const uint64_t start = phx_now_ns();
     struct phx_breakage why;
     for (uint32_t i = 1;; i++) {
         sched_yield();
         if (reached(word, target))
             return PHX_OK;
-        if (broken(comm))
+        if (phx_broken(comm))
             return phx_breakage(comm, &why);
-        if (i % 8 == 0 && now_ns() - start > YIELD_NS)
+        if (i % 8 == 0 && phx_now_ns() - start > YIELD_NS)
             break;
     }
     for (;;) {
         struct phx_place *place = &comm->places[peer];
-        const struct timespec slice = {.tv_nsec = SLICE_NS};
-        int interrupted = 0, slept_out = 0;
-        atomic_fetch_add_explicit(&place->sleepers, 1, memory_order_seq_cst);
-        const uint64_t value = atomic_load_explicit(word, memory_order_seq_cst);
-        /* A break that came before the count was raised did not wake us: look once more before sleeping. */
-        if (value < target && !broken(comm)) {
-            const long failed = syscall(SYS_futex, (uint32_t *)word, FUTEX_WAIT, (uint32_t)value, &slice, NULL, 0);
-            interrupted = failed && errno == EINTR;
-            slept_out = failed && errno == ETIMEDOUT;
-        }
-        atomic_fetch_sub_explicit(&place->sleepers, 1, memory_order_seq_cst);
+        const uint64_t value = atomic_load_explicit(word, memory_order_acquire);
+        /* A raise between this look and the sleep changes the word, and the kernel does not sleep on a changed one. */
+        const enum phx_sleep slept =
+            value < target ? phx_sleep(low_half(word), (uint32_t)value, &place->sleepers) : PHX_WOKEN;
         if (reached(word, target))
             return PHX_OK;
-        if (broken(comm))
+        if (phx_broken(comm))
             return phx_breakage(comm, &why);
-        if ((interrupted || slept_out) && comm->poll && comm->poll())
-            return phx_break(comm, PHX_INTERRUPTED, comm->rank, 0);
-        if (!slept_out)
+        if (slept != PHX_WOKEN && comm->poll && comm->poll())
+            return phx_break(comm, PHX_INTERRUPTED, comm->rank);
+        if (slept != PHX_SLEPT_OUT)
             continue;
         /* The order matters: a peer may raise the word and end right after, so look at the word last. */
         if (!phx_place_alive(place))
-            return reached(word, target) ? PHX_OK : phx_break(comm, PHX_PEER_LOST, peer, 0);
-        if (now_ns() - start > comm->timeout_ns)
-            return phx_break(comm, PHX_TIMEOUT, peer, 0);
+            return reached(word, target) ? PHX_OK : phx_break(comm, PHX_PEER_LOST, peer);
+        if (phx_now_ns() - start > comm->timeout_ns)
+            return phx_break(comm, PHX_TIMEOUT, peer);
     }
 }
 
@@ -152,14 +143,14 @@ int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t tar
     for (uint32_t i = 0; i <= comm->spin; i++) {
         if (reached(word, target))
             return PHX_OK;
-        relax();
+        phx_relax();
     }
     return wait_slowly(comm, peer, word, target);
 }
 
 int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
 {
-    if (broken(comm)) {
+    if (phx_broken(comm)) {
         struct phx_breakage why;
         return phx_breakage(comm, &why);
     }
@@ -183,5 +174,5 @@ int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk)
         return status;
     comm->seen[peer] = chunk + 1;
     const uint64_t theirs = comm->flags[peer].call[chunk % PHX_RING];
-    return theirs == comm->call ? PHX_OK : phx_break(comm, PHX_MISMATCH, peer, theirs);
+    return theirs == comm->call ? PHX_OK : phx_break(comm, PHX_MISMATCH, peer);
 }

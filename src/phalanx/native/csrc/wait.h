@@ -4,6 +4,30 @@
 
 #include "segment.h"
 
+#define PHX_SLICE_NS 50000000ull
+
+uint64_t phx_now_ns(void);
+
+static inline void phx_relax(void)
+{
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline int phx_broken(const phx_comm *comm)
+{
+    return atomic_load_explicit(&comm->header->breaking, memory_order_acquire) != 0;
+}
+
+enum phx_sleep { PHX_WOKEN, PHX_SLEPT_OUT, PHX_SIGNALLED };
+
+/* Sleep for a slice while `*word` is `value`, counted in `*sleepers` meanwhile; whoever changes the word looks there. */
+enum phx_sleep phx_sleep(_Atomic uint32_t *word, uint32_t value, _Atomic uint32_t *sleepers);
+void phx_futex_wake(_Atomic uint32_t *word);
+
 /* Store `value` into a word of this rank and wake whoever sleeps on it. */
 void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value);
 
@@ -12,7 +36,7 @@ void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value);
 int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target);
 
 /* Break the group unless it is broken already; returns the status that stands. */
-int phx_break(phx_comm *comm, int status, uint32_t peer, uint64_t peer_call);
+int phx_break(phx_comm *comm, int status, uint32_t peer);
 
 /* Wait for the right to write slot and call word of `chunk`, and publish the call. */
 int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call);

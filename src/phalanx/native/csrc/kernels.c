@@ -1,5 +1,5 @@
 /* Choosing the reduction kernel for this CPU at run time, and the scalar conversions all of them share. */
-#include "reduce.h"
+#include "kernels.h"
 
 #include <string.h>
 
@@ -60,7 +60,7 @@ static inline uint16_t f32_to_f16(float value)
 #define KERNEL(name) name##_baseline
 #define TARGET
 #define HARDWARE_F16 0
-#include "reduce_kernels.h"
+#include "kernels_set.h"
 #undef KERNEL
 #undef TARGET
 #undef HARDWARE_F16
@@ -69,33 +69,28 @@ static inline uint16_t f32_to_f16(float value)
 #define KERNEL(name) name##_avx2
 #define TARGET __attribute__((target("avx2,f16c")))
 #define HARDWARE_F16 1
-#include "reduce_kernels.h"
+#include "kernels_set.h"
 #undef KERNEL
 #undef TARGET
 #undef HARDWARE_F16
 #endif
 
-#define SUMS(set)                                                                                       \
-    {[PHX_F32] = sum_f32_##set, [PHX_F64] = sum_f64_##set, [PHX_F16] = sum_f16_##set,                    \
-     [PHX_BF16] = sum_bf16_##set, [PHX_I32] = sum_i32_##set, [PHX_I64] = sum_i64_##set}
-
 phx_reduce_fn phx_reduce_kernel(uint32_t op, uint32_t dtype)
 {
-    static const phx_reduce_fn baseline[] = SUMS(baseline);
-    if (op != PHX_SUM || dtype > PHX_I64)
+    if (op >= PHX_OPS || dtype >= PHX_DTYPES)
         return NULL;
 #if defined(__x86_64__)
-    static const phx_reduce_fn avx2[] = SUMS(avx2);
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
-        return avx2[dtype];
+        return table_avx2[op][dtype];
 #endif
-    return baseline[dtype];
+    return table_baseline[op][dtype];
 }
 
 size_t phx_dtype_bytes(uint32_t dtype)
 {
-    static const size_t bytes[] = {
-        [PHX_BYTES] = 1, [PHX_F32] = 4, [PHX_F64] = 8, [PHX_F16] = 2, [PHX_BF16] = 2, [PHX_I32] = 4, [PHX_I64] = 8,
+    static const size_t bytes[PHX_DTYPES] = {
+        [PHX_BYTES] = 1, [PHX_F32] = 4, [PHX_F64] = 8, [PHX_F16] = 2, [PHX_BF16] = 2, [PHX_U8] = 1,  [PHX_U16] = 2,
+        [PHX_U32] = 4,   [PHX_U64] = 8, [PHX_I8] = 1,  [PHX_I16] = 2, [PHX_I32] = 4,  [PHX_I64] = 8, [PHX_BOOL] = 1,
     };
-    return dtype <= PHX_I64 ? bytes[dtype] : 0;
+    return dtype < PHX_DTYPES ? bytes[dtype] : 0;
 }

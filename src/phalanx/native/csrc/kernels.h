@@ -1,15 +1,15 @@
-/* Element-wise reduction of several inputs, in their order: the one place where numbers are added. */
-#ifndef PHALANX_REDUCE_H
-#define PHALANX_REDUCE_H
+/* Element-wise reduction of several inputs, in their order: the one place where numbers are combined. */
+#ifndef PHALANX_KERNELS_H
+#define PHALANX_KERNELS_H
 
 #include <stddef.h>
 #include <stdint.h>
 
 /* dst[i] = inputs[0][i] op inputs[1][i] op ..., for `count` elements. dst overlaps no input. 16-bit floats
- * accumulate in 32 bits and are rounded once, to nearest even. */
+ * accumulate in 32 bits and are rounded once, to nearest even; averages divide before that rounding. */
 typedef void (*phx_reduce_fn)(void *dst, const void *const *inputs, uint32_t ninputs, size_t count);
 
-/* The kernel for this CPU, or NULL when there is none for the pair. */
+/* The kernel for this CPU, or NULL when the pair makes no sense (bitwise operations on floats). */
 phx_reduce_fn phx_reduce_kernel(uint32_t op, uint32_t dtype);
 
 /* Bytes per element, 0 for an unknown dtype. */

@@ -1,0 +1,30 @@
+"""Which line of the user's program called an operation."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+__all__ = ["CallSite", "call_site", "capture", "running"]
+
+CallSite = tuple[str, int]
+
+_INSIDE = ("torch.", "phalanx.")
+
+# The place from which the operation that this thread runs was queued; a queued operation runs on another stack.
+running = threading.local()
+
+
+def capture(depth: int = 1) -> CallSite | None:
+    """The nearest frame outside torch and Phalanx: file and line. About a microsecond."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def call_site() -> str:
+    """The call that this thread is in, as ``file:line``; empty if it comes from inside torch's C++."""
+    site: CallSite | None = getattr(running, "site", None) or capture(2)
+    return f"{site[0]}:{site[1]}" if site else ""

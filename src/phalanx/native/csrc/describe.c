@@ -1,0 +1,22 @@
+/* What ranks tell each other once a group is broken. On the way there nobody pays for it: a call is one word. */
+#include <string.h>
+
+#include "segment.h"
+
+void phx_describe(phx_comm *comm, const char *text)
+{
+    struct phx_place *place = &comm->places[comm->rank];
+    if (atomic_load_explicit(&place->told, memory_order_relaxed))
+        return; /* the first thing told is the one that broke the group */
+    strncpy(place->text, text, PHX_TEXT - 1);
+    atomic_store_explicit(&place->told, 1, memory_order_release);
+}
+
+int phx_description(const phx_comm *comm, uint32_t rank, char *out)
+{
+    const struct phx_place *place = &comm->places[rank];
+    if (rank >= comm->size || !atomic_load_explicit(&place->told, memory_order_acquire))
+        return 0;
+    memcpy(out, place->text, PHX_TEXT);
+    return 1;
+}

@@ -1,0 +1,193 @@
+/* The kernels for one instruction set. Included by kernels.c once per set, with
+ *   KERNEL(name)   the name with the set's suffix        TARGET  the function attribute
+ *   HARDWARE_F16   whether the set converts f16 in hardware (F16C)
+ *
+ * Element i is combined in the order of the inputs whatever the set and the block, so all sets agree bit for
+ * bit. Blocks keep the partial results in the first-level cache when there are more than two inputs. */
+
+#define BLOCK 1024u
+
+#define SAME_TYPE(name, type, COMBINE, FINISH)                                                          \
+    TARGET static void KERNEL(name)(void *dst_, const void *const *in, uint32_t n, size_t count)         \
+    {                                                                                                   \
+        for (size_t at = 0; at < count; at += BLOCK) {                                                  \
+            const size_t length = count - at < BLOCK ? count - at : BLOCK;                              \
+            const type *restrict first = (const type *)in[0] + at;                                      \
+            type *restrict dst = (type *)dst_ + at;                                                     \
+            if (n == 1)                                                                                 \
+                memcpy(dst, first, length * sizeof *dst);                                               \
+            for (uint32_t k = 1; k < n; k++) {                                                          \
+                const type *restrict next = (const type *)in[k] + at;                                   \
+                if (k == 1)                                                                             \
+                    for (size_t i = 0; i < length; i++) {                                               \
+                        const type a = first[i], b = next[i];                                           \
+                        dst[i] = COMBINE(a, b);                                                         \
+                    }                                                                                   \
+                else                                                                                    \
+                    for (size_t i = 0; i < length; i++) {                                               \
+                        const type a = dst[i], b = next[i];                                             \
+                        dst[i] = COMBINE(a, b);                                                         \
+                    }                                                                                   \
+            }                                                                                           \
+            FINISH(dst, length, n, type)                                                                \
+        }                                                                                               \
+    }
+
+#define NOTHING(dst, length, n, type)
+#define DIVIDE(dst, length, n, type)                                                                    \
+    for (size_t i = 0; i < length; i++)                                                                 \
+        dst[i] /= (type)n;
+
+/* Integers are added and multiplied as unsigned, because torch's wrap around and C's signed ones must not. */
+#define ADD(a, b) (a + b)
+#define MULTIPLY(a, b) (a * b)
+#define SMALLER(a, b) (b < a ? b : a)
+#define LARGER(a, b) (a < b ? b : a)
+#define BIT_AND(a, b) (a & b)
+#define BIT_OR(a, b) (a | b)
+#define BIT_XOR(a, b) (a ^ b)
+
+#define FLOAT(suffix, type)                                                                             \
+    SAME_TYPE(sum_##suffix, type, ADD, NOTHING)                                                         \
+    SAME_TYPE(avg_##suffix, type, ADD, DIVIDE)                                                          \
+    SAME_TYPE(product_##suffix, type, MULTIPLY, NOTHING)                                                \
+    SAME_TYPE(min_##suffix, type, SMALLER, NOTHING)                                                     \
+    SAME_TYPE(max_##suffix, type, LARGER, NOTHING)
+
+#define UNSIGNED(suffix, type)                                                                          \
+    SAME_TYPE(sum_##suffix, type, ADD, NOTHING)                                                         \
+    SAME_TYPE(product_##suffix, type, MULTIPLY, NOTHING)                                                \
+    SAME_TYPE(min_##suffix, type, SMALLER, NOTHING)                                                     \
+    SAME_TYPE(max_##suffix, type, LARGER, NOTHING)                                                      \
+    SAME_TYPE(band_##suffix, type, BIT_AND, NOTHING)                                                    \
+    SAME_TYPE(bor_##suffix, type, BIT_OR, NOTHING)                                                      \
+    SAME_TYPE(bxor_##suffix, type, BIT_XOR, NOTHING)
+
+#define SIGNED(suffix, type)                                                                            \
+    SAME_TYPE(min_##suffix, type, SMALLER, NOTHING)                                                     \
+    SAME_TYPE(max_##suffix, type, LARGER, NOTHING)
+
+FLOAT(f32, float)
+FLOAT(f64, double)
+UNSIGNED(u8, uint8_t)
+UNSIGNED(u16, uint16_t)
+UNSIGNED(u32, uint32_t)
+UNSIGNED(u64, uint64_t)
+SIGNED(i8, int8_t)
+SIGNED(i16, int16_t)
+SIGNED(i32, int32_t)
+SIGNED(i64, int64_t)
+
+TARGET static void KERNEL(bf16_to_f32)(float *dst, const uint16_t *src, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t bits = (uint32_t)src[i] << 16;
+        memcpy(&dst[i], &bits, sizeof bits);
+    }
+}
+
+TARGET static void KERNEL(f32_to_bf16)(uint16_t *dst, const float *src, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        dst[i] = f32_to_bf16(src[i]);
+}
+
+TARGET static void KERNEL(f16_to_f32)(float *dst, const uint16_t *src, size_t count)
+{
+    size_t i = 0;
+#if HARDWARE_F16
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(src + i))));
+#endif
+    for (; i < count; i++)
+        dst[i] = f16_to_f32(src[i]);
+}
+
+TARGET static void KERNEL(f32_to_f16)(uint16_t *dst, const float *src, size_t count)
+{
+    size_t i = 0;
+#if HARDWARE_F16
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((__m128i *)(dst + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < count; i++)
+        dst[i] = f32_to_f16(src[i]);
+}
+
+#define WIDENED(name, suffix, COMBINE, FINISH)                                                          \
+    TARGET static void KERNEL(name##_##suffix)(void *dst_, const void *const *in, uint32_t n, size_t count) \
+    {                                                                                                   \
+        float result[BLOCK], next[BLOCK];                                                               \
+        for (size_t at = 0; at < count; at += BLOCK) {                                                  \
+            const size_t length = count - at < BLOCK ? count - at : BLOCK;                              \
+            KERNEL(suffix##_to_f32)(result, (const uint16_t *)in[0] + at, length);                      \
+            for (uint32_t k = 1; k < n; k++) {                                                          \
+                KERNEL(suffix##_to_f32)(next, (const uint16_t *)in[k] + at, length);                    \
+                for (size_t i = 0; i < length; i++) {                                                   \
+                    const float a = result[i], b = next[i];                                             \
+                    result[i] = COMBINE(a, b);                                                          \
+                }                                                                                       \
+            }                                                                                           \
+            FINISH(result, length, n, float)                                                            \
+            KERNEL(f32_to_##suffix)((uint16_t *)dst_ + at, result, length);                             \
+        }                                                                                               \
+    }
+
+#define HALF(suffix)                                                                                    \
+    WIDENED(sum, suffix, ADD, NOTHING)                                                                  \
+    WIDENED(avg, suffix, ADD, DIVIDE)                                                                   \
+    WIDENED(product, suffix, MULTIPLY, NOTHING)                                                         \
+    WIDENED(min, suffix, SMALLER, NOTHING)                                                              \
+    WIDENED(max, suffix, LARGER, NOTHING)
+
+HALF(f16)
+HALF(bf16)
+
+/* [operation][dtype]; what is not named is NULL. */
+#define FLOATS_OF(op)                                                                                   \
+    [PHX_F32] = KERNEL(op##_f32), [PHX_F64] = KERNEL(op##_f64), [PHX_F16] = KERNEL(op##_f16),            \
+    [PHX_BF16] = KERNEL(op##_bf16)
+#define UNSIGNED_OF(op)                                                                                 \
+    [PHX_U8] = KERNEL(op##_u8), [PHX_U16] = KERNEL(op##_u16), [PHX_U32] = KERNEL(op##_u32),              \
+    [PHX_U64] = KERNEL(op##_u64)
+/* Where the sign does not matter. */
+#define WRAPPING_OF(op)                                                                                 \
+    UNSIGNED_OF(op), [PHX_I8] = KERNEL(op##_u8), [PHX_I16] = KERNEL(op##_u16), [PHX_I32] = KERNEL(op##_u32), \
+                     [PHX_I64] = KERNEL(op##_u64)
+#define ORDERED_OF(op)                                                                                  \
+    UNSIGNED_OF(op), [PHX_I8] = KERNEL(op##_i8), [PHX_I16] = KERNEL(op##_i16), [PHX_I32] = KERNEL(op##_i32), \
+                     [PHX_I64] = KERNEL(op##_i64)
+
+static const phx_reduce_fn KERNEL(table)[PHX_OPS][PHX_DTYPES] = {
+    /* A bool is one byte, 0 or 1: a sum is true if any is, a product if all are. */
+    [PHX_SUM] = {FLOATS_OF(sum), WRAPPING_OF(sum), [PHX_BOOL] = KERNEL(bor_u8)},
+    [PHX_AVG] = {FLOATS_OF(avg)},
+    [PHX_PRODUCT] = {FLOATS_OF(product), WRAPPING_OF(product), [PHX_BOOL] = KERNEL(band_u8)},
+    [PHX_MIN] = {FLOATS_OF(min), ORDERED_OF(min), [PHX_BOOL] = KERNEL(band_u8)},
+    [PHX_MAX] = {FLOATS_OF(max), ORDERED_OF(max), [PHX_BOOL] = KERNEL(bor_u8)},
+    [PHX_BAND] = {WRAPPING_OF(band), [PHX_BOOL] = KERNEL(band_u8)},
+    [PHX_BOR] = {WRAPPING_OF(bor), [PHX_BOOL] = KERNEL(bor_u8)},
+    [PHX_BXOR] = {WRAPPING_OF(bxor), [PHX_BOOL] = KERNEL(bxor_u8)},
+};
+
+#undef SAME_TYPE
+#undef NOTHING
+#undef DIVIDE
+#undef ADD
+#undef MULTIPLY
+#undef SMALLER
+#undef LARGER
+#undef BIT_AND
+#undef BIT_OR
+#undef BIT_XOR
+#undef FLOAT
+#undef UNSIGNED
+#undef SIGNED
+#undef WIDENED
+#undef HALF
+#undef FLOATS_OF
+#undef UNSIGNED_OF
+#undef WRAPPING_OF
+#undef ORDERED_OF
+#undef BLOCK

@@ -1,0 +1,471 @@
+/* Sending and receiving between two ranks, with tags and from any source.
+ *
+ * A message is a header and its bytes in the ring from its sender to its receiver. Whoever waits for a message of its
+ * own moves along all messages of its rank, so two ranks that send each other more than a ring holds do not lock each
+ * other out. A message whose receive has not been posted stays in its ring, so a sender that is ahead is held up and
+ * nobody's memory fills; it is set aside only when a receive behind it with another tag waits for it to get out of
+ * the way. Cost: n bytes in, n bytes out, one ring of the bell for every PIECE. */
+#include "p2p.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "wait.h"
+
+#define PIECE 32768u /* how much is copied before the other side is told: both copy at the same time */
+#define ALIGN 16u
+#define SPIN_YIELD_NS 200000ull
+
+struct header {
+    uint64_t nbytes;
+    uint32_t tag, dtype;
+};
+_Static_assert(sizeof(struct header) == ALIGN, "a header never wraps around the end of a ring");
+
+struct phx_message {
+    char *data;
+    uint64_t nbytes, moved;
+    uint32_t peer, tag, dtype;
+    int receiving, started, status, abandoned;
+    _Atomic int done;
+    struct phx_message *claimed_by; /* of a message set aside: the receive that waits for its rest */
+    struct phx_message *next;
+};
+
+struct list {
+    phx_message *first, *last;
+};
+
+struct phx_mail {
+    pthread_mutex_t lock;
+    struct list posted;      /* receives without a message yet, in the order of the calls */
+    struct list aside;       /* messages without a receive, in the order of their arrival */
+    struct list *sends;      /* by destination */
+    phx_message **arriving;  /* by source: where the bytes that come next belong */
+};
+
+static void append(struct list *list, phx_message *message)
+{
+    message->next = NULL;
+    if (list->last)
+        list->last->next = message;
+    else
+        list->first = message;
+    list->last = message;
+}
+
+static void take_out(struct list *list, phx_message *message)
+{
+    phx_message *before = NULL;
+    for (phx_message *m = list->first; m != message; m = m->next)
+        before = m;
+    *(before ? &before->next : &list->first) = message->next;
+    if (list->last == message)
+        list->last = before;
+    message->next = NULL;
+}
+
+uint64_t phx_ring_bytes(uint32_t size)
+{
+    uint64_t bytes = 262144;
+    while (bytes > 4096 && bytes * size > 1048576)
+        bytes /= 2;
+    return bytes;
+}
+
+uint64_t phx_rings_bytes(uint32_t size)
+{
+    return (uint64_t)size * size * (sizeof(struct phx_ring) + phx_ring_bytes(size));
+}
+
+struct phx_mail *phx_mail_open(uint32_t size)
+{
+    struct phx_mail *mail = calloc(1, sizeof *mail);
+    if (!mail)
+        return NULL;
+    mail->sends = calloc(size, sizeof *mail->sends);
+    mail->arriving = calloc(size, sizeof(phx_message *));
+    if (!mail->sends || !mail->arriving) {
+        free(mail->sends);
+        free(mail->arriving);
+        free(mail);
+        return NULL;
+    }
+    pthread_mutex_init(&mail->lock, NULL);
+    return mail;
+}
+
+static void free_list(struct list *list, int with_data)
+{
+    for (phx_message *m = list->first, *next; m; m = next) {
+        next = m->next;
+        if (with_data)
+            free(m->data);
+        if (with_data || m->abandoned)
+            free(m);
+    }
+}
+
+void phx_mail_close(struct phx_mail *mail, uint32_t size)
+{
+    for (uint32_t p = 0; p < size; p++) {
+        free_list(&mail->sends[p], 0);
+        if (mail->arriving[p] && mail->arriving[p]->abandoned)
+            free(mail->arriving[p]);
+    }
+    free_list(&mail->posted, 0);
+    free_list(&mail->aside, 1);
+    pthread_mutex_destroy(&mail->lock);
+    free(mail->sends);
+    free(mail->arriving);
+    free(mail);
+}
+
+/* -- the rings ------------------------------------------------------------------------------------------------ */
+
+static struct phx_ring *ring_of(const phx_comm *comm, uint32_t src, uint32_t dst)
+{
+    return &comm->rings[(uint64_t)src * comm->size + dst];
+}
+
+static char *ring_data(const phx_comm *comm, uint32_t src, uint32_t dst)
+{
+    char *data = (char *)(comm->rings + (uint64_t)comm->size * comm->size);
+    return data + ((uint64_t)src * comm->size + dst) * phx_ring_bytes(comm->size);
+}
+
+static void copy_in(const phx_comm *comm, uint32_t dst, uint64_t at, const void *from, uint64_t nbytes)
+{
+    char *data = ring_data(comm, comm->rank, dst);
+    const uint64_t size = phx_ring_bytes(comm->size), offset = at % size;
+    const uint64_t straight = nbytes < size - offset ? nbytes : size - offset;
+    memcpy(data + offset, from, straight);
+    memcpy(data, (const char *)from + straight, nbytes - straight);
+}
+
+static void copy_out(const phx_comm *comm, uint32_t src, uint64_t at, void *to, uint64_t nbytes)
+{
+    const char *data = ring_data(comm, src, comm->rank);
+    const uint64_t size = phx_ring_bytes(comm->size), offset = at % size;
+    const uint64_t straight = nbytes < size - offset ? nbytes : size - offset;
+    memcpy(to, data + offset, straight);
+    memcpy((char *)to + straight, data, nbytes - straight);
+}
+
+static uint64_t padded(uint64_t nbytes)
+{
+    return (nbytes + ALIGN - 1) / ALIGN * ALIGN;
+}
+
+static void ring_bell(const phx_comm *comm, uint32_t peer)
+{
+    struct phx_place *place = &comm->places[peer];
+    atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(&place->listening, memory_order_seq_cst))
+        phx_futex_wake(&place->bell);
+}
+
+/* -- moving ---------------------------------------------------------------------------------------------------- */
+
+static void finish(phx_message *message, int status)
+{
+    message->status = status;
+    if (message->abandoned)
+        free(message);
+    else
+        atomic_store_explicit(&message->done, 1, memory_order_release);
+}
+
+static int move_sends(phx_comm *comm, uint32_t dst)
+{
+    struct list *sends = &comm->mail->sends[dst];
+    struct phx_ring *ring = ring_of(comm, comm->rank, dst);
+    uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
+    int moved = 0;
+    while (sends->first) {
+        phx_message *message = sends->first;
+        uint64_t room = phx_ring_bytes(comm->size) - (head - atomic_load_explicit(&ring->tail, memory_order_acquire));
+        const int begins = !message->started;
+        if (begins && room < ALIGN)
+            break;
+        uint64_t at = head;
+        if (begins) {
+            const struct header header = {message->nbytes, message->tag, message->dtype};
+            copy_in(comm, dst, at, &header, sizeof header);
+            at += ALIGN;
+            room -= ALIGN;
+            message->started = 1;
+        }
+        uint64_t length = message->nbytes - message->moved;
+        if (length > PIECE)
+            length = PIECE;
+        if (padded(length) > room)
+            length = room / ALIGN * ALIGN;
+        copy_in(comm, dst, at, message->data + message->moved, length);
+        at += padded(length);
+        message->moved += length;
+        if (at == head && message->moved < message->nbytes)
+            break;
+        head = at;
+        atomic_store_explicit(&ring->head, head, memory_order_release);
+        ring_bell(comm, dst);
+        moved = 1;
+        if (message->moved == message->nbytes) {
+            take_out(sends, message);
+            finish(message, PHX_OK);
+        }
+    }
+    return moved;
+}
+
+static int fits(const phx_message *receive, uint32_t src, uint32_t tag)
+{
+    return (receive->peer == src || receive->peer == PHX_ANY_SOURCE) && receive->tag == tag;
+}
+
+/* The receive this message is for; or a new one to set it aside in, when another receive waits behind it; or NULL. */
+static phx_message *claim(phx_comm *comm, uint32_t src, const struct header *header)
+{
+    struct phx_mail *mail = comm->mail;
+    int waited_behind = 0;
+    for (phx_message *m = mail->posted.first; m; m = m->next) {
+        if (fits(m, src, header->tag)) {
+            take_out(&mail->posted, m);
+            m->peer = src;
+            return m;
+        }
+        waited_behind |= m->peer == src || m->peer == PHX_ANY_SOURCE;
+    }
+    if (!waited_behind)
+        return NULL;
+    phx_message *aside = calloc(1, sizeof *aside);
+    if (!aside)
+        return NULL;
+    aside->data = malloc(header->nbytes ? header->nbytes : 1);
+    if (!aside->data) {
+        free(aside);
+        return NULL;
+    }
+    *aside = (phx_message){.data = aside->data, .nbytes = header->nbytes, .peer = src, .tag = header->tag,
+                           .dtype = header->dtype, .receiving = 1};
+    append(&mail->aside, aside);
+    return aside;
+}
+
+static void hand_over(phx_comm *comm, phx_message *aside, phx_message *receive)
+{
+    take_out(&comm->mail->aside, aside);
+    memcpy(receive->data, aside->data, aside->nbytes);
+    free(aside->data);
+    free(aside);
+    finish(receive, PHX_OK);
+}
+
+static void arrived(phx_comm *comm, phx_message *message)
+{
+    for (phx_message *m = comm->mail->aside.first; m; m = m->next)
+        if (m == message) {
+            atomic_store_explicit(&message->done, 1, memory_order_release);
+            if (message->claimed_by)
+                hand_over(comm, message, message->claimed_by);
+            return;
+        }
+    finish(message, PHX_OK);
+}
+
+static int agree(const phx_message *receive, uint64_t nbytes, uint32_t dtype)
+{
+    return receive->nbytes == nbytes && receive->dtype == dtype;
+}
+
+static int move_arrivals(phx_comm *comm, uint32_t src)
+{
+    struct phx_ring *ring = ring_of(comm, src, comm->rank);
+    phx_message **arriving = &comm->mail->arriving[src];
+    uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
+    int moved = 0;
+    for (;;) {
+        uint64_t there = atomic_load_explicit(&ring->head, memory_order_acquire) - tail;
+        if (there == 0)
+            return moved;
+        uint64_t at = tail;
+        if (!*arriving) {
+            struct header header;
+            copy_out(comm, src, tail, &header, sizeof header);
+            phx_message *message = claim(comm, src, &header);
+            if (!message)
+                return moved;
+            if (!agree(message, header.nbytes, header.dtype)) {
+                finish(message, phx_break(comm, PHX_MISMATCH, src));
+                return 1;
+            }
+            *arriving = message;
+            at += ALIGN;
+            there -= ALIGN;
+        }
+        phx_message *message = *arriving;
+        uint64_t length = message->nbytes - message->moved;
+        if (length > PIECE)
+            length = PIECE;
+        if (padded(length) > there)
+            length = there;
+        copy_out(comm, src, at, message->data + message->moved, length);
+        at += padded(length);
+        message->moved += length;
+        if (message->moved == message->nbytes) {
+            *arriving = NULL;
+            arrived(comm, message);
+        }
+        if (at != tail) {
+            tail = at;
+            atomic_store_explicit(&ring->tail, tail, memory_order_release);
+            ring_bell(comm, src);
+            moved = 1;
+        }
+    }
+}
+
+static int move_all(phx_comm *comm)
+{
+    int moved = 0;
+    /* In a broken group the owners of the data have been told that their messages failed, and may have freed it. */
+    for (uint32_t p = 0; p < comm->size && !phx_broken(comm); p++) {
+        if (p == comm->rank)
+            continue;
+        if (comm->mail->sends[p].first)
+            moved |= move_sends(comm, p);
+        moved |= move_arrivals(comm, p);
+    }
+    return moved;
+}
+
+/* -- calls ------------------------------------------------------------------------------------------------------ */
+
+static phx_message *new_message(void *data, uint64_t nbytes, uint32_t dtype, uint32_t peer, uint32_t tag)
+{
+    phx_message *message = malloc(sizeof *message);
+    if (message)
+        *message = (phx_message){.data = data, .nbytes = nbytes, .peer = peer, .tag = tag, .dtype = dtype};
+    return message;
+}
+
+phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
+{
+    phx_message *message = new_message((void *)data, nbytes, dtype, dst, tag);
+    if (!message)
+        return NULL;
+    pthread_mutex_lock(&comm->mail->lock);
+    append(&comm->mail->sends[dst], message);
+    move_sends(comm, dst);
+    pthread_mutex_unlock(&comm->mail->lock);
+    return message;
+}
+
+phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag)
+{
+    phx_message *message = new_message(data, nbytes, dtype, src, tag);
+    if (!message)
+        return NULL;
+    message->receiving = 1;
+    pthread_mutex_lock(&comm->mail->lock);
+    phx_message *aside = comm->mail->aside.first;
+    while (aside && (aside->claimed_by || !fits(message, aside->peer, tag)))
+        aside = aside->next;
+    if (!aside) {
+        append(&comm->mail->posted, message);
+        move_all(comm);
+    } else {
+        message->peer = aside->peer;
+        if (!agree(message, aside->nbytes, aside->dtype))
+            finish(message, phx_break(comm, PHX_MISMATCH, aside->peer));
+        else if (atomic_load_explicit(&aside->done, memory_order_relaxed))
+            hand_over(comm, aside, message);
+        else
+            aside->claimed_by = message;
+    }
+    pthread_mutex_unlock(&comm->mail->lock);
+    return message;
+}
+
+int phx_message_test(phx_comm *comm, phx_message *message)
+{
+    if (atomic_load_explicit(&message->done, memory_order_acquire))
+        return 1;
+    pthread_mutex_lock(&comm->mail->lock);
+    move_all(comm);
+    pthread_mutex_unlock(&comm->mail->lock);
+    return atomic_load_explicit(&message->done, memory_order_acquire);
+}
+
+/* A peer whose end means that the message will not come: its one peer, or any rank if anyone may send it. */
+static int lost_peer(phx_comm *comm, const phx_message *message, uint32_t *lost)
+{
+    for (uint32_t p = 0; p < comm->size; p++)
+        if (p != comm->rank && (message->peer == p || message->peer == PHX_ANY_SOURCE) &&
+            !phx_place_alive(&comm->places[p])) {
+            *lost = p;
+            return 1;
+        }
+    return 0;
+}
+
+int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
+{
+    struct phx_place *place = &comm->places[comm->rank];
+    const uint64_t limit = timeout_ns ? timeout_ns : comm->timeout_ns;
+    uint64_t start = 0;
+    for (uint32_t idle = 0;; idle++) {
+        const uint32_t bell = atomic_load_explicit(&place->bell, memory_order_acquire);
+        pthread_mutex_lock(&comm->mail->lock);
+        const int moved = move_all(comm);
+        pthread_mutex_unlock(&comm->mail->lock);
+        if (atomic_load_explicit(&message->done, memory_order_acquire))
+            return message->status;
+        if (moved)
+            idle = 0;
+        if (idle < comm->spin / 4) {
+            phx_relax();
+            continue;
+        }
+        if (!start)
+            start = phx_now_ns();
+        if (phx_broken(comm)) {
+            struct phx_breakage why;
+            return phx_breakage(comm, &why);
+        }
+        if (phx_now_ns() - start < SPIN_YIELD_NS) {
+            sched_yield();
+            continue;
+        }
+        const int slept = phx_sleep(&place->bell, bell, &place->listening);
+        uint32_t lost;
+        if (slept != PHX_WOKEN && comm->poll && comm->poll())
+            return phx_break(comm, PHX_INTERRUPTED, comm->rank);
+        if (slept != PHX_SLEPT_OUT)
+            continue;
+        if (phx_now_ns() - start > limit)
+            return timeout_ns ? PHX_TIMEOUT
+                              : phx_break(comm, PHX_TIMEOUT, message->peer == PHX_ANY_SOURCE ? comm->rank : message->peer);
+        if (lost_peer(comm, message, &lost) && !phx_message_test(comm, message))
+            return phx_break(comm, PHX_PEER_LOST, lost);
+    }
+}
+
+uint32_t phx_message_source(const phx_message *message)
+{
+    return message->peer;
+}
+
+void phx_message_free(phx_comm *comm, phx_message *message)
+{
+    pthread_mutex_lock(&comm->mail->lock);
+    if (atomic_load_explicit(&message->done, memory_order_relaxed))
+        free(message);
+    else
+        message->abandoned = 1;
+    pthread_mutex_unlock(&comm->mail->lock);
+}
