@@ -204,7 +204,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--epochs", type=int, default=6, help="passes over the reviews in all [%(default)s]")
+    add("--epochs", type=int, default=5, help="passes over the reviews in all [%(default)s]")
     add("--batch-size", type=int, default=64, help="reviews per step, of all ranks together [%(default)s]")
     add("--lr", type=float, default=2e-3, help=f"learning rate, times {LR_DECAY} each epoch [%(default)s]")
     add("--dropout", type=float, default=0.5, help="share of the features dropped in training [%(default)s]")
