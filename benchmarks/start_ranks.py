@@ -124,9 +124,7 @@ def main() -> None:
         if isinstance(ours, float) and isinstance(theirs, float):
             ratios[str(ranks)] = theirs / ours
     if arguments.json:
-        print(
-            json.dumps({"cores": len(os.sched_getaffinity(0)), "times": records, "torchrun_over_phalanx": ratios})
-        )
+        print(json.dumps({"cores": len(os.sched_getaffinity(0)), "times": records, "torchrun_over_phalanx": ratios}))
         return
     print(f"{len(os.sched_getaffinity(0))} cores, {arguments.rounds} rounds; seconds")
     print(f"{'launcher':10}{'ranks':>6}{'median':>9}{'fastest':>9}{'slowest':>9}")

@@ -165,9 +165,7 @@ class Launcher:
         self.jobs.append(job)
         return job
 
-    def run(
-        self, *arguments: str, data: bytes | None = None, environment: dict[str, str] | None = None
-    ) -> Outcome:
+    def run(self, *arguments: str, data: bytes | None = None, environment: dict[str, str] | None = None) -> Outcome:
         """Start, wait for the end, and return how it went."""
         if data is None:
             return self.start(*arguments, environment=environment).finish()

@@ -83,9 +83,7 @@ def test_what_cannot_be_run_is_named(tmp_path: Path) -> None:
         find_target(str(text))
 
 
-def test_modules_are_found_without_importing_their_parents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_are_found_without_importing_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "parent"
     package.mkdir()
     (package / "__init__.py").write_text("raise RuntimeError('imported by the launcher')")
@@ -194,9 +192,7 @@ def test_table_has_a_line_a_rank() -> None:
     lines = text.splitlines()
     assert lines[0] == "the title, phalanx"
     assert lines[1].split() == ["rank", "node", "host", "local", "rank", "device", "cores", "threads"]
-    assert [line.split() for line in lines[2:]] == [
-        [str(r), "0", "host0", str(r), "cpu", "8", "2"] for r in range(3)
-    ]
+    assert [line.split() for line in lines[2:]] == [[str(r), "0", "host0", str(r), "cpu", "8", "2"] for r in range(3)]
     assert "\x1b" not in text
     assert text.endswith("\n")
 

@@ -212,6 +212,27 @@ def test_futures_carry_the_result_and_run_callbacks() -> None:
     assert on_ranks(body, 2) == [[4.0, 4.0]] * 2
 
 
+def test_a_callback_may_wait_for_further_operations_of_its_group() -> None:
+    """As PowerSGD's hook does; three deep here."""
+
+    def body(place: Place) -> float:
+        place.join()
+
+        def deeper(depth: int, value: torch.Tensor) -> torch.Tensor:
+            future = dist.all_reduce(value, async_op=True).get_future()
+            if depth == 0:
+                result: torch.Tensor = future.wait()[0]
+            else:
+                result = future.then(lambda f: deeper(depth - 1, f.value()[0])).wait()
+            return result
+
+        result = deeper(3, torch.ones(1)).item()
+        dist.destroy_process_group()
+        return result
+
+    assert on_ranks(body, 2) == [16.0, 16.0]
+
+
 def test_waiting_with_a_timeout_gives_up_and_can_be_resumed() -> None:
     def body(place: Place) -> bool:
         place.join()
@@ -344,6 +365,4 @@ def test_scripts_need_no_import_of_phalanx() -> None:
 def test_import_torch_loads_only_the_registration() -> None:
     script = "import sys, torch; print(sorted(m for m in sys.modules if m.startswith('phalanx')))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == str(
-        ["phalanx", "phalanx.backends", "phalanx.backends.register", "phalanx.errors"]
-    )
+    assert done.stdout.strip() == str(["phalanx", "phalanx.backends", "phalanx.backends.register", "phalanx.errors"])

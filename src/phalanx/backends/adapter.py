@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.backends.communicator import Communicator, Message
-from phalanx.backends.layout import dense, even_pieces, in_place, into, same_size, split_pieces
+from phalanx.backends.layout import DTYPES, dense, even_pieces, in_place, into, same_size, split_pieces
 from phalanx.backends.messages import Messages, MessageWork
 from phalanx.backends.progress import Progress
 from phalanx.backends.work import PhalanxWork
@@ -61,6 +61,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._progress = Progress(group_name)
         self._messages = Messages(group_name)
         self._gloo = gloo
+        self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, _SUM))
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._set_group_name(GroupName(group_name))
@@ -80,9 +81,8 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         # The usual case first, in as few steps as it can be: every one of them is paid in each call.
         if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp:
             tensor = tensors[0]
-            communicator = self._communicator
-            if communicator.can_reduce(tensor.dtype, _SUM) and tensor.is_cpu and tensor.is_contiguous():
-                return self._progress.run(communicator.all_reduce, tensor, _SUM)
+            if tensor.dtype in self._summed and tensor.is_cpu and tensor.is_contiguous():
+                return self.sum_in_place(tensor)
         if any(tensor.layout != torch.strided for tensor in tensors):
             return self._start(opts.asyncOp, tensors, lambda: self._gloo.allreduce(tensors, opts).wait())
         reals, op, factor = self._reduction("all_reduce", tensors, reduce_op)
@@ -95,6 +95,14 @@ class PhalanxProcessGroup(dist.ProcessGroup):
                 in_place(tensor, lambda buffer: body(buffer, op))
 
         return self._start(opts.asyncOp, tensors, reduce_each)
+
+    def sum_in_place(self, tensor: torch.Tensor) -> None:
+        """All-reduce one contiguous CPU tensor, here and now. What ``allreduce`` does in the usual case."""
+        progress = self._progress
+        with progress.running:
+            if not progress.queue:
+                return self._communicator.all_reduce(tensor, _SUM)
+        return progress.run(self._communicator.all_reduce, tensor, _SUM)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, AllreduceCoalescedOptions() if opts is None else opts)

@@ -8,7 +8,9 @@ import torch
 
 from phalanx.errors import ArgumentError
 
-__all__ = ["dense", "even_pieces", "in_place", "into", "same_size", "split_pieces"]
+__all__ = ["DTYPES", "dense", "even_pieces", "in_place", "into", "same_size", "split_pieces"]
+
+DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,14 @@ and costs a lock. An asynchronous one is queued; whoever comes first runs it: th
 thread that waits for it or calls a synchronous operation behind it. So ``all_reduce(async_op=True).wait()``
 needs no switch to another thread, and a gradient bucket moves while backward computes.
 
-One lock, ``_running``, is held by whoever runs operations; ``_queue`` is appended to by callers and popped
-only by its holder. Both are touched by several threads: deque's append and popleft are atomic.
+One lock, ``running``, is held by whoever runs operations; ``queue`` is appended to by callers and popped
+only by its holder. Both are touched by several threads: deque's append and popleft are atomic. A closed group's
+queue holds None for ever, so that a caller who looks only whether it is empty finds that it is not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -28,12 +30,13 @@ __all__ = ["Operation", "Progress"]
 class Operation:
     """One queued call: what to run, whether it has run, and what came of it."""
 
-    __slots__ = ("_body", "_done_event", "_future", "_lock", "_site", "done", "error", "result")
+    __slots__ = ("_body", "_completed", "_done_event", "_future", "_lock", "_site", "done", "error", "result")
 
     def __init__(self, body: Callable[[], None], result: list[torch.Tensor]) -> None:
         self._body: Callable[[], None] | None = body
         self._site = call_site.capture(3)  # by whoever runs it, the stack of the call is gone
         self.result = result
+        self._completed = False
         self.done = False
         self.error: BaseException | None = None
         self._lock = threading.Lock()
@@ -41,7 +44,7 @@ class Operation:
         self._future: torch.futures.Future[Any] | None = None
 
     def run(self) -> None:
-        """Run the body and publish its end. Called once, by the holder of the group's lock."""
+        """Run the body and wake who waits. Called once, by the holder of the group's lock."""
         body, self._body = self._body, None  # what the body holds on to must not outlive it
         assert body is not None
         call_site.running.site = self._site
@@ -53,9 +56,14 @@ class Operation:
             call_site.running.site = None
         with self._lock:
             self.done = True
-            event, future = self._done_event, self._future
+            event = self._done_event
         if event is not None:
             event.set()
+
+    def complete(self) -> None:
+        """Complete the future, which runs its callbacks here. Called once, after ``run``, without the lock."""
+        with self._lock:
+            future, self._completed = self._future, True
         if future is not None:
             future.set_result(None)
 
@@ -78,7 +86,7 @@ class Operation:
         with self._lock:
             if self._future is None:
                 self._future = base
-                completed = self.done
+                completed = self._completed
             else:
                 base, completed = self._future, False
         if completed:
@@ -92,67 +100,91 @@ class Operation:
 
 
 class Progress:
-    """The queue of one group and, from its first asynchronous operation on, its thread."""
+    """The queue of one group and, from its first asynchronous operation on, its threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running = threading.Lock()
-        self._queue: deque[Operation] = deque()
+        self.running = threading.Lock()
+        self.queue: deque[Operation | None] = deque()
         self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._in_callbacks = 0
+        self._counting = threading.Lock()
 
     def run(self, body: Callable[..., None], *arguments: Any) -> None:
         """Run ``body(*arguments)`` here and now, after everything queued before it."""
-        with self._running:
-            if self._closed:
-                raise ClosedError(f"process group {self._name!r} was used after it had been destroyed")
-            if self._queue:
-                self._run_queued(None)
-            body(*arguments)
+        while True:
+            with self.running:
+                if not self.queue:
+                    return body(*arguments)
+                operation = self._run_next()
+            operation.complete()
 
     def submit(self, body: Callable[[], None], result: list[torch.Tensor]) -> Operation:
         """Queue ``body``; returns at once. ``result`` is what the operation's future holds."""
-        if self._closed:
-            raise ClosedError(f"process group {self._name!r} was used after it had been destroyed")
+        if self.queue and self.queue[0] is None:
+            raise self._closed()
         operation = Operation(body, result)
-        self._queue.append(operation)
-        if self._thread is None:
+        self.queue.append(operation)
+        if len(self._threads) <= self._in_callbacks:
             self._start_thread()
         self._calls.put(True)
         return operation
 
     def help(self, operation: Operation) -> None:
-        """Run what is queued up to ``operation`` on this thread, unless another thread is at it already."""
-        if self._running.acquire(blocking=False):
+        """Run what is queued up to ``operation`` on this thread, as long as no other thread is at it."""
+        while not operation.done and self.running.acquire(blocking=False):
             try:
-                self._run_queued(operation)
+                if not self.queue:
+                    return
+                done = self._run_next()
             finally:
-                self._running.release()
+                self.running.release()
+            done.complete()
 
     def close(self) -> None:
-        """Run what is queued, then end the thread. Later calls raise ``ClosedError``."""
-        with self._running:
-            self._run_queued(None)
-            self._closed = True
-        if self._thread is not None:
+        """Run what is queued, then end the threads. Later calls raise ``ClosedError``."""
+        with contextlib.suppress(ClosedError):
+            self.run(self.queue.append, None)
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._calls.put(False)
-            if self._thread is not threading.current_thread():
-                self._thread.join()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
-    def _run_queued(self, last: Operation | None) -> None:
-        while self._queue and not (last is not None and last.done):
-            self._queue.popleft().run()
+    def _run_next(self) -> Operation:
+        operation = self.queue.popleft()
+        if operation is None:
+            self.queue.append(None)
+            raise self._closed()
+        operation.run()
+        return operation
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"process group {self._name!r} was used after it had been destroyed")
 
     def _start_thread(self) -> None:
-        with self._running:
-            if self._thread is None:
-                # A daemon: an interpreter that exits with an operation still waiting for a lost rank must
-                # not wait for it too.
-                self._thread = threading.Thread(target=self._serve, name=f"phalanx-{self._name}", daemon=True)
-                self._thread.start()
+        # A daemon: an interpreter that exits with an operation still waiting for a lost rank must not wait too.
+        thread = threading.Thread(target=self._serve, name=f"phalanx-{self._name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _serve(self) -> None:
         while self._calls.get():
-            with self._running:
-                self._run_queued(None)
+            with self.running:
+                if not self.queue or self.queue[0] is None:
+                    continue  # somebody who waited for it has run it
+                operation = self._run_next()
+            # A callback may wait for a further operation of this group (PowerSGD's do). Whoever submits that one
+            # sees from this count that another thread is needed to run it.
+            with self._counting:
+                self._in_callbacks += 1
+            if self.queue and len(self._threads) <= self._in_callbacks:
+                self._start_thread()
+                self._calls.put(True)
+            try:
+                operation.complete()
+            finally:
+                with self._counting:
+                    self._in_callbacks -= 1
