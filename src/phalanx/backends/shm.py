@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from phalanx.backends.call_site import call_site
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.meeting import CHUNK_BYTES, meet
+from phalanx.backends.reductions import OP_NAMES, REDUCIBLE, reducible
 from phalanx.backends.verdict import explain
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Status, library
@@ -22,38 +22,15 @@ from phalanx.native.signals import SignalPoll
 __all__ = ["SharedMemoryCommunicator"]
 
 # What the core's kernels know, by its numbers (enum phx_dtype).
-_REDUCED = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.uint8: 5,
-    torch.uint16: 6,
-    torch.uint32: 7,
-    torch.uint64: 8,
-    torch.int8: 9,
-    torch.int16: 10,
-    torch.int32: 11,
-    torch.int64: 12,
-    torch.bool: 13,
-}
+_REDUCED = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
 # The rest is only copied; its numbers serve to tell one from another.
 _COPIED = sorted(
     (value for value in vars(torch).values() if isinstance(value, torch.dtype) and value not in _REDUCED), key=str
 )
 _DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromkeys(_COPIED))}
 
-# torch's ReduceOp compares and hashes slowly; its integer value is what travels from here on.
-_OPS = {
-    getattr(dist.ReduceOp, name).value: number
-    for number, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), start=1)
-}
-_OP_NAMES = {getattr(dist.ReduceOp, name).value: name for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")} | {
-    getattr(dist.ReduceOp, name).value: name for name in ("BAND", "BOR", "BXOR")
-}
-_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-_BITWISE = frozenset(getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR"))
-_AVG = dist.ReduceOp.AVG.value
+# The core numbers operations as torch's ReduceOp does in this order (enum phx_op).
+_OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -91,9 +68,7 @@ class SharedMemoryCommunicator(Communicator):
         self._timeout_s = timeout.total_seconds()
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        if dtype in _FLOATS:
-            return op in _OPS and op not in _BITWISE
-        return dtype in _REDUCED and op in _OPS and op != _AVG
+        return reducible(dtype, op)
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -241,7 +216,7 @@ class SharedMemoryCommunicator(Communicator):
         if tensor is not None:
             parts.append(f"{_name(tensor.dtype)}{list(tensor.shape)}")
         if op is not None:
-            parts.append(_OP_NAMES[op].lower())
+            parts.append(OP_NAMES[op].lower())
         parts += [f"{key}={value}" for key, value in who.items()]
         raise self.explain(f"{name}({', '.join(parts)})")
 
