@@ -10,13 +10,13 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
-from phalanx.backends.call_site import call_site
+from phalanx.backends.call_site import CallSite, call_site, capture
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.meeting import CHUNK_BYTES, meet
 from phalanx.backends.reductions import OP_NAMES, REDUCIBLE, reducible
 from phalanx.backends.verdict import explain
 from phalanx.errors import BackendError, PhalanxError
-from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Status, library
+from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Breakage, Status, library
 from phalanx.native.signals import SignalPoll
 
 __all__ = ["SharedMemoryCommunicator"]
@@ -66,6 +66,9 @@ class SharedMemoryCommunicator(Communicator):
         self._comm = meet(store, rank, size, timeout, max(chunk_bytes, 64 * size), spin, self._signals.callback)
         self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
         self._timeout_s = timeout.total_seconds()
+        # The last call that this rank left without having heard from all others (a broadcast's root does): should it
+        # not match theirs, that shows in a later call. What it was, and where it was called.
+        self._unheard: tuple[str, CallSite | None] = ("", None)
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
@@ -87,6 +90,8 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "reduce", tensor, op=op, dst=root)
+        if root != self.rank:
+            self._unheard = (_text("reduce", tensor, op=op, dst=root), capture(2))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         status = self._core.phx_reduce_scatter(
@@ -107,6 +112,8 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "broadcast", tensor, src=root)
+        if root == self.rank:
+            self._unheard = (_text("broadcast", tensor, src=root), capture(2))
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         status = self._core.phx_all_gather(
@@ -132,6 +139,8 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "gather", tensor, dst=root)
+        if root != self.rank:
+            self._unheard = (_text("gather", tensor, dst=root), capture(2))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         status = self._core.phx_scatter(
@@ -145,6 +154,8 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "scatter", output, src=root)
+        if root == self.rank:
+            self._unheard = (_text("scatter", output, src=root), capture(2))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         dtype = _DTYPES[outputs[0].dtype]
@@ -198,31 +209,21 @@ class SharedMemoryCommunicator(Communicator):
         if comm:
             self._core.phx_close(comm)
 
-    def _fail(
-        self,
-        status: int,
-        name: str,
-        tensor: torch.Tensor | None,
-        *,
-        op: int | None = None,
-        text: str = "",
-        **who: int,
-    ) -> None:
+    def _fail(self, status: int, name: str, tensor: torch.Tensor | None, *, text: str = "", **arguments: int) -> None:
         """Raise what ``status`` means, after telling the other ranks what this one was doing."""
         if status < BROKEN_FROM:
             raise BackendError(f"the core refused {name} as malformed (status {status}, rank {self.rank})")
         self._signals.raise_pending()
-        parts = [text] if text else []
-        if tensor is not None:
-            parts.append(f"{_name(tensor.dtype)}{list(tensor.shape)}")
-        if op is not None:
-            parts.append(OP_NAMES[op].lower())
-        parts += [f"{key}={value}" for key, value in who.items()]
-        raise self.explain(f"{name}({', '.join(parts)})")
+        raise self.explain(f"{name}({text})" if text else _text(name, tensor, **arguments))
 
     def explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""
+        why = Breakage()
+        self._core.phx_breakage(self._comm, ctypes.byref(why))
         site = call_site()
+        if why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(self._comm) and self._unheard[0]:
+            call, before = self._unheard
+            site = f"{before[0]}:{before[1]}" if before else ""
         return explain(self._comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
 
 
@@ -277,6 +278,15 @@ def _fill(pointers: ctypes.Array[ctypes.c_void_p], tensors: Sequence[torch.Tenso
     for index, tensor in enumerate(tensors):
         pointers[index] = tensor.data_ptr()
     return pointers
+
+
+def _text(name: str, tensor: torch.Tensor | None, op: int | None = None, **who: int) -> str:
+    """A call as its user wrote it: ``all_reduce(float32[4, 2], sum)``."""
+    parts = [] if tensor is None else [f"{_name(tensor.dtype)}{list(tensor.shape)}"]
+    if op is not None:
+        parts.append(OP_NAMES[op].lower())
+    parts += [f"{key}={value}" for key, value in who.items()]
+    return f"{name}({', '.join(parts)})"
 
 
 def _name(dtype: torch.dtype) -> str:

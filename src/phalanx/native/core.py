@@ -24,7 +24,7 @@ __all__ = [
     "library",
 ]
 
-ABI = 2
+ABI = 3
 ANY_SOURCE = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -54,12 +54,14 @@ class Breakage(Structure):
         ("rank", c_uint32),
         ("peer", c_uint32),
         ("peer_pid", c_uint32),
+        ("chunk", c_uint64),
     ]
 
     status: int
     rank: int
     peer: int
     peer_pid: int
+    chunk: int
 
 
 @cache
@@ -92,6 +94,7 @@ def library() -> ctypes.CDLL:
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64]),
         ("phx_breakage", c_int, [comm, POINTER(Breakage)]),
+        ("phx_call_chunk", c_uint64, [comm]),
         ("phx_describe", None, [comm, c_char_p]),
         ("phx_description", c_int, [comm, c_uint32, c_char_p]),
         ("phx_all_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint64]),

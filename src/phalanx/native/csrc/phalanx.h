@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 2
+#define PHX_ABI 3
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
@@ -64,6 +64,7 @@ typedef struct phx_comm phx_comm;
 struct phx_breakage {
     uint32_t status; /* enum phx_status, or PHX_OK when the group is whole */
     uint32_t rank, peer, peer_pid; /* who noticed, and whom it was waiting for or compared with */
+    uint64_t chunk;                /* of a mismatch: the chunk for which the calls differ */
 };
 
 /* Called while a rank waits, at most once per slice (50 ms) and after a signal; non-zero stops the wait. */
@@ -93,6 +94,9 @@ PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns);
 
 /* Fill `out` with the reason the group broke; returns its status. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
+
+/* The chunk this rank's last call began with: a mismatch at an earlier one concerns an earlier call. */
+PHX_API uint64_t phx_call_chunk(const phx_comm *comm);
 
 /* What a rank tells the others about itself once the group is broken; at most PHX_TEXT - 1 bytes. */
 #define PHX_TEXT 376

@@ -71,15 +71,17 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
         return NULL;
     comm->mapped_bytes = (uint64_t)file.st_size;
     comm->seen = calloc(header.size, sizeof *comm->seen);
+    comm->compared = calloc(header.size, sizeof *comm->compared);
     comm->inputs = calloc(header.size, sizeof *comm->inputs);
     char *base = mmap(NULL, comm->mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     comm->mail = phx_mail_open(header.size);
-    if (base == MAP_FAILED || !comm->seen || !comm->inputs || !comm->mail) {
+    if (base == MAP_FAILED || !comm->seen || !comm->compared || !comm->inputs || !comm->mail) {
         if (base != MAP_FAILED)
             munmap(base, comm->mapped_bytes);
         if (comm->mail)
             phx_mail_close(comm->mail, header.size);
         free(comm->seen);
+        free(comm->compared);
         free(comm->inputs);
         free(comm);
         return NULL;
@@ -105,6 +107,7 @@ void phx_close(phx_comm *comm)
     phx_mail_close(comm->mail, comm->size);
     munmap((void *)comm->header, comm->mapped_bytes);
     free(comm->seen);
+    free(comm->compared);
     free(comm->inputs);
     free(comm);
 }
