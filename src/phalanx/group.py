@@ -114,9 +114,7 @@ class Group:
         group = self._use(tensor, *(gather_list or ()))
         return dist.gather(tensor, gather_list, group=group, async_op=async_op, group_dst=self._member(dst))
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int = 0, op: Any = _SUM, async_op: bool = False
-    ) -> dist.Work | None:
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Reduce every rank's ``tensor`` into that of rank ``dst``; on the others it is left undefined."""
         group = self._use(tensor)
         return dist.reduce(tensor, op=op, group=group, async_op=async_op, group_dst=self._member(dst))

@@ -166,6 +166,9 @@ def test_through_torch_with_complex_numbers_factors_and_views(size: int) -> None
         output = torch.zeros(6, 2)[:, 0]
         dist.reduce_scatter(output, [torch.full((6,), float(r + b)) for b in range(n)])
         assert output.tolist() == [total + n * place.rank] * 6
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0], [place.rank]]), torch.tensor([float(r)]), (1, n))
+        dist.all_reduce(sparse)
+        assert sparse.to_dense().tolist() == [[float(k + 1) for k in range(n)]]
         for op, dtype in ((dist.ReduceOp.BAND, torch.float32), (dist.ReduceOp.MAX, torch.complex64)):
             with pytest.raises(ValueError, match=r"not supported|does not support"):
                 dist.all_reduce(torch.ones(2, dtype=dtype), op=op)

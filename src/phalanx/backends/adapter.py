@@ -79,9 +79,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             opts = AllreduceOptions()
         reduce_op = opts.reduceOp
         # The usual case first, in as few steps as it can be: every one of them is paid in each call.
-        if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp:
-            if self.sum_in_place(tensors[0]):
-                return None
+        usual = reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp
+        if usual and self.sum_in_place(tensors[0]):
+            return None
         if any(tensor.layout != torch.strided for tensor in tensors):
             return self._start(opts.asyncOp, tensors, lambda: self._gloo.allreduce(tensors, opts).wait())
         reals, op, factor = self._reduction("all_reduce", tensors, reduce_op)
@@ -100,7 +100,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
         What ``allreduce`` does for most calls, and ``Group.all_reduce`` without the way through torch's checks.
         """
-        if not (tensor.dtype in self._summed and tensor.is_cpu and tensor.is_contiguous()):
+        if not (tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()):
             return False
         progress = self._progress
         with progress.running:
