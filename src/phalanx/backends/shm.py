@@ -12,8 +12,9 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.backends.call_site import CallSite, call_site, capture
 from phalanx.backends.communicator import Communicator, Message
-from phalanx.backends.meeting import CHUNK_BYTES, meet
+from phalanx.backends.meeting import meet
 from phalanx.backends.reductions import OP_NAMES, REDUCIBLE, reducible
+from phalanx.backends.tuning import Tuning, load_tuning
 from phalanx.backends.verdict import explain
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Breakage, Status, library
@@ -43,15 +44,15 @@ class SharedMemoryCommunicator(Communicator):
         rank: this process's rank in the group.
         size: the number of ranks, at most 1024.
         timeout: how long to wait for the others, here and in every collective.
-        chunk_bytes: bytes a rank puts in at a time; a multiple of 64. Small values make tests reach
-            the many-chunk paths cheaply. Rank 0's value holds.
+        tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
+            machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. Rank 0's hold.
 
     Raises:
         NotOneHost: a rank cannot open the segment; the message says which and why.
         InitializationError: a rank did not come within the timeout.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, tuning: Tuning | None = None) -> None:
         self.rank = rank
         self.size = size
         self._core = library()
@@ -63,7 +64,7 @@ class SharedMemoryCommunicator(Communicator):
         cores = len(os.sched_getaffinity(0))
         # With more ranks than cores, whoever is awaited needs the core that a spin would burn.
         spin = 1000 if size <= cores else 50
-        self._comm = meet(store, rank, size, timeout, max(chunk_bytes, 64 * size), spin, self._signals.callback)
+        self._comm = meet(store, rank, size, timeout, tuning or load_tuning(), spin, self._signals.callback)
         self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
         self._timeout_s = timeout.total_seconds()
         # The last call that this rank left without having heard from all others (a broadcast's root does): should it

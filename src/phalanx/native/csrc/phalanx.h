@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 3
+#define PHX_ABI 4
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
@@ -76,8 +76,10 @@ PHX_API uint32_t phx_abi(void);
  * least 64 per rank). */
 PHX_API uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes);
 
-/* Write the header into a fresh file of that size. `cookie` (16 bytes) is what attaching ranks check. */
-PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, const uint8_t *cookie);
+/* Write the header into a fresh file of that size. `small_bytes`: reductions whose inputs add up to at most so much
+ * take one synchronisation (see all_reduce.c). `cookie` (16 bytes) is what attaching ranks check. */
+PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes,
+                               const uint8_t *cookie);
 
 /* Map a formatted segment as `rank`. Returns NULL with errno set, EPROTO when it is not the segment the
  * cookie belongs to. `spin` is how often a wait looks before it yields the core. */
