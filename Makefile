@@ -29,6 +29,7 @@ unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
 benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured here
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/start_ranks.py
+	$(BIN)/python benchmarks/ddp_step.py
 	$(BIN)/python benchmarks/training.py
 
 conformance: $(VENV)/.installed  ## torch's own distributed suite on the backend (some minutes; docs/conformance.md)
