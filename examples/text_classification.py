@@ -136,9 +136,7 @@ class Classifier(nn.Module):
         found = [convolution(embedded).amax(dim=-1).relu() for convolution in self.convolutions]
         scores: torch.Tensor = self.output(self.dropout(torch.cat(found, dim=1)))
         rows = ngram_rows(tokens)
-        said = (
-            self.dropout(self.ngrams(rows).squeeze(2)).sum(dim=1) / rows.count_nonzero(dim=1).clamp(min=1).sqrt()
-        )
+        said = self.dropout(self.ngrams(rows).squeeze(2)).sum(dim=1) / rows.count_nonzero(dim=1).clamp(min=1).sqrt()
         return scores + NGRAM_SCALE * torch.stack([-said, said], dim=1)
 
 
