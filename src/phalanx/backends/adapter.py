@@ -344,7 +344,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         return self.recv(tensors, None, tag)
 
     def _message(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> MessageWork:
-        work = MessageWork(message, tensors, write_back)
+        work = MessageWork(message, tensors, write_back, self._messages)
         if not work.is_completed():
             self._messages.look_after(work)
         return work

@@ -23,14 +23,21 @@ from phalanx.errors import CollectiveTimeout, PhalanxError
 __all__ = ["MessageWork", "Messages"]
 
 PATIENCE_S = 0.002
-SLICE_S = 0.1
+SLICE_S = 0.01
 
 
 class MessageWork(dist.Work):
     """The handle of one send or receive."""
 
-    def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        message: Message,
+        tensors: list[torch.Tensor],
+        write_back: list[torch.Tensor],
+        messages: Messages,
+    ) -> None:
         super().__init__()
+        self._messages = messages
         self._message = message
         self._tensors = tensors
         self._write_back = write_back
@@ -45,7 +52,7 @@ class MessageWork(dist.Work):
             PhalanxError: the message failed; this is its error.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        if not self._message.wait(seconds if seconds > 0 else None):
+        if not self._messages.wait(self._message, seconds if seconds > 0 else None):
             raise CollectiveTimeout(
                 f"the message is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
                 elapsed_s=seconds,
@@ -118,6 +125,18 @@ class Messages:
         self._left: queue.SimpleQueue[MessageWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._waiting = 0
+        self._counting = threading.Lock()
+
+    def wait(self, message: Message, timeout_s: float | None) -> bool:
+        """Wait for a message, on the thread of its user; see :meth:`Message.wait`."""
+        with self._counting:
+            self._waiting += 1
+        try:
+            return message.wait(timeout_s)
+        finally:
+            with self._counting:
+                self._waiting -= 1
 
     def look_after(self, work: MessageWork) -> None:
         """Make sure that ``work`` gets done, and its tensors live until then, even if it is dropped."""
@@ -143,5 +162,8 @@ class Messages:
                     works.append(self._left.get_nowait())
             for work in works:
                 while work is not None and not self._closed and not work.is_completed():
+                    if self._waiting:
+                        time.sleep(PATIENCE_S)  # whoever waits moves all messages; two would contend for the core
+                        continue
                     with contextlib.suppress(PhalanxError):
                         work._message.wait(SLICE_S)

@@ -183,10 +183,10 @@ class SharedMemoryCommunicator(Communicator):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        handle = self._core.phx_send(
-            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], peer, tag & 0xFFFFFFFF
-        )
-        return _ShmMessage(self, handle, tensor, f"send to rank {peer}")
+        what = (self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], peer, tag & 0xFFFFFFFF)
+        if self._core.phx_send_now(*what):
+            return _SENT
+        return _ShmMessage(self, self._core.phx_send(*what), tensor, "send to", peer)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         handle = self._core.phx_recv(
@@ -197,7 +197,7 @@ class SharedMemoryCommunicator(Communicator):
             ANY_SOURCE if peer is None else peer,
             tag & 0xFFFFFFFF,
         )
-        return _ShmMessage(self, handle, tensor, f"recv from {'any rank' if peer is None else f'rank {peer}'}")
+        return _ShmMessage(self, handle, tensor, "recv from", peer)
 
     # -- lifetime and errors -----------------------------------------------------------------------
 
@@ -228,18 +228,41 @@ class SharedMemoryCommunicator(Communicator):
         return explain(self._comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
 
 
+class _Sent(Message):
+    """A send that was done when it was called."""
+
+    def test(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    @property
+    def source(self) -> int:
+        return -1
+
+
+_SENT = _Sent()
+
+
 class _ShmMessage(Message):
-    def __init__(self, communicator: SharedMemoryCommunicator, handle: int | None, tensor: torch.Tensor, what: str):
+    def __init__(
+        self,
+        communicator: SharedMemoryCommunicator,
+        handle: int | None,
+        tensor: torch.Tensor,
+        verb: str,
+        peer: int | None,
+    ) -> None:
         if not handle:
-            raise BackendError(f"no memory for a message ({what})")
+            raise BackendError(f"no memory for a message ({verb} rank {peer})")
         self._communicator = communicator
         self._handle: int | None = handle
         self._tensor: torch.Tensor | None = tensor
-        self._what = f"{what}, {_name(tensor.dtype)}{list(tensor.shape)}"
+        self._verb = verb
+        self._peer = peer
         self._source = -1
         self._error: PhalanxError | None = None
-        if communicator._core.phx_message_test(communicator._comm, handle):
-            self.wait()
 
     def test(self) -> bool:
         handle, communicator = self._handle, self._communicator
@@ -264,7 +287,9 @@ class _ShmMessage(Message):
             return  # another thread that waited for the same message was first
         if status:
             communicator._signals.raise_pending()
-            self._error = communicator.explain(self._what)
+            whom = "any rank" if self._peer is None else f"rank {self._peer}"
+            shape = "" if self._tensor is None else f"{_name(self._tensor.dtype)}{list(self._tensor.shape)}"
+            self._error = communicator.explain(f"{self._verb} {whom}, {shape}")
         else:
             self._source = communicator._core.phx_message_source(handle)
         communicator._core.phx_message_free(communicator._comm, handle)

@@ -24,7 +24,7 @@ __all__ = [
     "library",
 ]
 
-ABI = 4
+ABI = 5
 ANY_SOURCE = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -107,6 +107,7 @@ def library() -> ctypes.CDLL:
         ("phx_all_to_all", c_int, [comm, blocks, sizes, blocks, sizes, c_uint32]),
         ("phx_barrier", c_int, [comm]),
         ("phx_send", message, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
+        ("phx_send_now", c_int, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
         ("phx_recv", message, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
         ("phx_message_test", c_int, [comm, message]),
         ("phx_message_wait", c_int, [comm, message, c_uint64]),

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 4
+#define PHX_ABI 5
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
@@ -155,6 +155,10 @@ typedef struct phx_message phx_message;
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst,
                               uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag);
+
+/* Send at once, if nothing is waiting to be sent there and the ring has room for all of it: 1, and there is no message
+ * to look after. Else do nothing: 0. What a short message usually takes. */
+PHX_API int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag);
 
 /* Whether the message is done, after moving along what can be moved now; never blocks. */
 PHX_API int phx_message_test(phx_comm *comm, phx_message *message);
