@@ -12,7 +12,7 @@ help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 run: $(VENV)/.installed  ## Train the example on $(RANKS) ranks (RANKS=4, ARGS="--epochs 1")
-	@$(BIN)/phalanx run -n $(RANKS) examples/text_classification.py $(ARGS)
+	@$(BIN)/phalanx run --no-prefix -n $(RANKS) examples/text_classification.py $(ARGS)
 
 test: lint types unit  ## Everything continuous integration checks
 
