@@ -14,17 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "rings.h"
 #include "wait.h"
 
 #define PIECE 32768u /* how much is copied before the other side is told: both copy at the same time */
-#define ALIGN 16u
 #define SPIN_YIELD_NS 200000ull
-
-struct header {
-    uint64_t nbytes;
-    uint32_t tag, dtype;
-};
-_Static_assert(sizeof(struct header) == ALIGN, "a header never wraps around the end of a ring");
 
 struct phx_message {
     char *data;
@@ -67,19 +61,6 @@ static void take_out(struct list *list, phx_message *message)
     if (list->last == message)
         list->last = before;
     message->next = NULL;
-}
-
-uint64_t phx_ring_bytes(uint32_t size)
-{
-    uint64_t bytes = 262144;
-    while (bytes > 4096 && bytes * size > 1048576)
-        bytes /= 2;
-    return bytes;
-}
-
-uint64_t phx_rings_bytes(uint32_t size)
-{
-    return (uint64_t)size * size * (sizeof(struct phx_ring) + phx_ring_bytes(size));
 }
 
 struct phx_mail *phx_mail_open(uint32_t size)
@@ -125,50 +106,6 @@ void phx_mail_close(struct phx_mail *mail, uint32_t size)
     free(mail);
 }
 
-/* -- the rings ------------------------------------------------------------------------------------------------ */
-
-static struct phx_ring *ring_of(const phx_comm *comm, uint32_t src, uint32_t dst)
-{
-    return &comm->rings[(uint64_t)src * comm->size + dst];
-}
-
-static char *ring_data(const phx_comm *comm, uint32_t src, uint32_t dst)
-{
-    char *data = (char *)(comm->rings + (uint64_t)comm->size * comm->size);
-    return data + ((uint64_t)src * comm->size + dst) * phx_ring_bytes(comm->size);
-}
-
-static void copy_in(const phx_comm *comm, uint32_t dst, uint64_t at, const void *from, uint64_t nbytes)
-{
-    char *data = ring_data(comm, comm->rank, dst);
-    const uint64_t size = phx_ring_bytes(comm->size), offset = at % size;
-    const uint64_t straight = nbytes < size - offset ? nbytes : size - offset;
-    memcpy(data + offset, from, straight);
-    memcpy(data, (const char *)from + straight, nbytes - straight);
-}
-
-static void copy_out(const phx_comm *comm, uint32_t src, uint64_t at, void *to, uint64_t nbytes)
-{
-    const char *data = ring_data(comm, src, comm->rank);
-    const uint64_t size = phx_ring_bytes(comm->size), offset = at % size;
-    const uint64_t straight = nbytes < size - offset ? nbytes : size - offset;
-    memcpy(to, data + offset, straight);
-    memcpy((char *)to + straight, data, nbytes - straight);
-}
-
-static uint64_t padded(uint64_t nbytes)
-{
-    return (nbytes + ALIGN - 1) / ALIGN * ALIGN;
-}
-
-static void ring_bell(const phx_comm *comm, uint32_t peer)
-{
-    struct phx_place *place = &comm->places[peer];
-    atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
-    if (atomic_load_explicit(&place->listening, memory_order_seq_cst))
-        phx_futex_wake(&place->bell);
-}
-
 /* -- moving ---------------------------------------------------------------------------------------------------- */
 
 static void finish(phx_message *message, int status)
@@ -183,36 +120,36 @@ static void finish(phx_message *message, int status)
 static int move_sends(phx_comm *comm, uint32_t dst)
 {
     struct list *sends = &comm->mail->sends[dst];
-    struct phx_ring *ring = ring_of(comm, comm->rank, dst);
+    struct phx_ring *ring = phx_ring_of(comm, comm->rank, dst);
     uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     int moved = 0;
     while (sends->first) {
         phx_message *message = sends->first;
         uint64_t room = phx_ring_bytes(comm->size) - (head - atomic_load_explicit(&ring->tail, memory_order_acquire));
         const int begins = !message->started;
-        if (begins && room < ALIGN)
+        if (begins && room < PHX_ALIGN)
             break;
         uint64_t at = head;
         if (begins) {
-            const struct header header = {message->nbytes, message->tag, message->dtype};
-            copy_in(comm, dst, at, &header, sizeof header);
-            at += ALIGN;
-            room -= ALIGN;
+            const struct phx_message_header header = {message->nbytes, message->tag, message->dtype};
+            phx_ring_write(comm, dst, at, &header, sizeof header);
+            at += PHX_ALIGN;
+            room -= PHX_ALIGN;
             message->started = 1;
         }
         uint64_t length = message->nbytes - message->moved;
         if (length > PIECE)
             length = PIECE;
-        if (padded(length) > room)
-            length = room / ALIGN * ALIGN;
-        copy_in(comm, dst, at, message->data + message->moved, length);
-        at += padded(length);
+        if (phx_padded(length) > room)
+            length = room / PHX_ALIGN * PHX_ALIGN;
+        phx_ring_write(comm, dst, at, message->data + message->moved, length);
+        at += phx_padded(length);
         message->moved += length;
         if (at == head && message->moved < message->nbytes)
             break;
         head = at;
         atomic_store_explicit(&ring->head, head, memory_order_release);
-        ring_bell(comm, dst);
+        phx_ring_bell(comm, dst);
         moved = 1;
         if (message->moved == message->nbytes) {
             take_out(sends, message);
@@ -228,7 +165,7 @@ static int fits(const phx_message *receive, uint32_t src, uint32_t tag)
 }
 
 /* The receive this message is for; or a new one to set it aside in, when another receive waits behind it; or NULL. */
-static phx_message *claim(phx_comm *comm, uint32_t src, const struct header *header)
+static phx_message *claim(phx_comm *comm, uint32_t src, const struct phx_message_header *header)
 {
     struct phx_mail *mail = comm->mail;
     int waited_behind = 0;
@@ -284,7 +221,7 @@ static int agree(const phx_message *receive, uint64_t nbytes, uint32_t dtype)
 
 static int move_arrivals(phx_comm *comm, uint32_t src)
 {
-    struct phx_ring *ring = ring_of(comm, src, comm->rank);
+    struct phx_ring *ring = phx_ring_of(comm, src, comm->rank);
     phx_message **arriving = &comm->mail->arriving[src];
     uint64_t tail = atomic_load_explicit(&ring->tail, memory_order_relaxed);
     int moved = 0;
@@ -294,8 +231,8 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
             return moved;
         uint64_t at = tail;
         if (!*arriving) {
-            struct header header;
-            copy_out(comm, src, tail, &header, sizeof header);
+            struct phx_message_header header;
+            phx_ring_read(comm, src, tail, &header, sizeof header);
             phx_message *message = claim(comm, src, &header);
             if (!message)
                 return moved;
@@ -304,17 +241,17 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
                 return 1;
             }
             *arriving = message;
-            at += ALIGN;
-            there -= ALIGN;
+            at += PHX_ALIGN;
+            there -= PHX_ALIGN;
         }
         phx_message *message = *arriving;
         uint64_t length = message->nbytes - message->moved;
         if (length > PIECE)
             length = PIECE;
-        if (padded(length) > there)
+        if (phx_padded(length) > there)
             length = there;
-        copy_out(comm, src, at, message->data + message->moved, length);
-        at += padded(length);
+        phx_ring_read(comm, src, at, message->data + message->moved, length);
+        at += phx_padded(length);
         message->moved += length;
         if (message->moved == message->nbytes) {
             *arriving = NULL;
@@ -323,7 +260,7 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
         if (at != tail) {
             tail = at;
             atomic_store_explicit(&ring->tail, tail, memory_order_release);
-            ring_bell(comm, src);
+            phx_ring_bell(comm, src);
             moved = 1;
         }
     }
@@ -367,18 +304,18 @@ phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_
 
 int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
 {
-    struct phx_ring *ring = ring_of(comm, comm->rank, dst);
+    struct phx_ring *ring = phx_ring_of(comm, comm->rank, dst);
     int sent = 0;
     pthread_mutex_lock(&comm->mail->lock);
     const uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     const uint64_t taken = head - atomic_load_explicit(&ring->tail, memory_order_acquire);
     if (!comm->mail->sends[dst].first && nbytes <= PIECE && !phx_broken(comm) &&
-        ALIGN + padded(nbytes) <= phx_ring_bytes(comm->size) - taken) {
-        const struct header header = {nbytes, tag, dtype};
-        copy_in(comm, dst, head, &header, sizeof header);
-        copy_in(comm, dst, head + ALIGN, data, nbytes);
-        atomic_store_explicit(&ring->head, head + ALIGN + padded(nbytes), memory_order_release);
-        ring_bell(comm, dst);
+        PHX_ALIGN + phx_padded(nbytes) <= phx_ring_bytes(comm->size) - taken) {
+        const struct phx_message_header header = {nbytes, tag, dtype};
+        phx_ring_write(comm, dst, head, &header, sizeof header);
+        phx_ring_write(comm, dst, head + PHX_ALIGN, data, nbytes);
+        atomic_store_explicit(&ring->head, head + PHX_ALIGN + phx_padded(nbytes), memory_order_release);
+        phx_ring_bell(comm, dst);
         sent = 1;
     }
     pthread_mutex_unlock(&comm->mail->lock);

@@ -1,0 +1,61 @@
+/* Reading from and writing to the ring of one ordered pair of ranks (see p2p.h for who may do what). */
+#ifndef PHALANX_RINGS_H
+#define PHALANX_RINGS_H
+
+#include <string.h>
+
+#include "p2p.h"
+#include "wait.h"
+
+#define PHX_ALIGN 16u
+
+/* What stands before the bytes of a message. */
+struct phx_message_header {
+    uint64_t nbytes;
+    uint32_t tag, dtype;
+};
+_Static_assert(sizeof(struct phx_message_header) == PHX_ALIGN, "a header never wraps around the end of a ring");
+
+static inline struct phx_ring *phx_ring_of(const phx_comm *comm, uint32_t src, uint32_t dst)
+{
+    return &comm->rings[(uint64_t)src * comm->size + dst];
+}
+
+static inline char *phx_ring_data(const phx_comm *comm, uint32_t src, uint32_t dst)
+{
+    char *data = (char *)(comm->rings + (uint64_t)comm->size * comm->size);
+    return data + ((uint64_t)src * comm->size + dst) * phx_ring_bytes(comm->size);
+}
+
+static inline void phx_ring_write(const phx_comm *comm, uint32_t dst, uint64_t at, const void *from, uint64_t nbytes)
+{
+    char *data = phx_ring_data(comm, comm->rank, dst);
+    const uint64_t size = phx_ring_bytes(comm->size), offset = at % size;
+    const uint64_t straight = nbytes < size - offset ? nbytes : size - offset;
+    memcpy(data + offset, from, straight);
+    memcpy(data, (const char *)from + straight, nbytes - straight);
+}
+
+static inline void phx_ring_read(const phx_comm *comm, uint32_t src, uint64_t at, void *to, uint64_t nbytes)
+{
+    const char *data = phx_ring_data(comm, src, comm->rank);
+    const uint64_t size = phx_ring_bytes(comm->size), offset = at % size;
+    const uint64_t straight = nbytes < size - offset ? nbytes : size - offset;
+    memcpy(to, data + offset, straight);
+    memcpy((char *)to + straight, data, nbytes - straight);
+}
+
+static inline uint64_t phx_padded(uint64_t nbytes)
+{
+    return (nbytes + PHX_ALIGN - 1) / PHX_ALIGN * PHX_ALIGN;
+}
+
+static inline void phx_ring_bell(const phx_comm *comm, uint32_t peer)
+{
+    struct phx_place *place = &comm->places[peer];
+    atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(&place->listening, memory_order_seq_cst))
+        phx_futex_wake(&place->bell);
+}
+
+#endif
