@@ -6,7 +6,7 @@ RANKS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint types unit benchmark conformance clean
+.PHONY: help run test lint types unit benchmark sanitize conformance clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured he
 	$(BIN)/python benchmarks/start_ranks.py
 	$(BIN)/python benchmarks/ddp_step.py
 	$(BIN)/python benchmarks/training.py
+
+sanitize: $(VENV)/.installed  ## The C core under sanitizers, ten times longer than in the tests
+	PHALANX_STRESS_SCALE=10 $(BIN)/python -m pytest tests/unit/test_sanitizers.py
 
 conformance: $(VENV)/.installed  ## torch's own distributed suite on the backend (some minutes; docs/conformance.md)
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 3
