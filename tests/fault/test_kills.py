@@ -57,7 +57,7 @@ class Call:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         return tensor
 
-    def list(self) -> list[torch.Tensor]:
+    def blocks(self) -> list[torch.Tensor]:
         return [self.data() for _ in range(self.place.size)]
 
 
@@ -110,12 +110,12 @@ def scatter(call: Call) -> Started:
 
 def reduce_scatter(call: Call) -> Started:
     output = torch.zeros(COUNT)
-    return dist.reduce_scatter(output, call.list(), async_op=call.asynchronous), [(output, call.place.size)]
+    return dist.reduce_scatter(output, call.blocks(), async_op=call.asynchronous), [(output, call.place.size)]
 
 
 def all_to_all(call: Call) -> Started:
     outputs = [torch.zeros(COUNT) for _ in range(call.place.size)]
-    work = dist.all_to_all(outputs, call.list(), async_op=call.asynchronous)
+    work = dist.all_to_all(outputs, call.blocks(), async_op=call.asynchronous)
     return work, [(output, 1) for output in outputs]
 
 
@@ -123,30 +123,32 @@ def barrier(call: Call) -> Started:
     return dist.barrier(async_op=call.asynchronous), []
 
 
+def message(call: Call, sends: bool, tensor: torch.Tensor, peer: int) -> dist.Work | None:
+    if call.asynchronous:
+        return dist.isend(tensor, peer) if sends else dist.irecv(tensor, peer)
+    if sends:
+        dist.send(tensor, peer)
+    else:
+        dist.recv(tensor, peer)
+    return None
+
+
 def send_to_victim(call: Call) -> Started:
     if call.place.rank == 0:
-        tensor = torch.ones(COUNT)
-        return dist.isend(tensor, call.victim) if call.asynchronous else dist.send(tensor, call.victim), []
+        return message(call, True, torch.ones(COUNT), call.victim), []
     if call.place.rank == call.victim:
         tensor = call.data()
-        return dist.irecv(tensor, 0) if call.asynchronous else _none(dist.recv(tensor, 0)), [(tensor, 1)]
+        return message(call, False, tensor, 0), [(tensor, 1)]
     return None, []
 
 
 def receive_from_victim(call: Call) -> Started:
     if call.place.rank == call.victim:
-        tensor = call.data()
-        return dist.isend(tensor, 0) if call.asynchronous else dist.send(tensor, 0), []
+        return message(call, True, call.data(), 0), []
     if call.place.rank == 0:
         tensor = torch.zeros(COUNT)
-        return dist.irecv(tensor, call.victim) if call.asynchronous else _none(dist.recv(tensor, call.victim)), [
-            (tensor, 1)
-        ]
+        return message(call, False, tensor, call.victim), [(tensor, 1)]
     return None, []
-
-
-def _none(_: object) -> None:
-    return None
 
 
 CALLS: tuple[Callable[[Call], Started], ...] = (
@@ -167,7 +169,15 @@ CALLS: tuple[Callable[[Call], Started], ...] = (
 NAMES = [call.__name__ for call in CALLS]
 WITH_A_MIDDLE = [call for call in CALLS if call not in (small_all_reduce, barrier)]
 # Who waits for nobody may return from the call; the next one tells.
-MUST_RAISE_AT_ONCE = (all_reduce, small_all_reduce, broadcast_by_victim, all_gather, reduce_scatter, all_to_all, barrier)
+MUST_RAISE_AT_ONCE = (
+    all_reduce,
+    small_all_reduce,
+    broadcast_by_victim,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    barrier,
+)
 
 
 def exchange_pids(place: Place) -> list[int]:
@@ -177,11 +187,15 @@ def exchange_pids(place: Place) -> list[int]:
     return [int(pid.item()) for pid in pids]
 
 
+def wait(work: dist.Work | None) -> None:
+    if work is not None:
+        work.wait()
+
+
 def run_to_the_end(operation: Callable[[Call], Started], call: Call) -> None:
     """The call and its wait; if it says that it was done, it was done."""
     work, checks = operation(call)
-    if work is not None:
-        work.wait()
+    wait(work)
     if call.place.rank != call.victim:
         for tensor, expected in checks:
             assert bool((tensor == expected).all()), "the call returned, but its result is not whole"
@@ -214,9 +228,9 @@ def survive(operation: Callable[[Call], Started], size: int, moment: str, asynch
         later: list[Callable[[], object]] = [
             lambda: dist.all_reduce(torch.ones(1)),
             lambda: dist.broadcast(torch.ones(1), src=place.rank),
-            lambda: dist.barrier(async_op=True).wait(),
+            lambda: wait(dist.barrier(async_op=True)),
             lambda: dist.send(torch.ones(1), victim),
-            lambda: dist.irecv(torch.ones(1), (place.rank + 1) % place.size).wait(),
+            lambda: wait(dist.irecv(torch.ones(1), (place.rank + 1) % place.size)),
         ]
         for again in later:
             with pytest.raises(PeerLost) as caught:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
 
 MOST_BYTES_PER_RANK = 4 << 20
-# By hand: PHALANX_RANKS=256 pytest tests/world/test_large_worlds.py
+# By hand: PHALANX_RANKS=256 pytest -s tests/world/test_large_worlds.py
 SIZES = [int(size) for size in os.environ.get("PHALANX_RANKS", "64").split(",")]
 
 
@@ -53,6 +53,7 @@ def test_every_operation_in_a_world_of(size: int) -> None:
         work = dist.isend(torch.tensor([me]), (me + 1) % n)
         before = torch.empty(1, dtype=torch.int64)
         dist.recv(before, (me - 1) % n)
+        assert work is not None
         work.wait()
         assert before.item() == (me - 1) % n
         dist.barrier()
