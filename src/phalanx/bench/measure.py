@@ -29,7 +29,7 @@ from phalanx.bench.machine import mpi_description, versions
 from phalanx.bench.mpi_calls import left_out, mpi_call
 from phalanx.bench.noise import CpuClock, Noise, probe, probe_spread
 from phalanx.bench.operations import Operation, make_operation
-from phalanx.bench.plan import Case, Plan
+from phalanx.bench.plan import Case, Plan, format_size
 from phalanx.launch.limits import usable_cores
 
 __all__ = ["run_rank"]
@@ -37,6 +37,9 @@ __all__ = ["run_rank"]
 TIMEOUT = timedelta(seconds=120)
 MOST_CALLS = 100_000
 FEWEST_CALLS = 2
+# A backend that crawls (MPICH busy-waits: with more ranks than free cores a call can take seconds) gets fewer rounds,
+# and larger sizes are not tried any more.
+PATIENCE_S = 5.0
 
 Call = Callable[[], Any]
 
@@ -76,6 +79,7 @@ class _Bench:
         self.plan = plan
         self.groups = groups
         self.mpi = mpi
+        self.crawls: dict[tuple[str, str, str], int] = {}
         self.spread = self._probe()
         gc.collect()
         gc.disable()  # a collection in the middle of a round is nobody's time
@@ -85,15 +89,19 @@ class _Bench:
         operation = make_operation(case.operation, self.rank, self.size, case.dtype, case.nbytes)
         nbytes = int(self._largest([operation.nbytes])[0])
         clock = CpuClock()
-        calls, skipped, wrong = self._ready(case, operation)
+        calls, first_s, skipped, wrong = self._ready(case, operation)
         operation.clear()
         if nbytes:
             calls["memcpy"] = _copy(nbytes)
-        counts = {name: self._agree(call) for name, call in calls.items()}
+        counts, rounds = {}, {}
+        for name, call in calls.items():
+            counts[name], mean_s = self._agree(call, first_s.get(name, 0.0))
+            rounds[name] = max(1, min(self.plan.rounds, int(PATIENCE_S / (counts[name] * mean_s))))
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(self.plan.rounds):
+        for turn in range(self.plan.rounds):
             for name, call in calls.items():
-                samples[name].append(_mean_s(call, counts[name]))
+                if turn < rounds[name]:
+                    samples[name].append(_mean_s(call, counts[name]))
         slowest = self._largest([value for values in samples.values() for value in values])
         unit = {name: 1e6 / (1 if name == "memcpy" else operation.messages) for name in samples}
         return {
@@ -106,10 +114,15 @@ class _Bench:
             "noise": asdict(self._noise(clock)),
         }
 
-    def _ready(self, case: Case, operation: Operation) -> tuple[dict[str, Call], dict[str, str], list[str]]:
-        """One checked call on each backend: those that work, why the others do not, and which were wrong."""
+    def _ready(
+        self, case: Case, operation: Operation
+    ) -> tuple[dict[str, Call], dict[str, float], dict[str, str], list[str]]:
+        """One checked call on each backend: those that work and their time, why others do not, which were wrong."""
         candidates = {name: operation.call(group, self.plan.asynchronous) for name, group in self.groups.items()}
-        calls, skipped, wrong = {}, {}, []
+        calls: dict[str, Call] = {}
+        first_s: dict[str, float] = {}
+        skipped: dict[str, str] = {}
+        wrong: list[str] = []
         if self.mpi is not None:
             why = left_out(operation)
             if why:
@@ -117,13 +130,23 @@ class _Bench:
             else:
                 candidates["mpi"] = mpi_call(case.operation, operation, self.mpi, self.plan.asynchronous)
         for name, call in candidates.items():
+            crawl = (case.operation, case.dtype, name)
+            if crawl in self.crawls and case.nbytes >= self.crawls[crawl]:
+                skipped[name] = f"a call with {format_size(self.crawls[crawl])} took more than {PATIENCE_S:g} s"
+                continue
             operation.fill()
+            dist.barrier()
+            started = time.perf_counter()
             error, difference = "", ""
             try:
                 call()
+                first_s[name] = time.perf_counter() - started
                 difference = operation.wrong()
             except Exception as problem:
                 error = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+            first_s[name] = self._largest([first_s.get(name, 0.0)])[0]
+            if first_s[name] > PATIENCE_S:
+                self.crawls[crawl] = case.nbytes
             texts: list[Any] = [None] * self.size
             dist.all_gather_object(texts, (error, difference))
             errors, differences = ([text[i] for text in texts if text[i]] for i in (0, 1))
@@ -134,16 +157,23 @@ class _Bench:
                 wrong.append(name)
             else:
                 calls[name] = call
-        return calls, skipped, wrong
+        return calls, first_s, skipped, wrong
 
-    def _agree(self, call: Call) -> int:
-        """How many calls fill a round, the same number on every rank."""
+    def _agree(self, call: Call, first_s: float) -> tuple[int, float]:
+        """How many calls fill a round, the same number on every rank; and the mean time of one.
+
+        Args:
+            call: what is to be timed.
+            first_s: how long the first took; one that took a second is trial enough.
+        """
+        if first_s > 1.0:
+            return 1, first_s
         _mean_s(call, FEWEST_CALLS)  # connections, fresh pages
         count, round_s = FEWEST_CALLS, self.plan.round_s
         while True:
             mean_s = self._largest([_mean_s(call, count)])[0]
             if mean_s * count >= round_s / 10 or count == MOST_CALLS:
-                return max(FEWEST_CALLS, min(MOST_CALLS, int(round_s / mean_s)))
+                return max(FEWEST_CALLS, min(MOST_CALLS, int(round_s / mean_s))), mean_s
             count = min(MOST_CALLS, count * 8)
 
     def _probe(self) -> float:

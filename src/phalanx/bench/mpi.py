@@ -7,16 +7,19 @@ than cores, and may be run by root in a container.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import phalanx
+from phalanx.launch.processes import descendants_of
 
-__all__ = ["Mpi", "find_mpi", "installed_mpi"]
+__all__ = ["Mpi", "find_mpi", "installed_mpi", "shared_memory_of"]
 
 # Each library reads its own and ignores the rest.
 _SETTINGS = {
@@ -75,3 +78,15 @@ def installed_mpi() -> Mpi | None:
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     mpiexec = shutil.which(beside) or shutil.which("mpiexec")
     return None if mpiexec is None else Mpi(mpiexec, sys.executable)
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """The files in /dev/shm that the descendants of ``pids`` have mapped.
+
+    MPICH and Open MPI remove theirs when a program finalises, and leave them behind when it is ended before.
+    """
+    found = set()
+    for pid in descendants_of(pids):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
+            found |= {line.split(maxsplit=5)[5].strip() for line in file if " /dev/shm/" in line}
+    return {path for path in found if path.startswith("/dev/shm/") and not path.endswith(" (deleted)")}

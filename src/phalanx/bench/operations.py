@@ -161,7 +161,7 @@ class _AllGatherSingle(Operation):
     def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
         return _finished(dist.all_gather_single, asynchronous, self.recv, self.send, group=group)
 
-    def expected(self) -> torch.Tensor:
+    def expected(self) -> torch.Tensor | None:
         return torch.cat([self.values(peer, 0, self.block) for peer in range(self.size)])
 
 
@@ -177,6 +177,9 @@ class _Gather(_AllGatherSingle):
     def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
         outputs = self.blocks(self.recv) or None
         return _finished(dist.gather, asynchronous, self.send, outputs, dst=_ROOT, group=group)
+
+    def expected(self) -> torch.Tensor | None:
+        return super().expected() if self.rank == _ROOT else None
 
 
 class _Scatter(Operation):

@@ -45,7 +45,7 @@ def series(results: dict[str, Any]) -> dict[str, dict[tuple[str, int, str], list
         panel = panels.setdefault(f"{row['operation']}, {row['dtype']}", {})
         for backend, samples in row["samples_us"].items():
             key = (backend, job["size"], launcher)
-            panel.setdefault(key, []).append((row["used_nbytes"], Summary.of(samples)))
+            panel.setdefault(key, []).append((row["nbytes"], Summary.of(samples)))
     return panels
 
 

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.mpi import Mpi
+from phalanx.bench.mpi import Mpi, shared_memory_of
 from phalanx.bench.plan import Plan
 from phalanx.errors import PhalanxError
 from phalanx.launch.processes import descendants_of, die_with_parent, kill, set_name
@@ -73,14 +73,23 @@ def run_job(job: Job, plan: Plan, handle: Handle) -> None:
         # Open for both: so it never ends while nobody writes, and opening does not wait for a writer.
         events = os.open(folder / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         pids: list[int] = []
+        shared: set[str] = set()
+
+        def look(event: dict[str, Any]) -> None:
+            if event["event"] == "started" and job.mpi:
+                shared.update(shared_memory_of(pids))
+            handle(event)
+
         try:
             with _signals_blocked():
                 _start(job, plan, folder, events, pids)
-            _follow(job, pids, folder, events, handle)
+            _follow(job, pids, folder, events, look)
         finally:
             with _signals_blocked():
                 _end(job, pids)
                 os.close(events)
+                for path in shared:
+                    Path(path).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def _table(job: dict[str, Any]) -> str:
     peers = _peers(job)
     header = ["", "operation", "dtype", "size", FLOOR, OWN]
     for peer in peers:
-        header += [_name(job, peer), f"{_name(job, peer).split()[0]}/{OWN}"]
+        header += [_name(job, peer), f"{_name(job, peer).rsplit(' ', 1)[0]}/{OWN}"]
     lines = []
     for row in job["rows"]:
         summaries = {name: Summary.of(samples) for name, samples in row["samples_us"].items()}
@@ -175,6 +175,6 @@ def format_time(microseconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    if value >= 100:
+    if value >= 99.95:
         return f"{float(f'{value:.3g}'):,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
