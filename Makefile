@@ -6,7 +6,7 @@ RANKS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint types unit benchmark clean
+.PHONY: help run test lint types unit benchmark conformance clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -29,7 +29,13 @@ unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
 benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured here
 	$(BIN)/python benchmarks/all_reduce.py
 	$(BIN)/python benchmarks/start_ranks.py
+	$(BIN)/python benchmarks/ddp_step.py
 	$(BIN)/python benchmarks/training.py
+
+conformance: $(VENV)/.installed  ## torch's own distributed suite on the backend (some minutes; docs/conformance.md)
+	$(BIN)/python -m tests.conformance.torch_suite --ranks 3
+	$(BIN)/python -m tests.conformance.torch_suite --ranks 3 --under mpi
+	$(BIN)/python -m tests.conformance.torch_suite --ranks 2 --under gloo
 
 clean:  ## Remove what the build made (not the environment)
 	rm -rf build dist src/*.egg-info src/phalanx/native/*.so .mypy_cache .pytest_cache .ruff_cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from phalanx.errors import ClosedError, DeviceMismatch, RankError
 
 __all__ = ["Group", "Session"]
+
+_SUM = dist.ReduceOp.SUM
 
 
 class Session:
@@ -45,6 +47,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup, ranks: Sequence[int], session: Session) -> None:
         self._process_group = process_group
         self._session = session
+        self._sum_in_place: Callable[[torch.Tensor], bool] | None = getattr(process_group, "sum_in_place", None)
         self.ranks = tuple(ranks)
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
@@ -111,24 +114,27 @@ class Group:
         group = self._use(tensor, *(gather_list or ()))
         return dist.gather(tensor, gather_list, group=group, async_op=async_op, group_dst=self._member(dst))
 
-    def reduce(
-        self, tensor: torch.Tensor, dst: int = 0, op: Any = dist.ReduceOp.SUM, async_op: bool = False
-    ) -> dist.Work | None:
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Reduce every rank's ``tensor`` into that of rank ``dst``; on the others it is left undefined."""
         group = self._use(tensor)
         return dist.reduce(tensor, op=op, group=group, async_op=async_op, group_dst=self._member(dst))
 
     # -- all to all --------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> dist.Work | None:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Replace ``tensor`` by the reduction of all ranks' tensors (same shape and dtype), in rank order."""
+        if op is _SUM and not async_op and self._sum_in_place is not None and type(tensor) is torch.Tensor:
+            # torch's own way here costs more than moving a few bytes does.
+            self._use()
+            if self._sum_in_place(tensor):
+                return None
         return dist.all_reduce(tensor, op=op, group=self._use(tensor), async_op=async_op)
 
     def reduce_scatter(
         self,
         output: torch.Tensor,
         input_list: list[torch.Tensor],
-        op: Any = dist.ReduceOp.SUM,
+        op: Any = _SUM,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce ``input_list[r]`` of all ranks into ``output`` of rank r."""

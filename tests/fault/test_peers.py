@@ -114,6 +114,33 @@ def test_different_calls_raise_on_every_rank(
         assert words[1] in text
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        (lambda: dist.broadcast(torch.ones(4), 0), lambda: dist.broadcast(torch.ones(4), 1), ("src=0", "src=1")),
+        (lambda: dist.broadcast(torch.ones(4), 0), lambda: dist.gather(torch.ones(4), dst=0), ("src=0", "gather")),
+    ],
+    ids=["two roots", "root against sender"],
+)
+def test_calls_that_wait_for_nobody_are_compared_by_the_next(
+    size: int, mine: Callable[[], object], theirs: Callable[[], object], words: tuple[str, str]
+) -> None:
+    """Rank 0 is the root of its own broadcast, rank 1 waits for nobody either: both return. The next call tells."""
+
+    def body(place: Place) -> str:
+        place.join()
+        with pytest.raises(CollectiveMismatch) as caught:
+            (mine if place.rank == 0 else theirs)()
+            dist.barrier()
+        return str(caught.value)
+
+    for text in on_ranks(body, size):
+        assert words[0] in text
+        assert words[1] in text
+        assert "test_peers.py:" in text
+
+
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     def body(place: Place) -> bool:
         place.join(timeout_s=1)

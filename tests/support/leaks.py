@@ -26,7 +26,10 @@ class Holdings:
             children=frozenset(children),
             threads=frozenset(thread.name for thread in threading.enumerate()),
             descriptors=len(os.listdir("/proc/self/fd")),
-            shared_memory=frozenset(os.listdir("/dev/shm")),
+            # Only what torch, multiprocessing or Phalanx would make: other programs of this machine come and go.
+            shared_memory=frozenset(
+                name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "phalanx"))
+            ),
         )
 
     def left_by(self, later: Holdings) -> list[str]:

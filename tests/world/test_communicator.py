@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from phalanx.backends.communicator import Communicator
 from phalanx.backends.shm import SharedMemoryCommunicator
 from phalanx.backends.solo import SoloCommunicator
+from phalanx.backends.tuning import Tuning
 
 SIZES = (1, 2, 3, 4, 5, 8)
 CHUNKS = (64, 4096, 256 * 1024)
@@ -33,7 +34,8 @@ def connect(place: Place, chunk_bytes: int, timeout_s: float = 60) -> Communicat
     if place.size == 1:
         return SoloCommunicator()
     timeout = timedelta(seconds=timeout_s)
-    return SharedMemoryCommunicator(place.store(), place.rank, place.size, timeout, chunk_bytes)
+    tuning = Tuning(chunk_bytes=chunk_bytes)
+    return SharedMemoryCommunicator(place.store(), place.rank, place.size, timeout, tuning)
 
 
 def draw(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
@@ -216,7 +218,7 @@ def test_a_hundred_communicators_leave_no_descriptor_or_mapping() -> None:
         before = held()
         for turn in range(100):
             store = PrefixStore(str(turn), place.store())
-            communicator = SharedMemoryCommunicator(store, place.rank, place.size, timeout, 4096)
+            communicator = SharedMemoryCommunicator(store, place.rank, place.size, timeout, Tuning(4096))
             communicator.barrier()
             communicator.close()
             communicator.close()

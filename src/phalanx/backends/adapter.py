@@ -79,10 +79,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             opts = AllreduceOptions()
         reduce_op = opts.reduceOp
         # The usual case first, in as few steps as it can be: every one of them is paid in each call.
-        if reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp:
-            tensor = tensors[0]
-            if tensor.dtype in self._summed and tensor.is_cpu and tensor.is_contiguous():
-                return self.sum_in_place(tensor)
+        usual = reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp
+        if usual and self.sum_in_place(tensors[0]):
+            return None
         if any(tensor.layout != torch.strided for tensor in tensors):
             return self._start(opts.asyncOp, tensors, lambda: self._gloo.allreduce(tensors, opts).wait())
         reals, op, factor = self._reduction("all_reduce", tensors, reduce_op)
@@ -96,13 +95,20 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
         return self._start(opts.asyncOp, tensors, reduce_each)
 
-    def sum_in_place(self, tensor: torch.Tensor) -> None:
-        """All-reduce one contiguous CPU tensor, here and now. What ``allreduce`` does in the usual case."""
+    def sum_in_place(self, tensor: torch.Tensor) -> bool:
+        """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
+
+        What ``allreduce`` does for most calls, and ``Group.all_reduce`` without the way through torch's checks.
+        """
+        if not (tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()):
+            return False
         progress = self._progress
         with progress.running:
             if not progress.queue:
-                return self._communicator.all_reduce(tensor, _SUM)
-        return progress.run(self._communicator.all_reduce, tensor, _SUM)
+                self._communicator.all_reduce(tensor, _SUM)
+                return True
+        progress.run(self._communicator.all_reduce, tensor, _SUM)
+        return True
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, AllreduceCoalescedOptions() if opts is None else opts)

@@ -18,6 +18,9 @@ running = threading.local()
 
 def capture(depth: int = 1) -> CallSite | None:
     """The nearest frame outside torch and Phalanx: file and line. About a microsecond."""
+    queued: CallSite | None = getattr(running, "site", None)
+    if queued is not None:
+        return queued
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
         frame = frame.f_back
@@ -26,5 +29,5 @@ def capture(depth: int = 1) -> CallSite | None:
 
 def call_site() -> str:
     """The call that this thread is in, as ``file:line``; empty if it comes from inside torch's C++."""
-    site: CallSite | None = getattr(running, "site", None) or capture(2)
+    site = capture(2)
     return f"{site[0]}:{site[1]}" if site else ""

@@ -23,19 +23,14 @@ from torch._C._distributed_c10d import (
 )
 
 from phalanx.backends.communicator import Communicator, Message
+from phalanx.backends.reductions import FLOATS, OP_NAMES, reducible
 from phalanx.errors import PhalanxError
 
 __all__ = ["GlooCommunicator", "lazy_gloo"]
 
-_OPS = {
-    op.value: dist.ReduceOp(op)
-    for name, op in dist.ReduceOp.RedOpType.__members__.items()
-    if name in ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG")
-}
+_OPS = {value: getattr(dist.ReduceOp, name) for value, name in OP_NAMES.items()}
 _AVG = dist.ReduceOp.AVG.value
-_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int32, torch.int64))
-_BITWISE = frozenset(getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR"))
+_SERVED = frozenset((*FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64))
 
 
 def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_host: bool) -> ProcessGroupGloo:
@@ -67,9 +62,7 @@ class GlooCommunicator(Communicator):
         self._gloo = gloo
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        if dtype in _FLOATS:
-            return op in _OPS and op not in _BITWISE
-        return dtype in _INTEGERS and op in _OPS and op != _AVG
+        return dtype in _SERVED and reducible(dtype, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         options = AllreduceOptions()

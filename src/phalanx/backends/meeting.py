@@ -16,12 +16,12 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.backends.tuning import Tuning
 from phalanx.errors import BackendError, InitializationError
 from phalanx.native.core import library
 
-__all__ = ["CHUNK_BYTES", "NotOneHost", "meet"]
+__all__ = ["NotOneHost", "meet"]
 
-CHUNK_BYTES = 256 * 1024
 VERDICT_GRACE = timedelta(seconds=5)
 
 
@@ -34,7 +34,7 @@ def meet(
     rank: int,
     size: int,
     timeout: timedelta,
-    chunk_bytes: int,
+    tuning: Tuning,
     spin: int,
     poll: Callable[[], int],
 ) -> int:
@@ -48,7 +48,7 @@ def meet(
         if rank == 0:
             descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
             cookie = secrets.token_bytes(16)
-            if library().phx_segment_format(descriptor, size, chunk_bytes, cookie):
+            if library().phx_segment_format(descriptor, size, *tuning.for_size(size), cookie):
                 raise BackendError(f"the shared segment could not be made: {os.strerror(ctypes.get_errno())}")
             store.set("offer", json.dumps([os.getpid(), descriptor, cookie.hex()]))
             comm, _ = _attach(descriptor, rank, cookie, spin, poll)

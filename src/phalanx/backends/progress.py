@@ -116,7 +116,8 @@ class Progress:
         while True:
             with self.running:
                 if not self.queue:
-                    return body(*arguments)
+                    body(*arguments)
+                    return
                 operation = self._run_next()
             operation.complete()
 

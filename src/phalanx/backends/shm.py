@@ -8,52 +8,30 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from phalanx.backends.call_site import call_site
+from phalanx.backends.call_site import CallSite, call_site, capture
 from phalanx.backends.communicator import Communicator, Message
-from phalanx.backends.meeting import CHUNK_BYTES, meet
+from phalanx.backends.meeting import meet
+from phalanx.backends.reductions import OP_NAMES, REDUCIBLE, reducible
+from phalanx.backends.tuning import Tuning, load_tuning
 from phalanx.backends.verdict import explain
 from phalanx.errors import BackendError, PhalanxError
-from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Status, library
+from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Breakage, Status, library
 from phalanx.native.signals import SignalPoll
 
 __all__ = ["SharedMemoryCommunicator"]
 
 # What the core's kernels know, by its numbers (enum phx_dtype).
-_REDUCED = {
-    torch.float32: 1,
-    torch.float64: 2,
-    torch.float16: 3,
-    torch.bfloat16: 4,
-    torch.uint8: 5,
-    torch.uint16: 6,
-    torch.uint32: 7,
-    torch.uint64: 8,
-    torch.int8: 9,
-    torch.int16: 10,
-    torch.int32: 11,
-    torch.int64: 12,
-    torch.bool: 13,
-}
+_REDUCED = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
 # The rest is only copied; its numbers serve to tell one from another.
 _COPIED = sorted(
     (value for value in vars(torch).values() if isinstance(value, torch.dtype) and value not in _REDUCED), key=str
 )
 _DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromkeys(_COPIED))}
 
-# torch's ReduceOp compares and hashes slowly; its integer value is what travels from here on.
-_OPS = {
-    getattr(dist.ReduceOp, name).value: number
-    for number, name in enumerate(("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"), start=1)
-}
-_OP_NAMES = {getattr(dist.ReduceOp, name).value: name for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")} | {
-    getattr(dist.ReduceOp, name).value: name for name in ("BAND", "BOR", "BXOR")
-}
-_FLOATS = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-_BITWISE = frozenset(getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR"))
-_AVG = dist.ReduceOp.AVG.value
+# The core numbers operations as torch's ReduceOp does in this order (enum phx_op).
+_OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -66,15 +44,15 @@ class SharedMemoryCommunicator(Communicator):
         rank: this process's rank in the group.
         size: the number of ranks, at most 1024.
         timeout: how long to wait for the others, here and in every collective.
-        chunk_bytes: bytes a rank puts in at a time; a multiple of 64. Small values make tests reach
-            the many-chunk paths cheaply. Rank 0's value holds.
+        tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
+            machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. Rank 0's hold.
 
     Raises:
         NotOneHost: a rank cannot open the segment; the message says which and why.
         InitializationError: a rank did not come within the timeout.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, tuning: Tuning | None = None) -> None:
         self.rank = rank
         self.size = size
         self._core = library()
@@ -86,14 +64,15 @@ class SharedMemoryCommunicator(Communicator):
         cores = len(os.sched_getaffinity(0))
         # With more ranks than cores, whoever is awaited needs the core that a spin would burn.
         spin = 1000 if size <= cores else 50
-        self._comm = meet(store, rank, size, timeout, max(chunk_bytes, 64 * size), spin, self._signals.callback)
+        self._comm = meet(store, rank, size, timeout, tuning or load_tuning(), spin, self._signals.callback)
         self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
         self._timeout_s = timeout.total_seconds()
+        # The last call that this rank left without having heard from all others (a broadcast's root does): should it
+        # not match theirs, that shows in a later call. What it was, and where it was called.
+        self._unheard: tuple[str, CallSite | None] = ("", None)
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        if dtype in _FLOATS:
-            return op in _OPS and op not in _BITWISE
-        return dtype in _REDUCED and op in _OPS and op != _AVG
+        return reducible(dtype, op)
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -112,6 +91,8 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "reduce", tensor, op=op, dst=root)
+        if root != self.rank:
+            self._unheard = (_text("reduce", tensor, op=op, dst=root), capture(2))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         status = self._core.phx_reduce_scatter(
@@ -132,6 +113,8 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "broadcast", tensor, src=root)
+        if root == self.rank:
+            self._unheard = (_text("broadcast", tensor, src=root), capture(2))
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         status = self._core.phx_all_gather(
@@ -157,6 +140,8 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "gather", tensor, dst=root)
+        if root != self.rank:
+            self._unheard = (_text("gather", tensor, dst=root), capture(2))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         status = self._core.phx_scatter(
@@ -170,6 +155,8 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "scatter", output, src=root)
+        if root == self.rank:
+            self._unheard = (_text("scatter", output, src=root), capture(2))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         dtype = _DTYPES[outputs[0].dtype]
@@ -223,31 +210,21 @@ class SharedMemoryCommunicator(Communicator):
         if comm:
             self._core.phx_close(comm)
 
-    def _fail(
-        self,
-        status: int,
-        name: str,
-        tensor: torch.Tensor | None,
-        *,
-        op: int | None = None,
-        text: str = "",
-        **who: int,
-    ) -> None:
+    def _fail(self, status: int, name: str, tensor: torch.Tensor | None, *, text: str = "", **arguments: int) -> None:
         """Raise what ``status`` means, after telling the other ranks what this one was doing."""
         if status < BROKEN_FROM:
             raise BackendError(f"the core refused {name} as malformed (status {status}, rank {self.rank})")
         self._signals.raise_pending()
-        parts = [text] if text else []
-        if tensor is not None:
-            parts.append(f"{_name(tensor.dtype)}{list(tensor.shape)}")
-        if op is not None:
-            parts.append(_OP_NAMES[op].lower())
-        parts += [f"{key}={value}" for key, value in who.items()]
-        raise self.explain(f"{name}({', '.join(parts)})")
+        raise self.explain(f"{name}({text})" if text else _text(name, tensor, **arguments))
 
     def explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""
+        why = Breakage()
+        self._core.phx_breakage(self._comm, ctypes.byref(why))
         site = call_site()
+        if why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(self._comm) and self._unheard[0]:
+            call, before = self._unheard
+            site = f"{before[0]}:{before[1]}" if before else ""
         return explain(self._comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
 
 
@@ -302,6 +279,15 @@ def _fill(pointers: ctypes.Array[ctypes.c_void_p], tensors: Sequence[torch.Tenso
     for index, tensor in enumerate(tensors):
         pointers[index] = tensor.data_ptr()
     return pointers
+
+
+def _text(name: str, tensor: torch.Tensor | None, op: int | None = None, **who: int) -> str:
+    """A call as its user wrote it: ``all_reduce(float32[4, 2], sum)``."""
+    parts = [] if tensor is None else [f"{_name(tensor.dtype)}{list(tensor.shape)}"]
+    if op is not None:
+        parts.append(OP_NAMES[op].lower())
+    parts += [f"{key}={value}" for key, value in who.items()]
+    return f"{name}({', '.join(parts)})"
 
 
 def _name(dtype: torch.dtype) -> str:

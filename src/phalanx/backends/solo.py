@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.backends.communicator import Communicator, Message
+from phalanx.backends.reductions import reducible
 from phalanx.errors import RankError
 
 __all__ = ["SoloCommunicator"]
@@ -19,7 +20,7 @@ class SoloCommunicator(Communicator):
     size = 1
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
-        return True
+        return reducible(dtype, op)
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         pass

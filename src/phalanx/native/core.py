@@ -24,7 +24,7 @@ __all__ = [
     "library",
 ]
 
-ABI = 2
+ABI = 4
 ANY_SOURCE = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -54,12 +54,14 @@ class Breakage(Structure):
         ("rank", c_uint32),
         ("peer", c_uint32),
         ("peer_pid", c_uint32),
+        ("chunk", c_uint64),
     ]
 
     status: int
     rank: int
     peer: int
     peer_pid: int
+    chunk: int
 
 
 @cache
@@ -86,12 +88,13 @@ def library() -> ctypes.CDLL:
     blocks, sizes = POINTER(c_void_p), POINTER(c_uint64)
     for name, result, arguments in (
         ("phx_segment_bytes", c_uint64, [c_uint32, c_uint64]),
-        ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_char_p]),
+        ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_char_p]),
         ("phx_open", comm, [c_int, c_uint32, c_char_p, c_uint32, Poll]),
         ("phx_close", None, [comm]),
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64]),
         ("phx_breakage", c_int, [comm, POINTER(Breakage)]),
+        ("phx_call_chunk", c_uint64, [comm]),
         ("phx_describe", None, [comm, c_char_p]),
         ("phx_description", c_int, [comm, c_uint32, c_char_p]),
         ("phx_all_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint64]),

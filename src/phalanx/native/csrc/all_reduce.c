@@ -1,6 +1,6 @@
 /* All-reduce and reduce in shared memory; the result is taken in rank order on every path.
  *
- * Small (up to SMALL_BYTES over all ranks): every rank puts in its whole input, waits for the others and combines
+ * Small (at most small_bytes over all ranks): every rank puts in its whole input, waits for the others and combines
  * all slots. One synchronisation; p * n bytes read per rank (by the root alone for a reduce).
  *
  * Otherwise, chunk by chunk (the reduce-scatter and all-gather of Rabenseifner 2004, without its messages):
@@ -16,7 +16,6 @@
 #include "kernels.h"
 #include "wait.h"
 
-#define SMALL_BYTES 16384u
 #define COPY_BLOCK 8192u /* bytes reduced before they are copied to the output: still in the first-level cache */
 
 struct reduction {
@@ -138,7 +137,7 @@ static int reduce(phx_comm *comm, struct reduction *job, uint32_t dtype, uint32_
     if (!job->reduce)
         return PHX_BAD_ARGUMENT;
     job->nbytes = count * job->element;
-    const int small = job->nbytes * comm->size <= SMALL_BYTES && job->nbytes <= comm->chunk_bytes;
+    const int small = job->nbytes * comm->size <= comm->small_bytes && job->nbytes <= comm->chunk_bytes;
     return small ? reduce_small(comm, job) : reduce_chunked(comm, job);
 }
 

@@ -11,9 +11,9 @@ int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, u
     if (root >= comm->size)
         return PHX_BAD_ARGUMENT;
     const uint64_t call = phx_call(PHX_BROADCAST, dtype, PHX_NO_OP, root, nbytes, shape);
-    const uint64_t step = comm->chunk_bytes, chunks = phx_pieces(nbytes, step);
+    const uint64_t step = comm->chunk_bytes, chunks = phx_pieces(nbytes, step), first = comm->chunk;
     for (uint64_t i = 0; i < chunks; i++) {
-        const uint64_t chunk = comm->chunk, length = phx_piece(nbytes, i * step, step);
+        const uint64_t chunk = first + i, length = phx_piece(nbytes, i * step, step);
         int status = phx_enter(comm, chunk, call);
         if (status)
             return status;
@@ -25,7 +25,7 @@ int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, u
                 return status;
             memcpy((char *)data + i * step, phx_slot(comm, root, chunk), length);
         }
-        comm->chunk = chunk + 1;
     }
+    comm->chunk = first + chunks;
     return PHX_OK;
 }

@@ -20,3 +20,8 @@ int phx_description(const phx_comm *comm, uint32_t rank, char *out)
     memcpy(out, place->text, PHX_TEXT);
     return 1;
 }
+
+uint64_t phx_call_chunk(const phx_comm *comm)
+{
+    return comm->call_chunk;
+}

@@ -373,7 +373,7 @@ phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtyp
     message->receiving = 1;
     pthread_mutex_lock(&comm->mail->lock);
     phx_message *aside = comm->mail->aside.first;
-    while (aside && (aside->claimed_by || !fits(message, aside->peer, tag)))
+    while (aside && (aside->claimed_by || !fits(message, aside->peer, aside->tag)))
         aside = aside->next;
     if (!aside) {
         append(&comm->mail->posted, message);

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 2
+#define PHX_ABI 4
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
@@ -64,6 +64,7 @@ typedef struct phx_comm phx_comm;
 struct phx_breakage {
     uint32_t status; /* enum phx_status, or PHX_OK when the group is whole */
     uint32_t rank, peer, peer_pid; /* who noticed, and whom it was waiting for or compared with */
+    uint64_t chunk;                /* of a mismatch: the chunk for which the calls differ */
 };
 
 /* Called while a rank waits, at most once per slice (50 ms) and after a signal; non-zero stops the wait. */
@@ -75,8 +76,10 @@ PHX_API uint32_t phx_abi(void);
  * least 64 per rank). */
 PHX_API uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes);
 
-/* Write the header into a fresh file of that size. `cookie` (16 bytes) is what attaching ranks check. */
-PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, const uint8_t *cookie);
+/* Write the header into a fresh file of that size. `small_bytes`: reductions whose inputs add up to at most so much
+ * take one synchronisation (see all_reduce.c). `cookie` (16 bytes) is what attaching ranks check. */
+PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes,
+                               const uint8_t *cookie);
 
 /* Map a formatted segment as `rank`. Returns NULL with errno set, EPROTO when it is not the segment the
  * cookie belongs to. `spin` is how often a wait looks before it yields the core. */
@@ -93,6 +96,9 @@ PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns);
 
 /* Fill `out` with the reason the group broke; returns its status. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
+
+/* The chunk this rank's last call began with: a mismatch at an earlier one concerns an earlier call. */
+PHX_API uint64_t phx_call_chunk(const phx_comm *comm);
 
 /* What a rank tells the others about itself once the group is broken; at most PHX_TEXT - 1 bytes. */
 #define PHX_TEXT 376

@@ -13,9 +13,9 @@ int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbyt
     if (root >= comm->size)
         return PHX_BAD_ARGUMENT;
     const uint64_t call = phx_call(PHX_SCATTER, dtype, PHX_NO_OP, root, nbytes, shape);
-    const uint64_t step = comm->chunk_bytes, chunks = phx_pieces(nbytes, step);
+    const uint64_t step = comm->chunk_bytes, chunks = phx_pieces(nbytes, step), first = comm->chunk;
     for (uint64_t i = 0; i < chunks; i++) {
-        const uint64_t chunk = comm->chunk, at = i * step, length = phx_piece(nbytes, at, step);
+        const uint64_t chunk = first + i, at = i * step, length = phx_piece(nbytes, at, step);
         int status = phx_enter(comm, chunk, call);
         if (status)
             return status;
@@ -28,8 +28,8 @@ int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbyt
                 return status;
             memcpy((char *)out + at, phx_slot(comm, comm->rank, chunk), length);
         }
-        comm->chunk = chunk + 1;
     }
+    comm->chunk = first + chunks;
     if (comm->rank == root && ins[root] != out)
         memmove(out, ins[root], nbytes);
     return PHX_OK;

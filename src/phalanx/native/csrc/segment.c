@@ -41,12 +41,13 @@ uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes)
     return rings_offset(size, chunk_bytes) + phx_rings_bytes(size);
 }
 
-int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, const uint8_t *cookie)
+int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes, const uint8_t *cookie)
 {
     if (size < 1 || size > PHX_MAX_RANKS || chunk_bytes < (uint64_t)size * PHX_LINE ||
         chunk_bytes % PHX_LINE)
         return PHX_BAD_ARGUMENT;
-    struct phx_header header = {.magic = MAGIC, .abi = PHX_ABI, .size = size, .chunk_bytes = chunk_bytes};
+    struct phx_header header = {
+        .magic = MAGIC, .abi = PHX_ABI, .size = size, .chunk_bytes = chunk_bytes, .small_bytes = small_bytes};
     memcpy(header.cookie, cookie, sizeof header.cookie);
     if (ftruncate(fd, (off_t)phx_segment_bytes(size, chunk_bytes)) != 0)
         return PHX_SYSTEM;
@@ -71,15 +72,17 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
         return NULL;
     comm->mapped_bytes = (uint64_t)file.st_size;
     comm->seen = calloc(header.size, sizeof *comm->seen);
+    comm->compared = calloc(header.size, sizeof *comm->compared);
     comm->inputs = calloc(header.size, sizeof *comm->inputs);
     char *base = mmap(NULL, comm->mapped_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     comm->mail = phx_mail_open(header.size);
-    if (base == MAP_FAILED || !comm->seen || !comm->inputs || !comm->mail) {
+    if (base == MAP_FAILED || !comm->seen || !comm->compared || !comm->inputs || !comm->mail) {
         if (base != MAP_FAILED)
             munmap(base, comm->mapped_bytes);
         if (comm->mail)
             phx_mail_close(comm->mail, header.size);
         free(comm->seen);
+        free(comm->compared);
         free(comm->inputs);
         free(comm);
         return NULL;
@@ -87,6 +90,7 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->rank = rank;
     comm->size = header.size;
     comm->chunk_bytes = header.chunk_bytes;
+    comm->small_bytes = header.small_bytes;
     comm->spin = spin;
     comm->poll = poll;
     comm->timeout_ns = UINT64_MAX;
@@ -105,6 +109,7 @@ void phx_close(phx_comm *comm)
     phx_mail_close(comm->mail, comm->size);
     munmap((void *)comm->header, comm->mapped_bytes);
     free(comm->seen);
+    free(comm->compared);
     free(comm->inputs);
     free(comm);
 }

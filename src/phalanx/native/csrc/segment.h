@@ -17,6 +17,8 @@
  *                the data is whole and is used; the next wait finds the process gone.
  *   call[]       written by their rank only, before `ready`; read by all after `ready` was acquired. Death
  *                between: nobody has been told to look.
+ *                Whoever waits for a rank compares then; who does not (a broadcast's root) does so when it enters
+ *                a later chunk or next waits for that rank, at most two chunks later: the word is still there.
  *   slots        the same as call[]; the reduced slice the same with `done`.
  *   text         written by its rank only, once, before `told` (release); read by all after `told` was acquired.
  *   sleepers     added to and subtracted from by ranks that sleep on the words of this place, seq_cst; read by
@@ -41,7 +43,7 @@
 struct phx_header {
     uint64_t magic;
     uint32_t abi, size;
-    uint64_t chunk_bytes;
+    uint64_t chunk_bytes, small_bytes;
     uint8_t cookie[16];
     _Atomic uint32_t breaking;
     struct phx_breakage breakage;
@@ -67,7 +69,8 @@ struct phx_comm {
     uint32_t rank, size, spin;
     uint64_t chunk; /* the next chunk's number, the same on every rank between two calls */
     uint64_t call;  /* the word of the call this rank is in now */
-    uint64_t chunk_bytes, timeout_ns;
+    uint64_t call_chunk; /* the chunk that call began with */
+    uint64_t chunk_bytes, small_bytes, timeout_ns;
     phx_poll poll;
     struct phx_header *header;
     struct phx_flags *flags;
@@ -77,6 +80,7 @@ struct phx_comm {
     uint64_t mapped_bytes;
     struct phx_mail *mail; /* this rank's end of the point-to-point rings */
     uint64_t *seen;      /* the last `ready` this rank saw of each: spares a look at the shared line */
+    uint64_t *compared;  /* up to which chunk each other rank's calls have been compared with this one's */
     const void **inputs; /* scratch of `size` pointers for the reduction kernels */
 };
 

@@ -60,7 +60,7 @@ void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value)
         phx_futex_wake(low_half(word));
 }
 
-int phx_break(phx_comm *comm, int status, uint32_t peer)
+int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk)
 {
     uint32_t whole = 0;
     if (atomic_compare_exchange_strong(&comm->header->breaking, &whole, 1)) {
@@ -69,6 +69,7 @@ int phx_break(phx_comm *comm, int status, uint32_t peer)
         why->rank = comm->rank;
         why->peer = peer;
         why->peer_pid = comm->places[peer].pid;
+        why->chunk = chunk;
         atomic_store_explicit(&comm->header->breaking, 2, memory_order_release);
         for (uint32_t p = 0; p < comm->size; p++) {
             phx_futex_wake(low_half(&comm->flags[p].ready));
@@ -79,6 +80,11 @@ int phx_break(phx_comm *comm, int status, uint32_t peer)
     }
     struct phx_breakage why;
     return phx_breakage(comm, &why);
+}
+
+int phx_break(phx_comm *comm, int status, uint32_t peer)
+{
+    return phx_break_at(comm, status, peer, comm->call_chunk);
 }
 
 void phx_abort(phx_comm *comm)
@@ -148,13 +154,28 @@ int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t tar
     return wait_slowly(comm, peer, word, target);
 }
 
+/* Compare the calls of `peer`, which has raised `ready` to `seen`, up to that chunk; its words and this rank's own for
+ * the last PHX_RING - 1 chunks are intact, and no more than two were left uncompared. */
+static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
+{
+    const uint64_t *mine = comm->flags[comm->rank].call, *theirs = comm->flags[peer].call;
+    for (uint64_t chunk = comm->compared[peer]; chunk < seen; chunk++)
+        if (mine[chunk % PHX_RING] != theirs[chunk % PHX_RING])
+            return phx_break_at(comm, PHX_MISMATCH, peer, chunk);
+    comm->compared[peer] = seen;
+    return PHX_OK;
+}
+
 int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
 {
     if (phx_broken(comm)) {
         struct phx_breakage why;
         return phx_breakage(comm, &why);
     }
-    comm->call = call;
+    if (chunk == comm->chunk) { /* every call adds up its chunks only at its end */
+        comm->call = call;
+        comm->call_chunk = chunk;
+    }
     for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
         if (p == comm->rank || comm->seen[p] >= chunk - 1)
             continue;
@@ -162,6 +183,11 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
         if (status)
             return status;
         comm->seen[p] = chunk - 1;
+    }
+    for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
+        const int status = p == comm->rank ? PHX_OK : compare_calls(comm, p, chunk - 1);
+        if (status)
+            return status;
     }
     comm->flags[comm->rank].call[chunk % PHX_RING] = call;
     return PHX_OK;
@@ -173,6 +199,5 @@ int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk)
     if (status)
         return status;
     comm->seen[peer] = chunk + 1;
-    const uint64_t theirs = comm->flags[peer].call[chunk % PHX_RING];
-    return theirs == comm->call ? PHX_OK : phx_break(comm, PHX_MISMATCH, peer);
+    return compare_calls(comm, peer, chunk + 1);
 }

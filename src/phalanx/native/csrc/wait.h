@@ -37,6 +37,8 @@ int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t tar
 
 /* Break the group unless it is broken already; returns the status that stands. */
 int phx_break(phx_comm *comm, int status, uint32_t peer);
+/* The same for two calls that differ, which were made for `chunk`. */
+int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk);
 
 /* Wait for the right to write slot and call word of `chunk`, and publish the call. */
 int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call);
@@ -47,7 +49,7 @@ static inline void phx_put(phx_comm *comm, uint64_t chunk)
     phx_raise(comm, &comm->flags[comm->rank].ready, chunk + 1);
 }
 
-/* Wait until `peer` has put in its part of `chunk`, and compare its call with this rank's. */
+/* Wait until `peer` has put in its part of `chunk`, and compare its calls up to that one with this rank's. */
 int phx_wait_ready(phx_comm *comm, uint32_t peer, uint64_t chunk);
 
 #endif

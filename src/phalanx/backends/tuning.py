@@ -1,0 +1,75 @@
+"""The sizes at which the shared-memory backend changes its algorithm, built in or measured on this machine.
+
+``phalanx bench --tune`` writes a file; rank 0 of each group reads it and its values travel in the group's segment, so
+all ranks of a group act alike whatever they could read themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["Tuning", "load_tuning", "save_tuning", "tuning_path"]
+
+LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Switch points.
+
+    Attributes:
+        chunk_bytes: bytes a rank puts into its slot at a time.
+        small_bytes: an all-reduce whose inputs, over all ranks, add up to at most so many bytes takes one
+            synchronisation instead of two per chunk.
+    """
+
+    chunk_bytes: int = 256 * 1024
+    small_bytes: int = 16 * 1024
+
+    def for_size(self, size: int) -> tuple[int, int]:
+        """Chunk and small bytes for a group of ``size``: a chunk has a whole cache line for every rank."""
+        chunk = max(self.chunk_bytes // LINE_BYTES, size) * LINE_BYTES
+        return chunk, self.small_bytes
+
+
+def tuning_path() -> Path:
+    """``$PHALANX_TUNING``, or ``phalanx/tuning.json`` in the user's configuration directory."""
+    named = os.environ.get("PHALANX_TUNING")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "phalanx" / "tuning.json"
+
+
+@cache
+def load_tuning() -> Tuning:
+    """What was measured on this machine, else what is built in. A file that makes no sense is said and ignored."""
+    path = tuning_path()
+    try:
+        text = path.read_text()
+    except OSError:
+        return Tuning()
+    try:
+        values = json.loads(text)
+        tuning = Tuning(int(values["chunk_bytes"]), int(values["small_bytes"]))
+        if tuning.chunk_bytes < LINE_BYTES or tuning.small_bytes < 0:
+            raise ValueError(f"sizes out of range: {values}")
+    except (ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{path} is ignored: {error}. Write it anew with: phalanx bench --tune", stacklevel=2)
+        return Tuning()
+    return tuning
+
+
+def save_tuning(tuning: Tuning) -> Path:
+    """Write the file that :func:`load_tuning` reads, whole or not at all; returns its path."""
+    path = tuning_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(tuning), indent=2) + "\n")
+    partial.replace(path)
+    load_tuning.cache_clear()
+    return path

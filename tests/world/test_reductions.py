@@ -1,0 +1,179 @@
+"""Every reduction of every dtype against a plain computation in rank order, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks
+from tests.world.test_communicator import bits, connect, draw
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+
+OPS = {name: getattr(dist.ReduceOp, name).value for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
+BITWISE = {name: getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR")}
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+)
+
+
+def given(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.bool:
+        return draw(rank, count, torch.int64) % 3 > 0
+    if dtype.is_floating_point:
+        return draw(rank, count, dtype)
+    # The unsigned types wider than a byte know few operations in torch: draw as signed, reinterpret.
+    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(dtype, dtype)
+    return draw(rank, count, torch.int64).to(signed).view(dtype) if signed is not dtype else draw(rank, count, dtype)
+
+
+def number(tensor: torch.Tensor) -> list[int]:
+    return [int(value) for value in tensor.tolist()]
+
+
+def expected_integers(name: str, size: int, count: int, dtype: torch.dtype) -> list[int]:
+    """Python's own integers, wrapped to the width of the dtype at the end (sums and products wrap alike)."""
+    columns = list(zip(*(number(given(rank, count, dtype)) for rank in range(size)), strict=True))
+    width = 8 * torch.empty(0, dtype=dtype).element_size()
+    signed = dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+    results = []
+    for column in columns:
+        value = column[0]
+        for other in column[1:]:
+            combine: dict[str, Callable[[int, int], int]] = {
+                "SUM": lambda a, b: a + b,
+                "PRODUCT": lambda a, b: a * b,
+                "MIN": min,
+                "MAX": max,
+                "BAND": lambda a, b: a & b,
+                "BOR": lambda a, b: a | b,
+                "BXOR": lambda a, b: a ^ b,
+            }
+            value = combine[name](value, other)
+        if dtype == torch.bool:
+            value = int(bool(value))
+        else:
+            value &= (1 << width) - 1
+            if signed and value >> (width - 1):
+                value -= 1 << width
+        results.append(value)
+    return results
+
+
+def expected_floats(name: str, size: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    values = [given(rank, count, dtype).to(wide) for rank in range(size)]
+    result = values[0]
+    for other in values[1:]:
+        if name in ("SUM", "AVG"):
+            result = result + other
+        elif name == "PRODUCT":
+            result = result * other
+        else:
+            result = torch.minimum(result, other) if name == "MIN" else torch.maximum(result, other)
+    return (result / size if name == "AVG" else result).to(dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_reduce_reduce_and_reduce_scatter(size: int) -> None:
+    def body(place: Place) -> list[str]:
+        communicator = connect(place, 1024)
+        wrong = []
+        for dtype in FLOATS + INTEGERS:
+            names = OPS if dtype in FLOATS else {**OPS, **BITWISE}
+            for name, op in names.items():
+                if not communicator.can_reduce(dtype, op):
+                    if not (name == "AVG" and dtype in INTEGERS):
+                        wrong.append(f"cannot {name} {dtype}")
+                    continue
+                for count in (0, 5, 300, 3001):
+                    if dtype in FLOATS:
+                        expected = bits(expected_floats(name, place.size, count, dtype))
+                        seen = bits
+                    else:
+                        expected = expected_integers(name, place.size, count, dtype)
+                        seen = number
+                    tensor = given(place.rank, count, dtype)
+                    communicator.all_reduce(tensor, op)
+                    if seen(tensor) != expected:
+                        wrong.append(f"all_reduce {name} {dtype} x {count}")
+                    root = count % place.size
+                    tensor = given(place.rank, count, dtype)
+                    communicator.reduce(tensor, root, op)
+                    if seen(tensor) != (expected if place.rank == root else seen(given(place.rank, count, dtype))):
+                        wrong.append(f"reduce {name} {dtype} x {count}")
+                    # Block r of every rank is what it gave above, so rank r's result is the one above.
+                    output = torch.empty(count, dtype=dtype)
+                    communicator.reduce_scatter(output, [given(place.rank, count, dtype)] * place.size, op)
+                    if seen(output) != expected:
+                        wrong.append(f"reduce_scatter {name} {dtype} x {count}")
+        communicator.close()
+        return wrong
+
+    assert on_ranks(body, size) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_reduce_scatter_gives_each_rank_its_own_block_also_in_place(size: int) -> None:
+    def body(place: Place) -> list[str]:
+        communicator = connect(place, 1024)
+        wrong = []
+        for count in (1, 64, 700, 5000):
+            blocks = [[draw(10 * r + b, count, torch.float32) for b in range(place.size)] for r in range(place.size)]
+            expected = blocks[0][place.rank]
+            for rank in range(1, place.size):
+                expected = expected + blocks[rank][place.rank]
+            whole = torch.cat(blocks[place.rank])
+            inputs = list(whole.split(count))
+            communicator.reduce_scatter(inputs[place.rank], inputs, OPS["SUM"])
+            if bits(inputs[place.rank]) != bits(expected):
+                wrong.append(f"x {count}")
+        communicator.close()
+        return wrong
+
+    assert on_ranks(body, size) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_through_torch_with_complex_numbers_factors_and_views(size: int) -> None:
+    def body(place: Place) -> bool:
+        place.join()
+        n, r = place.size, place.rank + 1
+        total = n * (n + 1) / 2
+        z = torch.full((3,), complex(r, -r))
+        dist.all_reduce(z)
+        assert z.tolist() == [complex(total, -total)] * 3
+        x = torch.full((3,), float(r))
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        assert x.tolist() == [total / n] * 3
+        if n > 1:
+            x = torch.full((3,), float(r))
+            dist.all_reduce(x, op=_make_nccl_premul_sum(0.5))
+            assert x.tolist() == [total / 2] * 3
+        base = torch.full((4, 6), float(r))
+        dist.all_reduce(base[:, ::2], op=dist.ReduceOp.MAX)
+        assert base.tolist() == [[float(n), float(r)] * 3] * 4
+        output = torch.zeros(6, 2)[:, 0]
+        dist.reduce_scatter(output, [torch.full((6,), float(r + b)) for b in range(n)])
+        assert output.tolist() == [total + n * place.rank] * 6
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0], [place.rank]]), torch.tensor([float(r)]), (1, n))
+        dist.all_reduce(sparse)
+        assert sparse.to_dense().tolist() == [[float(k + 1) for k in range(n)]]
+        for op, dtype in ((dist.ReduceOp.BAND, torch.float32), (dist.ReduceOp.MAX, torch.complex64)):
+            with pytest.raises(ValueError, match=r"not supported|does not support"):
+                dist.all_reduce(torch.ones(2, dtype=dtype), op=op)
+        dist.barrier()
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size) == [True] * size
