@@ -68,6 +68,7 @@ def make_plan(**changes: object) -> Plan:
         "rounds": 3,
         "round_s": 0.01,
         "asynchronous": False,
+        "patience_s": 0.0,
     }
     return Plan.from_json({**fields, **changes})
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from phalanx.bench import plot
 from phalanx.bench.cli import bench
 from phalanx.bench.machine import cpu_model
-from phalanx.bench.noise import Noise, Usage, load_reason, parse_cpu_times, probe_spread, reasons, worst
+from phalanx.bench.noise import Noise, Usage, load_reason, parse_cpu_times, probe_spread, reasons, severity, worst
 from phalanx.bench.report import format_report, format_row, format_time, format_verdict
 from phalanx.bench.samples import Summary, ratio
 
@@ -46,6 +46,12 @@ def test_a_spread_is_quartiles_over_median() -> None:
 )
 def test_noise_is_told_in_words(noise: Noise, words: list[str]) -> None:
     assert reasons(noise) == words
+
+
+def test_noises_are_compared_by_how_far_they_exceed_their_bounds() -> None:
+    assert severity(Noise(0.2, 0.0, 0.05)) == pytest.approx(2)
+    assert severity(Noise(0.0, 0.06, 0.05)) == pytest.approx(3)
+    assert severity(Noise(0.0, 0.0, 0.0)) == 0
 
 
 def test_the_worst_of_several_is_taken_figure_by_figure() -> None:

@@ -84,6 +84,14 @@ def _against(text: str) -> tuple[str, ...]:
 @click.option(
     "--round-ms", type=click.FloatRange(min=0.1), default=40.0, show_default=True, help="Length of a turn, about."
 )
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For each world size, how long to wait for a quiet machine and repeat rows that were noisy.",
+)
 @click.option("--async", "asynchronous", is_flag=True, help="Time async_op=True and wait() instead.")
 @click.option("--quick", is_flag=True, help="A first look: 2 ranks, up to 1M, 3 rounds of 10 ms.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every sample instead of the tables.")
@@ -104,6 +112,7 @@ def bench(
     mpiexecs: tuple[str, ...],
     rounds: int,
     round_ms: float,
+    patience: float,
     asynchronous: bool,
     quick: bool,
     as_json: bool,
@@ -153,6 +162,7 @@ def bench(
         rounds=rounds,
         round_s=round_ms / 1e3,
         asynchronous=asynchronous,
+        patience_s=patience,
     )
     if quick:
         small = tuple(size for size in plan.sizes if size <= 1 << 20) or plan.sizes[:1]

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 from phalanx.bench.samples import Summary
 
-__all__ = ["CpuClock", "Noise", "Usage", "parse_cpu_times", "probe_spread", "reasons", "worst"]
+__all__ = ["CpuClock", "Noise", "Usage", "parse_cpu_times", "probe_spread", "reasons", "severity", "worst"]
 
 # A quiet machine keeps the probe within 3 %, steals nothing and leaves others less than 2 % of its cores; a
 # difference of 10 % between two medians means something up to these bounds, and little past them.
@@ -64,6 +64,11 @@ def reasons(noise: Noise) -> list[str]:
     if noise.others > OTHERS:
         found.append(f"other programs took {noise.others:.0%} of the CPU time")
     return found
+
+
+def severity(noise: Noise) -> float:
+    """One number to compare by: the figure that exceeds its bound most, as a multiple of it."""
+    return max(noise.probe_spread / PROBE_SPREAD, noise.stolen / STOLEN, noise.others / OTHERS)
 
 
 def load_reason(load: float, cores: int) -> str:

@@ -65,6 +65,8 @@ class Plan:
         rounds: how often the backends take turns in each case.
         round_s: about how long one backend's turn is, in seconds.
         asynchronous: ``async_op=True`` and ``wait()`` instead of a synchronous call.
+        patience_s: for each world size, how long may be spent on waiting for a quiet machine and on repeating rows
+            that were measured on a noisy one, in seconds.
     """
 
     operations: tuple[str, ...]
@@ -75,6 +77,7 @@ class Plan:
     rounds: int
     round_s: float
     asynchronous: bool
+    patience_s: float
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Plan:
