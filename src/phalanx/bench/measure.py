@@ -37,7 +37,7 @@ __all__ = ["run_rank"]
 TIMEOUT = timedelta(seconds=120)
 MOST_CALLS = 100_000
 FEWEST_CALLS = 2
-# A backend that crawls (MPICH busy-waits: with more ranks than free cores a call can take seconds) gets fewer rounds,
+# A backend that crawls (a library that waits actively, on cores that others want, can take seconds a call) gets fewer rounds,
 # and larger sizes are not tried any more.
 PATIENCE_S = 5.0
 GLANCE_S = 0.25

@@ -1,9 +1,9 @@
 """Whether the machine was quiet enough to believe what was measured on it.
 
 Three witnesses. The same piece of work, a loop and a copy, timed again and again between the cases: its spread
-shows what slows a core down (frequency, caches, a neighbour on the memory bus). The kernel's count of stolen time:
-what the hypervisor gave to another guest. And the CPU time that was spent on this machine but not by the ranks:
-what other programs took. Each has a bound; past it the row is marked and the reason is said in words.
+shows what slows a core down (its frequency, a neighbour on the same core or in the shared cache). The kernel's count
+of stolen time: what the hypervisor gave to another guest. And the CPU time that was spent on this machine but not by
+the ranks: what other programs took. Each has a bound; past it the row is marked and the reason is said in words.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ OTHERS = 0.05
 LOAD_PER_CORE = 0.5
 
 _REPEATS = 15
-_LOOPS = 20_000
-_COPY_BYTES = 4 << 20
+_WARM = 3
+_LOOPS = 30_000
+# Within the cache of one core: the ranks probe at once and would disturb each other on the way to memory.
+_COPY_BYTES = 128 << 10
+_COPIES = 16
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,17 @@ def probe_spread(samples: Sequence[float]) -> float:
 
 
 def probe() -> list[float]:
-    """Time the fixed piece of work, about 1 ms a time; the samples, in seconds."""
+    """Time the fixed piece of work, about half a millisecond a time; the samples, in seconds."""
     source = ctypes.create_string_buffer(_COPY_BYTES)
     target = ctypes.create_string_buffer(_COPY_BYTES)
     samples = []
-    for index in range(_REPEATS + 1):
+    for index in range(_WARM + _REPEATS):
         started = time.perf_counter()
         for _ in range(_LOOPS):
             pass
-        ctypes.memmove(target, source, _COPY_BYTES)
-        if index:  # the first meets fresh pages
+        for _ in range(_COPIES):
+            ctypes.memmove(target, source, _COPY_BYTES)
+        if index >= _WARM:  # the first meet fresh pages and a cache full of the last case
             samples.append(time.perf_counter() - started)
     return samples
 
