@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.backends.tuning import Tuning, load_tuning, save_tuning
+from phalanx.backends import tuning as tunings
+from phalanx.backends.tuning import Tuning, load_tuning, save_tuning, tuning_in_force
 
 
 @pytest.fixture(autouse=True)
 def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PHALANX_TUNING", str(tmp_path / "deep" / "tuning.json"))
-    load_tuning.cache_clear()
+    tunings._read.cache_clear()
     yield
-    load_tuning.cache_clear()
+    tunings._read.cache_clear()
 
 
 def test_what_is_saved_is_loaded() -> None:
@@ -37,3 +38,10 @@ def test_a_chunk_has_a_cache_line_for_every_rank() -> None:
     assert Tuning(chunk_bytes=100).for_size(1) == (64, 16384)
     assert Tuning(chunk_bytes=100).for_size(8) == (512, 16384)
     assert Tuning().for_size(1024) == (262144, 16384)
+
+
+def test_values_in_force_stand_before_the_file() -> None:
+    save_tuning(Tuning(chunk_bytes=131072))
+    with tuning_in_force(Tuning(chunk_bytes=65536)):
+        assert load_tuning().chunk_bytes == 65536
+    assert load_tuning().chunk_bytes == 131072

@@ -114,3 +114,27 @@ def test_a_rank_that_is_killed_is_told_and_the_rest_ended(tmp_path: Path) -> Non
     code, _, err = finish(process, tmp_path)
     assert code == 1
     assert "rank 1 of 3 was ended by SIGKILL" in err
+
+
+def test_tune_measures_the_candidates_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, temporary = tmp_path / "tuning.json", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("PHALANX_TUNING", str(kept))
+    arguments = ("--tune", "--ranks", "2,3", "--rounds", "1", "--round-ms", "1", "--json", "--quiet")
+    code, out, err = finish(start(temporary, *arguments), temporary)
+    found = json.loads(out)
+    assert len(found["chunk_slowdown"]) > 2, err
+    assert len(found["small_slowdown"]) > 2
+    assert min(found["chunk_slowdown"].values()) >= 1.0
+    if found["noisy"] > 0.5:
+        assert code == 1
+        assert not kept.exists()
+    else:
+        assert code == 0
+        assert json.loads(kept.read_text()) == found["tuning"]
+
+
+def test_tune_refuses_what_it_would_not_heed(tmp_path: Path) -> None:
+    code, _, err = finish(start(tmp_path, "--tune", "all_reduce"), tmp_path)
+    assert code == 2
+    assert "--tune chooses by itself what it measures" in err

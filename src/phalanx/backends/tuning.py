@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Tuning", "load_tuning", "save_tuning", "tuning_path"]
+__all__ = ["Tuning", "load_tuning", "save_tuning", "tuning_in_force", "tuning_path"]
 
 LINE_BYTES = 64
 
@@ -45,9 +47,27 @@ def tuning_path() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "phalanx" / "tuning.json"
 
 
-@cache
+_in_force: Tuning | None = None
+
+
+@contextmanager
+def tuning_in_force(tuning: Tuning) -> Iterator[None]:
+    """Let groups that this process makes meanwhile use these values; only those of group rank 0 count."""
+    global _in_force
+    before, _in_force = _in_force, tuning
+    try:
+        yield
+    finally:
+        _in_force = before
+
+
 def load_tuning() -> Tuning:
     """What was measured on this machine, else what is built in. A file that makes no sense is said and ignored."""
+    return _in_force or _read()
+
+
+@cache
+def _read() -> Tuning:
     path = tuning_path()
     try:
         text = path.read_text()
@@ -71,5 +91,5 @@ def save_tuning(tuning: Tuning) -> Path:
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(asdict(tuning), indent=2) + "\n")
     partial.replace(path)
-    load_tuning.cache_clear()
+    _read.cache_clear()
     return path

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from phalanx.bench.plan import DTYPES, OPERATIONS, Plan, parse_dtypes, parse_operations, parse_sizes
 
@@ -93,6 +94,7 @@ def _against(text: str) -> tuple[str, ...]:
     help="For each world size, how long to wait for a quiet machine and repeat rows that were noisy.",
 )
 @click.option("--async", "asynchronous", is_flag=True, help="Time async_op=True and wait() instead.")
+@click.option("--tune", is_flag=True, help="Measure at which sizes algorithms should change here, and keep it.")
 @click.option("--quick", is_flag=True, help="A first look: 2 ranks, up to 1M, 3 rounds of 10 ms.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every sample instead of the tables.")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Draw a PNG as well.")
@@ -114,6 +116,7 @@ def bench(
     round_ms: float,
     patience: float,
     asynchronous: bool,
+    tune: bool,
     quick: bool,
     as_json: bool,
     plot: Path | None,
@@ -133,6 +136,7 @@ def bench(
       phalanx bench all --json > here.json              every operation, every sample
       phalanx bench --load here.json --plot here.png    the tables and a picture of it
       phalanx bench --mpi mpich/bin/mpiexec --mpi openmpi/bin/mpiexec
+      phalanx bench --tune --patience 120               find this machine's switch points, for every later group
 
     All backends live in the same processes, use the same buffers and take turns, so that whatever else the
     machine does meets all of them. A turn is as many back-to-back calls as fit its time; its figure is the mean
@@ -148,8 +152,8 @@ def bench(
     A row marked ~ was measured while the machine was too noisy to believe it; the reasons are at the end.
 
     \b
-    Exit codes: 0; 1 if a backend computed something wrong or a rank failed; 2 for a mistake on the command line;
-    130 after Ctrl-C, which prints what was measured so far.
+    Exit codes: 0; 1 if a backend computed something wrong, a rank failed, or --tune met too much noise;
+    2 for a mistake on the command line; 130 after Ctrl-C, which prints what was measured so far.
     """
     from phalanx.bench import session
 
@@ -167,6 +171,8 @@ def bench(
     if quick:
         small = tuple(size for size in plan.sizes if size <= 1 << 20) or plan.sizes[:1]
         plan = replace(plan, sizes=small, ranks=plan.ranks[:1], rounds=min(rounds, 3), round_s=min(0.01, plan.round_s))
+    if tune:
+        return _tune(plan, operations, as_json, quiet)
     try:
         if plot is not None:
             session.require_plot()
@@ -181,6 +187,18 @@ def bench(
         raise click.UsageError(str(error)) from error
     click.echo(json.dumps(results) if as_json else session.tables(results), nl=as_json)
     return int(results["exit_code"]) if load is None else 0
+
+
+def _tune(plan: Plan, operations: tuple[str, ...], as_json: bool, quiet: bool) -> int:
+    given = click.get_current_context().get_parameter_source
+    for name in ("sizes", "dtypes", "against", "mpiexecs", "asynchronous", "quick", "plot", "load"):
+        if operations or given(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError("--tune chooses by itself what it measures; give it --ranks, --rounds or --patience")
+    from phalanx.bench.tune import format_finding, tune
+
+    finding = tune(plan, command=sys.argv[1:], quiet=quiet)
+    click.echo(json.dumps(finding.as_json()) if as_json else format_finding(finding), nl=as_json)
+    return finding.exit_code or (0 if finding.path else 1)
 
 
 def _checked(operations: tuple[str, ...]) -> tuple[str, ...]:

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from phalanx.backends.register import NAME, register
+from phalanx.backends.tuning import Tuning, tuning_in_force
 from phalanx.bench.machine import mpi_description, versions
 from phalanx.bench.mpi_calls import left_out, mpi_call
 from phalanx.bench.noise import CpuClock, Noise, probe, probe_spread, reasons, severity
 from phalanx.bench.operations import Operation, make_operation
-from phalanx.bench.plan import Case, Plan, format_size
+from phalanx.bench.plan import Case, Plan, format_size, tuning_label
 from phalanx.launch.limits import usable_cores
 
 __all__ = ["run_rank"]
@@ -37,8 +38,8 @@ __all__ = ["run_rank"]
 TIMEOUT = timedelta(seconds=120)
 MOST_CALLS = 100_000
 FEWEST_CALLS = 2
-# A backend that crawls (a library that waits actively, on cores that others want, can take seconds a call) gets fewer rounds,
-# and larger sizes are not tried any more.
+# A backend that crawls (a library that waits actively, on cores that others want, can take seconds a call) gets fewer
+# rounds, and larger sizes are not tried any more.
 PATIENCE_S = 5.0
 GLANCE_S = 0.25
 
@@ -59,10 +60,10 @@ def run_rank(rank: int, size: int, folder: Path, plan: Plan, mpi: Any = None) ->
     register()
     store = FileStore(str(folder / "store"), size)
     dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    groups = {name: dist.new_group(backend=name, timeout=TIMEOUT) for name in (NAME, *plan.against)}
+    groups = _groups(plan)
     # Line by line: whoever reads shows each row as soon as it is measured.
     with open(folder / "events" if rank == 0 else os.devnull, "w", buffering=1) as events:
-        transport = type(getattr(groups[NAME], "_communicator", None)).__name__
+        transport = type(getattr(next(iter(groups.values())), "_communicator", None)).__name__
         started = {"event": "started", "transport": transport, "cores": usable_cores(), "versions": versions()}
         events.write(json.dumps({**started, "mpi": mpi_description(mpi) if mpi else None}) + "\n")
         bench = _Bench(rank, size, plan, groups, mpi)
@@ -71,6 +72,17 @@ def run_rank(rank: int, size: int, folder: Path, plan: Plan, mpi: Any = None) ->
             events.write(json.dumps({"event": "row", **bench.quiet_row(case)}) + "\n")
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _groups(plan: Plan) -> dict[str, Any]:
+    """What is to be compared: a name, and a group of all ranks."""
+    if not plan.tunings:
+        return {name: dist.new_group(backend=name, timeout=TIMEOUT) for name in (NAME, *plan.against)}
+    groups = {}
+    for chunk_bytes, small_bytes in plan.tunings:
+        with tuning_in_force(Tuning(chunk_bytes, small_bytes)):
+            groups[tuning_label((chunk_bytes, small_bytes))] = dist.new_group(backend=NAME, timeout=TIMEOUT)
+    return groups
 
 
 class _Bench:
