@@ -9,9 +9,8 @@ import pytest
 
 from phalanx.backends.tuning import Tuning
 from phalanx.bench import tune as tuning_run
-from phalanx.bench.plan import ALWAYS, Plan, tuning_label
+from phalanx.bench.plan import Plan, tuning_label
 
-SMALL = Tuning().small_bytes
 QUIET = {"probe_spread": 0.0, "stolen": 0.0, "others": 0.0}
 LOUD = {"probe_spread": 0.9, "stolen": 0.0, "others": 0.0}
 
@@ -21,35 +20,26 @@ def row(nbytes: int, us: dict[str, float], noise: dict[str, float] = QUIET) -> d
     return {"used_nbytes": nbytes, "samples_us": samples, "noise": noise, "wrong": []}
 
 
-def chunk_row(us: dict[int, float], noise: dict[str, float] = QUIET) -> dict[str, Any]:
-    return row(1 << 20, {tuning_label((chunk, SMALL)): us[chunk] for chunk in tuning_run.CHUNKS}, noise)
-
-
-def test_the_chunk_that_loses_least_over_all_rows_is_chosen() -> None:
-    first = dict.fromkeys(tuning_run.CHUNKS, 20.0) | {65536: 10.0, 524288: 11.0}
-    second = dict.fromkeys(tuning_run.CHUNKS, 20.0) | {65536: 14.0, 524288: 10.0}
-    chosen, slowdown = tuning_run.choose_chunk([(2, chunk_row(first)), (4, chunk_row(second))])
-    assert chosen == 524288
-    assert slowdown[524288] == pytest.approx((1.1 * 1.0) ** 0.5)
-    assert slowdown[65536] == pytest.approx((1.0 * 1.4) ** 0.5)
+def test_the_candidate_that_loses_least_over_all_rows_is_chosen() -> None:
+    first = {1: 10.0, 2: 20.0, 3: 11.0}
+    second = {1: 14.0, 2: 20.0, 3: 10.0}
+    chosen, slowdown = tuning_run.choose((1, 2, 3), 2, [first, second])
+    assert chosen == 3
+    assert slowdown[3] == pytest.approx((1.1 * 1.0) ** 0.5)
+    assert slowdown[1] == pytest.approx((1.0 * 1.4) ** 0.5)
 
 
 def test_what_is_built_in_stays_unless_another_is_clearly_better() -> None:
-    close = dict.fromkeys(tuning_run.CHUNKS, 10.0) | {65536: 9.8}
-    assert tuning_run.choose_chunk([(2, chunk_row(close))])[0] == Tuning().chunk_bytes
-    clear = dict.fromkeys(tuning_run.CHUNKS, 10.0) | {65536: 9.0}
-    assert tuning_run.choose_chunk([(2, chunk_row(clear))])[0] == 65536
+    assert tuning_run.choose((1, 2), 2, [{1: 9.8, 2: 10.0}])[0] == 2
+    assert tuning_run.choose((1, 2), 2, [{1: 9.0, 2: 10.0}])[0] == 1
+    alike = [{1: 5.0, 2: 5.0}] * 99
+    assert tuning_run.choose((1, 2), 2, [*alike, {1: 9.0, 2: 10.0}])[0] == 1
 
 
-def test_small_bytes_end_where_the_second_synchronisation_pays() -> None:
-    once, twice = tuning_label((65536, ALWAYS)), tuning_label((65536, 0))
-    rows = []
-    for size in (2, 4):
-        for nbytes in tuning_run.SMALL_SIZES:
-            total = size * nbytes
-            rows.append((size, row(nbytes, {once: 1.0 + total / 1000, twice: 1.0 + 40.0})))
-    chosen, slowdown = tuning_run.choose_small(rows, 65536)
-    assert chosen == 32768  # 33.8 against 41; the next candidate, 65536, costs 66.5
+def test_a_switch_lies_where_the_other_way_begins_to_pay() -> None:
+    points = [(1 << e, 1.0 + (1 << e) / 1000, 41.0) for e in range(9, 19)]
+    chosen, slowdown = tuning_run.choose_switch(points, 16384)
+    assert chosen == 32768  # 33.8 against 41; the next, 65536, costs 66.5
     assert slowdown[chosen] == pytest.approx(1.0)
 
 

@@ -123,9 +123,9 @@ def test_tune_measures_the_candidates_and_keeps_the_best(tmp_path: Path, monkeyp
     arguments = ("--tune", "--ranks", "2,3", "--rounds", "1", "--round-ms", "1", "--json", "--quiet")
     code, out, err = finish(start(temporary, *arguments), temporary)
     found = json.loads(out)
-    assert len(found["chunk_slowdown"]) > 2, err
-    assert len(found["small_slowdown"]) > 2
-    assert min(found["chunk_slowdown"].values()) >= 1.0
+    for name in ("chunk_bytes", "small_bytes", "stream_bytes"):
+        assert len(found["slowdown"][name]) > 2, err
+        assert min(found["slowdown"][name].values()) >= 1.0
     if found["noisy"] > 0.5:
         assert code == 1
         assert not kept.exists()

@@ -28,15 +28,17 @@ class Tuning:
         chunk_bytes: bytes a rank puts into its slot at a time.
         small_bytes: an all-reduce whose inputs, over all ranks, add up to at most so many bytes takes one
             synchronisation instead of two per chunk.
+        stream_bytes: an output of at least so many bytes is written past the caches.
     """
 
-    chunk_bytes: int = 256 * 1024
+    chunk_bytes: int = 512 * 1024
     small_bytes: int = 16 * 1024
+    stream_bytes: int = 16 * 1024 * 1024
 
-    def for_size(self, size: int) -> tuple[int, int]:
-        """Chunk and small bytes for a group of ``size``: a chunk has a whole cache line for every rank."""
+    def for_size(self, size: int) -> tuple[int, int, int]:
+        """Chunk, small and stream bytes for a group of ``size``: a chunk has a whole cache line for every rank."""
         chunk = max(self.chunk_bytes // LINE_BYTES, size) * LINE_BYTES
-        return chunk, self.small_bytes
+        return chunk, self.small_bytes, self.stream_bytes
 
 
 def tuning_path() -> Path:
@@ -75,8 +77,8 @@ def _read() -> Tuning:
         return Tuning()
     try:
         values = json.loads(text)
-        tuning = Tuning(int(values["chunk_bytes"]), int(values["small_bytes"]))
-        if tuning.chunk_bytes < LINE_BYTES or tuning.small_bytes < 0:
+        tuning = Tuning(*(int(values[name]) for name in ("chunk_bytes", "small_bytes", "stream_bytes")))
+        if tuning.chunk_bytes < LINE_BYTES or tuning.small_bytes < 0 or tuning.stream_bytes < 0:
             raise ValueError(f"sizes out of range: {values}")
     except (ValueError, KeyError, TypeError) as error:
         warnings.warn(f"{path} is ignored: {error}. Write it anew with: phalanx bench --tune", stacklevel=2)

@@ -79,9 +79,9 @@ def _groups(plan: Plan) -> dict[str, Any]:
     if not plan.tunings:
         return {name: dist.new_group(backend=name, timeout=TIMEOUT) for name in (NAME, *plan.against)}
     groups = {}
-    for chunk_bytes, small_bytes in plan.tunings:
-        with tuning_in_force(Tuning(chunk_bytes, small_bytes)):
-            groups[tuning_label((chunk_bytes, small_bytes))] = dist.new_group(backend=NAME, timeout=TIMEOUT)
+    for values in plan.tunings:
+        with tuning_in_force(Tuning(*values)):
+            groups[tuning_label(values)] = dist.new_group(backend=NAME, timeout=TIMEOUT)
     return groups
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
-    "ALWAYS",
     "DTYPES",
     "OPERATIONS",
+    "UNBOUNDED",
     "Case",
     "Plan",
     "format_size",
@@ -46,7 +46,7 @@ DTYPES = {
     "int32": 4,
     "int64": 8,
 }
-ALWAYS = 1 << 40  # small bytes that no input exceeds
+UNBOUNDED = 1 << 40  # bytes; no tensor here has so many
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
@@ -79,8 +79,8 @@ class Plan:
         asynchronous: ``async_op=True`` and ``wait()`` instead of a synchronous call.
         patience_s: for each world size, how long may be spent on waiting for a quiet machine and on repeating rows
             that were measured on a noisy one, in seconds.
-        tunings: chunk bytes and small bytes (:class:`phalanx.backends.tuning.Tuning`) of groups to compare with each
-            other instead of with other backends; with none, what is in force on this machine.
+        tunings: the values of :class:`phalanx.backends.tuning.Tuning` for groups to compare with each other instead
+            of with other backends; with none, what is in force on this machine.
     """
 
     operations: tuple[str, ...]
@@ -92,13 +92,13 @@ class Plan:
     round_s: float
     asynchronous: bool
     patience_s: float
-    tunings: tuple[tuple[int, int], ...] = ()
+    tunings: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> Plan:
         """The plan whose fields went through JSON, where tuples become lists."""
         read: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
-        read["tunings"] = tuple((chunk, small) for chunk, small in fields.get("tunings", ()))
+        read["tunings"] = tuple(tuple(values) for values in fields.get("tunings", ()))
         return Plan(**read)
 
     def cases(self) -> Iterator[Case]:
@@ -153,11 +153,9 @@ def format_size(nbytes: int) -> str:
     return str(nbytes)
 
 
-def tuning_label(tuning: tuple[int, int]) -> str:
-    """The name under which a group with these chunk and small bytes appears among the samples."""
-    chunk, small = tuning
-    steps = {0: ", two steps", ALWAYS: ", one step"}.get(small, "")
-    return f"chunks of {format_size(chunk)}{steps}"
+def tuning_label(tuning: tuple[int, int, int]) -> str:
+    """The name under which a group with these values appears among the samples: 256K/16K/16M."""
+    return "/".join("∞" if value == UNBOUNDED else format_size(value) for value in tuning)
 
 
 def _parts(text: str) -> list[str]:
