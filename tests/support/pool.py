@@ -46,7 +46,7 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         for _, pipe in self._ranks:
             with contextlib.suppress(OSError):
                 pipe.send(None)

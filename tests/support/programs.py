@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-__all__ = ["COLLECTIVES", "DTYPES", "GROUPS", "Group", "Program", "Step", "perturbed", "programs"]
+__all__ = ["COLLECTIVES", "GROUPS", "REDUCTIONS", "Group", "Program", "Step", "perturbed", "programs", "steps"]
 
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 DTYPES = (*FLOATS, "uint8", "int8", "int16", "int32", "int64", "bool", "complex64")

@@ -19,6 +19,8 @@ from tests.support.ranks import Place
 
 __all__ = ["Rank", "Run", "join"]
 
+Tensors = list[torch.Tensor]
+
 
 @dataclass
 class Rank:
@@ -125,7 +127,8 @@ class Run:
         wait = step.waits[self._rank] if step.waits else 0
         call = _Call(index, index + wait, checked=not odd)
         self.calls.append(call)
-        written, read = [], []
+        written: Tensors = []
+        read: Tensors = []
         for buffer in buffers(self._program, index, place, step):
             layout = step.layouts[0 if buffer.written else 1]
             memory, view = _laid(buffer.before, layout)
@@ -232,18 +235,16 @@ def _batch(ask: _Asked, out: Tensors, given: Tensors) -> list[Any]:
     return works
 
 
-Tensors = list[torch.Tensor]
-
 _PLAIN: dict[str, Callable[[_Asked, Tensors, Tensors], Any]] = {
     "all_reduce": lambda ask, out, _: dist.all_reduce(out[0], ask.step.reduce_op, **ask.how),
     "reduce": lambda ask, out, _: dist.reduce(out[0], ask.root, ask.step.reduce_op, **ask.how),
     "broadcast": lambda ask, out, _: dist.broadcast(out[0], ask.root, **ask.how),
     "all_gather": lambda ask, out, given: dist.all_gather(out, given[0], **ask.how),
-    "all_gather_single": lambda ask, out, given: dist.all_gather_into_tensor(out[0], given[0], **ask.how),
+    "all_gather_single": lambda ask, out, given: dist.all_gather_single(out[0], given[0], **ask.how),
     "gather": lambda ask, out, given: dist.gather(given[0], out if ask.is_root else None, ask.root, **ask.how),
     "scatter": lambda ask, out, given: dist.scatter(out[0], given if ask.is_root else None, ask.root, **ask.how),
     "reduce_scatter": lambda ask, out, given: dist.reduce_scatter(out[0], given, ask.step.reduce_op, **ask.how),
-    "reduce_scatter_single": lambda ask, out, given: dist.reduce_scatter_tensor(
+    "reduce_scatter_single": lambda ask, out, given: dist.reduce_scatter_single(
         out[0], given[0], ask.step.reduce_op, **ask.how
     ),
     "all_to_all": lambda ask, out, given: dist.all_to_all(out, given, **ask.how),
