@@ -124,4 +124,4 @@ def test_a_rank_that_calls_something_else_is_told_on_every_rank_of_the_group(siz
             assert {program.steps[index].group for index, _ in told} == ({last.group} if rank in members else set())
             assert all(text.startswith(CollectiveMismatch.__name__) for _, text in told), told
 
-    drawn(perturbed(size), 40, check)
+    drawn(perturbed(size), 25, check)
