@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.backends.tuning import load_tuning
+from phalanx.backends.tuning import Tuning, tuning_in_force
 from tests.support.oracle import FILL, buffers
 from tests.support.programs import GROUPS, Group, Program, Step
 from tests.support.ranks import Place
@@ -33,12 +32,12 @@ class Rank:
 
 def join(place: Place, gloo: bool = False, timeout_s: float = 300.0) -> Rank:
     """Join a world and make its groups; with ``gloo`` the same groups once more over torch's own backend."""
-    _tune(place, GROUPS[place.size][0])
-    place.join(timeout_s=timeout_s)
+    with _tuned(GROUPS[place.size][0]):
+        place.join(timeout_s=timeout_s)
     groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
     for group in GROUPS[place.size][1:]:
-        _tune(place, group)
-        made = dist.new_group(list(group.members))
+        with _tuned(group):
+            made = dist.new_group(list(group.members))
         groups.append(made if place.rank in group.members else None)
     twins: list[dist.ProcessGroup | None] = []
     for group in GROUPS[place.size] if gloo else ():
@@ -47,11 +46,9 @@ def join(place: Place, gloo: bool = False, timeout_s: float = 300.0) -> Rank:
     return Rank(place.rank, groups, twins)
 
 
-def _tune(place: Place, group: Group) -> None:
-    file = place.folder / f"tuning-{place.rank}.json"
-    file.write_text(json.dumps({"chunk_bytes": group.chunk_bytes, "small_bytes": group.small_bytes}))
-    os.environ["PHALANX_TUNING"] = str(file)
-    load_tuning.cache_clear()
+def _tuned(group: Group) -> AbstractContextManager[None]:
+    """Outputs of the tests lie on both sides of ``stream_bytes`` too."""
+    return tuning_in_force(Tuning(group.chunk_bytes, group.small_bytes, stream_bytes=3000))
 
 
 def _laid(value: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
