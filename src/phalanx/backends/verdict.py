@@ -40,7 +40,7 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
     where = f"while rank {why.rank} was in {noticed}"
     if why.status == Status.TIMEOUT:
         return CollectiveTimeout(
-            f"{peer} did not come within {timeout_s:.0f} s {where}. It is alive: is it in other code, or much "
+            f"{peer} did not come within {timeout_s:g} s {where}. It is alive: is it in other code, or much "
             f"slower? A longer timeout is set with phalanx.init(timeout_s=...)",
             group_rank=why.peer,
             elapsed_s=timeout_s,

@@ -3,7 +3,7 @@
  *   HARDWARE_F16   whether the set converts f16 in hardware (F16C)
  *
  * Element i is combined in the order of the inputs whatever the set and the block, so all sets agree bit for
- * bit. Blocks keep the partial results in the first-level cache when there are more than two inputs. */
+ * bit (but for the payload of a NaN in which several NaNs meet, which C leaves open). Blocks keep the partial results in the first-level cache when there are more than two inputs. */
 
 #define BLOCK 1024u
 

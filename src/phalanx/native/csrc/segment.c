@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -122,13 +123,18 @@ void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns)
     comm->timeout_ns = timeout_ns;
 }
 
+#define CANNOT_TELL UINT64_MAX
+
 /* State and start time from /proc/<pid>/stat; 0 when there is no such process or it has ended. A pidfd would
- * be surer but costs a descriptor per peer and group; the start time tells a reused pid just as well. */
+ * be surer but costs a descriptor per peer and group; the start time tells a reused pid just as well. A rank that has
+ * used up its descriptors cannot look there; it must not take the others for dead. */
 uint64_t phx_process_start_time(uint32_t pid)
 {
     char path[32], text[1024];
     snprintf(path, sizeof path, "/proc/%u/stat", pid);
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 && (errno == EMFILE || errno == ENFILE))
+        return kill((pid_t)pid, 0) == 0 || errno == EPERM ? CANNOT_TELL : 0;
     if (fd < 0)
         return 0;
     const ssize_t length = read(fd, text, sizeof text - 1);
@@ -148,5 +154,7 @@ uint64_t phx_process_start_time(uint32_t pid)
 
 int phx_place_alive(const struct phx_place *place)
 {
-    return phx_process_start_time(place->pid) == place->start_time;
+    const uint64_t start_time = phx_process_start_time(place->pid);
+    return start_time && (start_time == place->start_time || start_time == CANNOT_TELL ||
+                          place->start_time == CANNOT_TELL);
 }

@@ -25,7 +25,7 @@
  *                the place's rank. Death of a sleeper leaves it too high: a needless wake per store, in a group
  *                that is about to break because of that death.
  *   breaking     0 -> 1 by the one rank that wins the exchange, which then fills `breakage` and stores 2
- *                (release). Read by all. Death between: readers report the break without its reason.
+ *                (release). Read by all. Death between: readers look themselves for a process that is gone.
  *   header, pid  written before the ranks meet (through the store), read only afterwards.
  */
 #ifndef PHALANX_SEGMENT_H

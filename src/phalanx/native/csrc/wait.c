@@ -94,7 +94,6 @@ void phx_abort(phx_comm *comm)
 
 int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
 {
-    static const struct phx_breakage unknown = {.status = PHX_PEER_LOST};
     /* The winner fills the reason within microseconds; if it died in between, there is none to wait for. */
     for (int i = 0; i < 1000; i++) {
         uint32_t state = atomic_load_explicit(&comm->header->breaking, memory_order_acquire);
@@ -105,7 +104,11 @@ int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
         *out = comm->header->breakage;
         return state == 0 ? PHX_OK : (int)out->status;
     }
-    *out = unknown;
+    *out = (struct phx_breakage){.status = PHX_PEER_LOST, .rank = comm->rank, .peer = comm->rank};
+    for (uint32_t p = 0; p < comm->size; p++)
+        if (!phx_place_alive(&comm->places[p]))
+            out->peer = p;
+    out->peer_pid = comm->places[out->peer].pid;
     return PHX_PEER_LOST;
 }
 
@@ -122,8 +125,8 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
         if (i % 8 == 0 && phx_now_ns() - start > YIELD_NS)
             break;
     }
-    for (;;) {
-        struct phx_place *place = &comm->places[peer];
+    struct phx_place *place = &comm->places[peer];
+    for (uint64_t looked = phx_now_ns();;) {
         const uint64_t value = atomic_load_explicit(word, memory_order_acquire);
         /* A raise between this look and the sleep changes the word, and the kernel does not sleep on a changed one. */
         const enum phx_sleep slept =
@@ -134,12 +137,15 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
             return phx_breakage(comm, &why);
         if (slept != PHX_WOKEN && comm->poll && comm->poll())
             return phx_break(comm, PHX_INTERRUPTED, comm->rank);
-        if (slept != PHX_SLEPT_OUT)
+        /* By the clock: signals (a profiler's timer) may cut every single sleep short. */
+        const uint64_t now = phx_now_ns();
+        if (now - looked < PHX_SLICE_NS)
             continue;
+        looked = now;
         /* The order matters: a peer may raise the word and end right after, so look at the word last. */
         if (!phx_place_alive(place))
             return reached(word, target) ? PHX_OK : phx_break(comm, PHX_PEER_LOST, peer);
-        if (phx_now_ns() - start > comm->timeout_ns)
+        if (now - start > comm->timeout_ns)
             return phx_break(comm, PHX_TIMEOUT, peer);
     }
 }

@@ -31,7 +31,7 @@ void phx_futex_wake(_Atomic uint32_t *word);
 /* Store `value` into a word of this rank and wake whoever sleeps on it. */
 void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value);
 
-/* Wait until a word of `peer` is at least `target`: spin, yield, then sleep in slices, each of which looks
+/* Wait until a word of `peer` is at least `target`: spin, yield, then sleep, and every slice look
  * whether the peer lives, the group is whole, the time is up, and whether `poll` wants to stop. */
 int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target);
 

@@ -1,0 +1,74 @@
+"""The sizes of a tuning file change how bytes travel, never what arrives."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks
+from tests.world.test_reductions import BITWISE, FLOATS, INTEGERS, OPS, given
+
+from phalanx.backends.tuning import load_tuning
+
+TUNINGS = ((64, 0), (1024, 0), (4096, 4096), (65536, 100), (256 * 1024, 16 * 1024), (1 << 20, 1 << 20))
+EDGES = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-39, 5e-324, 65504.0, 3e38, 1.0, -1.0)
+
+
+def awkward(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values whose sums depend on their order, with NaNs, infinities, subnormals and zeros of both signs among them."""
+    tensor = given(rank, count, dtype)
+    if dtype.is_floating_point:
+        generator = random.Random(rank)
+        for index in range(0, count, 7):
+            tensor[index] = generator.choice(EDGES)
+    return tensor
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes, with every NaN as one and the same."""
+    if tensor.dtype.is_floating_point:
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_reduction_has_the_same_bits_whatever_the_tuning(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(place: Place) -> tuple[int, list[str]]:
+        path = place.folder / f"tuning-{place.rank}.json"
+        monkeypatch.setenv("PHALANX_TUNING", str(path))
+        seen: dict[str, bytes] = {}
+        wrong = []
+        for chunk_bytes, small_bytes in TUNINGS:
+            path.write_text(json.dumps({"chunk_bytes": chunk_bytes, "small_bytes": small_bytes}))
+            load_tuning.cache_clear()
+            place.join(name=f"store-{chunk_bytes}-{small_bytes}")
+            for dtype in FLOATS + INTEGERS:
+                for name in [*OPS, *([] if dtype in FLOATS else BITWISE)]:
+                    if name == "AVG" and dtype in INTEGERS:
+                        continue
+                    op = getattr(dist.ReduceOp, name)
+                    for count in (1, 13, 1031):
+                        # Not at the beginning of a cache line, nor of a vector.
+                        tensor = torch.cat([given(0, 1, dtype), awkward(place.rank, count, dtype)])[1:]
+                        rooted = tensor.clone()
+                        output = torch.empty(count, dtype=dtype)
+                        blocks = [tensor.clone() for _ in range(place.size)]
+                        dist.reduce_scatter(output, blocks, op=op)
+                        dist.reduce(rooted, dst=0, op=op)
+                        dist.all_reduce(tensor, op=op)
+                        results = {"all_reduce": tensor, "reduce_scatter": output}
+                        if place.rank == 0:
+                            results["reduce"] = rooted
+                        for kind, result in results.items():
+                            # All three combine in rank order, so they also agree with each other.
+                            if seen.setdefault(f"{name} {dtype} x {count}", bits(result)) != bits(result):
+                                wrong.append(f"{kind} {name} {dtype} x {count}, chunks of {chunk_bytes}")
+            dist.destroy_process_group()
+        return hash(tuple(sorted(seen.items()))), wrong
+
+    outcomes = on_ranks(body, size)
+    assert [wrong for _, wrong in outcomes] == [[]] * size
+    assert len({digest for digest, _ in outcomes}) == 1  # every rank has the same bits

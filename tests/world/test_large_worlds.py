@@ -1,0 +1,69 @@
+"""Far more ranks than cores."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks
+
+MOST_BYTES_PER_RANK = 4 << 20
+# By hand: PHALANX_RANKS=256 pytest tests/world/test_large_worlds.py
+SIZES = [int(size) for size in os.environ.get("PHALANX_RANKS", "64").split(",")]
+
+
+def segment_bytes() -> tuple[int, int]:
+    """How large this process's shared segment is, and how much memory stands behind it."""
+    for mapping in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:phalanx" in mapping:
+            file = os.stat(f"/proc/self/map_files/{mapping.split()[0]}")
+            return file.st_size, file.st_blocks * 512
+    raise AssertionError("no shared segment is mapped")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_operation_in_a_world_of(size: int) -> None:
+    def body(place: Place) -> tuple[int, int]:
+        place.join(timeout_s=110)
+        n, me = place.size, place.rank
+        total = n * (n + 1) / 2
+        for count in (1, 5_000, 70_000):  # one synchronisation, one chunk, two chunks
+            tensor = torch.full((count,), float(me + 1))
+            dist.all_reduce(tensor)
+            assert bool((tensor == total).all())
+        dist.barrier()
+        gathered = torch.empty(n, 300)
+        dist.all_gather_single(gathered, torch.full((300,), float(me)))
+        assert torch.equal(gathered, torch.arange(n).float()[:, None].expand(n, 300))
+        for count in (3, 2_000):  # what fits beside the row of sizes, and what needs more chunks
+            received = torch.empty(n * count)
+            dist.all_to_all_single(received, (torch.arange(n) * n + me).float().repeat_interleave(count))
+            assert torch.equal(received, (torch.arange(n) + me * n).float().repeat_interleave(count))
+        for root in (0, n - 1):
+            tensor = torch.arange(1000) + me
+            dist.broadcast(tensor, root)
+            assert torch.equal(tensor, torch.arange(1000) + root)
+        own = torch.empty(10)
+        dist.reduce_scatter_single(own, torch.arange(n).float().repeat_interleave(10) + me)
+        assert own.tolist() == [float(n * me + n * (n - 1) // 2)] * 10
+        work = dist.isend(torch.tensor([me]), (me + 1) % n)
+        before = torch.empty(1, dtype=torch.int64)
+        dist.recv(before, (me - 1) % n)
+        work.wait()
+        assert before.item() == (me - 1) % n
+        dist.barrier()
+        held = segment_bytes()
+        dist.barrier()
+        dist.destroy_process_group()
+        return held
+
+    started = time.monotonic()
+    for whole, resident in on_ranks(body, size):
+        assert whole <= size * MOST_BYTES_PER_RANK
+        assert resident <= whole
+    print(f"{size} ranks: {time.monotonic() - started:.1f} s, {whole / size / 2**20:.2f} MiB per rank, of which "
+          f"{resident / size / 2**20:.2f} MiB used")  # fmt: skip

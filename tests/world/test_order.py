@@ -1,0 +1,139 @@
+"""Several groups at once: whoever keeps one order within each group is never locked out, whatever the order between."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks
+
+TURNS = 150
+
+
+def overlapping_groups(size: int) -> list[tuple[dist.ProcessGroup, list[int]]]:
+    """Four groups that share ranks: the world twice, all but the last rank, all but the first."""
+    members = [list(range(size)), list(range(size)), list(range(size - 1)), list(range(1, size))]
+    groups = [dist.new_group(ranks) for ranks in members]
+    return [(group, ranks) for group, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_overlapping_groups_with_operations_under_way_in_different_orders(size: int) -> None:
+    """Each rank interleaves the groups' operations in an order of its own and waits for them in another."""
+
+    def body(place: Place) -> int:
+        place.join()
+        groups = overlapping_groups(place.size)
+        mine = random.Random(place.rank)
+        done = 0
+        for turn in range(TURNS):
+            started: list[tuple[dist.Work, torch.Tensor, float]] = []
+            queues = [[(group, ranks, index) for index in range(3)] for group, ranks in groups]
+            while any(queues):
+                queue = mine.choice([queue for queue in queues if queue])
+                group, ranks, index = queue.pop(0)
+                count = (1, 700, 70_000)[(turn + index) % 3]
+                tensor = torch.full((count,), float(place.rank + turn + index))
+                if index == 1:
+                    root = ranks[turn % len(ranks)]
+                    work = dist.broadcast(tensor, root, group=group, async_op=True)
+                    expected = float(root + turn + index)
+                else:
+                    work = dist.all_reduce(tensor, group=group, async_op=True)
+                    expected = float(sum(rank + turn + index for rank in ranks))
+                assert work is not None
+                started.append((work, tensor, expected))
+            mine.shuffle(started)
+            for work, tensor, expected in started:
+                work.wait()
+                assert bool((tensor == expected).all())
+                done += 1
+        for group, _ in groups:
+            dist.barrier(group=group)
+        dist.destroy_process_group()
+        return done
+
+    counts = on_ranks(body, size)
+    assert sum(counts) == TURNS * 3 * (2 * size + 2 * (size - 1))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_thread_for_each_group(size: int) -> None:
+    """Blocking calls, a thread and a pace of its own for each of four groups, beside messages of the world."""
+
+    def body(place: Place) -> bool:
+        place.join()
+        groups = [dist.new_group() for _ in range(4)]
+        wrong: list[str] = []
+
+        def work(number: int, group: dist.ProcessGroup) -> None:
+            try:
+                for turn in range(TURNS * (number + 1)):
+                    tensor = torch.full(((1, 3_000, 100_000)[turn % 3],), float(place.rank + number))
+                    dist.all_reduce(tensor, group=group)
+                    expected = float(sum(rank + number for rank in range(place.size)))
+                    if not bool((tensor == expected).all()):
+                        wrong.append(f"group {number}, turn {turn}")
+            except BaseException as error:
+                wrong.append(f"group {number}: {error!r}")
+
+        threads = [threading.Thread(target=work, args=item) for item in enumerate(groups)]
+        for thread in threads:
+            thread.start()
+        for turn in range(TURNS):
+            sent = dist.isend(torch.tensor([turn]), (place.rank + 1) % place.size)
+            received = torch.empty(1, dtype=torch.int64)
+            dist.recv(received, (place.rank - 1) % place.size)
+            assert sent is not None
+            sent.wait()
+            assert received.item() == turn
+        for thread in threads:
+            thread.join()
+        assert not wrong, wrong
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size) == [True] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_groups_in_turn_on_different_threads(size: int) -> None:
+    """Two groups, each used now by this thread and now by that one, the turn passed on after every call."""
+
+    def body(place: Place) -> list[float]:
+        place.join()
+        groups = [dist.new_group() for _ in range(2)]
+        turns = [threading.Semaphore(1), threading.Semaphore(0)]
+        seen: list[float] = []
+
+        def work(number: int) -> None:
+            for turn in range(TURNS):
+                turns[number].acquire()
+                tensor = torch.full((2_000,), float(turn))
+                if turn % 2:
+                    dist.all_reduce(tensor, group=groups[(turn + number) % 2])
+                else:
+                    handle = dist.all_reduce(tensor, group=groups[(turn + number) % 2], async_op=True)
+                    assert handle is not None
+                    handle.wait()
+                seen.append(tensor[-1].item())
+                turns[1 - number].release()
+
+        run(lambda: work(0), lambda: work(1))
+        dist.destroy_process_group()
+        return seen
+
+    expected = [float(turn * size) for turn in range(TURNS) for _ in range(2)]
+    assert on_ranks(body, size) == [expected] * size
+
+
+def run(*bodies: Callable[[], None]) -> None:
+    threads = [threading.Thread(target=body) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
