@@ -167,7 +167,15 @@ CALLS: tuple[Callable[[Call], Started], ...] = (
 NAMES = [call.__name__ for call in CALLS]
 WITH_A_MIDDLE = [call for call in CALLS if call not in (small_all_reduce, barrier)]
 # Who waits for nobody may return from the call; the next one tells.
-MUST_RAISE_AT_ONCE = (all_reduce, small_all_reduce, broadcast_by_victim, all_gather, reduce_scatter, all_to_all, barrier)
+MUST_RAISE_AT_ONCE = (
+    all_reduce,
+    small_all_reduce,
+    broadcast_by_victim,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    barrier,
+)
 
 
 def exchange_pids(place: Place) -> list[int]:
