@@ -27,7 +27,8 @@ unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
 	$(BIN)/python -m pytest $(ARGS)
 
 benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured here
-	$(BIN)/python benchmarks/all_reduce.py
+	$(BIN)/phalanx bench all --against gloo --patience 120
+	$(BIN)/phalanx bench all_reduce --dtypes float16,bfloat16 --against gloo --patience 30
 	$(BIN)/python benchmarks/start_ranks.py
 	$(BIN)/python benchmarks/ddp_step.py
 	$(BIN)/python benchmarks/training.py

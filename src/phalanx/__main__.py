@@ -1,6 +1,8 @@
 """``python -m phalanx`` is the command ``phalanx``."""
 
+import sys
+
 from phalanx.launch.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

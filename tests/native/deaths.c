@@ -216,7 +216,7 @@ static void start(struct world *world, body *run, uint32_t kind, int victim, lon
     count = (int)(5 * chunk_bytes / sizeof(int)) - 3;
     world->segment = memfd_create("deaths", MFD_CLOEXEC);
     world->opened = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (phx_segment_format(world->segment, (uint32_t)ranks, chunk_bytes, 128, cookie) != PHX_OK)
+    if (phx_segment_format(world->segment, (uint32_t)ranks, chunk_bytes, 128, 256, cookie) != PHX_OK)
         abort();
     /* The victim first: the others find its pid beside the counter. */
     for (int i = 0; i < ranks; i++) {

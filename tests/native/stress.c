@@ -190,7 +190,7 @@ int main(int argc, char **argv)
     seed = (unsigned)atoi(argv[3]);
     const uint64_t least = 64u * (uint64_t)ranks, asked = argc > 4 ? (uint64_t)atoi(argv[4]) : 4096;
     segment = memfd_create("stress", MFD_CLOEXEC);
-    if (phx_segment_format(segment, (uint32_t)ranks, asked > least ? asked : least, 2048, cookie) != PHX_OK)
+    if (phx_segment_format(segment, (uint32_t)ranks, asked > least ? asked : least, 2048, 8192, cookie) != PHX_OK)
         abort();
     pthread_barrier_init(&everyone, NULL, (unsigned)ranks);
     pthread_t threads[MAX_RANKS];

@@ -65,7 +65,7 @@ def run_ranks(function: Callable[[Place], Any], size: int, timeout_s: float = TI
     """Run ``function`` on ``size`` forked ranks; every outcome, in rank order."""
     with tempfile.TemporaryDirectory(prefix="phalanx-test-") as name:
         folder = Path(name)
-        children = [_fork(function, Place(rank, size, folder)) for rank in range(size)]
+        children = [fork_rank(function, Place(rank, size, folder)) for rank in range(size)]
         return _collect(children, folder, timeout_s)
 
 
@@ -84,7 +84,7 @@ def on_ranks(function: Callable[[Place], Any], size: int, timeout_s: float = TIM
     return values(run_ranks(function, size, timeout_s))
 
 
-def _fork(function: Callable[[Place], Any], place: Place) -> int:
+def fork_rank(function: Callable[[Place], Any], place: Place) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -129,7 +129,7 @@ def _collect(children: list[int], folder: Path, timeout_s: float) -> list[Outcom
         while waiting:
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise AssertionError(_stacks(children, list(waiting.values()), folder, timeout_s))
+                raise AssertionError(stacks_of(children, list(waiting.values()), folder, timeout_s))
             for handle in ready:
                 del waiting[handle]
     finally:
@@ -151,7 +151,7 @@ def _outcome(rank: int, status: int, folder: Path) -> Outcome:
     return outcome
 
 
-def _stacks(children: list[int], ranks: list[int], folder: Path, timeout_s: float) -> str:
+def stacks_of(children: list[int], ranks: list[int], folder: Path, timeout_s: float) -> str:
     text = [f"ranks {ranks} did not end within {timeout_s:.0f} s"]
     for rank in ranks:
         file = folder / f"stacks-{rank}"

@@ -7,21 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.backends.tuning import Tuning, load_tuning, save_tuning
+from phalanx.backends import tuning as tunings
+from phalanx.backends.tuning import Tuning, load_tuning, save_tuning, tuning_in_force
 
 
 @pytest.fixture(autouse=True)
 def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PHALANX_TUNING", str(tmp_path / "deep" / "tuning.json"))
-    load_tuning.cache_clear()
+    tunings._read.cache_clear()
     yield
-    load_tuning.cache_clear()
+    tunings._read.cache_clear()
 
 
 def test_what_is_saved_is_loaded() -> None:
     assert load_tuning() == Tuning()
-    path = save_tuning(Tuning(chunk_bytes=131072, small_bytes=4096))
-    assert load_tuning() == Tuning(chunk_bytes=131072, small_bytes=4096)
+    path = save_tuning(Tuning(chunk_bytes=131072, small_bytes=4096, stream_bytes=1024))
+    assert load_tuning() == Tuning(chunk_bytes=131072, small_bytes=4096, stream_bytes=1024)
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
 
 
@@ -34,6 +35,13 @@ def test_a_file_that_makes_no_sense_is_ignored_with_a_warning(tmp_path: Path, te
 
 
 def test_a_chunk_has_a_cache_line_for_every_rank() -> None:
-    assert Tuning(chunk_bytes=100).for_size(1) == (64, 16384)
-    assert Tuning(chunk_bytes=100).for_size(8) == (512, 16384)
-    assert Tuning().for_size(1024) == (262144, 16384)
+    assert Tuning(chunk_bytes=100).for_size(1) == (64, 16384, 16 << 20)
+    assert Tuning(chunk_bytes=100).for_size(8) == (512, 16384, 16 << 20)
+    assert Tuning().for_size(1024) == (524288, 16384, 16 << 20)
+
+
+def test_values_in_force_stand_before_the_file() -> None:
+    save_tuning(Tuning(chunk_bytes=131072))
+    with tuning_in_force(Tuning(chunk_bytes=65536)):
+        assert load_tuning().chunk_bytes == 65536
+    assert load_tuning().chunk_bytes == 131072

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
 from tests.world.test_reductions import BITWISE, FLOATS, INTEGERS, OPS, given
 
-from phalanx.backends.tuning import load_tuning
+from phalanx.backends.tuning import Tuning, tuning_in_force
 
 TUNINGS = ((64, 0), (1024, 0), (4096, 4096), (65536, 100), (256 * 1024, 16 * 1024), (1 << 20, 1 << 20))
 EDGES = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-39, 5e-324, 65504.0, 3e38, 1.0, -1.0)
@@ -35,16 +34,13 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_reduction_has_the_same_bits_whatever_the_tuning(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reduction_has_the_same_bits_whatever_the_tuning(size: int) -> None:
     def body(place: Place) -> tuple[int, list[str]]:
-        path = place.folder / f"tuning-{place.rank}.json"
-        monkeypatch.setenv("PHALANX_TUNING", str(path))
         seen: dict[str, bytes] = {}
         wrong = []
         for chunk_bytes, small_bytes in TUNINGS:
-            path.write_text(json.dumps({"chunk_bytes": chunk_bytes, "small_bytes": small_bytes}))
-            load_tuning.cache_clear()
-            place.join(name=f"store-{chunk_bytes}-{small_bytes}")
+            with tuning_in_force(Tuning(chunk_bytes, small_bytes)):
+                place.join(name=f"store-{chunk_bytes}-{small_bytes}")
             for dtype in FLOATS + INTEGERS:
                 for name in [*OPS, *([] if dtype in FLOATS else BITWISE)]:
                     if name == "AVG" and dtype in INTEGERS:

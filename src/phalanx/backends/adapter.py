@@ -31,12 +31,14 @@ from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.layout import DTYPES, dense, even_pieces, in_place, into, same_size, split_pieces
-from phalanx.backends.messages import Messages, MessageWork
+from phalanx.backends.messages import DoneWork, Messages, MessageWork
 from phalanx.backends.progress import Progress
 from phalanx.backends.work import PhalanxWork
 from phalanx.errors import ArgumentError, DeviceMismatch
 
 __all__ = ["PhalanxProcessGroup"]
+
+SMALL_BYTES = 64 * 1024  # up to here an asynchronous operation takes less time than waking a thread for it
 
 _SUM = dist.ReduceOp.SUM.value
 _PREMUL_SUM = dist.ReduceOp.PREMUL_SUM.value
@@ -307,13 +309,16 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if output.dtype != tensor.dtype:
             raise ArgumentError(f"all_to_all_single: the output is {output.dtype}, the input {tensor.dtype}")
         size, body, own = self._size, self._communicator.all_to_all, self._communicator.rank
+        whole = dense(output)
         pieces = split_pieces("all_to_all_single input", dense(tensor), input_splits, size)
-        expected = split_pieces("all_to_all_single output", dense(output), output_splits, size)
+        expected = split_pieces("all_to_all_single output", whole, output_splits, size)
         if pieces[own].numel() != expected[own].numel():
             raise ArgumentError("all_to_all_single: what this rank sends itself is not what it expects from itself")
 
         def exchange() -> None:
-            in_place(output, lambda whole: body(split_pieces("all_to_all_single", whole, output_splits, size), pieces))
+            body(expected, pieces)
+            if not output.is_contiguous():
+                output.detach().copy_(whole)
 
         return self._start(opts.asyncOp, [output], exchange)
 
@@ -343,10 +348,11 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         return self.recv(tensors, None, tag)
 
-    def _message(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> MessageWork:
+    def _message(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> dist.Work:
+        if message.done:
+            return DoneWork(tensors)
         work = MessageWork(message, tensors, write_back, self._messages)
-        if not work.is_completed():
-            self._messages.look_after(work)
+        self._messages.look_after(work)
         return work
 
     # -- lifetime ----------------------------------------------------------------------------------
@@ -374,7 +380,8 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     def _start(self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None]) -> Any:
         if not asynchronous:
             return self._progress.run(body)
-        return PhalanxWork(self._progress, self._progress.submit(body, result))
+        urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
+        return PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
 
     def _reduction(
         self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any
@@ -417,12 +424,14 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, the first contiguous, share memory, judged by the spans they lie in."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not other.numel():
+    first, element = other.data_ptr(), other.element_size()
+    if other.is_contiguous():
+        last = first + other.nbytes - element
+    elif other.numel():
+        last = first + sum((n - 1) * s for n, s in zip(other.shape, other.stride(), strict=True)) * element
+    else:
         return False
-    last = other.data_ptr() + sum((n - 1) * s for n, s in zip(other.shape, other.stride(), strict=True)) * (
-        other.element_size()
-    )
-    return one.data_ptr() <= last and other.data_ptr() < one.data_ptr() + one.nbytes
+    return one.data_ptr() <= last and first < one.data_ptr() + one.nbytes
 
 
 def _nothing() -> None:

@@ -16,7 +16,13 @@ __all__ = ["Communicator", "Message"]
 
 
 class Message(ABC):
-    """A send or receive under way. It holds its tensor until it is done."""
+    """A send or receive under way. It holds its tensor until it is done.
+
+    Attributes:
+        done: it was done when it was called; where False, :meth:`test` knows.
+    """
+
+    done = False
 
     @abstractmethod
     def test(self) -> bool:

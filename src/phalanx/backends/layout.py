@@ -15,6 +15,8 @@ DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is contiguous, else a contiguous copy; without its gradient history."""
+    if tensor.is_contiguous() and not tensor.requires_grad:
+        return tensor
     return tensor.detach().contiguous()
 
 
@@ -41,7 +43,7 @@ def into(outputs: Sequence[torch.Tensor], body: Callable[[list[torch.Tensor]], N
 
 def even_pieces(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
     """A contiguous tensor as ``size`` flat pieces of equal length."""
-    return list(tensor.view(-1).split(tensor.numel() // size)) if tensor.numel() else [tensor.view(-1)] * size
+    return list(tensor.view(size, -1).unbind()) if tensor.numel() else [tensor.view(-1)] * size
 
 
 def split_pieces(name: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[torch.Tensor]:

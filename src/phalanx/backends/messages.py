@@ -20,10 +20,41 @@ import torch.distributed as dist
 from phalanx.backends.communicator import Message
 from phalanx.errors import CollectiveTimeout, PhalanxError
 
-__all__ = ["MessageWork", "Messages"]
+__all__ = ["DoneWork", "MessageWork", "Messages"]
 
 PATIENCE_S = 0.002
 SLICE_S = 0.01
+
+
+class DoneWork(dist.Work):
+    """The handle of a send that was done when it was called, as most small ones are."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
 
 
 class MessageWork(dist.Work):
@@ -62,6 +93,8 @@ class MessageWork(dist.Work):
 
     def settle(self) -> None:
         """Once the message is done: bring its data to where the user wants it, and complete the future."""
+        if not self._write_back and self._future is None:
+            return
         with self._lock:
             if self._write_back:
                 tensor, stand_in = self._write_back
@@ -125,18 +158,15 @@ class Messages:
         self._left: queue.SimpleQueue[MessageWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._waiting = 0
-        self._counting = threading.Lock()
+        self._waiting: list[None] = []  # one entry for each thread that waits; append and pop are atomic
 
     def wait(self, message: Message, timeout_s: float | None) -> bool:
         """Wait for a message, on the thread of its user; see :meth:`Message.wait`."""
-        with self._counting:
-            self._waiting += 1
+        self._waiting.append(None)
         try:
             return message.wait(timeout_s)
         finally:
-            with self._counting:
-                self._waiting -= 1
+            self._waiting.pop()
 
     def look_after(self, work: MessageWork) -> None:
         """Make sure that ``work`` gets done, and its tensors live until then, even if it is dropped."""

@@ -5,6 +5,9 @@ and costs a lock. An asynchronous one is queued; whoever comes first runs it: th
 thread that waits for it or calls a synchronous operation behind it. So ``all_reduce(async_op=True).wait()``
 needs no switch to another thread, and a gradient bucket moves while backward computes.
 
+A small operation is usually waited for at once, and waking a thread for it costs more than the operation: the two
+contend for the interpreter. The thread looks for those every 0.2 ms instead, as long as there are any.
+
 One lock, ``running``, is held by whoever runs operations; ``queue`` is appended to by callers and popped
 only by its holder. Both are touched by several threads: deque's append and popleft are atomic. A closed group's
 queue holds None for ever, so that a caller who looks only whether it is empty finds that it is not.
@@ -15,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +29,9 @@ from phalanx.backends import call_site
 from phalanx.errors import ClosedError
 
 __all__ = ["Operation", "Progress"]
+
+NAP_S = 0.0002
+_NOW, _SOON, _END = "now", "soon", "end"  # what the thread is told
 
 
 class Operation:
@@ -106,8 +113,9 @@ class Progress:
         self._name = name
         self.running = threading.Lock()
         self.queue: deque[Operation | None] = deque()
-        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._watching = False
         self._in_callbacks = 0
         self._counting = threading.Lock()
 
@@ -121,16 +129,31 @@ class Progress:
                 operation = self._run_next()
             operation.complete()
 
-    def submit(self, body: Callable[[], None], result: list[torch.Tensor]) -> Operation:
-        """Queue ``body``; returns at once. ``result`` is what the operation's future holds."""
+    def submit(self, body: Callable[[], None], result: list[torch.Tensor], urgent: bool) -> Operation:
+        """Queue ``body``; returns at once.
+
+        Args:
+            body: what to run.
+            result: what the operation's future holds.
+            urgent: start it now; else it may take ``NAP_S`` until it begins, unless somebody waits for it.
+        """
         if self.queue and self.queue[0] is None:
             raise self._closed()
         operation = Operation(body, result)
         self.queue.append(operation)
         if len(self._threads) <= self._in_callbacks:
             self._start_thread()
-        self._calls.put(True)
+        if urgent or self._in_callbacks:
+            self._calls.put(_NOW)
+        elif not self._watching:
+            self._watching = True
+            self._calls.put(_SOON)
         return operation
+
+    def hurry(self) -> None:
+        """Start what is queued now: somebody waits for it where only the thread can help."""
+        for _ in range(len(self.queue)):
+            self._calls.put(_NOW)
 
     def help(self, operation: Operation) -> None:
         """Run what is queued up to ``operation`` on this thread, as long as no other thread is at it."""
@@ -149,7 +172,7 @@ class Progress:
             self.run(self.queue.append, None)
         threads, self._threads = self._threads, []
         for _ in threads:
-            self._calls.put(False)
+            self._calls.put(_END)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -172,20 +195,45 @@ class Progress:
         thread.start()
 
     def _serve(self) -> None:
-        while self._calls.get():
-            with self.running:
-                if not self.queue or self.queue[0] is None:
-                    continue  # somebody who waited for it has run it
-                operation = self._run_next()
-            # A callback may wait for a further operation of this group (PowerSGD's do). Whoever submits that one
-            # sees from this count that another thread is needed to run it.
+        while (call := self._calls.get()) != _END:
+            if call == _NOW:
+                self._serve_one()
+            else:
+                self._watch()
+
+    def _watch(self) -> None:
+        """Run what is queued, a nap later, until a nap has brought nothing."""
+        while True:
+            time.sleep(NAP_S)
+            if self._serve_one():
+                while self._serve_one():
+                    pass
+                continue
+            # In this order: whoever queues an operation looks at the flag afterwards, so one of the two sees the other.
+            self._watching = False
+            if not self._waits():
+                return
+            self._watching = True
+
+    def _waits(self) -> bool:
+        return bool(self.queue) and self.queue[0] is not None
+
+    def _serve_one(self) -> bool:
+        """Run one operation and its callbacks; False if there was none."""
+        with self.running:
+            if not self._waits():
+                return False  # somebody who waited for it has run it
+            operation = self._run_next()
+        # A callback may wait for a further operation of this group (PowerSGD's do). Whoever submits that one
+        # sees from this count that another thread is needed to run it.
+        with self._counting:
+            self._in_callbacks += 1
+        if self._waits() and len(self._threads) <= self._in_callbacks:
+            self._start_thread()
+            self.hurry()
+        try:
+            operation.complete()
+        finally:
             with self._counting:
-                self._in_callbacks += 1
-            if self.queue and len(self._threads) <= self._in_callbacks:
-                self._start_thread()
-                self._calls.put(True)
-            try:
-                operation.complete()
-            finally:
-                with self._counting:
-                    self._in_callbacks -= 1
+                self._in_callbacks -= 1
+        return True

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
-from phalanx.backends.call_site import CallSite, call_site, capture
+from phalanx.backends.call_site import call_site, capture
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.meeting import meet
 from phalanx.backends.reductions import OP_NAMES, REDUCIBLE, reducible
@@ -69,7 +69,7 @@ class SharedMemoryCommunicator(Communicator):
         self._timeout_s = timeout.total_seconds()
         # The last call that this rank left without having heard from all others (a broadcast's root does): should it
         # not match theirs, that shows in a later call. What it was, and where it was called.
-        self._unheard: tuple[str, CallSite | None] = ("", None)
+        self._unheard: _Call | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
@@ -92,7 +92,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "reduce", tensor, op=op, dst=root)
         if root != self.rank:
-            self._unheard = (_text("reduce", tensor, op=op, dst=root), capture(2))
+            self._unheard = _Call("reduce", tensor, {"op": op, "dst": root})
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         status = self._core.phx_reduce_scatter(
@@ -114,7 +114,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "broadcast", tensor, src=root)
         if root == self.rank:
-            self._unheard = (_text("broadcast", tensor, src=root), capture(2))
+            self._unheard = _Call("broadcast", tensor, {"src": root})
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         status = self._core.phx_all_gather(
@@ -141,7 +141,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "gather", tensor, dst=root)
         if root != self.rank:
-            self._unheard = (_text("gather", tensor, dst=root), capture(2))
+            self._unheard = _Call("gather", tensor, {"dst": root})
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         status = self._core.phx_scatter(
@@ -156,7 +156,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "scatter", output, src=root)
         if root == self.rank:
-            self._unheard = (_text("scatter", output, src=root), capture(2))
+            self._unheard = _Call("scatter", output, {"src": root})
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         dtype = _DTYPES[outputs[0].dtype]
@@ -215,21 +215,41 @@ class SharedMemoryCommunicator(Communicator):
         if status < BROKEN_FROM:
             raise BackendError(f"the core refused {name} as malformed (status {status}, rank {self.rank})")
         self._signals.raise_pending()
-        raise self.explain(f"{name}({text})" if text else _text(name, tensor, **arguments))
+        if tensor is None:
+            raise self.explain(f"{name}({text})")
+        raise self.explain(_text(name, tensor.dtype, tensor.shape, **arguments))
 
     def explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""
         why = Breakage()
         self._core.phx_breakage(self._comm, ctypes.byref(why))
         site = call_site()
-        if why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(self._comm) and self._unheard[0]:
-            call, before = self._unheard
-            site = f"{before[0]}:{before[1]}" if before else ""
+        before = self._unheard
+        if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(self._comm):
+            call, site = before.text(), before.site()
         return explain(self._comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
+
+
+class _Call:
+    """A call to be told later, if ever: what is needed for its text, without the tensor and without the text."""
+
+    __slots__ = ("_dtype", "_name", "_shape", "_site", "_who")
+
+    def __init__(self, name: str, tensor: torch.Tensor, who: dict[str, int]) -> None:
+        self._name, self._dtype, self._shape, self._who = name, tensor.dtype, tensor.shape, who
+        self._site = capture(3)
+
+    def text(self) -> str:
+        return _text(self._name, self._dtype, self._shape, **self._who)
+
+    def site(self) -> str:
+        return f"{self._site[0]}:{self._site[1]}" if self._site else ""
 
 
 class _Sent(Message):
     """A send that was done when it was called."""
+
+    done = True
 
     def test(self) -> bool:
         return True
@@ -306,9 +326,9 @@ def _fill(pointers: ctypes.Array[ctypes.c_void_p], tensors: Sequence[torch.Tenso
     return pointers
 
 
-def _text(name: str, tensor: torch.Tensor | None, op: int | None = None, **who: int) -> str:
+def _text(name: str, dtype: torch.dtype, shape: torch.Size, op: int | None = None, **who: int) -> str:
     """A call as its user wrote it: ``all_reduce(float32[4, 2], sum)``."""
-    parts = [] if tensor is None else [f"{_name(tensor.dtype)}{list(tensor.shape)}"]
+    parts = [f"{_name(dtype)}{list(shape)}"]
     if op is not None:
         parts.append(OP_NAMES[op].lower())
     parts += [f"{key}={value}" for key, value in who.items()]

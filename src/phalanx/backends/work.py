@@ -63,4 +63,6 @@ class PhalanxWork(dist.Work):
         return self._operation.result
 
     def get_future(self) -> torch.futures.Future[Any]:
+        if not self._operation.done:
+            self._progress.hurry()
         return self._operation.future()

@@ -1,10 +1,11 @@
-"""The command line: ``phalanx run``."""
+"""The command line: ``phalanx run``, and where the other commands are found."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import asdict
+from importlib import import_module
 
 import click
 
@@ -22,7 +23,22 @@ __all__ = ["main"]
 _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """A group that loads the commands of other rooms when they are asked for: ``phalanx run`` stays quick."""
+
+    elsewhere = {"bench": "phalanx.bench.cli"}  # noqa: RUF012 - a table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *self.elsewhere])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.elsewhere:
+            return super().get_command(ctx, cmd_name)
+        found: click.Command = getattr(import_module(self.elsewhere[cmd_name]), cmd_name)
+        return found
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(phalanx.__version__, prog_name="phalanx")
 def command() -> None:
     r"""Run one PyTorch program as many processes.
@@ -30,6 +46,7 @@ def command() -> None:
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks on this machine
       phalanx run --help                      everything about it
+      phalanx bench                           how long collectives take here
     """
 
 

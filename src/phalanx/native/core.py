@@ -24,7 +24,7 @@ __all__ = [
     "library",
 ]
 
-ABI = 5
+ABI = 6
 ANY_SOURCE = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -88,7 +88,7 @@ def library() -> ctypes.CDLL:
     blocks, sizes = POINTER(c_void_p), POINTER(c_uint64)
     for name, result, arguments in (
         ("phx_segment_bytes", c_uint64, [c_uint32, c_uint64]),
-        ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_char_p]),
+        ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
         ("phx_open", comm, [c_int, c_uint32, c_char_p, c_uint32, Poll]),
         ("phx_close", None, [comm]),
         ("phx_abort", None, [comm]),

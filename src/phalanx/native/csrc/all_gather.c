@@ -5,6 +5,7 @@
 
 #include "call.h"
 #include "chunks.h"
+#include "copy.h"
 #include "wait.h"
 
 static int put_chunk(phx_comm *comm, const char *in, uint64_t length, uint64_t chunk, uint64_t call)
@@ -34,7 +35,8 @@ static int collect(phx_comm *comm, const char *in, void *const *outs, uint64_t n
             const uint32_t p = (comm->rank + n) % comm->size;
             if ((status = phx_wait_ready(comm, p, first + i - 1)))
                 return status;
-            memcpy((char *)outs[p] + at, phx_slot(comm, p, first + i - 1), phx_piece(nbytes, at, step));
+            phx_copy_out(comm, (char *)outs[p] + at, phx_slot(comm, p, first + i - 1), phx_piece(nbytes, at, step),
+                         nbytes * comm->size);
         }
     }
     if (outs && outs[comm->rank] != in)

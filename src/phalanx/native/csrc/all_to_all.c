@@ -8,6 +8,7 @@
 
 #include "call.h"
 #include "chunks.h"
+#include "copy.h"
 #include "wait.h"
 
 /* A rank's row: bytes to rank 0, 1, ...; its own entry counts as nothing, since it crosses no slot. */
@@ -96,6 +97,9 @@ int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_by
     const uint64_t rows = comm->chunk, first = rows + 1, step = phx_share(comm);
     const uint64_t chunks = more ? phx_pieces(more, step) : 0;
     const int sent = fits(comm, row_of(comm, comm->rank, rows));
+    uint64_t total = 0;
+    for (uint32_t p = 0; p < comm->size; p++)
+        total += out_bytes[p];
     uint64_t late[PHX_MAX_RANKS / 64] = {0};
     for (uint32_t p = 0; p < comm->size; p++)
         if (!fits(comm, row_of(comm, p, rows)))
@@ -116,8 +120,8 @@ int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_by
             if ((status = phx_wait_ready(comm, p, first + i - 1)))
                 return status;
             if (late[p / 64] >> p % 64 & 1)
-                memcpy((char *)outs[p] + at, phx_share_at(comm, p, comm->rank, first + i - 1),
-                       phx_piece(out_bytes[p], at, step));
+                phx_copy_out(comm, (char *)outs[p] + at, phx_share_at(comm, p, comm->rank, first + i - 1),
+                             phx_piece(out_bytes[p], at, step), total);
         }
     }
     comm->chunk = first + chunks;

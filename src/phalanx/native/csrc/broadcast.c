@@ -4,6 +4,7 @@
 
 #include "call.h"
 #include "chunks.h"
+#include "copy.h"
 #include "wait.h"
 
 int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t root, uint64_t shape)
@@ -23,7 +24,7 @@ int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, u
         if (comm->rank != root) {
             if ((status = phx_wait_ready(comm, root, chunk)))
                 return status;
-            memcpy((char *)data + i * step, phx_slot(comm, root, chunk), length);
+            phx_copy_out(comm, (char *)data + i * step, phx_slot(comm, root, chunk), length, nbytes);
         }
     }
     comm->chunk = first + chunks;

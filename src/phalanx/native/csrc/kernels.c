@@ -67,20 +67,28 @@ static inline uint16_t f32_to_f16(float value)
 
 #define KERNEL(name) name##_baseline
 #define TARGET
-#define HARDWARE_F16 0
+#define LANES 0
 #include "kernels_set.h"
 #undef KERNEL
 #undef TARGET
-#undef HARDWARE_F16
+#undef LANES
 
 #if defined(__x86_64__)
 #define KERNEL(name) name##_avx2
 #define TARGET __attribute__((target("avx2,f16c")))
-#define HARDWARE_F16 1
+#define LANES 8
 #include "kernels_set.h"
 #undef KERNEL
 #undef TARGET
-#undef HARDWARE_F16
+#undef LANES
+
+#define KERNEL(name) name##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c")))
+#define LANES 16
+#include "kernels_set.h"
+#undef KERNEL
+#undef TARGET
+#undef LANES
 #endif
 
 phx_reduce_fn phx_reduce_kernel(uint32_t op, uint32_t dtype)
@@ -88,6 +96,8 @@ phx_reduce_fn phx_reduce_kernel(uint32_t op, uint32_t dtype)
     if (op >= PHX_OPS || dtype >= PHX_DTYPES)
         return NULL;
 #if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        return table_avx512[op][dtype];
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"))
         return table_avx2[op][dtype];
 #endif

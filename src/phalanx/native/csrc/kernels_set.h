@@ -1,9 +1,10 @@
 /* The kernels for one instruction set. Included by kernels.c once per set, with
  *   KERNEL(name)   the name with the set's suffix        TARGET  the function attribute
- *   HARDWARE_F16   whether the set converts f16 in hardware (F16C)
+ *   LANES          floats in one of its vectors, which then also convert f16 in hardware; 0 for plain C
  *
  * Element i is combined in the order of the inputs whatever the set and the block, so all sets agree bit for
- * bit (but for the payload of a NaN in which several NaNs meet, which C leaves open). Blocks keep the partial results in the first-level cache when there are more than two inputs. */
+ * bit (but for the payload of a NaN in which several NaNs meet, which C leaves open). Blocks keep the partial results in
+ * the first-level cache when there are more than two inputs. */
 
 #define BLOCK 1024u
 
@@ -78,63 +79,109 @@ SIGNED(i16, int16_t)
 SIGNED(i32, int32_t)
 SIGNED(i64, int64_t)
 
-/* 16-bit floats: widened, combined in registers, rounded once. Eight at a time where the set has the instructions, the
- * rest one by one; both ways give the same bits. */
-#if HARDWARE_F16
-TARGET static inline __m256 KERNEL(load_f16)(const uint16_t *from)
+/* 16-bit floats: widened, combined in registers, rounded once. LANES of f16 or two times LANES of bf16 at a time where the
+ * set has vectors, the rest one by one; both ways give the same bits. */
+#if LANES == 8
+#define VECTOR __m256
+#define V_ADD(a, b) _mm256_add_ps(a, b)
+#define V_MULTIPLY(a, b) _mm256_mul_ps(a, b)
+#define V_MIN(a, b) _mm256_min_ps(a, b)
+#define V_MAX(a, b) _mm256_max_ps(a, b)
+#define V_DIVIDE(a, n) _mm256_div_ps(a, _mm256_set1_ps((float)n))
+#define LOAD_F16(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
+#define STORE_F16(to, value) _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT))
+
+/* Two bf16 share 32 bits: the upper one is a float already but for the lower one's bits, the lower one is shifted up. */
+TARGET static inline void KERNEL(load_bf16)(const uint16_t *from, __m256 *low, __m256 *high)
 {
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+    const __m256i both = _mm256_loadu_si256((const __m256i *)from);
+    *low = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    *high = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
 }
 
-TARGET static inline void KERNEL(store_f16)(uint16_t *to, __m256 value)
-{
-    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
-}
-
-TARGET static inline __m256 KERNEL(load_bf16)(const uint16_t *from)
-{
-    const __m128i half = _mm_loadu_si128((const __m128i *)from);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
-}
-
-TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m256 value)
+TARGET static inline __m256i KERNEL(round_bf16)(__m256 value)
 {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-    const __m256 is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
-    const __m256i half = _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7fc0),
-                                            _mm256_castps_si256(is_nan));
-    _mm_storeu_si128((__m128i *)to,
-                     _mm_packus_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), is_nan);
 }
 
-#define EIGHT_AT_A_TIME(suffix, COMBINE8, FINISH8)                                                      \
-    for (; i + 8 <= count; i += 8) {                                                                    \
-        __m256 a = KERNEL(load_##suffix)((const uint16_t *)in[0] + i);                                  \
+TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m256 low, __m256 high)
+{
+    const __m256i lower = _mm256_srli_epi32(KERNEL(round_bf16)(low), 16);
+    _mm256_storeu_si256((__m256i *)to, _mm256_blend_epi16(lower, KERNEL(round_bf16)(high), 0xaa));
+}
+#elif LANES == 16
+#define VECTOR __m512
+#define V_ADD(a, b) _mm512_add_ps(a, b)
+#define V_MULTIPLY(a, b) _mm512_mul_ps(a, b)
+#define V_MIN(a, b) _mm512_min_ps(a, b)
+#define V_MAX(a, b) _mm512_max_ps(a, b)
+#define V_DIVIDE(a, n) _mm512_div_ps(a, _mm512_set1_ps((float)n))
+#define LOAD_F16(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from)))
+#define STORE_F16(to, value) _mm256_storeu_si256((__m256i *)(to), _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT))
+
+TARGET static inline void KERNEL(load_bf16)(const uint16_t *from, __m512 *low, __m512 *high)
+{
+    const __m512i both = _mm512_loadu_si512(from);
+    *low = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    *high = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
+}
+
+/* Not AVX512_BF16's own conversion: it takes subnormal numbers for zero, which the other sets do not. */
+TARGET static inline __m512i KERNEL(round_bf16)(__m512 value)
+{
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    return _mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc00000));
+}
+
+TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m512 low, __m512 high)
+{
+    const __m512i lower = _mm512_srli_epi32(KERNEL(round_bf16)(low), 16);
+    _mm512_storeu_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaa, lower, KERNEL(round_bf16)(high)));
+}
+#endif
+
+#if LANES
+#define VECTORS_OF_F16(V_COMBINE, V_FINISH)                                                             \
+    for (; i + LANES <= count; i += LANES) {                                                            \
+        VECTOR a = LOAD_F16((const uint16_t *)in[0] + i);                                               \
         for (uint32_t k = 1; k < n; k++)                                                                \
-            a = COMBINE8(a, KERNEL(load_##suffix)((const uint16_t *)in[k] + i));                        \
-        KERNEL(store_##suffix)(dst + i, FINISH8(a, n));                                                 \
+            a = V_COMBINE(a, LOAD_F16((const uint16_t *)in[k] + i));                                    \
+        STORE_F16(dst + i, V_FINISH(a, n));                                                             \
+    }
+#define VECTORS_OF_BF16(V_COMBINE, V_FINISH)                                                            \
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {                                                    \
+        VECTOR low, high, next_low, next_high;                                                          \
+        KERNEL(load_bf16)((const uint16_t *)in[0] + i, &low, &high);                                    \
+        for (uint32_t k = 1; k < n; k++) {                                                              \
+            KERNEL(load_bf16)((const uint16_t *)in[k] + i, &next_low, &next_high);                      \
+            low = V_COMBINE(low, next_low);                                                             \
+            high = V_COMBINE(high, next_high);                                                          \
+        }                                                                                               \
+        KERNEL(store_bf16)(dst + i, V_FINISH(low, n), V_FINISH(high, n));                               \
     }
 #else
-#define EIGHT_AT_A_TIME(suffix, COMBINE8, FINISH8)
+#define VECTORS_OF_F16(V_COMBINE, V_FINISH)
+#define VECTORS_OF_BF16(V_COMBINE, V_FINISH)
 #endif
 /* minps and maxps give their second operand when one is a NaN, as SMALLER(a, b) and LARGER(a, b) give a. */
-#define ADD8(a, b) _mm256_add_ps(a, b)
-#define MULTIPLY8(a, b) _mm256_mul_ps(a, b)
-#define SMALLER8(a, b) _mm256_min_ps(b, a)
-#define LARGER8(a, b) _mm256_max_ps(b, a)
-#define NOTHING8(a, n) a
-#define DIVIDE8(a, n) _mm256_div_ps(a, _mm256_set1_ps((float)n))
+#define V_SMALLER(a, b) V_MIN(b, a)
+#define V_LARGER(a, b) V_MAX(b, a)
+#define V_NOTHING(a, n) a
 #define NOTHING1(a, n) a
 #define DIVIDE1(a, n) (a / (float)n)
 
-#define WIDENED(name, suffix, COMBINE, FINISH)                                                          \
+#define WIDENED(name, suffix, VECTORS, COMBINE, FINISH)                                                 \
     TARGET static void KERNEL(name##_##suffix)(void *dst_, const void *const *in, uint32_t n, size_t count) \
     {                                                                                                   \
         uint16_t *restrict dst = dst_;                                                                  \
         size_t i = 0;                                                                                   \
-        EIGHT_AT_A_TIME(suffix, COMBINE##8, FINISH##8)                                                  \
+        VECTORS(V_##COMBINE, V_##FINISH)                                                                \
         for (; i < count; i++) {                                                                        \
             float a = suffix##_to_f32(((const uint16_t *)in[0])[i]);                                    \
             for (uint32_t k = 1; k < n; k++) {                                                          \
@@ -145,15 +192,15 @@ TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m256 value)
         }                                                                                               \
     }
 
-#define HALF(suffix)                                                                                    \
-    WIDENED(sum, suffix, ADD, NOTHING)                                                                  \
-    WIDENED(avg, suffix, ADD, DIVIDE)                                                                   \
-    WIDENED(product, suffix, MULTIPLY, NOTHING)                                                         \
-    WIDENED(min, suffix, SMALLER, NOTHING)                                                              \
-    WIDENED(max, suffix, LARGER, NOTHING)
+#define HALF(suffix, VECTORS)                                                                           \
+    WIDENED(sum, suffix, VECTORS, ADD, NOTHING)                                                         \
+    WIDENED(avg, suffix, VECTORS, ADD, DIVIDE)                                                          \
+    WIDENED(product, suffix, VECTORS, MULTIPLY, NOTHING)                                                \
+    WIDENED(min, suffix, VECTORS, SMALLER, NOTHING)                                                     \
+    WIDENED(max, suffix, VECTORS, LARGER, NOTHING)
 
-HALF(f16)
-HALF(bf16)
+HALF(f16, VECTORS_OF_F16)
+HALF(bf16, VECTORS_OF_BF16)
 
 /* [operation][dtype]; what is not named is NULL. */
 #define FLOATS_OF(op)                                                                                   \
@@ -196,13 +243,19 @@ static const phx_reduce_fn KERNEL(table)[PHX_OPS][PHX_DTYPES] = {
 #undef UNSIGNED
 #undef SIGNED
 #undef WIDENED
-#undef EIGHT_AT_A_TIME
-#undef ADD8
-#undef MULTIPLY8
-#undef SMALLER8
-#undef LARGER8
-#undef NOTHING8
-#undef DIVIDE8
+#undef VECTORS_OF_F16
+#undef VECTORS_OF_BF16
+#undef VECTOR
+#undef V_ADD
+#undef V_MULTIPLY
+#undef V_MIN
+#undef V_MAX
+#undef V_DIVIDE
+#undef V_SMALLER
+#undef V_LARGER
+#undef V_NOTHING
+#undef LOAD_F16
+#undef STORE_F16
 #undef NOTHING1
 #undef DIVIDE1
 #undef HALF

@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 5
+#define PHX_ABI 6
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
@@ -77,9 +77,10 @@ PHX_API uint32_t phx_abi(void);
 PHX_API uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes);
 
 /* Write the header into a fresh file of that size. `small_bytes`: reductions whose inputs add up to at most so much
- * take one synchronisation (see all_reduce.c). `cookie` (16 bytes) is what attaching ranks check. */
+ * take one synchronisation (see all_reduce.c). `stream_bytes`: outputs of at least so much are written past the caches
+ * (see copy.h). `cookie` (16 bytes) is what attaching ranks check. */
 PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes,
-                               const uint8_t *cookie);
+                               uint64_t stream_bytes, const uint8_t *cookie);
 
 /* Map a formatted segment as `rank`. Returns NULL with errno set, EPROTO when it is not the segment the
  * cookie belongs to. `spin` is how often a wait looks before it yields the core. */

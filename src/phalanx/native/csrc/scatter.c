@@ -5,6 +5,7 @@
 
 #include "call.h"
 #include "chunks.h"
+#include "copy.h"
 #include "wait.h"
 
 int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbytes, uint32_t dtype, uint32_t root,
@@ -26,7 +27,7 @@ int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbyt
         if (comm->rank != root) {
             if ((status = phx_wait_ready(comm, root, chunk)))
                 return status;
-            memcpy((char *)out + at, phx_slot(comm, comm->rank, chunk), length);
+            phx_copy_out(comm, (char *)out + at, phx_slot(comm, comm->rank, chunk), length, nbytes);
         }
     }
     comm->chunk = first + chunks;

@@ -42,13 +42,15 @@ uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes)
     return rings_offset(size, chunk_bytes) + phx_rings_bytes(size);
 }
 
-int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes, const uint8_t *cookie)
+int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes,
+                       uint64_t stream_bytes, const uint8_t *cookie)
 {
     if (size < 1 || size > PHX_MAX_RANKS || chunk_bytes < (uint64_t)size * PHX_LINE ||
         chunk_bytes % PHX_LINE)
         return PHX_BAD_ARGUMENT;
     struct phx_header header = {
-        .magic = MAGIC, .abi = PHX_ABI, .size = size, .chunk_bytes = chunk_bytes, .small_bytes = small_bytes};
+        .magic = MAGIC, .abi = PHX_ABI, .size = size, .chunk_bytes = chunk_bytes, .small_bytes = small_bytes,
+        .stream_bytes = stream_bytes};
     memcpy(header.cookie, cookie, sizeof header.cookie);
     if (ftruncate(fd, (off_t)phx_segment_bytes(size, chunk_bytes)) != 0)
         return PHX_SYSTEM;
@@ -92,6 +94,7 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->size = header.size;
     comm->chunk_bytes = header.chunk_bytes;
     comm->small_bytes = header.small_bytes;
+    comm->stream_bytes = header.stream_bytes;
     comm->spin = spin;
     comm->poll = poll;
     comm->timeout_ns = UINT64_MAX;

@@ -43,7 +43,7 @@
 struct phx_header {
     uint64_t magic;
     uint32_t abi, size;
-    uint64_t chunk_bytes, small_bytes;
+    uint64_t chunk_bytes, small_bytes, stream_bytes;
     uint8_t cookie[16];
     _Atomic uint32_t breaking;
     struct phx_breakage breakage;
@@ -70,7 +70,7 @@ struct phx_comm {
     uint64_t chunk; /* the next chunk's number, the same on every rank between two calls */
     uint64_t call;  /* the word of the call this rank is in now */
     uint64_t call_chunk; /* the chunk that call began with */
-    uint64_t chunk_bytes, small_bytes, timeout_ns;
+    uint64_t chunk_bytes, small_bytes, stream_bytes, timeout_ns;
     phx_poll poll;
     struct phx_header *header;
     struct phx_flags *flags;

@@ -1,0 +1,121 @@
+"""A picture of the medians: time against size, both on logarithmic axes, one panel for each operation and dtype."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from phalanx.bench.plan import format_size
+from phalanx.bench.report import FLOOR, OWN
+from phalanx.bench.samples import Summary
+
+__all__ = ["PlotError", "draw", "require_matplotlib", "series"]
+
+_STYLES = ("-", "--", ":", "-.")
+_MARKERS = ("o", "s", "^", "D")
+_COLUMNS = 3
+
+
+class PlotError(ValueError):
+    """A plot was asked for that cannot be drawn: matplotlib is missing, or nothing that has a size was measured."""
+
+
+def require_matplotlib() -> None:
+    """Check early, so that nobody measures for a minute to learn it.
+
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise PlotError("--plot needs matplotlib: pip install 'phalanx[plot]'")
+
+
+def series(results: dict[str, Any]) -> dict[str, dict[tuple[str, int, str], list[tuple[int, Summary]]]]:
+    """The curves: panel → (backend, ranks, MPI that started them) → sizes with their summaries.
+
+    Args:
+        results: what ``--json`` prints.
+    """
+    panels: dict[str, dict[tuple[str, int, str], list[tuple[int, Summary]]]] = {}
+    for job, row in _rows(results):
+        launcher = job["mpi"]["name"] if job["mpi"] else ""
+        panel = panels.setdefault(f"{row['operation']}, {row['dtype']}", {})
+        for backend, samples in row["samples_us"].items():
+            key = (backend, job["size"], launcher)
+            panel.setdefault(key, []).append((row["nbytes"], Summary.of(samples)))
+    return panels
+
+
+def _rows(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for job in results["jobs"]:
+        for row in job["rows"]:
+            if row["used_nbytes"]:
+                yield job, row
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the medians with their quartiles into a PNG file.
+
+    Args:
+        results: what ``--json`` prints.
+        path: the file to write; its parent folder exists.
+
+    Raises:
+        PlotError: matplotlib is missing, or no operation with a size was measured.
+    """
+    require_matplotlib()
+    panels = series(results)
+    if not panels:
+        raise PlotError("nothing to plot: a barrier has no size")
+    # The object interface: it needs no display and keeps no state between calls.
+    figure_module = importlib.import_module("matplotlib.figure")
+    columns = min(_COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = figure_module.Figure(figsize=(5.2 * columns, 4.0 * lines + 0.9), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).flatten()
+    sizes = sorted({job["size"] for job, _ in _rows(results)})
+    launchers = list(dict.fromkeys(key[2] for panel in panels.values() for key in panel))
+    backends = list(dict.fromkeys(key[0] for panel in panels.values() for key in panel))
+    colours: dict[tuple[str, str], str] = {}
+    for panel, (title, curves) in zip(axes, panels.items(), strict=False):
+        for (backend, ranks, launcher), points in curves.items():
+            # MPIs differ by colour; Phalanx and Gloo keep theirs, whoever started them.
+            identity = (backend, launcher if backend == "mpi" else "")
+            colours.setdefault(identity, "0.6" if backend == FLOOR else f"C{len(colours)}")
+            nbytes = [point[0] for point in points]
+            medians = [point[1].median for point in points]
+            name = launcher if backend == "mpi" else backend
+            panel.plot(
+                nbytes,
+                medians,
+                _STYLES[sizes.index(ranks) % len(_STYLES)],
+                marker=_MARKERS[launchers.index(launcher) % len(_MARKERS)],
+                markersize=3.5,
+                linewidth=2 if backend == OWN else 1.2,
+                color=colours[identity],
+                label=f"{name}, {ranks} ranks",
+                zorder=len(backends) - backends.index(backend),
+            )
+            panel.fill_between(
+                nbytes,
+                [point[1].q1 for point in points],
+                [point[1].q3 for point in points],
+                color=colours[identity],
+                alpha=0.15,
+                linewidth=0,
+            )
+        ticks = sorted({point[0] for points in curves.values() for point in points})
+        panel.set(xscale="log", yscale="log", title=title, xlabel="size, bytes", ylabel="µs a call")
+        panel.set_xticks(ticks, [format_size(tick) for tick in ticks])
+        panel.minorticks_off()
+        panel.grid(visible=True, alpha=0.3)
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
+    labels = {label: line for panel in axes for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    machine = results["machine"]
+    figure.suptitle(f"{machine['cpu']}, {machine['usable_cores']} cores, {results['date'][:10]}", fontsize=10)
+    figure.savefig(path, dpi=130)

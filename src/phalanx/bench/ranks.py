@@ -1,0 +1,241 @@
+"""Starting the ranks, reading what they measure, and leaving nothing behind however it ends.
+
+Ranks are forked from this process, which has imported torch once, or started by an ``mpiexec`` when MPI is measured
+too. Either way rank 0 writes its rows into a named pipe in a temporary folder, where the ranks also meet. They run
+in sessions of their own, so a Ctrl-C reaches this process alone, and die with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.bench.mpi import Mpi, shared_memory_of
+from phalanx.bench.plan import Plan
+from phalanx.errors import PhalanxError
+from phalanx.launch.processes import descendants_of, die_with_parent, kill, set_name
+
+__all__ = ["Job", "RanksFailed", "run_job"]
+
+SILENCE_S = 300.0
+GRACE_S = 5.0
+LOG_LINES = 15
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+Handle = Callable[[dict[str, Any]], None]
+
+
+class RanksFailed(PhalanxError):
+    """The ranks of a measurement did not finish. The message holds what they said; rows measured before stand."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One set of processes.
+
+    Attributes:
+        size: how many.
+        mpi: who starts them; None for a fork.
+    """
+
+    size: int
+    mpi: Mpi | None
+
+
+def run_job(job: Job, plan: Plan, handle: Handle) -> None:
+    """Run one set of ranks to its end.
+
+    Args:
+        job: which ranks.
+        plan: what they measure.
+        handle: called here with every event that rank 0 reports: ``started``, ``case``, ``row``.
+
+    Raises:
+        RanksFailed: a rank ended with an error or a signal, or nothing was heard for five minutes.
+    """
+    with tempfile.TemporaryDirectory(prefix="phx-bench-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "plan.json").write_text(json.dumps({"plan": asdict(plan), "size": job.size}))
+        os.mkfifo(folder / "events")
+        # Open for both: so it never ends while nobody writes, and opening does not wait for a writer.
+        events = os.open(folder / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        pids: list[int] = []
+        shared: set[str] = set()
+
+        def look(event: dict[str, Any]) -> None:
+            if event["event"] == "started" and job.mpi:
+                shared.update(shared_memory_of(pids))
+            handle(event)
+
+        try:
+            with _signals_blocked():
+                _start(job, plan, folder, events, pids)
+            _follow(job, pids, folder, events, look)
+        finally:
+            with _signals_blocked():
+                _end(job, pids)
+                os.close(events)
+                for path in shared:
+                    Path(path).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start(job: Job, plan: Plan, folder: Path, events: int, pids: list[int]) -> None:
+    """Start the ranks, or the one ``mpiexec``; their numbers are in ``pids`` even if it fails half way."""
+    if job.mpi is None:
+        from phalanx.bench.measure import run_rank  # imports torch, once, before the forks
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        for rank in range(job.size):
+            pid = os.fork()
+            if not pid:
+                _become_rank(rank, parent, folder, events, partial(run_rank, rank, job.size, folder, plan))
+            pids.append(pid)
+        return
+    with open(folder / "log", "ab") as log:
+        process = subprocess.Popen(
+            job.mpi.command(job.size, folder),
+            env=job.mpi.environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=partial(_become_mpiexec, os.getpid()),
+        )
+    pids.append(process.pid)
+    process.returncode = 0  # this module waits for it; Popen need not
+
+
+def _become_mpiexec(parent: int) -> None:
+    die_with_parent(parent)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _become_rank(rank: int, parent: int, folder: Path, events: int, body: Callable[[], None]) -> None:
+    """The child's side of the fork; does not return."""
+    code = 1
+    try:
+        die_with_parent(parent)
+        os.setsid()
+        set_name(f"bench-{rank}")
+        for signum in _SIGNALS:
+            signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.close(events)
+        null = os.open(os.devnull, os.O_RDONLY)
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        for target, source in ((0, null), (1, log), (2, log)):
+            os.dup2(source, target)
+        body()
+        code = 0
+    except BaseException:
+        (folder / f"error-{rank}").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _follow(job: Job, pids: list[int], folder: Path, events: int, handle: Handle) -> None:
+    """Hand on what rank 0 reports until every process has ended; ``pids`` shrinks as they do."""
+    handles = {os.pidfd_open(pid): pid for pid in pids}
+    ranks = {pid: rank for rank, pid in enumerate(pids)}
+    text = b""
+    try:
+        while handles:
+            ready, _, _ = select.select([events, *handles], [], [], SILENCE_S)
+            if not ready:
+                raise RanksFailed(f"{_told(folder)}nothing was heard from the ranks for {SILENCE_S:.0f} s")
+            text = _read(events, text, handle)
+            for descriptor in set(ready) - {events}:
+                pid = handles.pop(descriptor)
+                os.close(descriptor)
+                _, status = os.waitpid(pid, 0)
+                pids.remove(pid)
+                text = _read(events, text, handle)
+                if status:
+                    who = "mpiexec" if job.mpi else f"rank {ranks[pid]} of {job.size}"
+                    raise RanksFailed(f"{_told(folder)}{who} {_ended(status)}")
+    finally:
+        for descriptor in handles:
+            os.close(descriptor)
+
+
+def _read(events: int, text: bytes, handle: Handle) -> bytes:
+    """Hand on every whole line that is there; return the beginning of the next."""
+    with contextlib.suppress(BlockingIOError):
+        while chunk := os.read(events, 1 << 16):
+            *lines, text = (text + chunk).split(b"\n")
+            for line in lines:
+                handle(json.loads(line))
+    return text
+
+
+def _ended(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return f"ended with exit code {os.waitstatus_to_exitcode(status)}"
+
+
+def _told(folder: Path) -> str:
+    """What the ranks left in writing: the first one's traceback, or the end of what they printed."""
+    time.sleep(0.2)  # those that failed alike are about to write
+    errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    if errors:
+        return f"rank {errors[0].name.removeprefix('error-')}:\n{errors[0].read_text()}"
+    log = folder / "log"
+    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _end(job: Job, pids: list[int]) -> None:
+    """End what still runs, an ``mpiexec`` gently: it knows what else its library has started and made."""
+    below = _handles(descendants_of(pids)) if job.mpi else []
+    for pid in pids:
+        if job.mpi:
+            os.kill(pid, signal.SIGTERM)
+        else:
+            kill(pid)
+    for pid in pids:
+        handle = os.pidfd_open(pid)
+        if not select.select([handle], [], [], GRACE_S)[0]:
+            kill(pid)
+        os.close(handle)
+        os.waitpid(pid, 0)
+    pids.clear()
+    for handle in below:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        os.close(handle)
+
+
+def _handles(pids: list[int]) -> list[int]:
+    """Handles of processes, which unlike their numbers never come to mean another one."""
+    handles = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(pid))
+    return handles

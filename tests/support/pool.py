@@ -1,0 +1,130 @@
+"""Ranks that are started once and then do many jobs.
+
+A job is a function of a module and its arguments; every rank does it and answers. After an error or a hang the ranks
+are ended, and the next job gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import Place, fork_rank, stacks_of
+
+__all__ = ["Pool"]
+
+# Generous the first time; while a hang is being made smaller, the time of each attempt adds up.
+PATIENCE_S = 60.0
+AGAIN_S = 10.0
+# For the others to end once one rank has failed: they may wait for it in vain.
+GRACE_S = 2.0
+
+
+class Pool:
+    """``size`` ranks.
+
+    Args:
+        size: how many.
+        start: what each rank does first; what it returns is the first argument of every job on that rank.
+    """
+
+    def __init__(self, size: int, start: Callable[[Place], Any]) -> None:
+        self._size, self._start = size, start
+        self._patience_s = PATIENCE_S
+        self._ranks: list[tuple[int, Connection[Any, Any]]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _, pipe in self._ranks:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        self._end(patience_s=10)
+
+    def do(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What ``job(started, *arguments)`` returned on each rank.
+
+        Raises:
+            AssertionError: it raised on a rank, or a rank did not end; with the traceback or every rank's stacks.
+        """
+        if not self._ranks:
+            self._fork()
+        answers: dict[int, Any] = {}
+        failures: list[str] = []
+        for _, pipe in self._ranks:
+            pipe.send((job, arguments))
+        deadline = time.monotonic() + self._patience_s
+        while len(answers) < self._size:
+            waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks) if rank not in answers}
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if not failures:
+                    self._patience_s = AGAIN_S
+                    pids = [pid for pid, _ in self._ranks]
+                    name = Path(self._folder.name if self._folder else "")
+                    failures.append(stacks_of(pids, list(waiting.values()), name, self._patience_s))
+                break
+            for pipe in ready:
+                rank = waiting[pipe]
+                try:
+                    answers[rank], failure = pipe.recv()
+                except EOFError:
+                    answers[rank], failure = None, "ended"
+                if failure:
+                    failures.append(f"rank {rank} {failure}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        if failures:
+            self._end()
+            raise AssertionError("\n".join(failures))
+        return [answers[rank] for rank in range(self._size)]
+
+    def _fork(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-test-")
+        for rank in range(self._size):
+            ours, theirs = Pipe()
+            others = [pipe for _, pipe in self._ranks] + [ours]
+
+            def serve(place: Place, pipe: Connection[Any, Any] = theirs, others: list[Any] = others) -> None:
+                for other in others:
+                    other.close()  # or a rank would not notice when the test ends
+                _serve(place, pipe, self._start)
+
+            pid = fork_rank(serve, Place(rank, self._size, Path(self._folder.name)))
+            theirs.close()
+            self._ranks.append((pid, ours))
+
+    def _end(self, patience_s: float = 0.0) -> None:
+        deadline = time.monotonic() + patience_s
+        for pid, pipe in self._ranks:
+            handle = os.pidfd_open(pid)
+            select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+            os.close(handle)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            pipe.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _serve(place: Place, pipe: Connection[Any, Any], start: Callable[[Place], Any]) -> None:
+    started: Any = None
+    with contextlib.suppress(EOFError):
+        while (message := pipe.recv()) is not None:
+            job, arguments = message
+            try:
+                started = start(place) if started is None else started
+                pipe.send((job(started, *arguments), ""))
+            except Exception:
+                pipe.send((None, f"raised:\n{traceback.format_exc()}"))

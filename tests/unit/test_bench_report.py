@@ -1,0 +1,232 @@
+"""The statistics, the verdict on the machine, the tables and the plot, from canned figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from phalanx.bench import plot
+from phalanx.bench.cli import bench
+from phalanx.bench.machine import cpu_model
+from phalanx.bench.noise import Noise, Usage, load_reason, parse_cpu_times, probe_spread, reasons, severity, worst
+from phalanx.bench.report import format_report, format_row, format_time, format_verdict
+from phalanx.bench.samples import Summary, ratio
+
+QUIET = {"probe_spread": 0.01, "stolen": 0.0, "others": 0.0}
+
+
+def test_a_summary_is_median_quartiles_and_extremes() -> None:
+    assert Summary.of([5, 1, 4, 2, 3]) == Summary(median=3, q1=2, q3=4, min=1, max=5)
+    assert Summary.of([1, 2, 3, 4]) == Summary(median=2.5, q1=1.75, q3=3.25, min=1, max=4)
+    assert Summary.of([7.0]) == Summary(7.0, 7.0, 7.0, 7.0, 7.0)
+    assert ratio(Summary.of([30]), Summary.of([12])) == 2.5
+
+
+def test_a_spread_is_quartiles_over_median() -> None:
+    assert probe_spread([10, 10, 10, 10, 10]) == 0
+    assert probe_spread([8, 9, 10, 11, 12]) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("noise", "words"),
+    [
+        (Noise(0.01, 0.0, 0.0), []),
+        (Noise(0.10, 0.02, 0.05), []),
+        (Noise(0.35, 0.0, 0.0), ["the same piece of work took times that differ by 35%"]),
+        (Noise(0.0, 0.07, 0.0), ["the hypervisor took 7% of the CPU time"]),
+        (Noise(0.0, 0.0, 0.4), ["other programs took 40% of the CPU time"]),
+    ],
+)
+def test_noise_is_told_in_words(noise: Noise, words: list[str]) -> None:
+    assert reasons(noise) == words
+
+
+def test_noises_are_compared_by_how_far_they_exceed_their_bounds() -> None:
+    assert severity(Noise(0.2, 0.0, 0.05)) == pytest.approx(2)
+    assert severity(Noise(0.0, 0.06, 0.05)) == pytest.approx(3)
+    assert severity(Noise(0.0, 0.0, 0.0)) == 0
+
+
+def test_the_worst_of_several_is_taken_figure_by_figure() -> None:
+    assert worst([Noise(0.1, 0.2, 0.0), Noise(0.3, 0.0, 0.1)]) == Noise(0.3, 0.2, 0.1)
+    assert worst([]) == Noise(0.0, 0.0, 0.0)
+
+
+def test_a_load_counts_against_the_cores_there_are() -> None:
+    assert load_reason(1.0, 2) == ""
+    assert load_reason(1.5, 2) == "the load average was 1.5 on 2 cores before the first measurement"
+    assert load_reason(1.5, 64) == ""
+
+
+def test_cpu_times_are_read_without_interrupts() -> None:
+    text = "cpu  100 10 50 900 5 40 60 30 0 0\ncpu0 50 5 25 450 2 0 0 15 0 0\ncpu1 50 5 25 450 3 0 0 15 0 0\nintr 1"
+    assert parse_cpu_times(text, 100) == Usage(busy_s=1.6, stolen_s=0.3, cores=2)
+
+
+def test_the_processor_is_named() -> None:
+    assert cpu_model("processor\t: 0\nmodel name\t: Some CPU @ 3 GHz\nflags\t: a b\n") == "Some CPU @ 3 GHz"
+    assert cpu_model("Features\t: fp\n") == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.5234, "0.52"), (6.04, "6.04"), (61.24, "61.2"), (622.9, "623"), (40123.0, "40,100"), (99.96, "100")],
+)
+def test_times_have_three_digits(value: float, text: str) -> None:
+    assert format_time(value) == text
+
+
+def make_row(**changes: Any) -> dict[str, Any]:
+    row = {
+        "operation": "all_reduce",
+        "dtype": "float32",
+        "nbytes": 1 << 20,
+        "used_nbytes": 1 << 20,
+        "calls": {"phalanx": 100, "gloo": 10, "memcpy": 1000},
+        "samples_us": {"phalanx": [60.0, 61.0, 65.0], "gloo": [600.0, 610.0, 700.0], "memcpy": [30.0, 30.0, 31.0]},
+        "left_out": {},
+        "wrong": [],
+        "noise": QUIET,
+    }
+    return {**row, **changes}
+
+
+def make_results(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    job: dict[str, Any] = {
+        "size": 2,
+        "mpiexec": None,
+        "mpi": None,
+        "rows": list(rows),
+        "transport": "SharedMemoryCommunicator",
+        "cores": 2,
+        "versions": {},
+    }
+    return {
+        "schema": 1,
+        "command": "phalanx bench",
+        "date": "2026-11-21T12:00:00+00:00",
+        "machine": {
+            "cpu": "Some CPU",
+            "architecture": "x86_64",
+            "cores": 4,
+            "usable_cores": 2,
+            "caches": ["L1d 32K", "L2 1024K"],
+            "memory_nbytes": 1 << 34,
+            "kernel": "6.1",
+            "system": "Linux",
+            "load_average": [0.1, 0.1, 0.1],
+        },
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "parameters": {"asynchronous": False, "rounds": 3, "round_s": 0.04},
+        "jobs": [{**job, **changes}],
+        "complete": True,
+        "exit_code": 0,
+    }
+
+
+def cells(report: str, operation: str = "all_reduce") -> list[str]:
+    (line,) = [line for line in report.splitlines() if f" {operation} " in line and line.startswith("|")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_row_shows_medians_quartiles_and_ratio() -> None:
+    report = format_report(make_results(make_row()))
+    assert cells(report) == [
+        "", "all_reduce", "float32", "1M", "30.0", "61.0 (60.5–63.0)", "610 (605–655)", "10.0×",
+    ]  # fmt: skip
+    assert "Some CPU, 2 of 4 cores usable, L1d 32K, L2 1024K; Linux 6.1" in report
+    assert "3 interleaved rounds of 40 ms" in report
+    assert "The machine was quiet" in report
+
+
+def test_columns_are_aligned() -> None:
+    report = format_report(make_results(make_row(), make_row(operation="barrier", samples_us={"phalanx": [1.0]})))
+    widths = {len(line) for line in report.splitlines() if line.startswith("|")}
+    assert len(widths) == 1
+
+
+def test_a_noisy_row_is_marked_and_the_verdict_says_why() -> None:
+    noisy = make_row(operation="broadcast", noise={**QUIET, "others": 0.4})
+    results = make_results(make_row(), noisy)
+    report = format_report(results)
+    assert cells(report)[0] == ""
+    assert cells(report, "broadcast")[0] == "~"
+    assert "TOO NOISY TO BELIEVE 1 OF 2 ROWS" in report
+    assert "other programs took 40% of the CPU time" in format_verdict(results)
+
+
+def test_mpi_is_named_and_what_was_left_out_is_explained() -> None:
+    mpi = {"name": "Open MPI 5.0.11", "library_version": "Open MPI v5.0.11"}
+    row = make_row(samples_us={"phalanx": [2.0], "mpi": [3.0]}, left_out={"gloo": "not supported"})
+    report = format_report(make_results(row, mpi=mpi, size=4))
+    assert "### 4 ranks, started by mpiexec of Open MPI 5.0.11" in report
+    assert "Open MPI/phalanx" in report
+    assert cells(report)[-4:] == ["3.00 (3.00–3.00)", "1.50×", "–", ""]
+    assert "- gloo, all_reduce float32: not supported" in report
+    assert "4 ranks share 2 cores" in report
+
+
+def test_a_wrong_result_and_another_transport_are_shouted_about() -> None:
+    row = make_row(samples_us={"phalanx": [2.0]}, left_out={"gloo": "wrong result: rank 1, element 0"}, wrong=["gloo"])
+    report = format_report(make_results(row, transport="GlooCommunicator"))
+    assert cells(report)[-2:] == ["wrong", ""]
+    assert "wrong result: rank 1" in report
+    assert "did not go through shared memory here but through GlooCommunicator" in report
+
+
+def test_an_interrupted_measurement_says_so() -> None:
+    assert "did not come to its end" in format_report({**make_results(make_row()), "complete": False})
+
+
+def test_a_row_fits_one_line_of_progress() -> None:
+    row = make_row()
+    (job,) = make_results(row)["jobs"]
+    assert format_row(row, job) == "2 ranks, all_reduce float32 1M: phalanx 61.0, gloo 610 µs"
+
+
+def test_a_plot_has_a_panel_for_each_operation_and_a_curve_for_each_backend() -> None:
+    results = make_results(make_row(nbytes=4), make_row(), make_row(operation="barrier", used_nbytes=0))
+    panels = plot.series(results)
+    assert list(panels) == ["all_reduce, float32"]
+    curves = panels["all_reduce, float32"]
+    assert set(curves) == {("phalanx", 2, ""), ("gloo", 2, ""), ("memcpy", 2, "")}
+    assert [size for size, _ in curves["gloo", 2, ""]] == [4, 1 << 20]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_plot_is_a_png(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(make_results(make_row(nbytes=4), make_row())))
+    # In a process of its own: matplotlib keeps fonts open.
+    command = [sys.executable, "-m", "phalanx", "bench", "--load", str(file), "--plot", str(tmp_path / "out.png")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_of_nothing_that_has_a_size_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "require_matplotlib", lambda: None)
+    with pytest.raises(plot.PlotError, match="a barrier has no size"):
+        plot.draw(make_results(make_row(used_nbytes=0)), tmp_path / "none.png")
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = CliRunner().invoke(bench, ["--plot", "out.png"])
+    assert result.exit_code == 2
+    assert "--plot needs matplotlib: pip install 'phalanx[plot]'" in result.output
+
+
+def test_an_old_file_is_shown_again(tmp_path: Path) -> None:
+    results = make_results(make_row())
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(results))
+    result = CliRunner().invoke(bench, ["--load", str(file)])
+    assert result.exit_code == 0
+    assert result.output == format_report(results)

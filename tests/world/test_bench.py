@@ -1,0 +1,140 @@
+"""phalanx bench as a user starts it: real ranks, every operation, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch_support import MARK, marked
+
+from phalanx.bench.mpi import installed_mpi
+from phalanx.bench.plan import OPERATIONS
+
+PATIENCE_S = 60
+
+
+def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "bench", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary), MARK: str(temporary)},
+    )
+
+
+def finish(process: subprocess.Popen[str], temporary: Path) -> tuple[int, str, str]:
+    """Wait for the end; then no process and no file may be left."""
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    deadline = time.monotonic() + 2
+    while marked(str(temporary)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert marked(str(temporary)) == []
+    assert list(temporary.iterdir()) == []
+    return process.returncode, out, err
+
+
+def check_row(row: dict[str, Any], rounds: int, backends: set[str]) -> None:
+    assert row["wrong"] == []
+    assert backends <= set(row["samples_us"]) | set(row["left_out"])
+    assert "phalanx" in row["samples_us"]
+    for name, samples in row["samples_us"].items():
+        assert len(samples) == rounds
+        assert all(sample > 0 for sample in samples)
+        assert row["calls"][name] >= 1
+    assert set(row["noise"]) == {"probe_spread", "stolen", "others"}
+
+
+@pytest.mark.parametrize("more", [(), ("--async", "--patience", "0.5")], ids=["synchronous", "asynchronous"])
+def test_every_operation_is_right_and_measured(tmp_path: Path, more: tuple[str, ...]) -> None:
+    process = start(
+        tmp_path, "all", "--sizes", "4,4K", "--dtypes", "float32,bfloat16", "--ranks", "2,3", "--against", "gloo",
+        "--rounds", "2", "--round-ms", "0.5", "--json", *more,
+    )  # fmt: skip
+    code, out, err = finish(process, tmp_path)
+    assert code == 0, err
+    results = json.loads(out)
+    assert results["complete"]
+    assert results["machine"]["usable_cores"] >= 1
+    assert [job["size"] for job in results["jobs"]] == [2, 3]
+    for job in results["jobs"]:
+        assert job["transport"] == "SharedMemoryCommunicator"
+        assert [row["operation"] for row in job["rows"]] == [
+            name for name in OPERATIONS for _ in range(1 if name == "barrier" else 4)
+        ]
+        for row in job["rows"]:
+            check_row(row, 2, {"phalanx", "gloo"})
+    assert "2 ranks, all_reduce float32 4: phalanx" in err
+
+
+@pytest.mark.skipif(installed_mpi() is None, reason="no MPI is installed that mpi4py could load")
+def test_mpi_is_measured_in_the_same_processes(tmp_path: Path) -> None:
+    process = start(
+        tmp_path, "all", "--sizes", "4K", "--ranks", "2", "--rounds", "2", "--round-ms", "0.5", "--against", "gloo,mpi",
+        "--json",
+    )  # fmt: skip
+    code, out, err = finish(process, tmp_path)
+    assert code == 0, err
+    (job,) = json.loads(out)["jobs"]
+    assert job["mpi"]["name"]
+    for row in job["rows"]:
+        check_row(row, 2, {"phalanx", "gloo", "mpi"})
+
+
+def test_ctrl_c_prints_what_was_measured_and_leaves_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path, "--ranks", "2", "--against", "gloo")
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("2 ranks, all_reduce float32 4: phalanx")
+    process.send_signal(signal.SIGINT)
+    code, out, _ = finish(process, tmp_path)
+    assert code == 130
+    assert "| all_reduce " in out
+    assert "did not come to its end" in out
+
+
+def test_a_rank_that_is_killed_is_told_and_the_rest_ended(tmp_path: Path) -> None:
+    process = start(tmp_path, "--ranks", "3", "--against", "none")
+    assert process.stderr is not None
+    process.stderr.readline()
+    (victim,) = [pid for pid in marked(str(tmp_path)) if Path(f"/proc/{pid}/comm").read_text() == "bench-1\n"]
+    os.kill(victim, signal.SIGKILL)
+    code, _, err = finish(process, tmp_path)
+    assert code == 1
+    assert "rank 1 of 3 was ended by SIGKILL" in err
+
+
+def test_tune_measures_the_candidates_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, temporary = tmp_path / "tuning.json", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("PHALANX_TUNING", str(kept))
+    arguments = ("--tune", "--ranks", "2,3", "--rounds", "1", "--round-ms", "1", "--json", "--quiet")
+    code, out, err = finish(start(temporary, *arguments), temporary)
+    found = json.loads(out)
+    for name in ("chunk_bytes", "small_bytes", "stream_bytes"):
+        assert len(found["slowdown"][name]) > 2, err
+        assert min(found["slowdown"][name].values()) >= 1.0
+    if found["noisy"] > 0.5:
+        assert code == 1
+        assert not kept.exists()
+    else:
+        assert code == 0
+        assert json.loads(kept.read_text()) == found["tuning"]
+
+
+def test_tune_refuses_what_it_would_not_heed(tmp_path: Path) -> None:
+    code, _, err = finish(start(tmp_path, "--tune", "all_reduce"), tmp_path)
+    assert code == 2
+    assert "--tune chooses by itself what it measures" in err
