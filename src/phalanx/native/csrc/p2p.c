@@ -404,7 +404,8 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
             struct phx_breakage why;
             return phx_breakage(comm, &why);
         }
-        if (phx_now_ns() - start < SPIN_YIELD_NS) {
+        const int apart = message->peer == PHX_ANY_SOURCE || !phx_shares_core(comm, message->peer);
+        if (apart && phx_now_ns() - start < SPIN_YIELD_NS) {
             sched_yield();
             continue;
         }

@@ -53,9 +53,10 @@ static inline uint64_t phx_padded(uint64_t nbytes)
     return (nbytes + PHX_ALIGN - 1) / PHX_ALIGN * PHX_ALIGN;
 }
 
-static inline void phx_ring_bell(const phx_comm *comm, uint32_t peer)
+static inline void phx_ring_bell(phx_comm *comm, uint32_t peer)
 {
     struct phx_place *place = &comm->places[peer];
+    phx_note_cpu(comm);
     atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
     if (atomic_load_explicit(&place->listening, memory_order_seq_cst))
         phx_futex_wake(&place->bell);

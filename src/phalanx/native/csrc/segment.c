@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -96,6 +97,8 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->small_bytes = header.small_bytes;
     comm->stream_bytes = header.stream_bytes;
     comm->spin = spin;
+    cpu_set_t cores;
+    comm->cores = sched_getaffinity(0, sizeof cores, &cores) ? 1 : (uint32_t)CPU_COUNT(&cores);
     comm->poll = poll;
     comm->timeout_ns = UINT64_MAX;
     comm->header = (struct phx_header *)base;

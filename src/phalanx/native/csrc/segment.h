@@ -19,6 +19,7 @@
  *                between: nobody has been told to look.
  *                Whoever waits for a rank compares then; who does not (a broadcast's root) does so when it enters
  *                a later chunk or next waits for that rank, at most two chunks later: the word is still there.
+ *   cpu          where the rank last raised a word; written by it, read by all, relaxed: a hint and nothing more.
  *   slots        the same as call[]; the reduced slice the same with `done`.
  *   text         written by its rank only, once, before `told` (release); read by all after `told` was acquired.
  *   sleepers     added to and subtracted from by ranks that sleep on the words of this place, seq_cst; read by
@@ -53,6 +54,7 @@ struct phx_flags {
     _Alignas(PHX_LINE) _Atomic uint64_t ready;
     _Atomic uint64_t done;
     uint64_t call[PHX_RING];
+    _Atomic uint32_t cpu;
 };
 
 struct phx_place {
@@ -66,7 +68,7 @@ struct phx_place {
 
 /* One rank's private view. */
 struct phx_comm {
-    uint32_t rank, size, spin;
+    uint32_t rank, size, spin, cores;
     uint64_t chunk; /* the next chunk's number, the same on every rank between two calls */
     uint64_t call;  /* the word of the call this rank is in now */
     uint64_t call_chunk; /* the chunk that call began with */

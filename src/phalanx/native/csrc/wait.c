@@ -3,6 +3,7 @@
  * A short spin catches a peer that is a microsecond behind; yielding lets ranks that share a core take turns;
  * sleeping leaves the core to whoever computes when a peer is far behind (a slow data loader). The futex is
  * the low half of the awaited word itself, so there is no second word that could disagree with it. */
+#define _GNU_SOURCE
 #include "wait.h"
 
 #include <errno.h>
@@ -52,8 +53,23 @@ static inline int reached(_Atomic uint64_t *word, uint64_t target)
     return atomic_load_explicit(word, memory_order_acquire) >= target;
 }
 
+void phx_note_cpu(phx_comm *comm)
+{
+    _Atomic uint32_t *noted = &comm->flags[comm->rank].cpu;
+    const uint32_t cpu = (uint32_t)sched_getcpu();
+    if (atomic_load_explicit(noted, memory_order_relaxed) != cpu)
+        atomic_store_explicit(noted, cpu, memory_order_relaxed);
+}
+
+int phx_shares_core(const phx_comm *comm, uint32_t peer)
+{
+    return comm->size <= comm->cores &&
+           atomic_load_explicit(&comm->flags[peer].cpu, memory_order_relaxed) == (uint32_t)sched_getcpu();
+}
+
 void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value)
 {
+    phx_note_cpu(comm);
     /* seq_cst on both sides: either this load sees the sleeper, or the sleeper's look sees this store. */
     atomic_store_explicit(word, value, memory_order_seq_cst);
     if (atomic_load_explicit(&comm->places[comm->rank].sleepers, memory_order_seq_cst) != 0)
@@ -116,7 +132,7 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
 {
     const uint64_t start = phx_now_ns();
     struct phx_breakage why;
-    for (uint32_t i = 1;; i++) {
+    for (uint32_t i = 1; !phx_shares_core(comm, peer); i++) {
         sched_yield();
         if (reached(word, target))
             return PHX_OK;

@@ -28,6 +28,12 @@ enum phx_sleep { PHX_WOKEN, PHX_SLEPT_OUT, PHX_SIGNALLED };
 enum phx_sleep phx_sleep(_Atomic uint32_t *word, uint32_t value, _Atomic uint32_t *sleepers);
 void phx_futex_wake(_Atomic uint32_t *word);
 
+/* Leave word of the core this rank runs on, for those that wait for it. */
+void phx_note_cpu(phx_comm *comm);
+/* Whether `peer` was last seen on the core this thread runs on, although there is one for each rank. Yielding would keep
+ * the two together: the kernel does not move what ran within half a millisecond. Whoever sleeps is woken on an idle core. */
+int phx_shares_core(const phx_comm *comm, uint32_t peer);
+
 /* Store `value` into a word of this rank and wake whoever sleeps on it. */
 void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value);
 
