@@ -141,6 +141,26 @@ def test_calls_that_wait_for_nobody_are_compared_by_the_next(
         assert "test_peers.py:" in text
 
 
+def test_a_rank_that_comes_back_to_a_broken_group_tells_the_call_that_differed() -> None:
+    """Ranks 1 and 2 made one broadcast, rank 0 another; ranks 0 and 2 notice before rank 1 calls anything more."""
+
+    def body(place: Place) -> str:
+        place.join()
+        noticed = place.folder / "noticed"
+        dist.broadcast(torch.ones(4), 0 if place.rank == 0 else 1)
+        while place.rank == 1 and not noticed.exists():
+            time.sleep(0.005)
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.barrier()
+        if place.rank == 2:
+            noticed.touch()
+        return str(caught.value)
+
+    late = on_ranks(body, 3)[1]
+    assert "rank 0: broadcast(float32[4], src=0) at" in late
+    assert "ranks 1, 2: broadcast(float32[4], src=1) at" in late
+
+
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     def body(place: Place) -> bool:
         place.join(timeout_s=1)

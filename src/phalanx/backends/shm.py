@@ -67,8 +67,9 @@ class SharedMemoryCommunicator(Communicator):
         self._comm = meet(store, rank, size, timeout, tuning or load_tuning(), spin, self._signals.callback)
         self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
         self._timeout_s = timeout.total_seconds()
-        # The last call that this rank left without having heard from all others (a broadcast's root does): should it
-        # not match theirs, that shows in a later call. What it was, and where it was called.
+        # The last call that this rank left without having heard from all others (in a broadcast the root hears
+        # nobody, the others only the root): should it not match theirs, that shows in a later call. What it was,
+        # and where it was called.
         self._unheard: _Call | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -113,7 +114,7 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "broadcast", tensor, src=root)
-        if root == self.rank:
+        if root == self.rank or self.size > 2:
             self._unheard = _Call("broadcast", tensor, {"src": root})
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
@@ -155,7 +156,7 @@ class SharedMemoryCommunicator(Communicator):
         )
         if status:
             self._fail(status, "scatter", output, src=root)
-        if root == self.rank:
+        if root == self.rank or self.size > 2:
             self._unheard = _Call("scatter", output, {"src": root})
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

@@ -190,13 +190,14 @@ static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
 
 int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
 {
-    if (phx_broken(comm)) {
-        struct phx_breakage why;
-        return phx_breakage(comm, &why);
-    }
+    /* Also in a broken group: whether its reason lies before this call decides what this rank tells about itself. */
     if (chunk == comm->chunk) { /* every call adds up its chunks only at its end */
         comm->call = call;
         comm->call_chunk = chunk;
+    }
+    if (phx_broken(comm)) {
+        struct phx_breakage why;
+        return phx_breakage(comm, &why);
     }
     for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
         if (p == comm->rank || comm->seen[p] >= chunk - 1)
