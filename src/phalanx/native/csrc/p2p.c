@@ -400,12 +400,13 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
         }
         if (!start)
             start = looked = phx_now_ns();
+        if (idle == comm->spin / 4 && message->peer != PHX_ANY_SOURCE)
+            phx_move_apart(comm, message->peer);
         if (phx_broken(comm)) {
             struct phx_breakage why;
             return phx_breakage(comm, &why);
         }
-        const int apart = message->peer == PHX_ANY_SOURCE || !phx_shares_core(comm, message->peer);
-        if (apart && phx_now_ns() - start < SPIN_YIELD_NS) {
+        if (phx_now_ns() - start < SPIN_YIELD_NS) {
             sched_yield();
             continue;
         }

@@ -18,6 +18,7 @@
 #error "the futex is the low half of a 64-bit word, taken at its address: little-endian only"
 #endif
 
+#define MOVE_AGAIN_NS 10000000ull
 #define YIELD_NS 200000ull /* how long to yield before sleeping: about four times a wake-up */
 
 uint64_t phx_now_ns(void)
@@ -61,10 +62,21 @@ void phx_note_cpu(phx_comm *comm)
         atomic_store_explicit(noted, cpu, memory_order_relaxed);
 }
 
-int phx_shares_core(const phx_comm *comm, uint32_t peer)
+void phx_move_apart(phx_comm *comm, uint32_t peer)
 {
-    return comm->size <= comm->cores &&
-           atomic_load_explicit(&comm->flags[peer].cpu, memory_order_relaxed) == (uint32_t)sched_getcpu();
+    const int cpu = sched_getcpu();
+    if (peer > comm->rank || comm->size > comm->cores || cpu < 0 ||
+        atomic_load_explicit(&comm->flags[peer].cpu, memory_order_relaxed) != (uint32_t)cpu)
+        return;
+    const uint64_t now = phx_now_ns();
+    cpu_set_t all, others;
+    if (now - comm->moved_ns < MOVE_AGAIN_NS || sched_getaffinity(0, sizeof all, &all))
+        return;
+    comm->moved_ns = now;
+    others = all;
+    CPU_CLR(cpu, &others);
+    if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
+        sched_setaffinity(0, sizeof all, &all); /* it stays where it is now, and may go anywhere again */
 }
 
 void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value)
@@ -132,7 +144,8 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
 {
     const uint64_t start = phx_now_ns();
     struct phx_breakage why;
-    for (uint32_t i = 1; !phx_shares_core(comm, peer); i++) {
+    phx_move_apart(comm, peer);
+    for (uint32_t i = 1;; i++) {
         sched_yield();
         if (reached(word, target))
             return PHX_OK;

@@ -30,9 +30,10 @@ void phx_futex_wake(_Atomic uint32_t *word);
 
 /* Leave word of the core this rank runs on, for those that wait for it. */
 void phx_note_cpu(phx_comm *comm);
-/* Whether `peer` was last seen on the core this thread runs on, although there is one for each rank. Yielding would keep
- * the two together: the kernel does not move what ran within half a millisecond. Whoever sleeps is woken on an idle core. */
-int phx_shares_core(const phx_comm *comm, uint32_t peer);
+/* Move this thread to another core if `peer` was last seen on this one, although there is one for each rank. The kernel
+ * leaves two ranks that wait for each other together: it does not move what ran within half a millisecond, and while one
+ * of them sleeps it sees no reason to. Of two, the higher rank moves; at most once in 10 ms. */
+void phx_move_apart(phx_comm *comm, uint32_t peer);
 
 /* Store `value` into a word of this rank and wake whoever sleeps on it. */
 void phx_raise(phx_comm *comm, _Atomic uint64_t *word, uint64_t value);
