@@ -73,7 +73,6 @@ struct phx_comm {
     uint64_t call;  /* the word of the call this rank is in now */
     uint64_t call_chunk; /* the chunk that call began with */
     uint64_t chunk_bytes, small_bytes, stream_bytes, timeout_ns;
-    uint64_t moved_ns; /* when phx_move_apart last moved a thread of this rank */
     phx_poll poll;
     struct phx_header *header;
     struct phx_flags *flags;

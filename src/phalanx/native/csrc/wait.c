@@ -64,15 +64,16 @@ void phx_note_cpu(phx_comm *comm)
 
 void phx_move_apart(phx_comm *comm, uint32_t peer)
 {
+    static _Thread_local uint64_t moved_ns;
     const int cpu = sched_getcpu();
     if (peer > comm->rank || comm->size > comm->cores || cpu < 0 ||
         atomic_load_explicit(&comm->flags[peer].cpu, memory_order_relaxed) != (uint32_t)cpu)
         return;
     const uint64_t now = phx_now_ns();
     cpu_set_t all, others;
-    if (now - comm->moved_ns < MOVE_AGAIN_NS || sched_getaffinity(0, sizeof all, &all))
+    if (now - moved_ns < MOVE_AGAIN_NS || sched_getaffinity(0, sizeof all, &all))
         return;
-    comm->moved_ns = now;
+    moved_ns = now;
     others = all;
     CPU_CLR(cpu, &others);
     if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
