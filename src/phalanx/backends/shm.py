@@ -47,8 +47,11 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. Rank 0's hold.
 
+    Attributes:
+        meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
+
     Raises:
-        NotOneHost: a rank cannot open the segment; the message says which and why.
+        NotOneHost: a rank cannot make or open the segment; the message says which and why.
         InitializationError: a rank did not come within the timeout.
     """
 
@@ -64,7 +67,8 @@ class SharedMemoryCommunicator(Communicator):
         cores = len(os.sched_getaffinity(0))
         # About 4 µs; less with more ranks than cores, where whoever is awaited needs the core that a spin would burn.
         spin = 100 if size <= cores else 50
-        self._comm = meet(store, rank, size, timeout, tuning or load_tuning(), spin, self._signals.callback)
+        poll = self._signals.callback
+        self._comm, self.meeting = meet(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
         self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
         self._timeout_s = timeout.total_seconds()
         # The last call that this rank left without having heard from all others (in a broadcast the root hears
