@@ -40,7 +40,7 @@ def forbid_memfds() -> None:
     def refuse(*_: Any) -> int:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    os.memfd_create = refuse
+    pytest.MonkeyPatch().setattr(os, "memfd_create", refuse)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -119,7 +119,7 @@ def test_a_meeting_that_fails_leaves_nothing_mapped(size: int) -> None:
         with pytest.raises(RuntimeError, match="the store is gone"):
             SharedMemoryCommunicator(Lost("x", store), place.rank, place.size, SOON)
         after = held()
-        create.lazy_gloo = no_gloo
+        pytest.MonkeyPatch().setattr(create, "lazy_gloo", no_gloo)
         with pytest.raises(RuntimeError, match="no gloo"):
             create_process_group(store, place.rank, place.size, SOON, "group", [])
         return after[0] - before[0], after[1] - before[1], mapped() - before[0]
