@@ -173,20 +173,26 @@ def init(
         torch.accelerator.set_device_index(chosen.index or 0)
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
-    dist.init_process_group(
-        backend or default_backend(chosen),
-        store=PrefixStore(f"phalanx/world/{_openings}", _meeting_store(place, timeout)),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-    )
-    session = Session(frozenset(entry.type for entry in _default_group()._device_types))
-    world = World(place, chosen, session)
-    _world = world
-    if place.world_size > 1 and not quiet and "PHALANX_TABLE_SHOWN" not in os.environ:
-        table = world.describe()
-        if world.rank == 0:
-            print(table, file=sys.stderr, flush=True)
+    try:
+        dist.init_process_group(
+            backend or default_backend(chosen),
+            store=PrefixStore(f"phalanx/world/{_openings}", _meeting_store(place, timeout)),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+        session = Session(frozenset(entry.type for entry in _default_group()._device_types))
+        _world = world = World(place, chosen, session)
+        if place.world_size > 1 and not quiet and "PHALANX_TABLE_SHOWN" not in os.environ:
+            table = world.describe()
+            if world.rank == 0:
+                print(table, file=sys.stderr, flush=True)
+    except BaseException:
+        # Nobody has been given the world: leave nothing that would stand in the way of another attempt.
+        _world = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
     return world
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -161,6 +162,28 @@ def test_a_rank_that_comes_back_to_a_broken_group_tells_the_call_that_differed()
     assert "ranks 1, 2: broadcast(float32[4], src=1) at" in late
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_all_to_all_whose_sizes_only_the_receiver_can_compare_is_told_by_all(size: int) -> None:
+    """Rank 0 sends rank 1 more than that expects, gets what it expects itself, and learns of it at its next call."""
+
+    def body(place: Place) -> str:
+        place.join()
+        inputs, outputs = ([torch.ones(2) for _ in range(size)] for _ in range(2))
+        if place.rank == 0:
+            inputs[1] = torch.ones(3)
+        dist.broadcast(torch.ones(1), src=0)
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.all_to_all(outputs, inputs)
+            dist.barrier()
+        return str(caught.value)
+
+    twos, others = [2] * size, "rank 1" if size == 2 else "ranks 1, 2"
+    for text in on_ranks(body, size):
+        assert f"rank 0: all_to_all(float32, sends {[2, 3, 2][:size]}, expects {twos} elements) at" in text
+        assert f"{others}: all_to_all(float32, sends {twos}, expects {twos} elements) at" in text
+        assert "barrier" not in text
+
+
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     def body(place: Place) -> bool:
         place.join(timeout_s=1)
@@ -192,13 +215,11 @@ def test_a_rank_that_cannot_reach_the_segment_is_named_on_every_rank() -> None:
     def body(place: Place) -> str:
         if place.rank == 1:
             store = place.store()
-            offer = f'[{os.getpid()}, 9999, "{"00" * 16}"]'
-            real_get = type(store).get
-            answers = {"offer": offer.encode()}
 
             class Elsewhere(PrefixStore):
                 def get(self, key: str) -> bytes:
-                    return answers.get(key) or real_get(self, key)
+                    value = super().get(key)
+                    return json.dumps([os.getpid(), 9999, json.loads(value)[2]]).encode() if key == "offer" else value
 
             place_store: Store = Elsewhere("x", store)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import on_ranks
+from tests.support.ranks import Place, on_ranks
 from torch._C._distributed_c10d import HashStore
 
 import phalanx
@@ -239,3 +239,37 @@ def test_environments_that_describe_no_process_are_refused(change: dict[str, str
     with pytest.raises(LauncherEnvironmentError) as caught:
         find_place(environment)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def body(place: Place) -> float:
+        os.environ.update(
+            {
+                "RANK": str(place.rank),
+                "WORLD_SIZE": str(place.size),
+                "LOCAL_RANK": str(place.rank),
+                "LOCAL_WORLD_SIZE": str(place.size),
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+                "TORCHELASTIC_RUN_ID": "none",
+            }
+        )
+        store = place.store()
+        monkeypatch.setattr("phalanx.world._meeting_store", lambda *_: store)
+        for broken in ("phalanx.world.Session", "phalanx.world.World.describe"):
+            with monkeypatch.context() as patch:
+                patch.setattr(broken, fail)
+                with pytest.raises(KeyboardInterrupt):
+                    phalanx.init()
+            assert not dist.is_initialized()
+        world = phalanx.init(quiet=True)
+        tensor = torch.ones(1)
+        world.all_reduce(tensor)
+        phalanx.close()
+        return tensor.item()
+
+    assert on_ranks(body, size) == [float(size)] * size

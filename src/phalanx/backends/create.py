@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from phalanx.backends.adapter import PhalanxProcessGroup
 from phalanx.backends.communicator import Communicator
@@ -18,11 +18,6 @@ from phalanx.backends.shm import SharedMemoryCommunicator
 from phalanx.backends.solo import SoloCommunicator
 
 __all__ = ["create_process_group"]
-
-# How often this process has made a group of a name and members. One that is destroyed and made again meets under
-# new keys: what the first left in the store must not be read by the second. Its members made it equally often,
-# whatever other groups each of them was in.
-_generations: Counter[str] = Counter()
 
 
 def create_process_group(
@@ -44,23 +39,30 @@ def create_process_group(
     Raises:
         InitializationError: a rank did not come.
     """
-    identity = f"{group_name}/{','.join(map(str, ranks))}"
-    _generations[identity] += 1
-    own = PrefixStore(f"phalanx/{identity}/{_generations[identity]}", store)
-    meeting = PrefixStore("gloo", own)
+    own = PrefixStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store)
+
+    def gloo_of(meeting: str, *, one_host: bool) -> ProcessGroupGloo:
+        # Under keys of this meeting: what an earlier group of this name, or an attempt at it, left must not be read.
+        return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
+
     communicator: Communicator
     if size == 1:
-        communicator, gloo = SoloCommunicator(), lazy_gloo(meeting, rank, size, timeout, one_host=True)
+        communicator, gloo = SoloCommunicator(), gloo_of(secrets.token_hex(8), one_host=True)
         return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
     try:
         communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
-        gloo = lazy_gloo(meeting, rank, size, timeout, one_host=True)
     except NotOneHost as reason:
-        gloo = lazy_gloo(meeting, rank, size, timeout, one_host=False)
+        gloo = gloo_of(reason.meeting, one_host=False)
         communicator = GlooCommunicator(gloo)
         if rank == 0:
             warnings.warn(
                 f"backend {NAME!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
                 stacklevel=2,
             )
-    return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
+        return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
+    try:
+        gloo = gloo_of(communicator.meeting, one_host=True)
+        return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
+    except BaseException:
+        communicator.close()
+        raise

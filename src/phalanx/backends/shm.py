@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -47,8 +48,11 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. Rank 0's hold.
 
+    Attributes:
+        meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
+
     Raises:
-        NotOneHost: a rank cannot open the segment; the message says which and why.
+        NotOneHost: a rank cannot make or open the segment; the message says which and why.
         InitializationError: a rank did not come within the timeout.
     """
 
@@ -64,12 +68,13 @@ class SharedMemoryCommunicator(Communicator):
         cores = len(os.sched_getaffinity(0))
         # About 4 µs; less with more ranks than cores, where whoever is awaited needs the core that a spin would burn.
         spin = 100 if size <= cores else 50
-        self._comm = meet(store, rank, size, timeout, tuning or load_tuning(), spin, self._signals.callback)
+        poll = self._signals.callback
+        self._comm, self.meeting = meet(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
         self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
         self._timeout_s = timeout.total_seconds()
         # The last call that this rank left without having heard from all others (in a broadcast the root hears
-        # nobody, the others only the root): should it not match theirs, that shows in a later call. What it was,
-        # and where it was called.
+        # nobody, the others only the root; in an all_to_all it does not hear whether they expected its sizes): should
+        # it not match theirs, that shows in a later call. What it was, and where it was called.
         self._unheard: _Call | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -173,8 +178,9 @@ class SharedMemoryCommunicator(Communicator):
             dtype,
         )
         if status:
-            sizes = f"sends {[t.numel() for t in inputs]}, expects {[t.numel() for t in outputs]} elements"
-            self._fail(status, "all_to_all", None, text=f"{_name(outputs[0].dtype)}, {sizes}")
+            self._fail(status, "all_to_all", None, text=_split_text(outputs[0].dtype, self._sizes, self._other_sizes))
+        # The receiver alone compares the sizes of a pair.
+        self._unheard = _SplitCall(outputs[0], bytes(self._sizes), bytes(self._other_sizes))
 
     def barrier(self) -> None:
         status = self._core.phx_barrier(self._comm)
@@ -245,6 +251,19 @@ class _Call:
 
     def site(self) -> str:
         return f"{self._site[0]}:{self._site[1]}" if self._site else ""
+
+
+class _SplitCall(_Call):
+    """The same of an all_to_all, whose sizes differ from rank to rank."""
+
+    __slots__ = ("_expected", "_sent")
+
+    def __init__(self, tensor: torch.Tensor, sent: bytes, expected: bytes) -> None:
+        super().__init__("all_to_all", tensor, {})
+        self._sent, self._expected = sent, expected
+
+    def text(self) -> str:
+        return f"{self._name}({_split_text(self._dtype, self._sent, self._expected)})"
 
 
 class _Sent(Message):
@@ -334,6 +353,14 @@ def _text(name: str, dtype: torch.dtype, shape: torch.Size, op: int | None = Non
         parts.append(OP_NAMES[op].lower())
     parts += [f"{key}={value}" for key, value in who.items()]
     return f"{name}({', '.join(parts)})"
+
+
+def _split_text(dtype: torch.dtype, sent: Any, expected: Any) -> str:
+    """What an all_to_all sends and expects, given its sizes in bytes as the core takes them."""
+    sends, expects = (
+        [n // dtype.itemsize for n in memoryview(sizes).cast("B").cast("Q")] for sizes in (sent, expected)
+    )
+    return f"{_name(dtype)}, sends {sends}, expects {expects} elements"
 
 
 def _name(dtype: torch.dtype) -> str:

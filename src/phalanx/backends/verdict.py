@@ -6,7 +6,7 @@ import ctypes
 import time
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
-from phalanx.native.core import TEXT_BYTES, Breakage, Status, library
+from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Status, library
 
 __all__ = ["explain"]
 
@@ -35,6 +35,10 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
             f"the ranks of a group called different operations:\n{_listed(calls, size)}\n"
             f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an "
             f"`if` that depends on the rank, or data of different sizes"
+        )
+    if why.rank == NOBODY:
+        return PeerLost(
+            f"a rank of the group gave up in an operation but did not say why in time; while rank {rank} was in {call}"
         )
     noticed = _calls(comm, [why.rank]).get(why.rank, "an operation")
     where = f"while rank {why.rank} was in {noticed}"

@@ -17,6 +17,7 @@ __all__ = [
     "ABI",
     "ANY_SOURCE",
     "BROKEN_FROM",
+    "NOBODY",
     "TEXT_BYTES",
     "Breakage",
     "Poll",
@@ -25,7 +26,7 @@ __all__ = [
 ]
 
 ABI = 6
-ANY_SOURCE = 0xFFFFFFFF
+ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
 Poll = CFUNCTYPE(c_int)

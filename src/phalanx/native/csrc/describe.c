@@ -6,18 +6,18 @@
 void phx_describe(phx_comm *comm, const char *text)
 {
     struct phx_place *place = &comm->places[comm->rank];
-    if (atomic_load_explicit(&place->told, memory_order_relaxed))
+    uint32_t nothing = 0;
+    if (!atomic_compare_exchange_strong(&place->told, &nothing, 1))
         return; /* the first thing told is the one that broke the group */
     strncpy(place->text, text, PHX_TEXT - 1);
-    atomic_store_explicit(&place->told, 1, memory_order_release);
+    atomic_store_explicit(&place->told, 2, memory_order_release);
 }
 
 int phx_description(const phx_comm *comm, uint32_t rank, char *out)
 {
-    const struct phx_place *place = &comm->places[rank];
-    if (rank >= comm->size || !atomic_load_explicit(&place->told, memory_order_acquire))
+    if (rank >= comm->size || atomic_load_explicit(&comm->places[rank].told, memory_order_acquire) != 2)
         return 0;
-    memcpy(out, place->text, PHX_TEXT);
+    memcpy(out, comm->places[rank].text, PHX_TEXT);
     return 1;
 }
 

@@ -60,10 +60,13 @@ enum phx_op { PHX_NO_OP, PHX_SUM, PHX_AVG, PHX_PRODUCT, PHX_MIN, PHX_MAX, PHX_BA
 
 typedef struct phx_comm phx_comm;
 
+#define PHX_NOBODY UINT32_MAX
+
 /* Why a group broke: what `rank` found, and about whom. */
 struct phx_breakage {
     uint32_t status; /* enum phx_status, or PHX_OK when the group is whole */
-    uint32_t rank, peer, peer_pid; /* who noticed, and whom it was waiting for or compared with */
+    uint32_t rank, peer, peer_pid; /* who noticed, and whom it was waiting for or compared with; or PHX_NOBODY, if a
+                                      rank that lives broke the group but has not written down why */
     uint64_t chunk;                /* of a mismatch: the chunk for which the calls differ */
 };
 

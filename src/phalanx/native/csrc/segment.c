@@ -128,22 +128,27 @@ void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns)
 
 #define CANNOT_TELL UINT64_MAX
 
+static uint64_t unless_gone(uint32_t pid)
+{
+    return kill((pid_t)pid, 0) == 0 || errno != ESRCH ? CANNOT_TELL : 0;
+}
+
 /* State and start time from /proc/<pid>/stat; 0 when there is no such process or it has ended. A pidfd would
- * be surer but costs a descriptor per peer and group; the start time tells a reused pid just as well. A rank that has
- * used up its descriptors cannot look there; it must not take the others for dead. */
+ * be surer but costs a descriptor per peer and group; the start time tells a reused pid just as well. A rank that cannot
+ * look there (no descriptor left, no memory, not allowed) must not take the others for dead. */
 uint64_t phx_process_start_time(uint32_t pid)
 {
     char path[32], text[1024];
     snprintf(path, sizeof path, "/proc/%u/stat", pid);
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0 && (errno == EMFILE || errno == ENFILE))
-        return kill((pid_t)pid, 0) == 0 || errno == EPERM ? CANNOT_TELL : 0;
-    if (fd < 0)
+    const ssize_t length = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+    const int reason = errno;
+    if (fd >= 0)
+        close(fd);
+    if (length < 0 && (reason == ENOENT || reason == ESRCH))
         return 0;
-    const ssize_t length = read(fd, text, sizeof text - 1);
-    close(fd);
     if (length <= 0)
-        return 0;
+        return unless_gone(pid);
     text[length] = 0;
     char state;
     unsigned long long start_time;
@@ -151,7 +156,7 @@ uint64_t phx_process_start_time(uint32_t pid)
     if (!after_name || sscanf(after_name + 1,
                               " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
                               &state, &start_time) != 2)
-        return 0;
+        return unless_gone(pid);
     return state == 'Z' || state == 'X' || state == 'x' ? 0 : start_time;
 }
 

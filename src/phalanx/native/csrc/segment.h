@@ -21,12 +21,15 @@
  *                a later chunk or next waits for that rank, at most two chunks later: the word is still there.
  *   cpu          where the rank last raised a word; written by it, read by all, relaxed: a hint and nothing more.
  *   slots        the same as call[]; the reduced slice the same with `done`.
- *   text         written by its rank only, once, before `told` (release); read by all after `told` was acquired.
+ *   told         0 -> 1 by the one thread of its rank that wins the exchange, which then writes `text` and stores 2
+ *                (release). Death between: the others do without that rank's words.
+ *   text         written as said; read by all after `told` was acquired as 2.
  *   sleepers     added to and subtracted from by ranks that sleep on the words of this place, seq_cst; read by
  *                the place's rank. Death of a sleeper leaves it too high: a needless wake per store, in a group
  *                that is about to break because of that death.
  *   breaking     0 -> 1 by the one rank that wins the exchange, which then fills `breakage` and stores 2
- *                (release). Read by all. Death between: readers look themselves for a process that is gone.
+ *                (release). Read by all. Death between: after 100 ms readers look themselves for a process that is
+ *                gone; if none is, the winner is stopped, and they know only that the group is broken.
  *   header, pid  written before the ranks meet (through the store), read only afterwards.
  */
 #ifndef PHALANX_SEGMENT_H

@@ -20,6 +20,7 @@
 
 #define MOVE_AGAIN_NS 10000000ull
 #define YIELD_NS 200000ull /* how long to yield before sleeping: about four times a wake-up */
+#define REASON_NS 100000000ull /* how long the reason of a break may take to be written down */
 
 uint64_t phx_now_ns(void)
 {
@@ -123,22 +124,24 @@ void phx_abort(phx_comm *comm)
 
 int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
 {
-    /* The winner fills the reason within microseconds; if it died in between, there is none to wait for. */
-    for (int i = 0; i < 1000; i++) {
-        uint32_t state = atomic_load_explicit(&comm->header->breaking, memory_order_acquire);
-        if (state == 1) {
-            sched_yield();
-            continue;
+    /* The winner fills the reason within microseconds, unless it has lost its core, or died, in between. */
+    const uint64_t start = phx_now_ns();
+    do {
+        const uint32_t state = atomic_load_explicit(&comm->header->breaking, memory_order_acquire);
+        if (state != 1) {
+            *out = comm->header->breakage;
+            return state == 0 ? PHX_OK : (int)out->status;
         }
-        *out = comm->header->breakage;
-        return state == 0 ? PHX_OK : (int)out->status;
-    }
-    *out = (struct phx_breakage){.status = PHX_PEER_LOST, .rank = comm->rank, .peer = comm->rank};
+        sched_yield();
+    } while (phx_now_ns() - start < REASON_NS);
     for (uint32_t p = 0; p < comm->size; p++)
-        if (!phx_place_alive(&comm->places[p]))
-            out->peer = p;
-    out->peer_pid = comm->places[out->peer].pid;
-    return PHX_PEER_LOST;
+        if (!phx_place_alive(&comm->places[p])) {
+            *out = (struct phx_breakage){
+                .status = PHX_PEER_LOST, .rank = comm->rank, .peer = p, .peer_pid = comm->places[p].pid};
+            return PHX_PEER_LOST;
+        }
+    *out = (struct phx_breakage){.status = PHX_INTERRUPTED, .rank = PHX_NOBODY, .peer = PHX_NOBODY};
+    return PHX_INTERRUPTED;
 }
 
 static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target)

@@ -1,0 +1,179 @@
+"""How a group comes about, or does not, when a rank cannot do its part of it; and what is left then."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from phalanx.backends import create
+from phalanx.backends.create import create_process_group
+from phalanx.backends.meeting import NotOneHost
+from phalanx.backends.shm import SharedMemoryCommunicator
+from phalanx.errors import InitializationError
+
+SOON = timedelta(seconds=20)
+
+
+def mapped() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:phalanx" in line for line in maps)
+
+
+def leave_no_room() -> None:
+    with open("/proc/self/statm") as sizes:
+        used = int(sizes.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (used + (3 << 20), resource.RLIM_INFINITY))
+
+
+def forbid_memfds() -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    pytest.MonkeyPatch().setattr(os, "memfd_create", refuse)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("hinder", "words"),
+    [
+        (leave_no_room, "rank 0: Cannot allocate memory"),
+        (forbid_memfds, "rank 0: Operation not permitted (memfd_create)"),
+    ],
+)
+def test_when_rank_0_has_no_segment_all_ranks_learn_it_alike(hinder: Callable[[], None], words: str, size: int) -> None:
+    def body(place: Place) -> tuple[str, int]:
+        store = place.store()
+        if place.rank == 0:
+            hinder()
+        with pytest.raises(NotOneHost) as caught:
+            SharedMemoryCommunicator(store, place.rank, place.size, SOON)
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        return str(caught.value), mapped()
+
+    assert on_ranks(body, size) == [(words, 0)] * size
+
+
+@pytest.mark.filterwarnings("ignore:backend 'phalanx'")
+def test_a_group_without_a_segment_works_over_gloo() -> None:
+    def body(place: Place) -> list[float]:
+        if place.rank == 0:
+            forbid_memfds()
+        place.join()
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return tensor.tolist()
+
+    assert on_ranks(body, 3) == [[3.0, 3.0]] * 3
+
+
+def test_too_many_ranks_are_told_so() -> None:
+    class AllHaveAnswered(PrefixStore):
+        def wait(self, *_: Any) -> None:
+            return None
+
+        def get(self, key: str) -> bytes:
+            return b""
+
+    with pytest.raises(NotOneHost, match="a shared segment serves at most 1024 ranks, not 1025"):
+        SharedMemoryCommunicator(AllHaveAnswered("x", HashStore()), 0, 1025, SOON)
+
+
+class Lost(PrefixStore):
+    """A store that is lost once the ranks have attached: neither answers nor verdict can be had."""
+
+    def wait(self, keys: list[str], *limits: Any) -> None:
+        if keys[0].endswith("verdict"):
+            raise RuntimeError("the store is gone")
+        super().wait(keys, *limits)
+        if keys != ["offer"]:
+            raise RuntimeError("the store is gone")
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("the store is gone")
+
+
+def no_gloo(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("no gloo")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_meeting_that_fails_leaves_nothing_mapped(size: int) -> None:
+    def body(place: Place) -> tuple[int, int, int]:
+        def held() -> tuple[int, int]:
+            return mapped(), len(os.listdir("/proc/self/fd"))
+
+        store = place.store()
+        before = held()
+        with pytest.raises(RuntimeError, match="the store is gone"):
+            SharedMemoryCommunicator(Lost("x", store), place.rank, place.size, SOON)
+        after = held()
+        pytest.MonkeyPatch().setattr(create, "lazy_gloo", no_gloo)
+        with pytest.raises(RuntimeError, match="no gloo"):
+            create_process_group(store, place.rank, place.size, SOON, "group", [])
+        return after[0] - before[0], after[1] - before[1], mapped() - before[0]
+
+    assert on_ranks(body, size) == [(0, 0, 0)] * size
+
+
+def test_all_ranks_together_have_the_timeout_to_come() -> None:
+    """Rank 1 comes shortly before its end (of 2 s: a FileStore counts whole seconds begun), rank 2 not at all."""
+
+    def body(place: Place) -> float:
+        started = time.monotonic()
+        if place.rank == 1:
+            time.sleep(1)
+        if place.rank < 2:
+            with pytest.raises(InitializationError, match="rank 2 did not come"):
+                SharedMemoryCommunicator(place.store(), place.rank, 3, timedelta(seconds=1))
+        return time.monotonic() - started
+
+    assert max(on_ranks(body, 3)) < 2.5
+
+
+def test_every_rank_that_did_not_come_is_named() -> None:
+    def body(place: Place) -> bool:
+        if place.rank == 0:
+            with pytest.raises(InitializationError, match="ranks 1, 2 did not come"):
+                SharedMemoryCommunicator(place.store(), 0, 3, timedelta(seconds=0.2))
+        return True
+
+    assert on_ranks(body, 3) == [True] * 3
+
+
+def attempt(place: Place, store: Store, timeout_s: float) -> float:
+    group = create_process_group(store, place.rank, place.size, timedelta(seconds=timeout_s), "group", [])
+    tensor = torch.ones(1)
+    group.allreduce([tensor])
+    group.shutdown()
+    return tensor.item()
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: int) -> None:
+    def body(place: Place) -> list[float]:
+        store = place.store()
+        if place.rank == late:
+            for rank in {0, 1, 2} - {late}:
+                while not (place.folder / f"failed-{rank}").exists():
+                    time.sleep(0.01)
+        else:
+            for _ in range(failures):
+                with pytest.raises(InitializationError):
+                    attempt(place, store, 0.3)
+            (place.folder / f"failed-{place.rank}").touch()
+        return [attempt(place, store, 20) for _ in range(3)]
+
+    assert on_ranks(body, 3) == [[3.0, 3.0, 3.0]] * 3

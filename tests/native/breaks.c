@@ -1,0 +1,134 @@
+/* States of a segment that a rank meets only when another loses its core at one certain instruction, set by hand; and
+ * a /proc that cannot be read. Prints the line that did not hold.
+ *
+ * Ranks 0 and 1 of each segment are this process, rank 2 has ended. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "segment.h"
+
+#define REQUIRE(condition)                                                                                       \
+    do {                                                                                                         \
+        if (!(condition)) {                                                                                      \
+            fprintf(stderr, "line %d: %s\n", __LINE__, #condition);                                              \
+            _exit(1);                                                                                            \
+        }                                                                                                        \
+    } while (0)
+
+static const uint8_t cookie[16] = "breaks";
+static int open_fails; /* with this errno */
+
+/* Stands before the C library's for the core too. */
+int open(const char *path, int flags, ...)
+{
+    if (open_fails) {
+        errno = open_fails;
+        return -1;
+    }
+    return (int)syscall(SYS_openat, -100, path, flags, 0);
+}
+
+static phx_comm *segment(int size)
+{
+    const int fd = memfd_create("breaks", MFD_CLOEXEC);
+    REQUIRE(phx_segment_format(fd, (uint32_t)size, 4096, 128, 256, cookie) == PHX_OK);
+    if (size > 2) {
+        const pid_t child = fork();
+        if (child == 0)
+            _exit(phx_open(fd, 2, cookie, 50, NULL) ? 0 : 1);
+        int status;
+        REQUIRE(waitpid(child, &status, 0) == child && status == 0);
+    }
+    phx_comm *comm = phx_open(fd, 0, cookie, 50, NULL), *other = phx_open(fd, 1, cookie, 50, NULL);
+    REQUIRE(comm && other);
+    phx_close(other);
+    close(fd);
+    return comm;
+}
+
+static void *write_reason_late(void *argument)
+{
+    phx_comm *comm = argument;
+    usleep(30000);
+    comm->header->breakage = (struct phx_breakage){.status = PHX_TIMEOUT, .rank = 1, .peer = 0};
+    atomic_store_explicit(&comm->header->breaking, 2, memory_order_release);
+    return NULL;
+}
+
+static void the_reason_comes_30_ms_late(void)
+{
+    phx_comm *comm = segment(3);
+    struct phx_breakage why;
+    pthread_t breaker;
+    comm->header->breaking = 1;
+    REQUIRE(pthread_create(&breaker, NULL, write_reason_late, comm) == 0);
+    REQUIRE(phx_breakage(comm, &why) == PHX_TIMEOUT);
+    REQUIRE(why.status == PHX_TIMEOUT && why.rank == 1 && why.peer == 0);
+    pthread_join(breaker, NULL);
+    phx_close(comm);
+}
+
+static void the_reason_does_not_come(int size)
+{
+    phx_comm *comm = segment(size);
+    struct phx_breakage why;
+    comm->header->breaking = 1;
+    const int status = phx_breakage(comm, &why);
+    if (size > 2) {
+        REQUIRE(status == PHX_PEER_LOST && why.peer == 2 && why.peer_pid == comm->places[2].pid);
+    } else {
+        REQUIRE(status == PHX_INTERRUPTED && why.rank == PHX_NOBODY && why.peer == PHX_NOBODY);
+    }
+    REQUIRE(why.status == (uint32_t)status);
+    phx_close(comm);
+}
+
+static void one_thread_of_a_rank_is_telling(void)
+{
+    phx_comm *comm = segment(2);
+    char text[PHX_TEXT];
+    comm->places[0].told = 1; /* as while another thread of this rank writes the text */
+    phx_describe(comm, "the second thread");
+    REQUIRE(comm->places[0].text[0] == 0);
+    REQUIRE(!phx_description(comm, 0, text));
+    comm->places[0].told = 0;
+    phx_describe(comm, "the first thread");
+    phx_describe(comm, "the second thread");
+    REQUIRE(phx_description(comm, 0, text) && strcmp(text, "the first thread") == 0);
+    REQUIRE(!phx_description(comm, 2, text));
+    phx_close(comm);
+}
+
+static void who_cannot_look_takes_nobody_for_dead(void)
+{
+    phx_comm *comm = segment(3);
+    const int blind[] = {EMFILE, ENFILE, ENOMEM, EACCES, EPERM, EINTR};
+    for (size_t i = 0; i < sizeof blind / sizeof *blind; i++) {
+        open_fails = blind[i];
+        REQUIRE(phx_place_alive(&comm->places[1]));
+        REQUIRE(!phx_place_alive(&comm->places[2]));
+    }
+    open_fails = ENOENT;
+    REQUIRE(!phx_place_alive(&comm->places[1]));
+    open_fails = 0;
+    REQUIRE(phx_place_alive(&comm->places[1]));
+    REQUIRE(!phx_place_alive(&comm->places[2]));
+    phx_close(comm);
+}
+
+int main(void)
+{
+    one_thread_of_a_rank_is_telling();
+    who_cannot_look_takes_nobody_for_dead();
+    the_reason_comes_30_ms_late();
+    the_reason_does_not_come(2);
+    the_reason_does_not_come(3);
+    return 0;
+}
