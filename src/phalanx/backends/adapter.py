@@ -34,7 +34,7 @@ from phalanx.backends.layout import DTYPES, dense, even_pieces, in_place, into, 
 from phalanx.backends.messages import DoneWork, Messages, MessageWork
 from phalanx.backends.progress import Progress
 from phalanx.backends.work import PhalanxWork
-from phalanx.errors import ArgumentError, DeviceMismatch
+from phalanx.errors import ArgumentError, DeviceMismatch, RankError
 
 __all__ = ["PhalanxProcessGroup"]
 
@@ -61,7 +61,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._communicator = communicator
         self._size = communicator.size
         self._progress = Progress(group_name)
-        self._messages = Messages(group_name)
+        self._messages = Messages(group_name, communicator)
         self._gloo = gloo
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, _SUM))
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -336,11 +336,13 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
         (tensor,) = self._one("send", tensors)
         self._require_cpu(tensors)
+        self._require_peer(dst)
         return self._message(self._communicator.send(dense(tensor), dst, tag), tensors, [])
 
     def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> Any:
         (tensor,) = self._one("recv", tensors)
         self._require_cpu(tensors)
+        self._require_peer(src)
         buffer = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
         write_back = [] if buffer is tensor else [tensor, buffer]
         return self._message(self._communicator.recv(buffer, src, tag), tensors, write_back)
@@ -351,7 +353,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     def _message(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> dist.Work:
         if message.done:
             return DoneWork(tensors)
-        work = MessageWork(message, tensors, write_back, self._messages)
+        work = MessageWork(message, tensors, write_back)
         self._messages.look_after(work)
         return work
 
@@ -412,6 +414,12 @@ class PhalanxProcessGroup(dist.ProcessGroup):
                 f"{name}: {whole.dtype}{list(whole.shape)} is not {self._size} times (one for each rank) "
                 f"{part.dtype}{list(part.shape)}"
             )
+
+    def _require_peer(self, rank: int | None) -> None:
+        if self._messages.closed:
+            self._messages.refuse_if_closed()
+        if rank is not None and not 0 <= rank < self._size:
+            raise RankError(f"rank {rank} is not in the group, which has ranks 0 to {self._size - 1}")
 
     def _require_cpu(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

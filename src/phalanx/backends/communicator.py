@@ -7,6 +7,7 @@ asynchronous ones on a thread of its own. A new transport is one class that impl
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -25,15 +26,31 @@ class Message(ABC):
     done = False
 
     @abstractmethod
-    def test(self) -> bool:
-        """Whether it is done, after moving along what can be moved; never blocks."""
+    def test(self, watch: bool = True) -> bool:
+        """Whether it is done, after moving along what can be moved. Takes a millisecond at most.
+
+        Args:
+            watch: also look whether it can still come; if its peer has ended, the group breaks. Else it is left to
+                whoever waits for the message to find that.
+
+        Raises:
+            PhalanxError: it failed; the same each time.
+        """
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it is done: True; or until ``timeout_s`` has passed: False, and it goes on.
 
-        Without a timeout the group's own holds, and passing it breaks the group (CollectiveTimeout).
+        Without a timeout the group's own holds, and passing it breaks the group (CollectiveTimeout). Any number of
+        threads may wait for one message; all get the same outcome.
+
+        Raises:
+            PhalanxError: it failed; the same each time. ClosedError: the group was destroyed before it was done.
         """
+
+    def expect(self) -> None:
+        """Somebody waits for it without calling :meth:`wait`: let the group's timeout count from now on."""
+        return
 
     @property
     @abstractmethod
@@ -109,6 +126,14 @@ class Communicator(ABC):
         """Start receiving into ``tensor`` from rank ``peer``, or from anyone. Messages of two ranks with one tag
         arrive in the order they were sent.
         """
+
+    def rest(self) -> None:
+        """Move messages along, and sleep until one may be done, for less than a tenth of a second."""
+        time.sleep(0.002)
+
+    @abstractmethod
+    def end_messages(self) -> None:
+        """Let no message move any more, and end every wait for one, on any thread, with ClosedError."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -6,6 +6,8 @@ Python. It connects to a peer when it first has something to send to it.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -24,7 +26,7 @@ from torch._C._distributed_c10d import (
 
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.reductions import FLOATS, OP_NAMES, reducible
-from phalanx.errors import PhalanxError
+from phalanx.errors import ClosedError, PhalanxError, RankError
 
 __all__ = ["GlooCommunicator", "lazy_gloo"]
 
@@ -60,6 +62,7 @@ class GlooCommunicator(Communicator):
         self.rank = gloo.rank()
         self.size = gloo.size()
         self._gloo = gloo
+        self._ended = False
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return dtype in _SERVED and reducible(dtype, op)
@@ -114,12 +117,24 @@ class GlooCommunicator(Communicator):
         self._gloo.barrier().wait()
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return _GlooMessage(self._gloo.send([tensor], peer, tag), tensor, peer)
+        self._refuse_itself(peer)
+        return _GlooMessage(self, self._gloo.send([tensor], peer, tag), tensor, peer, sending=True)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         if peer is None:
-            return _GlooMessage(self._gloo.recv_anysource([tensor], tag), tensor, None)
-        return _GlooMessage(self._gloo.recv([tensor], peer, tag), tensor, peer)
+            return _GlooMessage(self, self._gloo.recv_anysource([tensor], tag), tensor, None)
+        self._refuse_itself(peer)
+        return _GlooMessage(self, self._gloo.recv([tensor], peer, tag), tensor, peer)
+
+    def rest(self) -> None:
+        time.sleep(0.01)
+
+    def end_messages(self) -> None:
+        self._ended = True
+
+    def _refuse_itself(self, peer: int) -> None:
+        if peer == self.rank:
+            raise RankError(f"rank {peer} is this process itself; over Gloo a message needs another rank")
 
     def abort(self) -> None:
         self._gloo.abort()
@@ -133,31 +148,73 @@ class GlooCommunicator(Communicator):
 
 
 class _GlooMessage(Message):
-    """Gloo's own handle. Gloo can only be waited for, so a test never finds it done before that."""
+    """Gloo's own handle. Gloo moves messages by itself, but can only be asked about one by waiting for it.
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, peer: int | None) -> None:
+    One completion wakes one waiter only, so waiting takes a lock. A wait of Gloo's that times out closes its
+    connections, so one with a timeout, or none at all, is left to a thread that waits without.
+    """
+
+    def __init__(
+        self,
+        communicator: GlooCommunicator,
+        work: dist.Work,
+        tensor: torch.Tensor,
+        peer: int | None,
+        sending: bool = False,
+    ) -> None:
+        self._communicator = communicator
         self._work = work
         self._tensor: torch.Tensor | None = tensor
         self._peer = peer
+        self._sending = sending
+        self._error: PhalanxError | None = None
+        self._lock = threading.Lock()
+        self._watched = False
+        self._done = threading.Event()
 
-    def test(self) -> bool:
-        return self._tensor is None
+    def test(self, watch: bool = True) -> bool:
+        # A receive that nobody asks for is left alone: what waits for it would time out one day. A send ends soon.
+        if (watch or self._sending) and not self._communicator._ended:
+            self._watch()
+        return self._outcome()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        if self._tensor is None:
-            return True
-        try:
-            if timeout_s:
-                self._work.wait(timedelta(seconds=timeout_s))
-            else:
+        if not timeout_s:
+            self._settle()
+        elif not self._done.is_set():
+            self._watch()
+            self._done.wait(timeout_s)
+        return self._outcome()
+
+    def expect(self) -> None:
+        self._watch()
+
+    def _watch(self) -> None:
+        if self._watched or self._done.is_set():
+            return
+        self._watched = True  # should two threads come here at once, the second new one finds the message done
+        threading.Thread(target=self._settle, name="phalanx-gloo-message", daemon=True).start()
+
+    def _settle(self) -> None:
+        with self._lock:
+            if self._done.is_set():
+                return
+            try:
                 self._work.wait()
-        except RuntimeError as error:
-            if timeout_s and "imed out" in str(error):
-                return False
-            raise PhalanxError(str(error)) from error
-        if self._peer is None:
-            self._peer = self._work._source_rank()
-        self._tensor = None
+                if self._peer is None:
+                    self._peer = self._work._source_rank()
+            except RuntimeError as error:
+                self._error = ClosedError(str(error)) if self._communicator._ended else PhalanxError(str(error))
+            self._tensor = None
+            self._done.set()
+
+    def _outcome(self) -> bool:
+        if not self._done.is_set():
+            if self._communicator._ended:
+                raise ClosedError("a message of a process group was used after the group had been destroyed")
+            return False
+        if self._error is not None:
+            raise self._error
         return True
 
     @property

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backends.communicator import Message
-from phalanx.errors import CollectiveTimeout, PhalanxError
+from phalanx.backends.communicator import Communicator, Message
+from phalanx.errors import ClosedError, CollectiveTimeout, PhalanxError
 
 __all__ = ["DoneWork", "MessageWork", "Messages"]
 
 PATIENCE_S = 0.002
-SLICE_S = 0.01
+LEAVING_S = 1.0  # how long a group that closes waits for threads that look after a message
 
 
 class DoneWork(dist.Work):
@@ -60,20 +60,14 @@ class DoneWork(dist.Work):
 class MessageWork(dist.Work):
     """The handle of one send or receive."""
 
-    def __init__(
-        self,
-        message: Message,
-        tensors: list[torch.Tensor],
-        write_back: list[torch.Tensor],
-        messages: Messages,
-    ) -> None:
+    def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
         super().__init__()
-        self._messages = messages
         self._message = message
         self._tensors = tensors
         self._write_back = write_back
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None
+        self._base: torch.futures.Future[Any] | None = None
+        self._completed = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the message is done; True.
@@ -83,45 +77,28 @@ class MessageWork(dist.Work):
             PhalanxError: the message failed; this is its error.
         """
         seconds = timeout.total_seconds() if timeout is not None else 0.0
-        if not self._messages.wait(self._message, seconds if seconds > 0 else None):
+        try:
+            done = self._message.wait(seconds if seconds > 0 else None)
+        except PhalanxError:
+            self._settle(False)
+            raise
+        if not done:
             raise CollectiveTimeout(
                 f"the message is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
                 elapsed_s=seconds,
             )
-        self.settle()
+        self._settle(True)
         return True
 
-    def settle(self) -> None:
-        """Once the message is done: bring its data to where the user wants it, and complete the future."""
-        if not self._write_back and self._future is None:
-            return
-        with self._lock:
-            if self._write_back:
-                tensor, stand_in = self._write_back
-                tensor.detach().copy_(stand_in)
-                self._write_back = []
-            future, self._future = self._future, None
-        if future is not None:
-            future.set_result(None)
-
     def is_completed(self) -> bool:
-        try:
-            done = self._message.test()
-        except PhalanxError:
-            return True
-        if done:
-            self.settle()
-        return done
+        return self._look()[0]
 
     def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
+        done, error = self._look()
+        return done and error is None
 
     def exception(self) -> BaseException | None:
-        try:
-            self._message.test()
-        except PhalanxError as error:
-            return error
-        return None
+        return self._look()[1]
 
     def synchronize(self) -> None:
         self.wait()
@@ -136,12 +113,48 @@ class MessageWork(dist.Work):
         return self._message.source
 
     def get_future(self) -> torch.futures.Future[Any]:
-        base: torch.futures.Future[Any] = torch.futures.Future()
-        outcome = base.then(self._outcome)
+        """A future of the tensors, or of the error, which is raised behind the future that is completed.
+
+        See ``Operation.future`` for why. Whoever has a future waits, so the group's timeout counts from here.
+        """
         with self._lock:
-            self._future = base
-        self.is_completed()
+            if self._base is None:
+                self._base = torch.futures.Future()
+            base = self._base
+        outcome = base.then(self._outcome)
+        if not self.is_completed():
+            self._message.expect()
         return outcome
+
+    def attend(self) -> bool:
+        """Do what can be done now; whether nothing is left. For the thread that looks after it."""
+        return self._look(watch=self._base is not None)[0]
+
+    def _look(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
+        """Whether it is done, and with what error."""
+        try:
+            done = self._message.test(watch)
+        except PhalanxError as error:
+            self._settle(False)
+            return True, error
+        if done:
+            self._settle(True)
+        return done, None
+
+    def _settle(self, success: bool) -> None:
+        """Once the message is done: bring its data to where the user wants it, and complete the future."""
+        if not self._write_back and (self._base is None or self._completed):
+            return
+        with self._lock:
+            if self._write_back:
+                if success:
+                    tensor, stand_in = self._write_back
+                    tensor.detach().copy_(stand_in)
+                self._write_back = []
+            base = None if self._completed else self._base
+            self._completed = self._base is not None
+        if base is not None:
+            base.set_result(None)
 
     def _outcome(self, _: object) -> list[torch.Tensor]:
         error = self.exception()
@@ -153,47 +166,61 @@ class MessageWork(dist.Work):
 class Messages:
     """The messages of one group that were not done when they were called."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, communicator: Communicator) -> None:
         self._name = name
+        self._communicator = communicator
         self._left: queue.SimpleQueue[MessageWork | None] = queue.SimpleQueue()
+        self._pending: list[MessageWork] = []
         self._thread: threading.Thread | None = None
-        self._closed = False
-        self._waiting: list[None] = []  # one entry for each thread that waits; append and pop are atomic
-
-    def wait(self, message: Message, timeout_s: float | None) -> bool:
-        """Wait for a message, on the thread of its user; see :meth:`Message.wait`."""
-        self._waiting.append(None)
-        try:
-            return message.wait(timeout_s)
-        finally:
-            self._waiting.pop()
+        self._starting = threading.Lock()
+        self.closed = False
 
     def look_after(self, work: MessageWork) -> None:
         """Make sure that ``work`` gets done, and its tensors live until then, even if it is dropped."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
-            self._thread.start()
         self._left.put(work)
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None and not self.closed:
+                    thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
+                    thread.start()
+                    self._thread = thread
+
+    def refuse_if_closed(self) -> None:
+        if self.closed:
+            raise ClosedError(f"process group {self._name!r} was used after it had been destroyed")
 
     def close(self) -> None:
-        """End the thread; messages that are not done are given up."""
-        self._closed = True
-        if self._thread is not None:
-            self._left.put(None)
+        """End the thread; messages that are not done are given up, and raise ClosedError."""
+        with self._starting:
+            self.closed = True
+        self._communicator.end_messages()
+        self._left.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        self._take_new()
+        # A thread that waits for a message comes back now, but may need a moment to explain what it found.
+        patience = time.monotonic() + LEAVING_S
+        for work in self._pending:
+            while not work.attend() and time.monotonic() < patience:
+                time.sleep(PATIENCE_S)
+        self._pending = []
 
     def _serve(self) -> None:
-        while not self._closed:
-            works = [self._left.get()]
-            # Most messages are waited for at once by their own thread; then this one only gets in the way.
-            time.sleep(PATIENCE_S)
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    works.append(self._left.get_nowait())
-            for work in works:
-                while work is not None and not self._closed and not work.is_completed():
-                    if self._waiting:
-                        time.sleep(PATIENCE_S)  # whoever waits moves all messages; two would contend for the core
-                        continue
-                    with contextlib.suppress(PhalanxError):
-                        work._message.wait(SLICE_S)
+        while not self.closed:
+            if not self._pending:
+                work = self._left.get()
+                if work is not None:
+                    self._pending.append(work)
+                # Most messages are waited for at once by their own thread; then this one only gets in the way.
+                time.sleep(PATIENCE_S)
+            self._take_new()
+            self._pending = [work for work in self._pending if not work.attend()]
+            if self._pending and not self.closed:
+                self._communicator.rest()
+
+    def _take_new(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                work = self._left.get_nowait()
+                if work is not None:
+                    self._pending.append(work)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +19,7 @@ from phalanx.backends.meeting import meet
 from phalanx.backends.reductions import OP_NAMES, REDUCIBLE, reducible
 from phalanx.backends.tuning import Tuning, load_tuning
 from phalanx.backends.verdict import explain
-from phalanx.errors import BackendError, PhalanxError
+from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Breakage, Status, library
 from phalanx.native.signals import SignalPoll
 
@@ -33,6 +35,11 @@ _DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromk
 
 # The core numbers operations as torch's ReduceOp does in this order (enum phx_op).
 _OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
+
+
+LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
+NAP_S = 0.002
+GLANCE_S = 0.001
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -72,6 +79,11 @@ class SharedMemoryCommunicator(Communicator):
         self._comm, self.meeting = meet(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
         self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
         self._timeout_s = timeout.total_seconds()
+        # One entry for each thread that is in the core for a message, so that nobody closes under it. A thread enters
+        # first and then looks whether the messages have ended; whoever ends them does both in the other order.
+        self._inside: list[None] = []
+        self._ended = False
+        self._finished = 0
         # The last call that this rank left without having heard from all others (in a broadcast the root hears
         # nobody, the others only the root; in an all_to_all it does not hear whether they expected its sizes): should
         # it not match theirs, that shows in a later call. What it was, and where it was called.
@@ -190,21 +202,55 @@ class SharedMemoryCommunicator(Communicator):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        what = (self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], peer, tag & 0xFFFFFFFF)
-        if self._core.phx_send_now(*what):
-            return _SENT
-        return _ShmMessage(self, self._core.phx_send(*what), tensor, "send to", peer)
+        inside = self._inside
+        inside.append(None)
+        try:
+            if self._ended:
+                raise self.closed()
+            what = (self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], peer, tag & 0xFFFFFFFF)
+            if self._core.phx_send_now(*what):
+                return _SENT
+            return _ShmMessage(self, self._core.phx_send(*what), tensor, "send to", peer)
+        finally:
+            inside.pop()
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        handle = self._core.phx_recv(
-            self._comm,
-            tensor.data_ptr(),
-            tensor.nbytes,
-            _DTYPES[tensor.dtype],
-            ANY_SOURCE if peer is None else peer,
-            tag & 0xFFFFFFFF,
-        )
-        return _ShmMessage(self, handle, tensor, "recv from", peer)
+        inside = self._inside
+        inside.append(None)
+        try:
+            if self._ended:
+                raise self.closed()
+            handle = self._core.phx_recv(
+                self._comm,
+                tensor.data_ptr(),
+                tensor.nbytes,
+                _DTYPES[tensor.dtype],
+                ANY_SOURCE if peer is None else peer,
+                tag & 0xFFFFFFFF,
+            )
+            return _ShmMessage(self, handle, tensor, "recv from", peer)
+        finally:
+            inside.pop()
+
+    def rest(self) -> None:
+        inside = self._inside
+        if inside:
+            time.sleep(NAP_S)  # whoever waits moves all messages; two would contend for the core
+            return
+        inside.append(None)
+        try:
+            if not self._ended:
+                self._finished = self._core.phx_messages_rest(self._comm, self._finished)
+        finally:
+            inside.pop()
+
+    def end_messages(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._core.phx_messages_end(self._comm)
+
+    def closed(self) -> ClosedError:
+        return ClosedError("a message of a process group was used after the group had been destroyed")
 
     # -- lifetime and errors -----------------------------------------------------------------------
 
@@ -213,8 +259,16 @@ class SharedMemoryCommunicator(Communicator):
             self._core.phx_abort(self._comm)
 
     def close(self) -> None:
+        if not self._comm:
+            return
+        self.end_messages()
         comm, self._comm = self._comm, 0
-        if comm:
+        patience = time.monotonic() + LEAVING_S
+        while self._inside and time.monotonic() < patience:
+            time.sleep(GLANCE_S)
+        # Whoever is still inside cannot come back before this returns: the group is destroyed by a signal handler that
+        # cut in on the wait. Then the memory stays mapped until the process ends.
+        if not self._inside:
             self._core.phx_close(comm)
 
     def _fail(self, status: int, name: str, tensor: torch.Tensor | None, *, text: str = "", **arguments: int) -> None:
@@ -228,13 +282,16 @@ class SharedMemoryCommunicator(Communicator):
 
     def explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""
+        comm = self._comm
+        if not comm:
+            return self.closed()
         why = Breakage()
-        self._core.phx_breakage(self._comm, ctypes.byref(why))
+        self._core.phx_breakage(comm, ctypes.byref(why))
         site = call_site()
         before = self._unheard
-        if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(self._comm):
+        if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
             call, site = before.text(), before.site()
-        return explain(self._comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
+        return explain(comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
 
 
 class _Call:
@@ -271,7 +328,7 @@ class _Sent(Message):
 
     done = True
 
-    def test(self) -> bool:
+    def test(self, watch: bool = True) -> bool:
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -286,6 +343,11 @@ _SENT = _Sent()
 
 
 class _ShmMessage(Message):
+    """A message of the core. One lock covers waiting for it, finding out what came of it, and giving back its handle.
+
+    ``_handle`` is cleared last, when all the rest stands: whoever finds it cleared needs no lock.
+    """
+
     def __init__(
         self,
         communicator: SharedMemoryCommunicator,
@@ -303,37 +365,82 @@ class _ShmMessage(Message):
         self._peer = peer
         self._source = -1
         self._error: PhalanxError | None = None
+        self._lock = threading.Lock()
 
-    def test(self) -> bool:
-        handle, communicator = self._handle, self._communicator
-        if handle and communicator._comm and communicator._core.phx_message_test(communicator._comm, handle):
-            self.wait()
-        return self._handle is None
+    def test(self, watch: bool = True) -> bool:
+        # Another thread that has the lock tests too, which takes microseconds, or waits, which takes long.
+        if self._handle is not None and self._lock.acquire(timeout=GLANCE_S):
+            inside = self._communicator._inside
+            inside.append(None)
+            try:
+                comm, handle, core = self._communicator._comm, self._handle, self._communicator._core
+                if handle is not None and (not comm or core.phx_message_test(comm, handle, watch)):
+                    self._settle(comm, handle, core.phx_message_wait(comm, handle, 1) if comm else Status.UNDER_WAY)
+                elif handle is not None and self._communicator._ended:
+                    self._settle(comm, handle, Status.UNDER_WAY)
+            finally:
+                inside.pop()
+                self._lock.release()
+        return self._outcome()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        communicator, handle = self._communicator, self._handle
-        if handle and communicator._comm:
-            status = communicator._core.phx_message_wait(communicator._comm, handle, int((timeout_s or 0) * 1e9))
-            if status == Status.TIMEOUT and timeout_s:
+        if self._handle is not None:
+            if not self._lock.acquire(timeout=timeout_s or -1):
                 return False
-            self._settle(status)
+            inside = self._communicator._inside
+            inside.append(None)
+            try:
+                comm, handle = self._communicator._comm, self._handle
+                if handle is not None:
+                    status = Status.UNDER_WAY
+                    if comm:
+                        status = self._communicator._core.phx_message_wait(comm, handle, int((timeout_s or 0) * 1e9))
+                    self._settle(comm, handle, status)
+            finally:
+                inside.pop()
+                self._lock.release()
+            if self._error is not None and threading.current_thread() is threading.main_thread():
+                self._communicator._signals.raise_pending()  # what made the poll function stop the wait
+        return self._outcome()
+
+    def expect(self) -> None:
+        with self._lock:
+            inside = self._communicator._inside
+            inside.append(None)
+            try:
+                comm, handle = self._communicator._comm, self._handle
+                if comm and handle is not None:
+                    self._communicator._core.phx_message_expect(comm, handle)
+            finally:
+                inside.pop()
+
+    def _outcome(self) -> bool:
+        if self._handle is not None:
+            return False
         if self._error is not None:
             raise self._error
         return True
 
-    def _settle(self, status: int) -> None:
-        communicator, handle, self._handle = self._communicator, self._handle, None
-        if handle is None:
-            return  # another thread that waited for the same message was first
-        if status:
-            communicator._signals.raise_pending()
+    def _settle(self, comm: int, handle: int, status: int) -> None:
+        communicator = self._communicator
+        if status == Status.UNDER_WAY:
+            if not communicator._ended:
+                return
+            self._error = communicator.closed()
+        elif status:
             whom = "any rank" if self._peer is None else f"rank {self._peer}"
             shape = "" if self._tensor is None else f"{_name(self._tensor.dtype)}{list(self._tensor.shape)}"
-            self._error = communicator.explain(f"{self._verb} {whom}, {shape}")
+            error = PhalanxError(f"{self._verb} {whom} failed, and the group with it")
+            try:
+                error = communicator.explain(f"{self._verb} {whom}, {shape}")
+            finally:  # also when a second Ctrl-C cuts the explanation short
+                self._error = error
         else:
             self._source = communicator._core.phx_message_source(handle)
-        communicator._core.phx_message_free(communicator._comm, handle)
+        if comm:
+            communicator._core.phx_message_free(comm, handle)
         self._tensor = None
+        self._handle = None
 
     @property
     def source(self) -> int:

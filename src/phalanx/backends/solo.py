@@ -57,6 +57,9 @@ class SoloCommunicator(Communicator):
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         raise RankError("a group of one rank has nobody to receive from")
 
+    def end_messages(self) -> None:
+        pass
+
     def abort(self) -> None:
         pass
 

@@ -25,7 +25,7 @@ __all__ = [
     "library",
 ]
 
-ABI = 6
+ABI = 7
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -35,6 +35,7 @@ Poll = CFUNCTYPE(c_int)
 class Status:
     """What a call of the core returns (``enum phx_status``)."""
 
+    UNDER_WAY = -1
     OK = 0
     BAD_ARGUMENT = 1
     SYSTEM = 2
@@ -110,7 +111,10 @@ def library() -> ctypes.CDLL:
         ("phx_send", message, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
         ("phx_send_now", c_int, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
         ("phx_recv", message, [comm, data, c_uint64, c_uint32, c_uint32, c_uint32]),
-        ("phx_message_test", c_int, [comm, message]),
+        ("phx_message_test", c_int, [comm, message, c_int]),
+        ("phx_message_expect", None, [comm, message]),
+        ("phx_messages_rest", c_uint64, [comm, c_uint64]),
+        ("phx_messages_end", None, [comm]),
         ("phx_message_wait", c_int, [comm, message, c_uint64]),
         ("phx_message_source", c_uint32, [message]),
         ("phx_message_free", None, [comm, message]),

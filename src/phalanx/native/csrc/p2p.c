@@ -26,6 +26,9 @@ struct phx_message {
     uint32_t peer, tag, dtype;
     int receiving, started, status, abandoned;
     _Atomic int done;
+    /* Of whoever looks after the message, one thread at a time: when it last looked whether the peer lives; since when
+     * the group's timeout counts (0: it does not), and how far the message had come then. */
+    uint64_t looked, clock, progress;
     struct phx_message *claimed_by; /* of a message set aside: the receive that waits for its rest */
     struct phx_message *next;
 };
@@ -36,6 +39,8 @@ struct list {
 
 struct phx_mail {
     pthread_mutex_t lock;
+    int ended;               /* nothing moves any more: the owners of the data may free it */
+    uint64_t finished;       /* how many messages have been done */
     struct list posted;      /* receives without a message yet, in the order of the calls */
     struct list aside;       /* messages without a receive, in the order of their arrival */
     struct list *sends;      /* by destination */
@@ -80,26 +85,29 @@ struct phx_mail *phx_mail_open(uint32_t size)
     return mail;
 }
 
-static void free_list(struct list *list, int with_data)
+static void free_list(struct list *list)
 {
     for (phx_message *m = list->first, *next; m; m = next) {
         next = m->next;
-        if (with_data)
-            free(m->data);
-        if (with_data || m->abandoned)
-            free(m);
+        free(m);
     }
 }
 
 void phx_mail_close(struct phx_mail *mail, uint32_t size)
 {
-    for (uint32_t p = 0; p < size; p++) {
-        free_list(&mail->sends[p], 0);
-        if (mail->arriving[p] && mail->arriving[p]->abandoned)
-            free(mail->arriving[p]);
+    /* What is set aside may be arriving too. A receive that waits for it is in no list. */
+    for (phx_message *m = mail->aside.first; m; m = m->next) {
+        if (mail->arriving[m->peer] == m)
+            mail->arriving[m->peer] = NULL;
+        free(m->claimed_by);
+        free(m->data);
     }
-    free_list(&mail->posted, 0);
-    free_list(&mail->aside, 1);
+    for (uint32_t p = 0; p < size; p++) {
+        free_list(&mail->sends[p]);
+        free(mail->arriving[p]);
+    }
+    free_list(&mail->posted);
+    free_list(&mail->aside);
     pthread_mutex_destroy(&mail->lock);
     free(mail->sends);
     free(mail->arriving);
@@ -108,13 +116,20 @@ void phx_mail_close(struct phx_mail *mail, uint32_t size)
 
 /* -- moving ---------------------------------------------------------------------------------------------------- */
 
-static void finish(phx_message *message, int status)
+static void finish(phx_comm *comm, phx_message *message, int status)
 {
+    struct phx_place *place = &comm->places[comm->rank];
     message->status = status;
-    if (message->abandoned)
+    comm->mail->finished++;
+    if (message->abandoned) {
         free(message);
-    else
-        atomic_store_explicit(&message->done, 1, memory_order_release);
+        return;
+    }
+    atomic_store_explicit(&message->done, 1, memory_order_release);
+    /* Another thread of this rank may be the one that waits for it. */
+    atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(&place->listening, memory_order_seq_cst))
+        phx_futex_wake(&place->bell);
 }
 
 /* How much of a message is put in before its receiver is told. A receiver that streams reads faster from the cache all
@@ -162,7 +177,7 @@ static int move_sends(phx_comm *comm, uint32_t dst)
         moved = 1;
         if (message->moved == message->nbytes) {
             take_out(sends, message);
-            finish(message, PHX_OK);
+            finish(comm, message, PHX_OK);
         }
     }
     return moved;
@@ -208,7 +223,7 @@ static void hand_over(phx_comm *comm, phx_message *aside, phx_message *receive)
     memcpy(receive->data, aside->data, aside->nbytes);
     free(aside->data);
     free(aside);
-    finish(receive, PHX_OK);
+    finish(comm, receive, PHX_OK);
 }
 
 static void arrived(phx_comm *comm, phx_message *message)
@@ -220,7 +235,7 @@ static void arrived(phx_comm *comm, phx_message *message)
                 hand_over(comm, message, message->claimed_by);
             return;
         }
-    finish(message, PHX_OK);
+    finish(comm, message, PHX_OK);
 }
 
 static int agree(const phx_message *receive, uint64_t nbytes, uint32_t dtype)
@@ -246,7 +261,7 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
             if (!message)
                 return moved;
             if (!agree(message, header.nbytes, header.dtype)) {
-                finish(message, phx_break(comm, PHX_MISMATCH, src));
+                finish(comm, message, phx_break(comm, PHX_MISMATCH, src));
                 return 1;
             }
             *arriving = message;
@@ -275,13 +290,17 @@ static int move_arrivals(phx_comm *comm, uint32_t src)
     }
 }
 
+/* Whether messages may move. */
+static int may_move(const phx_comm *comm)
+{
+    return !phx_broken(comm) && !comm->mail->ended;
+}
+
 static int move_all(phx_comm *comm)
 {
     int moved = 0;
     /* In a broken group the owners of the data have been told that their messages failed, and may have freed it. */
-    for (uint32_t p = 0; p < comm->size && !phx_broken(comm); p++) {
-        if (p == comm->rank)
-            continue;
+    for (uint32_t p = 0; p < comm->size && may_move(comm); p++) {
         if (comm->mail->sends[p].first)
             moved |= move_sends(comm, p);
         moved |= move_arrivals(comm, p);
@@ -301,12 +320,12 @@ static phx_message *new_message(void *data, uint64_t nbytes, uint32_t dtype, uin
 
 phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
 {
-    phx_message *message = new_message((void *)data, nbytes, dtype, dst, tag);
+    phx_message *message = dst < comm->size ? new_message((void *)data, nbytes, dtype, dst, tag) : NULL;
     if (!message)
         return NULL;
     pthread_mutex_lock(&comm->mail->lock);
     append(&comm->mail->sends[dst], message);
-    if (!phx_broken(comm)) /* see move_all */
+    if (may_move(comm))
         move_sends(comm, dst);
     pthread_mutex_unlock(&comm->mail->lock);
     return message;
@@ -314,12 +333,14 @@ phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_
 
 int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
 {
+    if (dst >= comm->size)
+        return 0;
     struct phx_ring *ring = phx_ring_of(comm, comm->rank, dst);
     int sent = 0;
     pthread_mutex_lock(&comm->mail->lock);
     const uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     const uint64_t taken = head - atomic_load_explicit(&ring->tail, memory_order_acquire);
-    if (!comm->mail->sends[dst].first && nbytes <= PIECE && !phx_broken(comm) &&
+    if (!comm->mail->sends[dst].first && nbytes <= PIECE && may_move(comm) &&
         PHX_ALIGN + phx_padded(nbytes) <= phx_ring_bytes(comm->size) - taken) {
         const struct phx_message_header header = {nbytes, tag, dtype};
         phx_ring_write(comm, dst, head, &header, sizeof header);
@@ -334,7 +355,8 @@ int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dty
 
 phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag)
 {
-    phx_message *message = new_message(data, nbytes, dtype, src, tag);
+    const int known = src < comm->size || src == PHX_ANY_SOURCE;
+    phx_message *message = known ? new_message(data, nbytes, dtype, src, tag) : NULL;
     if (!message)
         return NULL;
     message->receiving = 1;
@@ -348,7 +370,7 @@ phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtyp
     } else {
         message->peer = aside->peer;
         if (!agree(message, aside->nbytes, aside->dtype))
-            finish(message, phx_break(comm, PHX_MISMATCH, aside->peer));
+            finish(comm, message, phx_break(comm, PHX_MISMATCH, aside->peer));
         else if (atomic_load_explicit(&aside->done, memory_order_relaxed))
             hand_over(comm, aside, message);
         else
@@ -356,16 +378,6 @@ phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtyp
     }
     pthread_mutex_unlock(&comm->mail->lock);
     return message;
-}
-
-int phx_message_test(phx_comm *comm, phx_message *message)
-{
-    if (atomic_load_explicit(&message->done, memory_order_acquire))
-        return 1;
-    pthread_mutex_lock(&comm->mail->lock);
-    move_all(comm);
-    pthread_mutex_unlock(&comm->mail->lock);
-    return atomic_load_explicit(&message->done, memory_order_acquire);
 }
 
 /* A peer whose end means that the message will not come: its one peer, or any rank if anyone may send it. */
@@ -380,28 +392,108 @@ static int lost_peer(phx_comm *comm, const phx_message *message, uint32_t *lost)
     return 0;
 }
 
+static int is_done(const phx_message *message)
+{
+    return atomic_load_explicit(&message->done, memory_order_acquire);
+}
+
+static int moved_along(phx_comm *comm)
+{
+    pthread_mutex_lock(&comm->mail->lock);
+    const int moved = move_all(comm);
+    pthread_mutex_unlock(&comm->mail->lock);
+    return moved;
+}
+
+/* A number that changes when bytes of the message move, or bytes that it waits behind. Without its own part in what
+ * arrives a receive has not come further: other messages, of other tags, may come all the time. */
+static uint64_t progress_of(const phx_comm *comm, const phx_message *message)
+{
+    const uint32_t peer = message->peer;
+    if (!message->receiving)
+        return atomic_load_explicit(&phx_ring_of(comm, comm->rank, peer)->head, memory_order_relaxed);
+    if (peer == PHX_ANY_SOURCE || !comm->mail->arriving[peer])
+        return message->progress;
+    return atomic_load_explicit(&phx_ring_of(comm, peer, comm->rank)->tail, memory_order_relaxed);
+}
+
+/* Whether the group's timeout counts for the message and has passed since bytes of it moved. */
+static int overdue(phx_comm *comm, phx_message *message, uint64_t now)
+{
+    if (!message->clock)
+        return 0;
+    pthread_mutex_lock(&comm->mail->lock);
+    const uint64_t progress = progress_of(comm, message);
+    pthread_mutex_unlock(&comm->mail->lock);
+    if (progress != message->progress) {
+        message->progress = progress;
+        message->clock = now;
+    }
+    return now - message->clock > comm->timeout_ns;
+}
+
+/* Once a slice, by the clock: break the group if a message that somebody waits for will not come. The order matters: a
+ * peer may send and end right after, so look at the message last. */
+static int look(phx_comm *comm, phx_message *message, uint64_t now)
+{
+    uint32_t lost;
+    if (!message->looked)
+        message->looked = now;
+    if (now - message->looked < PHX_SLICE_NS)
+        return PHX_OK;
+    message->looked = now;
+    if (lost_peer(comm, message, &lost)) {
+        moved_along(comm);
+        return is_done(message) ? PHX_OK : phx_break(comm, PHX_PEER_LOST, lost);
+    }
+    if (overdue(comm, message, now) && !is_done(message))
+        return phx_break(comm, PHX_TIMEOUT, message->peer == PHX_ANY_SOURCE ? comm->rank : message->peer);
+    return PHX_OK;
+}
+
+int phx_message_test(phx_comm *comm, phx_message *message, int watch)
+{
+    if (is_done(message))
+        return 1;
+    moved_along(comm);
+    if (!is_done(message) && !phx_broken(comm) && watch)
+        look(comm, message, phx_now_ns());
+    return is_done(message) || phx_broken(comm);
+}
+
+void phx_message_expect(phx_comm *comm, phx_message *message)
+{
+    (void)comm;
+    if (!message->clock)
+        message->clock = phx_now_ns();
+}
+
 int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
 {
     struct phx_place *place = &comm->places[comm->rank];
-    const uint64_t limit = timeout_ns ? timeout_ns : comm->timeout_ns;
-    uint64_t start = 0, looked = 0;
+    uint64_t start = 0;
     for (uint32_t idle = 0;; idle++) {
         const uint32_t bell = atomic_load_explicit(&place->bell, memory_order_acquire);
         pthread_mutex_lock(&comm->mail->lock);
-        const int moved = move_all(comm);
+        const int moved = move_all(comm), ended = comm->mail->ended;
         pthread_mutex_unlock(&comm->mail->lock);
-        if (atomic_load_explicit(&message->done, memory_order_acquire))
+        if (is_done(message))
             return message->status;
         if (moved)
             idle = 0;
+        if (ended)
+            return PHX_UNDER_WAY;
         if (idle < comm->spin / 4) {
             phx_relax();
             continue;
         }
-        if (!start)
-            start = looked = phx_now_ns();
-        if (idle == comm->spin / 4 && message->peer != PHX_ANY_SOURCE)
-            phx_move_apart(comm, message->peer);
+        if (!start) {
+            start = phx_now_ns();
+            if (!timeout_ns)
+                phx_message_expect(comm, message);
+            if (message->peer != PHX_ANY_SOURCE)
+                phx_move_apart(comm, message->peer);
+        }
         if (phx_broken(comm)) {
             struct phx_breakage why;
             return phx_breakage(comm, &why);
@@ -411,20 +503,47 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
             continue;
         }
         const int slept = phx_sleep(&place->bell, bell, &place->listening);
-        uint32_t lost;
         if (slept != PHX_WOKEN && comm->poll && comm->poll())
             return phx_break(comm, PHX_INTERRUPTED, comm->rank);
-        /* By the clock: signals, or bells that other ranks ring, may cut every single sleep short. */
         const uint64_t now = phx_now_ns();
-        if (now - looked < PHX_SLICE_NS)
-            continue;
-        looked = now;
-        if (now - start > limit)
-            return timeout_ns ? PHX_TIMEOUT
-                              : phx_break(comm, PHX_TIMEOUT, message->peer == PHX_ANY_SOURCE ? comm->rank : message->peer);
-        if (lost_peer(comm, message, &lost) && !phx_message_test(comm, message))
-            return phx_break(comm, PHX_PEER_LOST, lost);
+        const int status = look(comm, message, now);
+        if (status)
+            return status;
+        if (timeout_ns && now - start > timeout_ns && !is_done(message))
+            return PHX_UNDER_WAY;
     }
+}
+
+uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished)
+{
+    struct phx_place *place = &comm->places[comm->rank];
+    const uint64_t start = phx_now_ns();
+    uint64_t moved_at = 0;
+    for (;;) {
+        const uint32_t bell = atomic_load_explicit(&place->bell, memory_order_acquire);
+        pthread_mutex_lock(&comm->mail->lock);
+        const int moved = move_all(comm), stop = !may_move(comm);
+        const uint64_t now_finished = comm->mail->finished, now = phx_now_ns();
+        pthread_mutex_unlock(&comm->mail->lock);
+        if (stop || now_finished != finished || now - start > PHX_SLICE_NS)
+            return now_finished;
+        if (moved)
+            moved_at = now;
+        if (now - moved_at < SPIN_YIELD_NS)
+            sched_yield();
+        else
+            phx_sleep(&place->bell, bell, &place->listening);
+    }
+}
+
+void phx_messages_end(phx_comm *comm)
+{
+    struct phx_place *place = &comm->places[comm->rank];
+    pthread_mutex_lock(&comm->mail->lock);
+    comm->mail->ended = 1;
+    pthread_mutex_unlock(&comm->mail->lock);
+    atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
+    phx_futex_wake(&place->bell);
 }
 
 uint32_t phx_message_source(const phx_message *message)

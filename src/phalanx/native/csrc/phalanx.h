@@ -12,11 +12,12 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 6
+#define PHX_ABI 7
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
 enum phx_status {
+    PHX_UNDER_WAY = -1,   /* of a message: neither done nor failed yet */
     PHX_OK = 0,
     PHX_BAD_ARGUMENT = 1, /* a dtype, operation, rank or segment this core does not know */
     PHX_SYSTEM = 2,       /* a system call failed; errno has the reason */
@@ -155,7 +156,8 @@ PHX_API int phx_barrier(phx_comm *comm);
 #define PHX_ANY_SOURCE UINT32_MAX
 typedef struct phx_message phx_message;
 
-/* Start sending or receiving; the data must stay where it is until the message is done. Returns NULL without memory. */
+/* Start sending or receiving; the data must stay where it is until the message is done. Returns NULL without memory,
+ * or for a rank that the group does not have; its own rank is a peer as any. */
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst,
                               uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag);
@@ -164,12 +166,26 @@ PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint3
  * to look after. Else do nothing: 0. What a short message usually takes. */
 PHX_API int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag);
 
-/* Whether the message is done, after moving along what can be moved now; never blocks. */
-PHX_API int phx_message_test(phx_comm *comm, phx_message *message);
+/* The calls about one message are made by one thread at a time; those about two may overlap. */
 
-/* Wait until the message is done. With `timeout_ns` other than 0, PHX_TIMEOUT after that long without harm to the
- * group; otherwise the group's own timeout, which breaks it. */
+/* Whether the message is done or the group broken, after moving along what can be moved now; never blocks. With `watch`
+ * it also looks, once a slice, whether the peer has ended or the time that was expected of the message has passed. */
+PHX_API int phx_message_test(phx_comm *comm, phx_message *message, int watch);
+
+/* From now on the group's timeout counts for the message, as if somebody waited for it. */
+PHX_API void phx_message_expect(phx_comm *comm, phx_message *message);
+
+/* Wait until the message is done. With `timeout_ns` other than 0, PHX_UNDER_WAY after that long without harm to the
+ * group; otherwise the group's own timeout, counted from the last byte that moved, which breaks it. */
 PHX_API int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns);
+
+/* Move messages along until one is done, for a slice at most. `finished` is what the last call returned, at first 0: one
+ * that was done since then counts. */
+PHX_API uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished);
+
+/* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. phx_close may follow when all threads have
+ * come back; it frees the messages that are not done. */
+PHX_API void phx_messages_end(phx_comm *comm);
 
 /* Who sent what was received. */
 PHX_API uint32_t phx_message_source(const phx_message *message);

@@ -67,7 +67,7 @@ void phx_move_apart(phx_comm *comm, uint32_t peer)
 {
     static _Thread_local uint64_t moved_ns;
     const int cpu = sched_getcpu();
-    if (peer > comm->rank || comm->size > comm->cores || cpu < 0 ||
+    if (peer >= comm->rank || comm->size > comm->cores || cpu < 0 ||
         atomic_load_explicit(&comm->flags[peer].cpu, memory_order_relaxed) != (uint32_t)cpu)
         return;
     const uint64_t now = phx_now_ns();

@@ -1,0 +1,112 @@
+"""Messages whose peer dies, stops coming or is slow, and messages that Ctrl-C ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks, run_ranks
+
+from phalanx.errors import CollectiveTimeout, PeerLost
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_future_of_a_message_tells_that_its_peer_has_died(size: int) -> None:
+    def body(place: Place) -> bool:
+        place.join()
+        if place.rank == place.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = dist.irecv(torch.zeros(4), place.size - 1)
+        assert work is not None
+        future = work.get_future()
+        deadline = time.monotonic() + 5
+        while not future.done() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert future.done()
+        with pytest.raises(PeerLost):
+            future.wait()
+        with pytest.raises(PeerLost):
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        return True
+
+    for outcome in run_ranks(body, size)[:-1]:
+        assert outcome.error is None, outcome.traceback
+
+
+def test_asking_whether_a_message_is_done_finds_that_its_peer_has_died() -> None:
+    def body(place: Place) -> bool:
+        place.join()
+        if place.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = dist.irecv(torch.zeros(4), 1)
+        assert work is not None
+        deadline = time.monotonic() + 5
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return isinstance(work.exception(), PeerLost)
+
+    assert run_ranks(body, 2)[0].value is True
+
+
+def test_the_groups_timeout_holds_for_a_future() -> None:
+    def body(place: Place) -> bool:
+        place.join(timeout_s=0.5)
+        if place.rank == 1:
+            time.sleep(2)
+            return True
+        work = dist.irecv(torch.zeros(4), 1)
+        assert work is not None
+        with pytest.raises(CollectiveTimeout):
+            work.get_future().wait()
+        return True
+
+    assert on_ranks(body, 2) == [True, True]
+
+
+def test_a_long_message_that_keeps_moving_is_not_late() -> None:
+    """Rank 0 looks at its send every 0.2 s only, so that the whole takes four times the group's timeout."""
+
+    def body(place: Place) -> bool:
+        place.join()
+        communicator = dist.group.WORLD._communicator  # type: ignore[union-attr]
+        communicator._core.phx_set_timeout(communicator._comm, int(0.5e9))
+        tensor = torch.zeros(1_500_000) if place.rank else torch.ones(1_500_000)
+        if place.rank == 0:
+            send = communicator.send(tensor, 1, 0)
+            started = time.monotonic()
+            turns = 0
+            while not send.test(False):
+                turns += 1
+                time.sleep(0.2)
+            return time.monotonic() - started > 1.0
+        communicator.recv(tensor, 0, 0).wait()
+        return bool((tensor == 1).all())
+
+    assert on_ranks(body, 2) == [True, True]
+
+
+def test_a_message_that_ctrl_c_ended_stays_failed() -> None:
+    def body(place: Place) -> bool:
+        place.join()
+        if place.rank == 1:
+            time.sleep(1)
+            return True
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        work = dist.irecv(torch.zeros(4), 1)
+        assert work is not None
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        for _ in range(2):
+            with pytest.raises(PeerLost, match="was interrupted"):
+                work.wait()
+            assert not work.is_success()
+        return True
+
+    assert on_ranks(body, 2) == [True, True]
