@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int
 
     def body(place: Place) -> bool:
         place.join(timeout_s=WAIT_S)
-        group = dist.group.WORLD
+        group: Any = dist.group.WORLD
         dist.barrier()
         if place.rank:
             wait_for(place, "ended")
@@ -107,7 +108,7 @@ def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(le
         if place.rank:
             wait_for(place, "ended")
             return True
-        group = dist.group.WORLD
+        group: Any = dist.group.WORLD
         # What submit() does, without the thread that might be first.
         group._progress._start_thread = lambda: None
         work = dist.all_reduce(torch.ones(4), async_op=True)

@@ -375,7 +375,7 @@ def test_a_thread_that_cannot_be_started_leaves_a_group_that_works(size: int, mo
 def test_a_forked_child_leaves_the_group_to_its_parent(size: int) -> None:
     def body(place: Place) -> bool:
         place.join()
-        group = dist.group.WORLD
+        group: Any = dist.group.WORLD
         with group._progress.running:
             child = os.fork()
         if child == 0:
@@ -399,7 +399,7 @@ def test_a_forked_child_leaves_the_group_to_its_parent(size: int) -> None:
 def test_integers_are_not_scaled_by_fractions(size: int) -> None:
     def body(place: Place) -> bool:
         place.join()
-        op = dist._make_nccl_premul_sum(0.5)
+        op = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
         for call in (lambda t: dist.all_reduce(t, op=op), lambda t: dist.reduce(t, 0, op=op)):
             with pytest.raises(ArgumentError, match="PREMUL_SUM"):
                 call(torch.ones(2, dtype=torch.int64))
