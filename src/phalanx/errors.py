@@ -20,6 +20,7 @@ __all__ = [
     "PeerLost",
     "PhalanxError",
     "RankError",
+    "ReentryError",
 ]
 
 
@@ -45,6 +46,15 @@ class LauncherEnvironmentError(InitializationError):
 
 class ClosedError(PhalanxError):
     """A world, or one of its groups, was used after ``phalanx.close()``. Move the call before it."""
+
+
+class ReentryError(PhalanxError):
+    """A signal handler called a group whose operation it had interrupted.
+
+    The group runs one operation at a time, and the interrupted one can only go on when the handler has returned. Let
+    the handler raise, or set a flag that the program looks at. Destroying the group in a handler is possible: that
+    ends the interrupted operation with an error.
+    """
 
 
 class RankError(PhalanxError, ValueError):

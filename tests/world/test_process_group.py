@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
 
-from phalanx.errors import ClosedError
+from phalanx.errors import ArgumentError, BackendError, ClosedError
 
 SIZES = (1, 2, 3, 5)
 
@@ -348,6 +349,64 @@ def test_a_destroyed_group_says_so() -> None:
         return True
 
     assert on_ranks(body, 2) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_thread_that_cannot_be_started_leaves_a_group_that_works(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(place: Place) -> bool:
+        place.join()
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(BackendError, match="can't start new thread"):
+                dist.all_reduce(torch.ones(1), async_op=True)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return tensor.item() == place.size
+
+    assert on_ranks(body, size, timeout_s=30) == [True] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_forked_child_leaves_the_group_to_its_parent(size: int) -> None:
+    def body(place: Place) -> bool:
+        place.join()
+        group: Any = dist.group.WORLD
+        with group._progress.running:
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(ClosedError, match="forked"):
+                    dist.barrier()
+                dist.destroy_process_group()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        dist.barrier()
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size, timeout_s=30) == [True] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_integers_are_not_scaled_by_fractions(size: int) -> None:
+    def body(place: Place) -> bool:
+        place.join()
+        op = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
+        for call in (lambda t: dist.all_reduce(t, op=op), lambda t: dist.reduce(t, 0, op=op)):
+            with pytest.raises(ArgumentError, match="PREMUL_SUM"):
+                call(torch.ones(2, dtype=torch.int64))
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size) == [True] * size
 
 
 def test_scripts_need_no_import_of_phalanx() -> None:

@@ -9,6 +9,8 @@ An attached Gloo group serves sparse tensors, and the C++ virtuals that cannot b
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,9 +108,14 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             return False
         progress = self._progress
         with progress.running:
-            if not progress.queue:
-                self._communicator.all_reduce(tensor, _SUM)
-                return True
+            if not progress.busy:
+                progress.busy = True
+                try:
+                    if not progress.queue:
+                        self._communicator.all_reduce(tensor, _SUM)
+                        return True
+                finally:
+                    progress.busy = False
         progress.run(self._communicator.all_reduce, tensor, _SUM)
         return True
 
@@ -366,7 +373,20 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         return self._start(True, [], _nothing)
 
     def shutdown(self) -> None:
-        """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it."""
+        """Finish what is queued and give back the communicator. ``destroy_process_group`` calls it.
+
+        From a signal handler that has interrupted an operation of this group: end that one with an error, and give
+        back the communicator once it has left it. In a process that was forked from the group's own: do nothing.
+        """
+        if self._progress.inherited:
+            # Gloo's destructor would wait for threads that are not in this process.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            return
+        if self._progress.interrupted():
+            self.abort()
+            # It waits for the group's lock, which the interrupted operation holds. No daemon: an exit waits for it.
+            threading.Thread(target=self.shutdown, name="phalanx-closing").start()
+            return
         self._progress.close()
         self._messages.close()
         self._communicator.close()
@@ -400,6 +420,11 @@ class PhalanxProcessGroup(dist.ProcessGroup):
                 raise ArgumentError(
                     f"{name}: {_OP_NAMES.get(op, op)} of {tensor.dtype} is not supported by backend "
                     f"{self._backend_name!r}"
+                )
+            if factor is not None and torch.result_type(real, factor) != real.dtype:
+                raise ArgumentError(
+                    f"{name}: PREMUL_SUM of {tensor.dtype} with the factor {factor!r} gives "
+                    f"{torch.result_type(real, factor)}, which the tensor cannot hold"
                 )
         return reals, op, factor
 

@@ -1,0 +1,148 @@
+"""Signal handlers that run while a rank waits: what they may do, and whose error becomes of what they raise."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks
+
+from phalanx.errors import ClosedError, PhalanxError, ReentryError
+
+WAIT_S = 30.0
+
+
+def wait_for(place: Place, name: str) -> None:
+    patience = time.monotonic() + WAIT_S
+    while not (place.folder / name).exists():
+        assert time.monotonic() < patience, name
+        time.sleep(0.005)
+
+
+def interrupt_after(seconds: float, handler: object) -> None:
+    signal.signal(signal.SIGALRM, handler)  # type: ignore[arg-type]
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int) -> None:
+    """The interrupted call ends with an error on every rank, and the memory is given back behind it."""
+
+    def body(place: Place) -> bool:
+        place.join(timeout_s=WAIT_S)
+        group: Any = dist.group.WORLD
+        dist.barrier()
+        if place.rank:
+            wait_for(place, "ended")
+            with pytest.raises(PhalanxError):
+                dist.all_reduce(torch.ones(4))
+            return True
+        interrupt_after(0.1, lambda *_: dist.destroy_process_group())
+        with pytest.raises(PhalanxError):
+            dist.all_reduce(torch.ones(4))
+        (place.folder / "ended").touch()
+        assert not dist.is_initialized()
+        for thread in threading.enumerate():
+            if thread.name == "phalanx-closing":
+                thread.join(WAIT_S)
+        assert not group._communicator._comm
+        with pytest.raises(ClosedError):
+            group.sum_in_place(torch.ones(4))
+        return True
+
+    assert on_ranks(body, size, timeout_s=60) == [True] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("call", ["sum_in_place", "barrier", "async"])
+def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: int) -> None:
+    """It gets the error, and the interrupted call goes on if the handler lets it."""
+
+    def body(place: Place) -> bool:
+        place.join(timeout_s=WAIT_S)
+        dist.barrier()
+        told: list[ReentryError] = []
+        work: list[dist.Work] = []
+
+        def handler(number: int, frame: FrameType | None) -> None:
+            try:
+                if call == "sum_in_place":
+                    dist.all_reduce(torch.ones(1))
+                elif call == "barrier":
+                    dist.barrier()
+                else:
+                    work.append(dist.all_reduce(torch.ones(1), async_op=True))
+                    work[0].wait()
+            except ReentryError as error:
+                told.append(error)
+            (place.folder / "told").touch()
+
+        tensor = torch.ones(4)
+        if place.rank:
+            wait_for(place, "told")
+        else:
+            interrupt_after(0.1, handler)
+        dist.all_reduce(tensor)
+        assert tensor.tolist() == [float(size)] * 4
+        if call == "async":  # queued behind the interrupted one
+            (work[0].wait() if work else dist.all_reduce(torch.ones(1)))
+        dist.barrier()
+        dist.destroy_process_group()
+        return place.rank > 0 or (len(told) == 1 and "signal handler" in str(told[0]))
+
+    assert on_ranks(body, size, timeout_s=60) == [True] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("leave", [False, True], ids=["barrier", "destroy"])
+def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(leave: bool, size: int) -> None:
+    def body(place: Place) -> bool:
+        place.join(timeout_s=WAIT_S)
+        dist.barrier()
+        if place.rank:
+            wait_for(place, "ended")
+            return True
+        group: Any = dist.group.WORLD
+        # What submit() does, without the thread that might be first.
+        group._progress._start_thread = lambda: None
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        interrupt_after(0.1, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            (dist.destroy_process_group if leave else dist.barrier)()
+        (place.folder / "ended").touch()
+        assert work is not None
+        assert isinstance(work.exception(), KeyboardInterrupt)
+        return True
+
+    assert on_ranks(body, size, timeout_s=60) == [True] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_message_waits_on_another_thread_while_a_handler_runs(size: int) -> None:
+    def body(place: Place) -> bool:
+        place.join(timeout_s=WAIT_S)
+        dist.barrier()
+        if place.rank == 0:
+            inbox = torch.zeros(1)
+            request = dist.irecv(inbox, src=1)
+            interrupt_after(0.1, lambda *_: time.sleep(0.4))
+            dist.all_reduce(torch.ones(1))
+            assert request is not None
+            request.wait()
+            assert inbox.item() == 1.0
+        else:
+            time.sleep(0.8)
+            dist.all_reduce(torch.ones(1))
+            if place.rank == 1:
+                dist.send(torch.ones(1), dst=0)
+        dist.barrier()
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size, timeout_s=60) == [True] * size
