@@ -6,7 +6,7 @@ thread that waits for it or calls a synchronous operation behind it. So ``all_re
 needs no switch to another thread, and a gradient bucket moves while backward computes.
 
 A small operation is usually waited for at once, and waking a thread for it costs more than the operation: the two
-contend for the interpreter. The thread looks for those every 0.2 ms instead, as long as there are any.
+contend for the interpreter. The thread looks for those every millisecond instead, as long as there are any.
 
 One lock, ``running``, is held by whoever runs operations; ``queue`` is appended to by callers and popped
 only by its holder. Both are touched by several threads: deque's append and popleft are atomic. A closed group's
@@ -36,7 +36,7 @@ from phalanx.errors import BackendError, ClosedError, ReentryError
 
 __all__ = ["Operation", "Progress"]
 
-NAP_S = 0.0002
+NAP_S = 0.001
 _NOW, _SOON, _END = "now", "soon", "end"  # what the thread is told
 
 
