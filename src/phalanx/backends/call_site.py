@@ -10,7 +10,7 @@ __all__ = ["CallSite", "call_site", "capture", "running"]
 
 CallSite = tuple[str, int]
 
-_INSIDE = ("torch.", "phalanx.")
+_INSIDE = ("torch.", "phalanx.", "threading")
 
 # The place from which the operation that this thread runs was queued; a queued operation runs on another stack.
 running = threading.local()

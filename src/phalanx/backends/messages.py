@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.backends import call_site
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.errors import ClosedError, CollectiveTimeout, PhalanxError
 
@@ -68,6 +69,7 @@ class MessageWork(dist.Work):
         self._lock = threading.Lock()
         self._base: torch.futures.Future[Any] | None = None
         self._completed = False
+        self._site: call_site.CallSite | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the message is done; True.
@@ -119,6 +121,7 @@ class MessageWork(dist.Work):
         """
         with self._lock:
             if self._base is None:
+                self._site = call_site.capture(2)
                 self._base = torch.futures.Future()
             base = self._base
         outcome = base.then(self._outcome)
@@ -128,7 +131,11 @@ class MessageWork(dist.Work):
 
     def attend(self) -> bool:
         """Do what can be done now; whether nothing is left. For the thread that looks after it."""
-        return self._look(watch=self._base is not None)[0]
+        call_site.running.site = self._site
+        try:
+            return self._look(watch=self._base is not None)[0]
+        finally:
+            call_site.running.site = None
 
     def _look(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
         """Whether it is done, and with what error."""
