@@ -199,6 +199,23 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     assert on_ranks(body, 2) == [True, True]
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_torchs_new_timeout_for_a_group_holds(size: int) -> None:
+    def body(place: Place) -> float:
+        place.join(timeout_s=30)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+        dist.barrier()
+        started = time.monotonic()
+        if place.rank:
+            with pytest.raises(CollectiveTimeout, match=r"rank 0 of the group .* within 0\.5 s"):
+                dist.all_reduce(torch.ones(1))
+        else:
+            time.sleep(1)
+        return time.monotonic() - started
+
+    assert max(on_ranks(body, size)) < 5
+
+
 def test_joining_names_a_rank_that_does_not_come() -> None:
     def body(place: Place) -> bool:
         if place.rank < 2:

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.backends.adapter import PhalanxProcessGroup
 from phalanx.backends.communicator import Communicator
-from phalanx.backends.gloo import GlooCommunicator, lazy_gloo
+from phalanx.backends.gloo import AttachedGloo, GlooCommunicator, lazy_gloo
 from phalanx.backends.meeting import NotOneHost
 from phalanx.backends.register import NAME
 from phalanx.backends.shm import SharedMemoryCommunicator
@@ -41,7 +41,7 @@ def create_process_group(
     """
     own = PrefixStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store)
 
-    def gloo_of(meeting: str, *, one_host: bool) -> ProcessGroupGloo:
+    def gloo_of(meeting: str, *, one_host: bool) -> AttachedGloo:
         # Under keys of this meeting: what an earlier group of this name, or an attempt at it, left must not be read.
         return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
 
@@ -62,6 +62,7 @@ def create_process_group(
         return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
     try:
         gloo = gloo_of(communicator.meeting, one_host=True)
+        gloo.on_timeout = communicator.set_timeout
         return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
     except BaseException:
         communicator.close()

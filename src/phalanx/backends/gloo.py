@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -28,14 +28,25 @@ from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.reductions import FLOATS, OP_NAMES, reducible
 from phalanx.errors import ClosedError, PhalanxError, RankError
 
-__all__ = ["GlooCommunicator", "lazy_gloo"]
+__all__ = ["AttachedGloo", "GlooCommunicator", "lazy_gloo"]
 
 _OPS = {value: getattr(dist.ReduceOp, name) for value, name in OP_NAMES.items()}
 _AVG = dist.ReduceOp.AVG.value
 _SERVED = frozenset((*FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64))
 
 
-def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_host: bool) -> ProcessGroupGloo:
+class AttachedGloo(ProcessGroupGloo):
+    """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` tells it only to the backends it knows."""
+
+    on_timeout: Callable[[timedelta], None] | None = None
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        if self.on_timeout is not None:
+            self.on_timeout(timeout)
+
+
+def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_host: bool) -> AttachedGloo:
     """A Gloo group that listens on one address and connects when it is used.
 
     Args:
@@ -52,7 +63,7 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
         if one_host
         else ProcessGroupGloo.create_default_device(lazy_init=True)
     ]
-    return ProcessGroupGloo(store, rank, size, options)
+    return AttachedGloo(store, rank, size, options)
 
 
 class GlooCommunicator(Communicator):

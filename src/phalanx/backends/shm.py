@@ -77,8 +77,7 @@ class SharedMemoryCommunicator(Communicator):
         spin = 100 if size <= cores else 50
         poll = self._signals.callback
         self._comm, self.meeting = meet(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
-        self._core.phx_set_timeout(self._comm, int(timeout.total_seconds() * 1e9))
-        self._timeout_s = timeout.total_seconds()
+        self.set_timeout(timeout)
         # One entry for each thread that is in the core for a message, so that nobody closes under it. A thread enters
         # first and then looks whether the messages have ended; whoever ends them does both in the other order.
         self._inside: list[None] = []
@@ -253,6 +252,12 @@ class SharedMemoryCommunicator(Communicator):
         return ClosedError("a message of a process group was used after the group had been destroyed")
 
     # -- lifetime and errors -----------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long every collective and message waits for another rank from now on."""
+        self._timeout_s = timeout.total_seconds()
+        if self._comm:
+            self._core.phx_set_timeout(self._comm, int(self._timeout_s * 1e9))
 
     def abort(self) -> None:
         if self._comm:
