@@ -214,20 +214,23 @@ class Messages:
 
     def _serve(self) -> None:
         while not self.closed:
-            if not self._pending:
-                work = self._left.get()
-                if work is not None:
-                    self._pending.append(work)
+            new = not self._pending
+            if new:
+                self._take(self._left.get())
+            if self._take_new() or new:
                 # Most messages are waited for at once by their own thread; then this one only gets in the way.
                 time.sleep(PATIENCE_S)
-            self._take_new()
             self._pending = [work for work in self._pending if not work.attend()]
             if self._pending and not self.closed:
                 self._communicator.rest()
 
-    def _take_new(self) -> None:
+    def _take(self, work: MessageWork | None) -> None:
+        if work is not None:
+            self._pending.append(work)
+
+    def _take_new(self) -> bool:
+        before = len(self._pending)
         with contextlib.suppress(queue.Empty):
             while True:
-                work = self._left.get_nowait()
-                if work is not None:
-                    self._pending.append(work)
+                self._take(self._left.get_nowait())
+        return len(self._pending) > before
