@@ -184,6 +184,28 @@ def test_an_all_to_all_whose_sizes_only_the_receiver_can_compare_is_told_by_all(
         assert "barrier" not in text
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_that_is_behind_finishes_what_the_others_have_finished(size: int) -> None:
+    def body(place: Place) -> tuple[float, str]:
+        place.join()
+        tensor = torch.full((1000,), float(place.rank == 0))
+        if place.rank == size - 1:
+            time.sleep(0.5)
+        dist.broadcast(tensor, src=0)
+        with pytest.raises(CollectiveMismatch) as caught:
+            if place.rank == 0:
+                dist.broadcast(torch.ones(3), src=0)
+                dist.barrier()
+            else:
+                dist.all_reduce(torch.ones(3))
+        return float(tensor.sum()), str(caught.value)
+
+    everybody = "rank 1" if size == 2 else f"ranks {', '.join(map(str, range(1, size)))}"
+    results = on_ranks(body, size)
+    assert [total for total, _ in results] == [1000] * size
+    assert f"  {everybody}: all_reduce(float32[3], sum) at" in results[-1][1]  # the others do not wait to hear of it
+
+
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     def body(place: Place) -> bool:
         place.join(timeout_s=1)

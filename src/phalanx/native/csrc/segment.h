@@ -75,6 +75,7 @@ struct phx_comm {
     uint64_t chunk; /* the next chunk's number, the same on every rank between two calls */
     uint64_t call;  /* the word of the call this rank is in now */
     uint64_t call_chunk; /* the chunk that call began with */
+    uint64_t begun; /* the same + 1, or 0 before the first call */
     uint64_t chunk_bytes, small_bytes, stream_bytes, timeout_ns;
     phx_poll poll;
     struct phx_header *header;

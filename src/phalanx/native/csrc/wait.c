@@ -208,13 +208,20 @@ static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
 int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
 {
     /* Also in a broken group: whether its reason lies before this call decides what this rank tells about itself. */
+    int again = 0; /* a call that began where the last one did: that one has failed */
     if (chunk == comm->chunk) { /* every call adds up its chunks only at its end */
+        again = comm->begun > chunk;
+        comm->begun = chunk + 1;
         comm->call = call;
         comm->call_chunk = chunk;
     }
     if (phx_broken(comm)) {
         struct phx_breakage why;
-        return phx_breakage(comm, &why);
+        const int status = phx_breakage(comm, &why);
+        /* A rank that is behind goes on to where the group broke: what it needs until there is in the slots or, if
+         * not, its wait ends, and the call that it then tells of is the one that its peers tell of. */
+        if (again || chunk >= why.chunk)
+            return status;
     }
     for (uint32_t p = 0; p < comm->size && chunk > 1; p++) {
         if (p == comm->rank || comm->seen[p] >= chunk - 1)
