@@ -32,7 +32,16 @@ from torch._C._distributed_c10d import (
 from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.backends.communicator import Communicator, Message
-from phalanx.backends.layout import DTYPES, dense, even_pieces, in_place, into, same_size, split_pieces
+from phalanx.backends.layout import (
+    DTYPES,
+    all_dense,
+    dense,
+    even_pieces,
+    in_place,
+    into,
+    same_size,
+    split_counts,
+)
 from phalanx.backends.messages import DoneWork, Messages, MessageWork
 from phalanx.backends.progress import Progress
 from phalanx.backends.work import PhalanxWork
@@ -104,7 +113,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
         What ``allreduce`` does for most calls, and ``Group.all_reduce`` without the way through torch's checks.
         """
-        if not (tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()):
+        if not self._summable(tensor):
             return False
         progress = self._progress
         with progress.running:
@@ -119,6 +128,10 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         progress.run(self._communicator.all_reduce, tensor, _SUM)
         return True
 
+    def _summable(self, tensor: torch.Tensor) -> bool:
+        """Whether the communicator can sum the tensor as it is."""
+        return tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()
+
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, AllreduceCoalescedOptions() if opts is None else opts)
 
@@ -126,6 +139,8 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if opts is None:
             opts = ReduceOptions()
         root = opts.rootRank
+        if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
+            return self._progress.run(self._communicator.reduce, tensors[0], root, _SUM)
         (tensor,), op, factor = self._reduction("reduce", self._one("reduce", tensors), opts.reduceOp)
 
         def reduce_one() -> None:
@@ -144,11 +159,16 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             opts = ReduceScatterOptions()
         (output,), op, factor = self._reduction("reduce_scatter", self._one("reduce_scatter", outputs), opts.reduceOp)
         inputs = [torch.view_as_real(t) if t.is_complex() else t for t in input_lists[0]]
-        self._require_cpu(inputs)
-        same_size("reduce_scatter", inputs, output, self._size)
+        self._require_list("reduce_scatter", inputs, output)
         return self._start(opts.asyncOp, outputs, lambda: self._reduce_blocks(output, inputs, op, factor))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        if opts is None:
+            opts = ReduceScatterOptions()
+        usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
+        if usual and self._summable(output) and self._summable(tensor) and self._apart(output, tensor):
+            self._require_multiple("reduce_scatter_single", tensor, output)
+            return self._progress.run(self._communicator.reduce_scatter_single, output, tensor, _SUM)
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
@@ -167,11 +187,19 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
         def reduce_each() -> None:
             for output, source in zip(reals, sources, strict=True):
-                self._reduce_blocks(output, even_pieces(dense(source), self._size), op, factor)
+                if factor is None and all_dense((output, source)) and self._apart(output, source):
+                    self._communicator.reduce_scatter_single(output, source, op)
+                else:
+                    self._reduce_blocks(output, even_pieces(dense(source), self._size), op, factor)
 
         return self._start(opts.asyncOp, outputs, reduce_each)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _apart(self, output: torch.Tensor, source: torch.Tensor) -> bool:
+        """Whether the output is this rank's part of the source or shares no memory with it."""
+        at, start, nbytes = output.data_ptr(), source.data_ptr(), output.nbytes
+        return at == start + self._communicator.rank * nbytes or at >= start + source.nbytes or at + nbytes <= start
 
     def _reduce_blocks(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, factor: float | None
@@ -204,9 +232,11 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if opts is None:
             opts = AllgatherOptions()
         (tensor,), outputs = self._one("all_gather", inputs), output_lists[0]
-        self._require_cpu([tensor, *outputs])
-        same_size("all_gather", outputs, tensor, self._size)
+        self._require_cpu([tensor])
+        ready = self._require_list("all_gather", outputs, tensor)
         body = self._communicator.all_gather
+        if ready and not opts.asyncOp and tensor.is_contiguous():
+            return self._progress.run(body, outputs, tensor)
         return self._start(opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, dense(tensor))))
 
     def allgather_coalesced(
@@ -217,8 +247,8 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         body = self._communicator.all_gather
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outputs, tensor in zip(columns, inputs, strict=True):
-            self._require_cpu([tensor, *outputs])
-            same_size("all_gather_coalesced", outputs, tensor, self._size)
+            self._require_cpu([tensor])
+            self._require_list("all_gather_coalesced", outputs, tensor)
 
         def gather_each() -> None:
             for outputs, tensor in zip(columns, inputs, strict=True):
@@ -239,12 +269,14 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._require_cpu([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
             self._require_multiple("all_gather_single", output, tensor)
-        body, size = self._communicator.all_gather, self._size
+        body = self._communicator.all_gather_single
+        if not opts.asyncOp and len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
+            return self._progress.run(body, outputs[0], inputs[0])
 
         def gather_each() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 source = dense(tensor)
-                in_place(output, lambda whole, source=source: body(even_pieces(whole, size), source))  # type: ignore[misc]
+                in_place(output, lambda whole, source=source: body(whole, source))  # type: ignore[misc]
 
         return self._start(opts.asyncOp, outputs, gather_each)
 
@@ -258,10 +290,13 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if self._communicator.rank != root:
             if output_lists:
                 raise ArgumentError("gather: only the destination rank gives a list to gather into")
+            if not opts.asyncOp:
+                return self._progress.run(body, None, dense(tensor), root)
             return self._start(opts.asyncOp, [], lambda: body(None, dense(tensor), root))
         outputs = output_lists[0] if output_lists else []
-        self._require_cpu(outputs)
-        same_size("gather", outputs, tensor, self._size)
+        ready = self._require_list("gather", outputs, tensor)
+        if ready and not opts.asyncOp:
+            return self._progress.run(body, outputs, dense(tensor), root)
         return self._start(
             opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, dense(tensor), root))
         )
@@ -271,13 +306,15 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             opts = ScatterOptions()
         (output,), root, body = self._one("scatter", outputs), opts.rootRank, self._communicator.scatter
         inputs: list[torch.Tensor] | None = None
+        self._require_cpu([output])
+        ready = output.is_contiguous()
         if self._communicator.rank == root:
             inputs = input_lists[0] if input_lists else []
-            self._require_cpu(inputs)
-            same_size("scatter", inputs, output, self._size)
+            ready &= self._require_list("scatter", inputs, output)
         elif input_lists:
             raise ArgumentError("scatter: only the source rank gives a list to scatter")
-        self._require_cpu([output])
+        if ready and not opts.asyncOp:
+            return self._progress.run(body, output, inputs, root)
 
         def scatter_one() -> None:
             sources = None if inputs is None else [dense(t) for t in inputs]
@@ -292,12 +329,15 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         for name, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self._size:
                 raise ArgumentError(f"all_to_all: {len(tensors)} {name} tensors, but the group has {self._size} ranks")
-            if any(t.dtype != outputs[0].dtype for t in tensors):
-                raise ArgumentError("all_to_all: the tensors differ in dtype")
+            for tensor in tensors:
+                if tensor.dtype != outputs[0].dtype:
+                    raise ArgumentError("all_to_all: the tensors differ in dtype")
         own = self._communicator.rank
         if outputs[own].numel() != inputs[own].numel():
             raise ArgumentError("all_to_all: what this rank sends itself is not what it expects from itself")
         body = self._communicator.all_to_all
+        if not opts.asyncOp and all_dense(outputs) and all_dense(inputs):
+            return self._progress.run(body, outputs, inputs)
         return self._start(
             opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, [dense(t) for t in inputs]))
         )
@@ -315,17 +355,16 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._require_cpu([output, tensor])
         if output.dtype != tensor.dtype:
             raise ArgumentError(f"all_to_all_single: the output is {output.dtype}, the input {tensor.dtype}")
-        size, body, own = self._size, self._communicator.all_to_all, self._communicator.rank
-        whole = dense(output)
-        pieces = split_pieces("all_to_all_single input", dense(tensor), input_splits, size)
-        expected = split_pieces("all_to_all_single output", whole, output_splits, size)
-        if pieces[own].numel() != expected[own].numel():
+        size, body, own = self._size, self._communicator.all_to_all_single, self._communicator.rank
+        sent = split_counts("all_to_all_single input", tensor, input_splits, size)
+        expected = split_counts("all_to_all_single output", output, output_splits, size)
+        if sent[own] != expected[own]:
             raise ArgumentError("all_to_all_single: what this rank sends itself is not what it expects from itself")
+        if not opts.asyncOp and all_dense((output, tensor)):
+            return self._progress.run(body, output, tensor, expected, sent)
 
         def exchange() -> None:
-            body(expected, pieces)
-            if not output.is_contiguous():
-                output.detach().copy_(whole)
+            in_place(output, lambda whole: body(whole, dense(tensor), expected, sent))
 
         return self._start(opts.asyncOp, [output], exchange)
 
@@ -432,6 +471,20 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if len(tensors) != 1:
             raise ArgumentError(f"{name}: takes one tensor per rank on the CPU; got {len(tensors)}")
         return tensors
+
+    def _require_list(self, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> bool:
+        """Check a list with one tensor per rank; whether a communicator can take it as it is. One pass: a list is
+        checked in every call.
+        """
+        dtype, count, fits, contiguous = like.dtype, like.numel(), len(tensors) == self._size, True
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                self._require_cpu(tensors)
+            fits &= tensor.dtype == dtype and tensor.numel() == count
+            contiguous &= tensor.is_contiguous()
+        if not fits:
+            same_size(name, tensors, like, self._size)
+        return contiguous
 
     def _require_multiple(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if whole.dtype != part.dtype or whole.numel() != part.numel() * self._size:

@@ -8,7 +8,7 @@ import torch
 
 from phalanx.errors import ArgumentError
 
-__all__ = ["DTYPES", "dense", "even_pieces", "in_place", "into", "same_size", "split_pieces"]
+__all__ = ["DTYPES", "all_dense", "dense", "even_pieces", "in_place", "into", "pieces", "same_size", "split_counts"]
 
 DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 
@@ -18,6 +18,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and not tensor.requires_grad:
         return tensor
     return tensor.detach().contiguous()
+
+
+def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
+    for tensor in tensors:  # noqa: SIM110 - a generator costs more than the question
+        if not tensor.is_contiguous():
+            return False
+    return True
 
 
 def in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None:
@@ -46,8 +54,13 @@ def even_pieces(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
     return list(tensor.view(size, -1).unbind()) if tensor.numel() else [tensor.view(-1)] * size
 
 
-def split_pieces(name: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[torch.Tensor]:
-    """A contiguous tensor as flat pieces of ``splits`` rows each, or of equally many rows if there are none.
+def pieces(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """A contiguous tensor as flat pieces of ``counts`` elements."""
+    return list(tensor.view(-1).split(list(counts)))
+
+
+def split_counts(name: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """How many elements ``splits`` rows each are, or equally many rows for each rank if there are no splits.
 
     Raises:
         ArgumentError: the splits are not one per rank, or do not add up to the rows.
@@ -56,13 +69,13 @@ def split_pieces(name: str, tensor: torch.Tensor, splits: Sequence[int], size: i
     if not splits:
         if rows % size:
             raise ArgumentError(f"{name}: {rows} rows do not divide equally among {size} ranks; give split sizes")
-        return even_pieces(tensor, size)
+        return [tensor.numel() // size] * size
     if len(splits) != size:
         raise ArgumentError(f"{name}: {len(splits)} split sizes for {size} ranks; there must be one for each")
     if sum(splits) != rows or min(splits) < 0:
         raise ArgumentError(f"{name}: the split sizes {list(splits)} do not add up to the {rows} rows of the tensor")
     row = tensor.numel() // rows if rows else 0
-    return list(tensor.view(-1).split([count * row for count in splits]))
+    return [count * row for count in splits]
 
 
 def same_size(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> None:
@@ -73,8 +86,9 @@ def same_size(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, si
     """
     if len(tensors) != size:
         raise ArgumentError(f"{name}: the list has {len(tensors)} tensors, but the group has {size} ranks")
+    dtype, count = like.dtype, like.numel()
     for index, tensor in enumerate(tensors):
-        if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+        if tensor.dtype != dtype or tensor.numel() != count:
             raise ArgumentError(
                 f"{name}: entry {index} of the list is {tensor.dtype}{list(tensor.shape)}, but must have as many "
                 f"elements as {like.dtype}{list(like.shape)}, of the same dtype"
