@@ -207,8 +207,10 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         blocks = [dense(t) if factor is None else dense(t) * factor for t in inputs]
         own = self._communicator.rank
         for index, block in enumerate(blocks):
-            # Into its own block a rank may reduce; writing into one that others are still to be given may not be.
-            if index != own and _overlap(block, output):
+            # Into its own block a rank may reduce, element by element. What it writes must not change what it, or
+            # another rank, is yet to read.
+            same = index == own and block.data_ptr() == output.data_ptr() and output.is_contiguous()
+            if not same and _overlap(block, output):
                 blocks[index] = block.clone()
         into([output], lambda buffers: self._communicator.reduce_scatter(buffers[0], blocks, op))
 
