@@ -144,32 +144,6 @@ def test_reduce_scatter_gives_each_rank_its_own_block_also_in_place(size: int) -
     assert on_ranks(body, size) == [[]] * size
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("count", [1, 16, 700, 300_000])
-def test_reduce_scatter_into_any_part_of_its_own_input(size: int, count: int) -> None:
-    """Into its own block, into another rank's, and across two."""
-
-    def body(place: Place) -> list[str]:
-        place.join()
-        wholes = [draw(rank, count * size, torch.int64) for rank in range(size)]
-        expected = sum(wholes[1:], wholes[0])[place.rank * count : (place.rank + 1) * count]
-        starts = {
-            "own": place.rank * count,
-            "other": (place.rank + 1) % size * count,
-            "two": min(count * size - count, count // 2),
-        }
-        wrong = []
-        for name, start in starts.items():
-            whole = wholes[place.rank].clone()
-            output = whole[start : start + count]
-            dist.reduce_scatter_single(output, whole)
-            if not torch.equal(output, expected):
-                wrong.append(name)
-        return wrong
-
-    assert on_ranks(body, size) == [[]] * size
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_through_torch_with_complex_numbers_factors_and_views(size: int) -> None:
     def body(place: Place) -> bool:

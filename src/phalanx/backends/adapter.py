@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +36,14 @@ from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.layout import (
     DTYPES,
     all_dense,
+    apart,
+    apart_from_whole,
     dense,
-    even_pieces,
+    disjoint,
     in_place,
     into,
     same_size,
+    separate,
     split_counts,
 )
 from phalanx.backends.messages import DoneWork, Messages, MessageWork
@@ -70,7 +74,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._backend_name = name
         self._communicator = communicator
-        self._size = communicator.size
+        self._rank, self._size = communicator.rank, communicator.size
         self._progress = Progress(group_name)
         self._messages = Messages(group_name, communicator)
         self._gloo = gloo
@@ -147,7 +151,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             # A stand-in where it is scaled: the tensors of the other ranks stay as they are.
             source = dense(tensor) if factor is None else dense(tensor) * factor
             self._communicator.reduce(source, root, op)
-            if self._communicator.rank == root and source.data_ptr() != tensor.data_ptr():
+            if self._rank == root and source.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(source)
 
         return self._start(opts.asyncOp, tensors, reduce_one)
@@ -166,7 +170,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if opts is None:
             opts = ReduceScatterOptions()
         usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
-        if usual and self._summable(output) and self._summable(tensor) and self._apart(output, tensor):
+        if usual and self._summable(output) and self._summable(tensor) and apart_from_whole(output, tensor, self._rank):
             self._require_multiple("reduce_scatter_single", tensor, output)
             return self._progress.run(self._communicator.reduce_scatter_single, output, tensor, _SUM)
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
@@ -187,32 +191,31 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
         def reduce_each() -> None:
             for output, source in zip(reals, sources, strict=True):
-                if factor is None and all_dense((output, source)) and self._apart(output, source):
-                    self._communicator.reduce_scatter_single(output, source, op)
-                else:
-                    self._reduce_blocks(output, even_pieces(dense(source), self._size), op, factor)
+                self._reduce_parts(output, source, op, factor)
 
         return self._start(opts.asyncOp, outputs, reduce_each)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _apart(self, output: torch.Tensor, source: torch.Tensor) -> bool:
-        """Whether the output is this rank's part of the source or shares no memory with it."""
-        at, start, nbytes = output.data_ptr(), source.data_ptr(), output.nbytes
-        return at == start + self._communicator.rank * nbytes or at >= start + source.nbytes or at + nbytes <= start
-
     def _reduce_blocks(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, factor: float | None
     ) -> None:
         blocks = [dense(t) if factor is None else dense(t) * factor for t in inputs]
-        own = self._communicator.rank
-        for index, block in enumerate(blocks):
-            # Into its own block a rank may reduce, element by element. What it writes must not change what it, or
-            # another rank, is yet to read.
-            same = index == own and block.data_ptr() == output.data_ptr() and output.is_contiguous()
-            if not same and _overlap(block, output):
-                blocks[index] = block.clone()
-        into([output], lambda buffers: self._communicator.reduce_scatter(buffers[0], blocks, op))
+
+        def reduce(buffers: Sequence[torch.Tensor]) -> None:
+            given = blocks if apart(buffers[0], blocks, self._rank) else [block.clone() for block in blocks]
+            self._communicator.reduce_scatter(buffers[0], given, op)
+
+        into([output], reduce)
+
+    def _reduce_parts(self, output: torch.Tensor, whole: torch.Tensor, op: int, factor: float | None) -> None:
+        given = dense(whole) if factor is None else dense(whole) * factor
+
+        def reduce(buffers: Sequence[torch.Tensor]) -> None:
+            parts = given if apart_from_whole(buffers[0], given, self._rank) else given.clone()
+            self._communicator.reduce_scatter_single(buffers[0], parts, op)
+
+        into([output], reduce)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -236,17 +239,15 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         (tensor,), outputs = self._one("all_gather", inputs), output_lists[0]
         self._require_cpu([tensor])
         ready = self._require_list("all_gather", outputs, tensor)
-        body = self._communicator.all_gather
-        if ready and not opts.asyncOp and tensor.is_contiguous():
-            return self._progress.run(body, outputs, tensor)
-        return self._start(opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, dense(tensor))))
+        if ready and not opts.asyncOp and tensor.is_contiguous() and apart(tensor, outputs, self._rank):
+            return self._progress.run(self._communicator.all_gather, outputs, tensor)
+        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor))
 
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         if opts is None:
             opts = AllgatherOptions()
-        body = self._communicator.all_gather
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outputs, tensor in zip(columns, inputs, strict=True):
             self._require_cpu([tensor])
@@ -254,9 +255,22 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
         def gather_each() -> None:
             for outputs, tensor in zip(columns, inputs, strict=True):
-                into(outputs, lambda buffers, tensor=tensor: body(buffers, dense(tensor)))  # type: ignore[misc]
+                self._gather_into(outputs, tensor)
 
         return self._start(opts.asyncOp, [t for outputs in output_lists for t in outputs], gather_each)
+
+    def _gather_into(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int | None = None) -> None:
+        """All-gather, or gather to ``root``, which this rank then is."""
+        source = dense(tensor)
+
+        def gather(buffers: Sequence[torch.Tensor]) -> None:
+            given = source if apart(source, buffers, self._rank) else source.clone()
+            if root is None:
+                self._communicator.all_gather(buffers, given)
+            else:
+                self._communicator.gather(buffers, given, root)
+
+        into(outputs, gather)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.allgather_into_tensor_coalesced([output], [tensor], opts)
@@ -273,12 +287,16 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             self._require_multiple("all_gather_single", output, tensor)
         body = self._communicator.all_gather_single
         if not opts.asyncOp and len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
-            return self._progress.run(body, outputs[0], inputs[0])
+            output, tensor = outputs[0], inputs[0]
+            if apart_from_whole(tensor, output, self._rank):
+                return self._progress.run(body, output, tensor)
+
+        def gather_one(whole: torch.Tensor, source: torch.Tensor) -> None:
+            body(whole, source if apart_from_whole(source, whole, self._rank) else source.clone())
 
         def gather_each() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                source = dense(tensor)
-                in_place(output, lambda whole, source=source: body(whole, source))  # type: ignore[misc]
+                in_place(output, partial(gather_one, source=dense(tensor)))
 
         return self._start(opts.asyncOp, outputs, gather_each)
 
@@ -289,19 +307,17 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             opts = GatherOptions()
         (tensor,), root, body = self._one("gather", inputs), opts.rootRank, self._communicator.gather
         self._require_cpu([tensor])
-        if self._communicator.rank != root:
+        if self._rank != root:
             if output_lists:
                 raise ArgumentError("gather: only the destination rank gives a list to gather into")
-            if not opts.asyncOp:
-                return self._progress.run(body, None, dense(tensor), root)
+            if not opts.asyncOp and tensor.is_contiguous():
+                return self._progress.run(body, None, tensor, root)
             return self._start(opts.asyncOp, [], lambda: body(None, dense(tensor), root))
         outputs = output_lists[0] if output_lists else []
         ready = self._require_list("gather", outputs, tensor)
-        if ready and not opts.asyncOp:
-            return self._progress.run(body, outputs, dense(tensor), root)
-        return self._start(
-            opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, dense(tensor), root))
-        )
+        if ready and not opts.asyncOp and tensor.is_contiguous() and apart(tensor, outputs, self._rank):
+            return self._progress.run(body, outputs, tensor, root)
+        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor, root))
 
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None) -> Any:
         if opts is None:
@@ -310,19 +326,21 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         inputs: list[torch.Tensor] | None = None
         self._require_cpu([output])
         ready = output.is_contiguous()
-        if self._communicator.rank == root:
+        if self._rank == root:
             inputs = input_lists[0] if input_lists else []
             ready &= self._require_list("scatter", inputs, output)
         elif input_lists:
             raise ArgumentError("scatter: only the source rank gives a list to scatter")
-        if ready and not opts.asyncOp:
+        if ready and not opts.asyncOp and (inputs is None or apart(output, inputs, root)):
             return self._progress.run(body, output, inputs, root)
 
-        def scatter_one() -> None:
+        def scatter_one(buffers: Sequence[torch.Tensor]) -> None:
             sources = None if inputs is None else [dense(t) for t in inputs]
-            into([output], lambda buffers: body(buffers[0], sources, root))
+            if sources is not None and not apart(buffers[0], sources, root):
+                sources = [source.clone() for source in sources]
+            body(buffers[0], sources, root)
 
-        return self._start(opts.asyncOp, outputs, scatter_one)
+        return self._start(opts.asyncOp, outputs, lambda: into([output], scatter_one))
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         if opts is None:
@@ -334,15 +352,18 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             for tensor in tensors:
                 if tensor.dtype != outputs[0].dtype:
                     raise ArgumentError("all_to_all: the tensors differ in dtype")
-        own = self._communicator.rank
+        own = self._rank
         if outputs[own].numel() != inputs[own].numel():
             raise ArgumentError("all_to_all: what this rank sends itself is not what it expects from itself")
         body = self._communicator.all_to_all
-        if not opts.asyncOp and all_dense(outputs) and all_dense(inputs):
+        if not opts.asyncOp and all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
             return self._progress.run(body, outputs, inputs)
-        return self._start(
-            opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, [dense(t) for t in inputs]))
-        )
+
+        def exchange(buffers: Sequence[torch.Tensor]) -> None:
+            sources = [dense(t) for t in inputs]
+            body(buffers, sources if disjoint(buffers, sources) else [source.clone() for source in sources])
+
+        return self._start(opts.asyncOp, outputs, lambda: into(outputs, exchange))
 
     def alltoall_base(
         self,
@@ -357,18 +378,19 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._require_cpu([output, tensor])
         if output.dtype != tensor.dtype:
             raise ArgumentError(f"all_to_all_single: the output is {output.dtype}, the input {tensor.dtype}")
-        size, body, own = self._size, self._communicator.all_to_all_single, self._communicator.rank
+        size, body, own = self._size, self._communicator.all_to_all_single, self._rank
         sent = split_counts("all_to_all_single input", tensor, input_splits, size)
         expected = split_counts("all_to_all_single output", output, output_splits, size)
         if sent[own] != expected[own]:
             raise ArgumentError("all_to_all_single: what this rank sends itself is not what it expects from itself")
-        if not opts.asyncOp and all_dense((output, tensor)):
+        if not opts.asyncOp and all_dense((output, tensor)) and separate(output, tensor):
             return self._progress.run(body, output, tensor, expected, sent)
 
-        def exchange() -> None:
-            in_place(output, lambda whole: body(whole, dense(tensor), expected, sent))
+        def exchange(whole: torch.Tensor) -> None:
+            source = dense(tensor)
+            body(whole, source if separate(whole, source) else source.clone(), expected, sent)
 
-        return self._start(opts.asyncOp, [output], exchange)
+        return self._start(opts.asyncOp, [output], lambda: in_place(output, exchange))
 
     all_to_all_single = alltoall_base
 
@@ -505,21 +527,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise DeviceMismatch(
-                    f"backend {self._backend_name!r} moves CPU tensors; rank {self._communicator.rank} gave one on "
+                    f"backend {self._backend_name!r} moves CPU tensors; rank {self._rank} gave one on "
                     f"{tensor.device}. Move it with .cpu(), or use the device's own backend"
                 )
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, the first contiguous, share memory, judged by the spans they lie in."""
-    first, element = other.data_ptr(), other.element_size()
-    if other.is_contiguous():
-        last = first + other.nbytes - element
-    elif other.numel():
-        last = first + sum((n - 1) * s for n, s in zip(other.shape, other.stride(), strict=True)) * element
-    else:
-        return False
-    return one.data_ptr() <= last and first < one.data_ptr() + one.nbytes
 
 
 def _nothing() -> None:

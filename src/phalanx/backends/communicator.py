@@ -65,6 +65,7 @@ class Communicator(ABC):
 
     A collective is called by every rank of the group, in the same order and with matching arguments, by one
     thread at a time. Tensors are contiguous, on the CPU, and may hold no elements; lists have one tensor per rank.
+    What is written shares no memory with what is read, but for the cases that a method names.
     A method returns when this rank's part is done: its tensors may be read and reused.
 
     All methods raise :class:`~phalanx.errors.CollectiveMismatch`, :class:`~phalanx.errors.PeerLost` or
@@ -109,7 +110,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        """Copy ``inputs[r]`` of rank ``root``, which alone gives them, into ``output`` of rank r."""
+        """Copy ``inputs[r]`` of rank ``root``, which alone gives them, into ``output`` of rank r; the root's may be
+        ``inputs[root]``.
+        """
 
     @abstractmethod
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:

@@ -8,7 +8,21 @@ import torch
 
 from phalanx.errors import ArgumentError
 
-__all__ = ["DTYPES", "all_dense", "dense", "even_pieces", "in_place", "into", "pieces", "same_size", "split_counts"]
+__all__ = [
+    "DTYPES",
+    "all_dense",
+    "apart",
+    "apart_from_whole",
+    "dense",
+    "disjoint",
+    "even_pieces",
+    "in_place",
+    "into",
+    "pieces",
+    "same_size",
+    "separate",
+    "split_counts",
+]
 
 DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 
@@ -25,6 +39,49 @@ def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
     for tensor in tensors:  # noqa: SIM110 - a generator costs more than the question
         if not tensor.is_contiguous():
             return False
+    return True
+
+
+def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
+    """Whether a tensor is its rank's own part, or shares no memory with it, and none with any other part.
+
+    All are contiguous and of one size. Where it is so, writing what is one rank's does not change what is yet to be
+    read of another's, in whichever order that happens.
+    """
+    start, nbytes = tensor.data_ptr(), tensor.nbytes
+    for index, part in enumerate(parts):
+        distance = part.data_ptr() - start
+        if -nbytes < distance < nbytes and (distance or index != own):
+            return False
+    return True
+
+
+def apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int) -> bool:
+    """The same where the parts are those of one contiguous tensor."""
+    at, start, nbytes = tensor.data_ptr(), whole.data_ptr(), tensor.nbytes
+    return at >= start + whole.nbytes or at + nbytes <= start or at == start + own * nbytes
+
+
+def separate(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share no memory."""
+    at, other_at = one.data_ptr(), other.data_ptr()
+    return at >= other_at + other.nbytes or other_at >= at + one.nbytes
+
+
+def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether no tensor of one list shares memory with one of the other. All are contiguous."""
+    spans = [[(at := t.data_ptr(), at + t.nbytes) for t in tensors if t.numel()] for tensors in (ones, others)]
+    if not all(spans):
+        return True
+    (first, last), (others_first, others_last) = ((min(s)[0], max(end for _, end in s)) for s in spans)
+    if last <= others_first or others_last <= first:
+        return True
+    ends = [0, 0]
+    both = sorted((*span, which) for which in (0, 1) for span in spans[which])
+    for start, end, kind in both:
+        if start < ends[1 - kind]:
+            return False
+        ends[kind] = max(ends[kind], end)
     return True
 
 
