@@ -184,7 +184,7 @@ def init(
             world_size=place.world_size,
             timeout=timeout,
         )
-        session = Session(frozenset(entry.type for entry in _default_group()._device_types))
+        session = Session(frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(",")))
         _world = world = World(place, chosen, session)
         if chosen.type != "cpu":
             _refuse_shared_devices(world, devices.physical_device(chosen, accelerator), wanted=device is not None)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.backends.adapter import PhalanxProcessGroup
@@ -45,10 +46,18 @@ def create_process_group(
         # Under keys of this meeting: what an earlier group of this name, or an attempt at it, left must not be read.
         return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
 
+    def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:
+        if not torch.accelerator.is_available():
+            return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
+        from phalanx.backends.vendor import Membership, MixedProcessGroup
+
+        member = Membership(own, rank, size, timeout, group_name, ranks)
+        return MixedProcessGroup(member, NAME, communicator, gloo, group_name)
+
     communicator: Communicator
     if size == 1:
         communicator, gloo = SoloCommunicator(), gloo_of(secrets.token_hex(8), one_host=True)
-        return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
+        return group_of(communicator, gloo)
     try:
         communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
     except NotOneHost as reason:
@@ -59,11 +68,11 @@ def create_process_group(
                 f"backend {NAME!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
                 stacklevel=2,
             )
-        return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
+        return group_of(communicator, gloo)
     try:
         gloo = gloo_of(communicator.meeting, one_host=True)
         gloo.on_timeout = communicator.set_timeout
-        return PhalanxProcessGroup(NAME, communicator, gloo, group_name)
+        return group_of(communicator, gloo)
     except BaseException:
         communicator.close()
         raise

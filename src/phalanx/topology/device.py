@@ -210,7 +210,7 @@ def default_backend(device: torch.device) -> str:
     """The backend for tensors on ``device``: ``phalanx`` on the CPU, the device's own elsewhere."""
     if device.type == "cpu":
         return NAME
-    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    return f"cpu:{NAME},{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def _why_none(kind: str, environment: Mapping[str, str]) -> str:

@@ -1,0 +1,118 @@
+"""``cpu:phalanx,DEVICE:BACKEND``: CPU tensors over shared memory, the others over the device's own backend.
+
+The device is ``meta`` and its backend torch's fake one, so this shows which backend gets a call, not what it does; with
+an accelerator at hand the tests marked ``gpu`` show that too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
+
+from phalanx.backends.vendor import MixedProcessGroup
+from phalanx.errors import DeviceMismatch
+
+
+def join_with_stand_in(place: Place, backend: str = "cpu:phalanx,meta:standin") -> None:
+    torch.accelerator.is_available = lambda: True  # in this rank's process only
+    dist.Backend.register_backend(
+        "standin",
+        lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size),
+        devices=["meta"],
+    )
+    place.join(backend)
+
+
+def calls(size: int, tensor: torch.Tensor) -> list[Any]:
+    """Every asynchronous operation on tensors of one device."""
+    many = [torch.empty_like(tensor) for _ in range(size)]
+    wide = torch.cat(many)
+    return [
+        dist.all_reduce(tensor, async_op=True),
+        dist.broadcast(tensor, 0, async_op=True),
+        dist.reduce(tensor, 0, async_op=True),
+        dist.all_gather(many, tensor, async_op=True),
+        dist.all_gather_single(wide, tensor, async_op=True),
+        dist.reduce_scatter(tensor, many, async_op=True),
+        dist.reduce_scatter_single(tensor, wide, async_op=True),
+        dist.all_to_all(many, [torch.empty_like(tensor) for _ in range(size)], async_op=True),
+        dist.all_to_all_single(wide, torch.empty_like(wide), async_op=True),
+        dist.scatter(tensor, many if dist.get_rank() == 0 else None, 0, async_op=True),
+        dist.gather(tensor, many if dist.get_rank() == 0 else None, 0, async_op=True),
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_each_device_has_its_backend(size: int) -> None:
+    def body(place: Place) -> list[str]:
+        join_with_stand_in(place)
+        group = dist.group.WORLD
+        assert isinstance(group, MixedProcessGroup)
+        x = torch.full((4,), float(place.rank + 1))
+        dist.all_reduce(x)
+        assert x.tolist() == [size * (size + 1) / 2] * 4
+        for work in calls(size, torch.ones(4)):
+            assert not isinstance(work, FakeWork)
+            work.wait()
+        theirs = calls(size, torch.ones(4, device="meta"))
+        with dist.distributed_c10d._coalescing_manager(device=torch.device("meta")):
+            dist.all_reduce(torch.ones(2, device="meta"))
+        part = dist.new_group([0, 1])
+        if place.rank < 2:
+            theirs.append(dist.all_reduce(torch.ones(4, device="meta"), group=part, async_op=True))
+            y = torch.ones(1)
+            dist.all_reduce(y, group=part)
+            assert y.item() == 2
+        everybody: list[Any] = [None] * size
+        dist.all_gather_object(everybody, place.rank)
+        assert everybody == list(range(size))
+        dist.barrier()
+        dist.destroy_process_group()
+        return [type(work).__name__ for work in theirs]
+
+    for rank, names in enumerate(on_ranks(body, size)):
+        assert names == ["FakeWork"] * (12 if rank < 2 else 11)
+
+
+def test_a_device_without_a_backend_is_refused_with_the_list_to_use() -> None:
+    def body(place: Place) -> str:
+        join_with_stand_in(place, "phalanx")
+        with pytest.raises(DeviceMismatch) as caught:
+            dist.all_reduce(torch.ones(1, device="meta"))
+        return str(caught.value)
+
+    for text in on_ranks(body, 2):
+        assert "cpu:phalanx,meta:standin" in text
+
+
+DEVICES = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not DEVICES, reason="no accelerator here")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_of_a_real_accelerator_beside_those_of_the_cpu(size: int) -> None:
+    if size > DEVICES:
+        pytest.skip(f"{size} ranks need as many devices, and here are {DEVICES}")
+
+    def body(place: Place) -> tuple[list[float], list[float]]:
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        device = torch.device(kind.type, place.rank)
+        torch.accelerator.set_device_index(place.rank)
+        place.join(f"cpu:phalanx,{device.type}:{dist.get_default_backend_for_device(device)}")
+        near, far = torch.full((3,), place.rank + 1.0), torch.full((3,), place.rank + 1.0, device=device)
+        dist.all_reduce(near)
+        dist.all_reduce(far)
+        wide = torch.empty(3 * size, device=device)
+        dist.all_gather_single(wide, far)
+        dist.destroy_process_group()
+        return near.tolist(), wide.cpu().tolist()
+
+    total = size * (size + 1) / 2
+    assert on_ranks(body, size) == [([total] * 3, [total] * 3 * size)] * size
