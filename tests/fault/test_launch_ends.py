@@ -138,6 +138,38 @@ def test_the_interpreter_ends_as_it_always_does(launcher: Launcher) -> None:
     assert outcome.code == 1
 
 
+def test_what_the_script_left_open_is_written_and_finalised(launcher: Launcher, tmp_path: Path) -> None:
+    """In the script and in a module of its own, with torch still there for whoever needs it that late."""
+    (tmp_path / "helper.py").write_text(
+        "import atexit, torch, weakref\n"
+        "class Told:\n"
+        "    def __init__(self, name): self.name, self.tensor = name, torch.ones(2)\n"
+        "    def __del__(self): print(self.name, self.tensor.sum().item(), flush=True)\n"
+        "log = open('helper.log', 'w')\n"
+        "log.write('helper')\n"
+        "kept = Told('object of the module')\n"
+        "class Plain: pass\n"
+        "plain = Plain()\n"
+        "weakref.finalize(plain, print, 'finaliser')\n"
+    )
+    script = launcher.script(
+        f"import os, sys\nos.chdir({str(tmp_path)!r})\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        "import helper, torch.distributed\n"
+        "log = open('script.log', 'w')\n"
+        "log.write('script')\n"
+        "kept = helper.Told('object of the script')\n"
+    )
+    outcome = launcher.run("-n", "1", "-q", "--no-prefix", script)
+    assert (outcome.code, outcome.err_text) == (0, "")
+    assert sorted(outcome.out.decode().splitlines()) == [
+        "finaliser",
+        "object of the module 2.0",
+        "object of the script 2.0",
+    ]
+    assert (tmp_path / "helper.log").read_text() == "helper"
+    assert (tmp_path / "script.log").read_text() == "script"
+
+
 def test_a_rank_that_failed_but_cannot_end_does_not_hold_the_job(launcher: Launcher) -> None:
     script = launcher.script(
         "import os, threading, time\n"

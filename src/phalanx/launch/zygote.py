@@ -32,6 +32,7 @@ from typing import Any
 from phalanx.errors import LaunchError
 from phalanx.launch import processes
 from phalanx.launch.plan import MASTER_ADDR, Plan
+from phalanx.launch.preload import preload
 from phalanx.launch.rank import Place, enter_rank
 from phalanx.launch.store import host_store
 from phalanx.launch.target import compile_target
@@ -120,7 +121,7 @@ class _Zygote:
         # Nothing that the import makes is garbage, so looking for some would only cost time.
         gc.disable()
         try:
-            import torch  # noqa: F401
+            preload()
         except Exception as error:
             raise _Refusal(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1) from error
         # The ranks' collectors then leave the shared pages alone instead of copying each to mark its objects.
