@@ -21,7 +21,8 @@ from phalanx.errors import ClosedError, InitializationError, RankError
 from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
 from phalanx.topology.device import choose_device, default_backend
-from phalanx.topology.launchers import Place, find_place
+from phalanx.topology.environment import find_place
+from phalanx.topology.place import Place
 from phalanx.topology.table import RankRow, format_rank_table
 
 __all__ = ["World", "close", "init"]
@@ -46,6 +47,8 @@ class World(Group):
     def __init__(self, place: Place, device: torch.device, session: Session) -> None:
         super().__init__(_default_group(), range(place.world_size), session)
         self.world_size = place.world_size
+        if place.local_rank is None or place.node_rank is None:
+            raise InitializationError(f"{place.launcher} does not say on which node rank {place.rank} is")
         self.local_rank = place.local_rank
         self.local_world_size = place.local_world_size
         self.node_rank = place.node_rank

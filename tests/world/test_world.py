@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from phalanx.errors import (
     LauncherEnvironmentError,
     RankError,
 )
-from phalanx.topology.launchers import Place as LauncherPlace
-from phalanx.topology.launchers import find_place
+from phalanx.topology.environment import find_place
+from phalanx.topology.place import Place as LauncherPlace
 
 SCRIPT = """
 import json, os, sys, torch, phalanx
@@ -216,8 +217,11 @@ TORCHRUN = {
 def test_places_are_read_from_the_launchers_variables() -> None:
     assert find_place({}) == LauncherPlace()
     expected = LauncherPlace("torchrun", 5, 8, 1, 4, 1, 2)
-    assert find_place(TORCHRUN) == expected
+    assert find_place(TORCHRUN) == replace(expected, job="none")
     assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "none"}).launcher == "phalanx"
+    # Nothing but RANK and its like: set by hand, and as good.
+    by_hand = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert find_place(by_hand) == replace(expected, launcher="env")
     # torchrun started from a rank of `phalanx run`: the outer variable is inherited, the inner launcher counts.
     assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "outer"}).launcher == "torchrun"
 
@@ -231,7 +235,6 @@ def test_places_are_read_from_the_launchers_variables() -> None:
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({"RANK": "-1"}, "RANK=-1"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
-        ({"TORCHELASTIC_RUN_ID": None}, "RANK='5', WORLD_SIZE='8' is set, but no launcher"),
     ],
 )
 def test_environments_that_describe_no_process_are_refused(change: dict[str, str | None], words: str) -> None:

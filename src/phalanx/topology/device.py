@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from phalanx.backends.register import NAME
 from phalanx.errors import InitializationError
-from phalanx.topology.launchers import Place
+from phalanx.topology.place import Place
 
 __all__ = ["choose_device", "default_backend"]
 
