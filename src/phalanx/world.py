@@ -171,7 +171,7 @@ def init(
             "init_process_group (torch.distributed works after it too)"
         )
     place = find_place()
-    chosen = choose_device(place, device)
+    chosen = choose_device(place.rank, place.local_rank or 0, device)
     if chosen.type != "cpu":
         torch.accelerator.set_device_index(chosen.index or 0)
     timeout = timedelta(seconds=timeout_s)

@@ -7,16 +7,16 @@ import torch.distributed as dist
 
 from phalanx.backends.register import NAME
 from phalanx.errors import InitializationError
-from phalanx.topology.place import Place
 
 __all__ = ["choose_device", "default_backend"]
 
 
-def choose_device(place: Place, wanted: str | torch.device | None) -> torch.device:
+def choose_device(rank: int, local_rank: int, wanted: str | torch.device | None) -> torch.device:
     """The device of one rank: the accelerator with the index of its local rank, or the CPU.
 
     Args:
-        place: the rank's place.
+        rank: the rank, for the error.
+        local_rank: its number on this host.
         wanted: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes the machine's accelerator if there is one.
 
     Raises:
@@ -32,12 +32,12 @@ def choose_device(place: Place, wanted: str | torch.device | None) -> torch.devi
     if device.type == "cpu" or device.index is not None:
         return device
     count = torch.accelerator.device_count()
-    if place.local_rank >= count:
+    if local_rank >= count:
         raise InitializationError(
-            f"rank {place.rank} has local rank {place.local_rank}, but only {count} {device.type} device(s) "
+            f"rank {rank} has local rank {local_rank}, but only {count} {device.type} device(s) "
             f"are visible. Start at most {count} ranks on this host, or pass device='cpu' to phalanx.init()"
         )
-    return torch.device(device.type, place.local_rank)
+    return torch.device(device.type, local_rank)
 
 
 def default_backend(device: torch.device) -> str:

@@ -39,11 +39,13 @@ class Reading:
     Attributes:
         launcher: the row; None for a process started plainly.
         found: the facts, by the names of ``Place``.
+        signs: the variables by which the row was recognised.
         notes: what the user should know.
     """
 
     launcher: Launcher | None
     found: Mapping[str, Finding]
+    signs: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -151,7 +153,7 @@ def _read(launcher: Launcher, environment: Environment, more: Mapping[str, Findi
         alone = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
         found = {**{field: Finding(value, "a world of one") for field, value in alone.items()}, **found}
     note = launcher.note(environment)
-    reading = Reading(launcher, found, (note,) if note else ())
+    reading = Reading(launcher, found, launcher.signs(environment), (note,) if note else ())
     _check(reading)
     return reading
 
