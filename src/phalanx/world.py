@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,6 +22,7 @@ from phalanx.parallel.data_parallel import data_parallel
 from phalanx.topology.device import choose_device, default_backend
 from phalanx.topology.environment import find_place
 from phalanx.topology.place import Place
+from phalanx.topology.rendezvous import meet
 from phalanx.topology.table import RankRow, format_rank_table
 
 __all__ = ["World", "close", "init"]
@@ -179,7 +179,7 @@ def init(
     try:
         dist.init_process_group(
             backend or default_backend(chosen),
-            store=PrefixStore(f"phalanx/world/{_openings}", _meeting_store(place, timeout)),
+            store=PrefixStore(f"phalanx/world/{_openings}", meet(place, timeout_s, _openings)),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
@@ -226,18 +226,3 @@ def _backend_name() -> str:
     config: str = dist.get_backend_config()
     names = {entry.partition(":")[2] for entry in config.split(",")}
     return names.pop() if len(names) == 1 else config
-
-
-def _meeting_store(place: Place, timeout: timedelta) -> Store:
-    if place.world_size == 1:
-        return HashStore()  # nobody to meet: no port to bind, nothing to resolve
-    try:
-        meeting = next(rendezvous("env://", timeout=timeout))
-    except (dist.DistError, ValueError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise InitializationError(
-            f"rank {place.rank} could not reach the meeting point {address} (MASTER_ADDR, MASTER_PORT) that "
-            f"{place.launcher} gave: {error}"
-        ) from error
-    store: Store = meeting[0]
-    return store

@@ -262,7 +262,7 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
             }
         )
         store = place.store()
-        monkeypatch.setattr("phalanx.world._meeting_store", lambda *_: store)
+        monkeypatch.setattr("phalanx.world.meet", lambda *_: store)
         for broken in ("phalanx.world.Session", "phalanx.world.World.describe"):
             with monkeypatch.context() as patch:
                 patch.setattr(broken, fail)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.topology.device_files import accelerator_files
 from phalanx.topology.environment import Reading
+from phalanx.topology.meeting_point import meeting_point
 
 __all__ = ["View", "as_text", "view"]
 
@@ -38,6 +39,10 @@ def view(reading: Reading) -> View:
         sources[name] = reading.said(name) or _LATER
     values["master_addr"], sources["master_addr"] = reading.word("master_addr"), reading.said("master_addr")
     values["master_port"], sources["master_port"] = reading.number("master_port"), reading.said("master_port")
+    point = meeting_point(reading.place()) if (values["world_size"] or 1) != 1 else None
+    if point is not None:
+        values["master_addr"], sources["master_addr"] = point.address, point.source
+        values["master_port"], sources["master_port"] = point.ports[0], "" if point.fixed else "the first that is tried"
     values["device"], sources["device"], values["backend"], sources["backend"] = _device(reading)
     notes = list(reading.notes)
     if values["world_size"] is None and reading.launcher is not None:
