@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +20,11 @@ from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
 from phalanx.topology.device import choose_device, default_backend
 from phalanx.topology.environment import find_place
+from phalanx.topology.hosts import this_host
 from phalanx.topology.place import Place
 from phalanx.topology.rendezvous import meet
 from phalanx.topology.table import RankRow, format_rank_table
+from phalanx.topology.topology import Topology, gather
 
 __all__ = ["World", "close", "init"]
 
@@ -41,21 +42,93 @@ class World(Group):
         node_rank, num_nodes: its host's index among the hosts.
         device: the device this rank computes on.
         backend: the name of the communication backend.
-        launcher: what started the process: ``phalanx``, ``torchrun``, or ``none``.
+        launcher: what started the process: ``torchrun``, ``mpich``, ``slurm``, … as ``phalanx env`` says; ``none``
+            for a process started plainly.
+        nodes: every host with its ranks, by node rank: ``world.nodes[1].ranks``.
+
+    Hosts are numbered as they first appear when the ranks are counted up, by what the ranks themselves report.
     """
 
-    def __init__(self, place: Place, device: torch.device, session: Session) -> None:
+    def __init__(self, place: Place, topology: Topology, device: torch.device, session: Session) -> None:
         super().__init__(_default_group(), range(place.world_size), session)
         self.world_size = place.world_size
-        if place.local_rank is None or place.node_rank is None:
-            raise InitializationError(f"{place.launcher} does not say on which node rank {place.rank} is")
-        self.local_rank = place.local_rank
-        self.local_world_size = place.local_world_size
-        self.node_rank = place.node_rank
-        self.num_nodes = place.num_nodes
+        self.nodes = topology.nodes
+        node = topology.node_of(place.rank)
+        self.local_rank = node.ranks.index(place.rank)
+        self.local_world_size = len(node.ranks)
+        self.node_rank = node.node_rank
+        self.num_nodes = len(topology.nodes)
         self.device = device
         self.backend = _backend_name()
         self.launcher = place.launcher
+        self._node_group: Group | None = None
+        self._peers_group: Group | None = None
+
+    @property
+    def node_group(self) -> Group:
+        """The ranks on this host, counted by local rank.
+
+        Made when it is first used, which every rank of the world must do, at the same place among the calls that make
+        groups (:meth:`subgroup`, :meth:`split`, :attr:`peers_group`); later uses cost nothing and are nobody else's
+        business.
+        """
+        if self._node_group is None:
+            self._node_group = self._own_part([node.ranks for node in self.nodes])
+        return self._node_group
+
+    @property
+    def peers_group(self) -> Group:
+        """The ranks with this local rank on every host that has one, counted by node rank.
+
+        Made when it is first used, as :attr:`node_group`.
+        """
+        if self._peers_group is None:
+            most = max(len(node.ranks) for node in self.nodes)
+            self._peers_group = self._own_part(
+                [
+                    [node.ranks[local_rank] for node in self.nodes if local_rank < len(node.ranks)]
+                    for local_rank in range(most)
+                ]
+            )
+        return self._peers_group
+
+    def split(self, color: int | None, key: int = 0) -> Group | None:
+        """Divide the world into groups: ranks that give the same color come together. Every rank must call it.
+
+        Args:
+            color: which group this rank joins; None for none.
+            key: the order within the group; ranks with the same key stand in the order of the world.
+
+        Returns:
+            This rank's group, or None if its color is None.
+
+        Costs one all-gather of objects, and one meeting of each group's members.
+        """
+        self._use()
+        answers: list[Any] = [None] * self.size
+        self.all_gather_object(answers, (color, key))
+        members: dict[int, list[int]] = {}
+        for rank in sorted(range(self.size), key=lambda rank: (answers[rank][1], rank)):
+            if answers[rank][0] is not None:
+                members.setdefault(answers[rank][0], []).append(rank)
+        if color is None:
+            self._make([members[each] for each in sorted(members)])
+            return None
+        return self._own_part([members[each] for each in sorted(members)])
+
+    def _own_part(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The one of these groups, which every rank gives alike, that this rank is in."""
+        group = self._make(parts)
+        if group is None:
+            raise RankError(f"rank {self.rank} is in none of the groups {[list(part) for part in parts]}")
+        return group
+
+    def _make(self, parts: Sequence[Sequence[int]]) -> Group | None:
+        """Make all groups of a division. torch names a group by how many were made, so all ranks make all of them."""
+        own = None
+        for part in parts:
+            own = self.subgroup(part) or own
+        return own
 
     def subgroup(self, ranks: Iterable[int]) -> Group | None:
         """Make a group of some ranks. Every rank of the world must call it, with the same ranks.
@@ -121,7 +194,7 @@ class World(Group):
             RankRow(
                 rank=self.rank,
                 node_rank=self.node_rank,
-                host=platform.node(),
+                host=self.nodes[self.node_rank].host,
                 local_rank=self.local_rank,
                 device=str(self.device),
                 pid=os.getpid(),
@@ -171,21 +244,26 @@ def init(
             "init_process_group (torch.distributed works after it too)"
         )
     place = find_place()
-    chosen = choose_device(place.rank, place.local_rank or 0, device)
-    if chosen.type != "cpu":
-        torch.accelerator.set_device_index(chosen.index or 0)
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
+        store = PrefixStore(f"phalanx/world/{_openings}", meet(place, timeout_s, _openings))
+        topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
+        chosen = choose_device(place.rank, topology.node_of(place.rank).ranks.index(place.rank), device)
+        if chosen.type != "cpu":
+            torch.accelerator.set_device_index(chosen.index or 0)
         dist.init_process_group(
             backend or default_backend(chosen),
-            store=PrefixStore(f"phalanx/world/{_openings}", meet(place, timeout_s, _openings)),
+            store=store,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
         )
         session = Session(frozenset(entry.type for entry in _default_group()._device_types))
-        _world = world = World(place, chosen, session)
+        _world = world = World(place, topology, chosen, session)
+        if place.rank == 0 and not quiet:
+            for note in (*place.notes, *topology.notes):
+                print(f"phalanx: note: {note}", file=sys.stderr, flush=True)
         if place.world_size > 1 and not quiet and "PHALANX_TABLE_SHOWN" not in os.environ:
             table = world.describe()
             if world.rank == 0:
