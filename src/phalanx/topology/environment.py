@@ -229,6 +229,12 @@ def _compare(reading: Reading, other: Launcher, environment: Environment) -> Non
         return
     beside = Reading(other, _collect(other, environment))
     pairs = [(reading.number(field), beside.number(field)) for field in ("rank", "world_size")]
+    if other.kind == "hand" and None in (pairs[0][1], pairs[1][1]):
+        lacking = "WORLD_SIZE" if pairs[1][1] is None else "RANK"
+        raise LauncherEnvironmentError(
+            f"{_claim(reading)}, and beside it {beside.said('rank', 'world_size')} is set but {lacking} is not set; "
+            f"unset the one, or set both alike"
+        )
     if all(own is None or its is None or own == its for own, its in pairs):
         return
     # An mpiexec around torchrun starts one agent on each node.

@@ -11,27 +11,33 @@ different numbers of ranks (it counts only those that have this local rank).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from phalanx.topology.by_hand import BY_HAND
+from phalanx.topology.launcher import FIELDS, MASTER_ADDR, Launcher
+from phalanx.topology.platforms import (
+    AZURE_JOB,
+    AZURE_MASTER,
+    AZUREML_BY_HAND,
+    KUBEFLOW,
+    KUBEFLOW_BY_HAND,
+    KUBEFLOW_LOCAL,
+    PAI,
+    SAGEMAKER,
+    SAGEMAKER_BY_HAND,
+    TPU,
+)
 from phalanx.topology.readers import (
     Environment,
     Finding,
     Reader,
-    comma_list,
-    constant,
     first,
     first_host,
-    host_of,
     host_slots,
-    index_of,
-    json_list,
     length_of,
     lines_of,
     node_list,
     number,
-    number_unless,
-    port,
     tasks_on_node,
     text,
     this_host_in,
@@ -39,82 +45,6 @@ from phalanx.topology.readers import (
 )
 
 __all__ = ["FIELDS", "LAUNCHERS", "Launcher"]
-
-# What a row can read, in the order of Place.
-FIELDS = (
-    "rank",
-    "world_size",
-    "local_rank",
-    "local_world_size",
-    "node_rank",
-    "num_nodes",
-    "master_addr",
-    "master_port",
-    "job",
-)
-
-
-_MASTER_ADDR = host_of("MASTER_ADDR")
-_MASTER_PORT = port("MASTER_PORT")
-
-
-def _always(_: Environment) -> bool:
-    return True
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """One row of the table.
-
-    Attributes:
-        name: what ``world.launcher`` says.
-        title: what it is, for people.
-        kind: what its processes may have inherited from a launcher around it (``environment.INHERITED``): ``agent``,
-            ``mpi``, ``allocation``, ``platform``, ``hand``.
-        all_of: variables that must all be set.
-        any_of: variables of which one must be set, if there are any here. One that is set alone is a half-set
-            environment, and recognised so that it can be told.
-        none_of: variables that must not be set.
-        when: what else must hold.
-        rank, world_size, …: how each fact is read; None where this launcher does not say.
-        always: the facts that it sets for every rank, so that one missing is an error.
-        unknown_world: what to do if the world size cannot be known from the variables.
-        note: a word for the user, given the environment; empty for none.
-    """
-
-    name: str
-    title: str
-    kind: str
-    all_of: tuple[str, ...] = ()
-    any_of: tuple[str, ...] = ()
-    none_of: tuple[str, ...] = ()
-    when: Callable[[Environment], bool] = _always
-    rank: Reader | None = None
-    world_size: Reader | None = None
-    local_rank: Reader | None = None
-    local_world_size: Reader | None = None
-    node_rank: Reader | None = None
-    num_nodes: Reader | None = None
-    master_addr: Reader | None = _MASTER_ADDR
-    master_port: Reader | None = _MASTER_PORT
-    job: Reader | None = None
-    always: tuple[str, ...] = ("rank", "world_size")
-    unknown_world: str = ""
-    note: Callable[[Environment], str] = lambda _: ""
-
-    def recognised(self, environment: Environment) -> bool:
-        """Whether ``environment`` has what only this launcher sets."""
-        return (
-            all(name in environment for name in self.all_of)
-            and (not self.any_of or any(name in environment for name in self.any_of))
-            and not any(name in environment for name in self.none_of)
-            and self.when(environment)
-        )
-
-    def signs(self, environment: Environment) -> str:
-        """The variables that it is recognised by, for people."""
-        return ", ".join(name for name in (*self.all_of, *self.any_of) if name in environment)
-
 
 # -- started by an agent on each node ------------------------------------------------------------------
 
@@ -153,7 +83,7 @@ _ALLOCATION = (
     host_slots("LSB_MCPU_HOSTS"),
     lines_of("PE_HOSTFILE"),
 )
-_MPI_MASTER = first(_MASTER_ADDR, first_host(*_ALLOCATION))
+_MPI_MASTER = first(MASTER_ADDR, first_host(*_ALLOCATION))
 _MPI_JOB = (together("SLURM_JOB_ID"), together("PBS_JOBID"), together("LSB_JOBID"))
 
 
@@ -214,8 +144,8 @@ AZUREML = replace(
     name="azureml",
     title="Azure Machine Learning (MPI)",
     all_of=("AZUREML_EXPERIMENT_ID",),
-    master_addr=first(host_of("MASTER_ADDR", "AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")),
-    job=first(together("AZUREML_RUN_ID"), text("AZUREML_EXPERIMENT_ID")),
+    master_addr=AZURE_MASTER,
+    job=AZURE_JOB,
 )
 
 LSF = Launcher(
@@ -229,7 +159,7 @@ LSF = Launcher(
     local_world_size=number("JSM_NAMESPACE_LOCAL_SIZE"),
     node_rank=this_host_in(lines_of("LSB_DJOB_RANKFILE", skip=1)),
     # No num_nodes: a step may use fewer nodes than the job has.
-    master_addr=first(_MASTER_ADDR, first_host(lines_of("LSB_DJOB_RANKFILE", skip=1), host_slots("LSB_MCPU_HOSTS"))),
+    master_addr=first(MASTER_ADDR, first_host(lines_of("LSB_DJOB_RANKFILE", skip=1), host_slots("LSB_MCPU_HOSTS"))),
     job=together("LSB_JOBID", "JSM_NAMESPACE"),
 )
 
@@ -264,7 +194,7 @@ MPICH = Launcher(
     "mpich",
     "mpiexec of MPICH (Hydra)",
     "mpi",
-    any_of=("PMI_RANK", "PMI_SIZE"),
+    any_of=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_HOSTNAME"),
     rank=number("PMI_RANK"),
     world_size=number("PMI_SIZE"),
     local_rank=number("MPI_LOCALRANKID"),
@@ -291,7 +221,6 @@ MPICH_BY_PORT = replace(
     none_of=("PMI_RANK", "PMI_SIZE"),
     rank=number("PMI_ID"),
     world_size=None,
-    job=together("PMI_PORT"),
     always=(),
     unknown_world="With -pmi-port mpiexec tells the world size only to MPI itself; start it without -pmi-port",
 )
@@ -313,7 +242,7 @@ SLURM = Launcher(
     local_world_size=tasks_on_node("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
     node_rank=number("SLURM_NODEID"),
     num_nodes=first(number("SLURM_STEP_NUM_NODES"), length_of(node_list("SLURM_STEP_NODELIST"))),
-    master_addr=first(_MASTER_ADDR, first_host(node_list("SLURM_STEP_NODELIST"), node_list("SLURM_JOB_NODELIST"))),
+    master_addr=first(MASTER_ADDR, first_host(node_list("SLURM_STEP_NODELIST"), node_list("SLURM_JOB_NODELIST"))),
     job=together("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 
@@ -328,147 +257,6 @@ def _pmi_of_slurm(environment: Environment) -> bool:
 
 SLURM_WITH_PMI = replace(SLURM, all_of=("SLURM_STEP_ID", "SLURM_PROCID", "PMI_RANK"), any_of=(), when=_pmi_of_slurm)
 
-# -- by hand -------------------------------------------------------------------------------------------
-
-BY_HAND = Launcher(
-    "env",
-    "RANK and WORLD_SIZE, set by hand or by a launcher of its own",
-    "hand",
-    any_of=("RANK", "WORLD_SIZE"),
-    rank=number("RANK"),
-    world_size=number("WORLD_SIZE"),
-    local_rank=number("LOCAL_RANK"),
-    local_world_size=number("LOCAL_WORLD_SIZE"),
-    node_rank=number("GROUP_RANK", "NODE_RANK"),
-    num_nodes=number("GROUP_WORLD_SIZE", "NNODES"),
-)
-
-# -- platforms, which start one process on each node ---------------------------------------------------
-
-_FIRST = constant(0, "one process on each node")
-_ONLY = constant(1, "one process on each node")
-
-
-def _more_wanted(name: str, remedy: str) -> Callable[[Environment], str]:
-    """A note where the platform has more processors on each node than the one process that it starts will use."""
-
-    def note(environment: Environment) -> str:
-        value = environment.get(name, "")
-        if not value.isdigit() or int(value) < 2 or "LOCAL_RANK" in environment:
-            return ""
-        return f"{name}={value}, but this is the only process on its node; start {value} on each with {remedy}"
-
-    return note
-
-
-# Elastic jobs have a range of nodes, and torchrun can count the processors of a node by itself.
-_PET_NODES = number_unless("PET_NNODES", r"\d+:\d+")
-_PET_RANKS = number_unless("PET_NPROC_PER_NODE", "auto|cpu|gpu|xpu")
-KUBEFLOW = Launcher(
-    "kubeflow",
-    "PyTorchJob of Kubeflow",
-    "platform",
-    all_of=("KUBERNETES_SERVICE_HOST",),
-    any_of=("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
-    rank=first(number("RANK"), number("PET_NODE_RANK")),
-    world_size=first(number("WORLD_SIZE"), _PET_NODES),
-    node_rank=number("PET_NODE_RANK"),
-    num_nodes=_PET_NODES,
-    master_addr=host_of("PET_MASTER_ADDR", "MASTER_ADDR"),
-    master_port=first(port("PET_MASTER_PORT"), _MASTER_PORT),
-    note=_more_wanted("PET_NPROC_PER_NODE", "torchrun, which reads PET_NPROC_PER_NODE by itself"),
-    local_rank=_FIRST,
-    local_world_size=_ONLY,
-)
-# A process that something in the pod has started, one of several: then RANK is no longer the pod's number.
-KUBEFLOW_LOCAL = replace(
-    KUBEFLOW,
-    all_of=("KUBERNETES_SERVICE_HOST", "RANK"),
-    when=lambda environment: (
-        "LOCAL_RANK" in environment or environment["RANK"] != environment.get("PET_NODE_RANK", environment["RANK"])
-    ),
-    rank=number("RANK"),
-    world_size=number("WORLD_SIZE"),
-    local_rank=number("LOCAL_RANK"),
-    local_world_size=first(number("LOCAL_WORLD_SIZE"), _PET_RANKS),
-)
-KUBEFLOW_BY_HAND = replace(
-    BY_HAND, name="kubeflow", title="PyTorchJob of Kubeflow", all_of=("KUBERNETES_SERVICE_HOST",)
-)
-
-PAI = Launcher(
-    "pai",
-    "Alibaba PAI",
-    "platform",
-    all_of=("RANK", "WORLD_SIZE", "NPROC_PER_NODE"),
-    none_of=("LOCAL_RANK",),
-    rank=number("RANK"),
-    world_size=number("WORLD_SIZE"),
-    node_rank=number("RANK"),
-    num_nodes=number("WORLD_SIZE"),
-    note=_more_wanted(
-        "NPROC_PER_NODE",
-        "torchrun --nnodes $WORLD_SIZE --node-rank $RANK --nproc-per-node $NPROC_PER_NODE "
-        "--master-addr $MASTER_ADDR --master-port $MASTER_PORT",
-    ),
-    local_rank=_FIRST,
-    local_world_size=_ONLY,
-)
-
-AZUREML_BY_HAND = replace(
-    BY_HAND,
-    name="azureml",
-    title="Azure Machine Learning",
-    all_of=("AZUREML_EXPERIMENT_ID",),
-    node_rank=number("NODE_RANK"),
-    master_addr=AZUREML.master_addr,
-    job=AZUREML.job,
-)
-
-_SM_HOSTS = json_list("SM_HOSTS")
-SAGEMAKER = Launcher(
-    "sagemaker",
-    "Amazon SageMaker",
-    "platform",
-    all_of=("SM_TRAINING_ENV",),
-    none_of=("RANK", "WORLD_SIZE"),
-    rank=index_of("SM_CURRENT_HOST", _SM_HOSTS),
-    world_size=length_of(_SM_HOSTS),
-    node_rank=index_of("SM_CURRENT_HOST", _SM_HOSTS),
-    num_nodes=length_of(_SM_HOSTS),
-    master_addr=first(_MASTER_ADDR, first_host(_SM_HOSTS)),
-    job=together("SM_HOSTS", "TRAINING_JOB_NAME"),
-    note=_more_wanted("SM_NUM_GPUS", "distribution={'torch_distributed': {'enabled': True}} of the estimator"),
-    local_rank=_FIRST,
-    local_world_size=_ONLY,
-)
-SAGEMAKER_BY_HAND = replace(
-    BY_HAND,
-    name="sagemaker",
-    title="Amazon SageMaker",
-    all_of=("SM_TRAINING_ENV",),
-    node_rank=SAGEMAKER.node_rank,
-    num_nodes=SAGEMAKER.num_nodes,
-    master_addr=SAGEMAKER.master_addr,
-    job=SAGEMAKER.job,
-)
-
-_TPU_HOSTS = (comma_list("TPU_PROCESS_ADDRESSES"), comma_list("TPU_WORKER_HOSTNAMES"))
-TPU = Launcher(
-    "tpu",
-    "Cloud TPU",
-    "platform",
-    all_of=("TPU_WORKER_ID",),
-    rank=number("TPU_WORKER_ID"),
-    world_size=length_of(*_TPU_HOSTS),
-    node_rank=number("TPU_WORKER_ID"),
-    num_nodes=length_of(*_TPU_HOSTS),
-    master_addr=first(_MASTER_ADDR, first_host(*_TPU_HOSTS)),
-    job=first(*(text(one.name) for one in _TPU_HOSTS)),
-    local_rank=_FIRST,
-    local_world_size=_ONLY,
-)
-
 LAUNCHERS = (
     PHALANX,
     TORCHRUN,
@@ -480,8 +268,8 @@ LAUNCHERS = (
     SLURM_WITH_PMI,
     INTELMPI,
     OPENMPI,
-    MPICH,
     MPICH_BY_PORT,
+    MPICH,
     SLURM,
     KUBEFLOW_LOCAL,
     KUBEFLOW,
