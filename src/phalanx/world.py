@@ -18,8 +18,8 @@ from phalanx.data.loader import sharded_loader
 from phalanx.errors import ClosedError, InitializationError, RankError
 from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
+from phalanx.topology.arguments import place_with
 from phalanx.topology.device import choose_device, default_backend
-from phalanx.topology.environment import find_place
 from phalanx.topology.hosts import this_host
 from phalanx.topology.place import Place
 from phalanx.topology.rendezvous import meet
@@ -212,18 +212,25 @@ def init(
     device: str | torch.device | None = None,
     timeout_s: float = 1800.0,
     quiet: bool = False,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> World:
     """Join the world of this process's launcher, or a world of one when it was started plainly.
 
-    Every rank calls it once. Under torchrun, rank 0 prints the rank table; ``phalanx run`` has printed it
-    already.
+    Every rank calls it once. The launcher is recognised by its variables (``phalanx env`` shows them): torchrun,
+    ``mpiexec``, ``srun`` and others need no arguments here. Rank 0 prints the rank table; ``phalanx run`` has printed
+    it already.
 
     Args:
         backend: any backend name torch knows; by default ``phalanx`` for the CPU, the device's own otherwise.
         device: where this rank computes; by default the accelerator with the index of its local rank, if the
             machine has accelerators, else the CPU.
         timeout_s: how long to wait for the other ranks, now and in every collective, in seconds.
-        quiet: print no table.
+        quiet: print no table and no notes.
+        init_method: ``tcp://host:port`` of rank 0, for scripts that are their own launcher; by default what the
+            launcher says.
+        rank, world_size: this process's place, for the same scripts. Under a launcher they must agree with it.
 
     Returns:
         The world. In a world of one every collective is the identity, so a script needs no ``if``.
@@ -243,7 +250,7 @@ def init(
             "torch.distributed was initialised before phalanx.init(); call phalanx.init() instead of "
             "init_process_group (torch.distributed works after it too)"
         )
-    place = find_place()
+    place = place_with(None, init_method, rank, world_size)
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
