@@ -55,6 +55,10 @@ def test_the_first_host_of_the_node_list_is_where_rank_0_is(tmp_path: Path) -> N
     assert where({**HYDRA, "LSB_MCPU_HOSTS": "n1 2 n2 2", "LSB_JOBID": "9"}) == "n1"
     assert where({**HYDRA, "LSB_MCPU_HOSTS": "launch 1 n1 2 n2 2", "LSB_JOBID": "9"}) == "n1"
     assert where({**SLURM, "MASTER_ADDR": "chosen"}) == "chosen"
+    # On one host, which need not be the first of the allocation.
+    one_host = {**HYDRA, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "SLURM_JOB_NODELIST": "node[07,12]"}
+    assert where({**one_host, "SLURM_JOB_ID": "77"}) == "127.0.0.1"
+    assert where({**one_host, "MASTER_ADDR": "chosen", "SLURM_JOB_ID": "77"}) == "chosen"
 
 
 def test_where_nothing_says_where_rank_0_is_nothing_is_guessed() -> None:

@@ -48,7 +48,9 @@ class MeetingPoint:
 def meeting_point(place: Place) -> MeetingPoint | None:
     """Where the ranks of this job can meet, as far as the launcher's variables say; None if they do not."""
     address, source = place.master_addr, place.sources.get("master_addr", "")
-    if address is None and place.local_world_size == place.world_size:
+    # A job of MPI on one host of an allocation is not on the first one always. srun's list is of its own step.
+    listed = source.startswith("the first of ") and place.launcher != "slurm"
+    if (address is None or listed) and place.local_world_size == place.world_size:
         address, source = LOOPBACK, "all ranks are on this host"
     if address is None:
         return None
