@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,8 +19,12 @@ from phalanx.errors import ClosedError, DeviceError, InitializationError, RankEr
 from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
 from phalanx.topology import device as devices
-from phalanx.topology.launchers import Place, find_place
+from phalanx.topology.arguments import place_with
+from phalanx.topology.hosts import this_host
+from phalanx.topology.place import Place
+from phalanx.topology.rendezvous import meet
 from phalanx.topology.table import RankRow, format_rank_table
+from phalanx.topology.topology import Topology, gather
 
 __all__ = ["World", "close", "init"]
 
@@ -40,19 +42,93 @@ class World(Group):
         node_rank, num_nodes: its host's index among the hosts.
         device: the device this rank computes on.
         backend: the name of the communication backend.
-        launcher: what started the process: ``phalanx``, ``torchrun``, or ``none``.
+        launcher: what started the process: ``torchrun``, ``mpich``, ``slurm``, … as ``phalanx env`` says; ``none``
+            for a process started plainly.
+        nodes: every host with its ranks, by node rank: ``world.nodes[1].ranks``.
+
+    Hosts are numbered as they first appear when the ranks are counted up, by what the ranks themselves report.
     """
 
-    def __init__(self, place: Place, device: torch.device, session: Session) -> None:
+    def __init__(self, place: Place, topology: Topology, device: torch.device, session: Session) -> None:
         super().__init__(_default_group(), range(place.world_size), session)
         self.world_size = place.world_size
-        self.local_rank = place.local_rank
-        self.local_world_size = place.local_world_size
-        self.node_rank = place.node_rank
-        self.num_nodes = place.num_nodes
+        self.nodes = topology.nodes
+        node = topology.node_of(place.rank)
+        self.local_rank = node.ranks.index(place.rank)
+        self.local_world_size = len(node.ranks)
+        self.node_rank = node.node_rank
+        self.num_nodes = len(topology.nodes)
         self.device = device
         self.backend = _backend_name()
         self.launcher = place.launcher
+        self._node_group: Group | None = None
+        self._peers_group: Group | None = None
+
+    @property
+    def node_group(self) -> Group:
+        """The ranks on this host, counted by local rank.
+
+        Made when it is first used, which every rank of the world must do, at the same place among the calls that make
+        groups (:meth:`subgroup`, :meth:`split`, :attr:`peers_group`); later uses cost nothing and are nobody else's
+        business.
+        """
+        if self._node_group is None:
+            self._node_group = self._own_part([node.ranks for node in self.nodes])
+        return self._node_group
+
+    @property
+    def peers_group(self) -> Group:
+        """The ranks with this local rank on every host that has one, counted by node rank.
+
+        Made when it is first used, as :attr:`node_group`.
+        """
+        if self._peers_group is None:
+            most = max(len(node.ranks) for node in self.nodes)
+            self._peers_group = self._own_part(
+                [
+                    [node.ranks[local_rank] for node in self.nodes if local_rank < len(node.ranks)]
+                    for local_rank in range(most)
+                ]
+            )
+        return self._peers_group
+
+    def split(self, color: int | None, key: int = 0) -> Group | None:
+        """Divide the world into groups: ranks that give the same color come together. Every rank must call it.
+
+        Args:
+            color: which group this rank joins; None for none.
+            key: the order within the group; ranks with the same key stand in the order of the world.
+
+        Returns:
+            This rank's group, or None if its color is None.
+
+        Costs one all-gather of objects, and one meeting of each group's members.
+        """
+        self._use()
+        answers: list[Any] = [None] * self.size
+        self.all_gather_object(answers, (color, key))
+        members: dict[int, list[int]] = {}
+        for rank in sorted(range(self.size), key=lambda rank: (answers[rank][1], rank)):
+            if answers[rank][0] is not None:
+                members.setdefault(answers[rank][0], []).append(rank)
+        if color is None:
+            self._make([members[each] for each in sorted(members)])
+            return None
+        return self._own_part([members[each] for each in sorted(members)])
+
+    def _own_part(self, parts: Sequence[Sequence[int]]) -> Group:
+        """The one of these groups, which every rank gives alike, that this rank is in."""
+        group = self._make(parts)
+        if group is None:
+            raise RankError(f"rank {self.rank} is in none of the groups {[list(part) for part in parts]}")
+        return group
+
+    def _make(self, parts: Sequence[Sequence[int]]) -> Group | None:
+        """Make all groups of a division. torch names a group by how many were made, so all ranks make all of them."""
+        own = None
+        for part in parts:
+            own = self.subgroup(part) or own
+        return own
 
     def subgroup(self, ranks: Iterable[int]) -> Group | None:
         """Make a group of some ranks. Every rank of the world must call it, with the same ranks.
@@ -118,7 +194,7 @@ class World(Group):
             RankRow(
                 rank=self.rank,
                 node_rank=self.node_rank,
-                host=platform.node(),
+                host=self.nodes[self.node_rank].host,
                 local_rank=self.local_rank,
                 device=str(self.device),
                 pid=os.getpid(),
@@ -136,18 +212,25 @@ def init(
     device: str | torch.device | None = None,
     timeout_s: float = 1800.0,
     quiet: bool = False,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
 ) -> World:
     """Join the world of this process's launcher, or a world of one when it was started plainly.
 
-    Every rank calls it once. Under torchrun, rank 0 prints the rank table; ``phalanx run`` has printed it
-    already.
+    Every rank calls it once. The launcher is recognised by its variables (``phalanx env`` shows them): torchrun,
+    ``mpiexec``, ``srun`` and others need no arguments here. Rank 0 prints the rank table; ``phalanx run`` has printed
+    it already.
 
     Args:
         backend: any backend name torch knows; by default ``phalanx`` for the CPU, the device's own otherwise.
         device: where this rank computes; by default what ``PHALANX_DEVICE`` says, else the accelerator with the index
             of its local rank, if the machine has accelerators, else the CPU.
         timeout_s: how long to wait for the other ranks, now and in every collective, in seconds.
-        quiet: print no table.
+        quiet: print no table and no notes.
+        init_method: ``tcp://host:port`` of rank 0, for scripts that are their own launcher; by default what the
+            launcher says.
+        rank, world_size: this process's place, for the same scripts. Under a launcher they must agree with it.
 
     Returns:
         The world. In a world of one every collective is the identity, so a script needs no ``if``.
@@ -168,26 +251,31 @@ def init(
             "torch.distributed was initialised before phalanx.init(); call phalanx.init() instead of "
             "init_process_group (torch.distributed works after it too)"
         )
-    place = find_place()
+    place = place_with(None, init_method, rank, world_size)
     accelerator = devices.find_accelerator()
-    chosen = devices.choose_device(place, device, accelerator)
-    devices.open_device(chosen, place.rank)
-    if not quiet and (hint := devices.hint_for_one_process(place, chosen, accelerator)):
-        print(f"phalanx: note: {hint}", file=sys.stderr)
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
+        store = PrefixStore(f"phalanx/world/{_openings}", meet(place, timeout_s, _openings))
+        topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
+        neighbours = topology.node_of(place.rank).ranks
+        chosen = devices.choose_device(place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator)
+        devices.open_device(chosen, place.rank)
         dist.init_process_group(
             backend or devices.default_backend(chosen),
-            store=PrefixStore(f"phalanx/world/{_openings}", _meeting_store(place, timeout)),
+            store=store,
             rank=place.rank,
             world_size=place.world_size,
             timeout=timeout,
         )
         session = Session(frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(",")))
-        _world = world = World(place, chosen, session)
+        _world = world = World(place, topology, chosen, session)
         if chosen.type != "cpu":
             _refuse_shared_devices(world, devices.physical_device(chosen, accelerator), wanted=device is not None)
+        if place.rank == 0 and not quiet:
+            hint = devices.hint_for_one_process(place.launcher, chosen, accelerator)
+            for note in (*place.notes, *topology.notes, *([hint] if hint else [])):
+                print(f"phalanx: note: {note}", file=sys.stderr, flush=True)
         if place.world_size > 1 and not quiet and "PHALANX_TABLE_SHOWN" not in os.environ:
             table = world.describe()
             if world.rank == 0:
@@ -219,12 +307,13 @@ def close() -> None:
 def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None:
     """Compare what the ranks took. One device for two ranks is a mistake, unless somebody asked for it."""
     taken: list[Any] = [None] * world.size
-    world.all_gather_object(taken, (platform.node(), physical, wanted))
-    shared = devices.shared_devices([host for host, _, _ in taken], [device for _, device, _ in taken])
+    world.all_gather_object(taken, (physical, wanted))
+    hosts = {rank: f"node {node.node_rank} ({node.host})" for node in world.nodes for rank in node.ranks}
+    shared = devices.shared_devices([hosts[rank] for rank in range(world.size)], [device for device, _ in taken])
     if not shared:
         return
     text = "; ".join(f"ranks {', '.join(map(str, ranks))} on {host}: {device}" for host, device, ranks in shared)
-    if all(asked for _, _, asked in taken):
+    if all(asked for _, asked in taken):
         if world.rank == 0:
             print(f"phalanx: warning: ranks share a device ({text})", file=sys.stderr)
         return
@@ -247,18 +336,3 @@ def _backend_name() -> str:
     config: str = dist.get_backend_config()
     names = {entry.partition(":")[2] for entry in config.split(",")}
     return names.pop() if len(names) == 1 else config
-
-
-def _meeting_store(place: Place, timeout: timedelta) -> Store:
-    if place.world_size == 1:
-        return HashStore()  # nobody to meet: no port to bind, nothing to resolve
-    try:
-        meeting = next(rendezvous("env://", timeout=timeout))
-    except (dist.DistError, ValueError) as error:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise InitializationError(
-            f"rank {place.rank} could not reach the meeting point {address} (MASTER_ADDR, MASTER_PORT) that "
-            f"{place.launcher} gave: {error}"
-        ) from error
-    store: Store = meeting[0]
-    return store

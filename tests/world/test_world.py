@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from phalanx.errors import (
     RankError,
 )
 from phalanx.group import Session
-from phalanx.topology.launchers import Place as LauncherPlace
-from phalanx.topology.launchers import find_place
+from phalanx.topology.environment import find_place
+from phalanx.topology.place import Place as LauncherPlace
+from phalanx.topology.topology import Node, Topology
 
 SCRIPT = """
 import json, os, sys, torch, phalanx
@@ -219,8 +221,11 @@ TORCHRUN = {
 def test_places_are_read_from_the_launchers_variables() -> None:
     assert find_place({}) == LauncherPlace()
     expected = LauncherPlace("torchrun", 5, 8, 1, 4, 1, 2)
-    assert find_place(TORCHRUN) == expected
+    assert find_place(TORCHRUN) == replace(expected, job="none")
     assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "none"}).launcher == "phalanx"
+    # Nothing but RANK and its like: set by hand, and as good.
+    by_hand = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
+    assert find_place(by_hand) == replace(expected, launcher="env")
     # torchrun started from a rank of `phalanx run`: the outer variable is inherited, the inner launcher counts.
     assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "outer"}).launcher == "torchrun"
 
@@ -234,7 +239,6 @@ def test_places_are_read_from_the_launchers_variables() -> None:
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({"RANK": "-1"}, "RANK=-1"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4"),
-        ({"TORCHELASTIC_RUN_ID": None}, "RANK='5', WORLD_SIZE='8' is set, but no launcher"),
     ],
 )
 def test_environments_that_describe_no_process_are_refused(change: dict[str, str | None], words: str) -> None:
@@ -262,7 +266,7 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
             }
         )
         store = place.store()
-        monkeypatch.setattr("phalanx.world._meeting_store", lambda *_: store)
+        monkeypatch.setattr("phalanx.world.meet", lambda *_: store)
         for broken in ("phalanx.world.Session", "phalanx.world.World.describe"):
             with monkeypatch.context() as patch:
                 patch.setattr(broken, fail)
@@ -284,7 +288,8 @@ def test_two_ranks_on_one_device_are_refused_unless_both_asked_for_it(capfd: pyt
     def body(place: Place) -> str:
         place.join()
         launched = LauncherPlace("phalanx", place.rank, place.size, place.rank, place.size)
-        world = phalanx.World(launched, torch.device("cpu"), Session(frozenset({"cpu"})))
+        topology = Topology((Node(0, "here", tuple(range(place.size))),))
+        world = phalanx.World(launched, topology, torch.device("cpu"), Session(frozenset({"cpu"})))
         world_module._refuse_shared_devices(world, f"cuda {place.rank}", wanted=False)
         world_module._refuse_shared_devices(world, "cuda 0", wanted=True)
         with pytest.raises(DeviceError) as caught:

@@ -10,7 +10,7 @@ from importlib import import_module
 import click
 
 import phalanx
-from phalanx.errors import LaunchError
+from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.launch.plan import Plan, make_plan
 from phalanx.launch.rank import Place, become
@@ -26,7 +26,7 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
 class _Commands(click.Group):
     """A group that loads the commands of other rooms when they are asked for: ``phalanx run`` stays quick."""
 
-    elsewhere = {"bench": "phalanx.bench.cli"}  # noqa: RUF012 - a table
+    elsewhere = {"bench": "phalanx.bench.cli", "env": "phalanx.launch.env"}  # noqa: RUF012 - a table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), *self.elsewhere])
@@ -41,11 +41,12 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(phalanx.__version__, prog_name="phalanx")
 def command() -> None:
-    r"""Run one PyTorch program as many processes.
+    """Run one PyTorch program as many processes.
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks on this machine
       phalanx run --help                      everything about it
+      phalanx env                             what this process would be, and why
       phalanx bench                           how long collectives take here
     """
 
@@ -86,7 +87,7 @@ def run(
     target: str,
     arguments: tuple[str, ...],
 ) -> Plan | None:
-    r"""Start TARGET as N processes that know their place.
+    """Start TARGET as N processes that know their place.
 
     TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
     other program. Options for the launcher stand before it; everything after it is its own.
@@ -159,7 +160,7 @@ def main() -> int | None:
         outcome = command(prog_name="phalanx", standalone_mode=False)
         if isinstance(outcome, Plan):
             outcome = launch(outcome)
-    except LaunchError as error:
+    except (LaunchError, LauncherEnvironmentError) as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return 2
     except click.ClickException as error:

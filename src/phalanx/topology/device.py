@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from phalanx.backends.register import NAME
 from phalanx.errors import DeviceError
-from phalanx.topology.launchers import Place
 
 __all__ = [
     "Accelerator",
@@ -86,7 +85,9 @@ def find_accelerator(environment: Mapping[str, str] | None = None) -> Accelerato
 
 
 def choose_device(
-    place: Place,
+    rank: int,
+    local_rank: int,
+    local_world_size: int,
     wanted: str | torch.device | None = None,
     accelerator: Accelerator | None = None,
     environment: Mapping[str, str] | None = None,
@@ -96,7 +97,8 @@ def choose_device(
     All ranks of a host come to the same verdict where there are too few devices, so none is left waiting.
 
     Args:
-        place: the rank's place.
+        rank: the rank, for errors.
+        local_rank, local_world_size: its number on this host, and how many there are.
         wanted: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes what ``PHALANX_DEVICE`` says, else the accelerator.
         accelerator: what the process sees.
         environment: ``os.environ`` by default.
@@ -109,7 +111,7 @@ def choose_device(
     if asked is None:
         if accelerator is None:
             return torch.device("cpu")
-        return torch.device(accelerator.type, _index(place, accelerator, environment))
+        return torch.device(accelerator.type, _index(local_rank, local_world_size, accelerator, environment))
     try:
         device = torch.device(asked)
     except RuntimeError as error:
@@ -119,30 +121,30 @@ def choose_device(
     if accelerator is None or accelerator.type != device.type:
         seen = "no accelerator" if accelerator is None else f"{accelerator.count} of type {accelerator.type}"
         raise DeviceError(
-            f"rank {place.rank}: the device {device} was asked for, but this process sees {seen}. "
+            f"rank {rank}: the device {device} was asked for, but this process sees {seen}. "
             f"{_why_none(device.type, environment)}"
         )
     if device.index is None:
-        return torch.device(device.type, _index(place, accelerator, environment))
+        return torch.device(device.type, _index(local_rank, local_world_size, accelerator, environment))
     if device.index >= accelerator.count:
         raise DeviceError(
-            f"rank {place.rank}: the device {device} was asked for, but this process sees only {accelerator.count} "
+            f"rank {rank}: the device {device} was asked for, but this process sees only {accelerator.count} "
             f"{accelerator.type} device{_s(accelerator.count)}{_masked(accelerator)}"
         )
     return device
 
 
-def _index(place: Place, accelerator: Accelerator, environment: Mapping[str, str]) -> int:
+def _index(local_rank: int, local_world_size: int, accelerator: Accelerator, environment: Mapping[str, str]) -> int:
     own = any(environment.get(name) for name in _OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask)
     if own:
         return 0
-    if place.local_world_size > accelerator.count or place.local_rank >= accelerator.count:
+    if local_world_size > accelerator.count or local_rank >= accelerator.count:
         raise DeviceError(
-            f"{place.local_world_size} ranks on this host, but only {accelerator.count} {accelerator.type} "
+            f"{local_world_size} ranks on this host, but only {accelerator.count} {accelerator.type} "
             f"device{_s(accelerator.count)}{_masked(accelerator)}. Start at most {accelerator.count} "
             f"rank{_s(accelerator.count)} on this host, or compute on the CPU: phalanx.init(device='cpu')"
         )
-    return place.local_rank
+    return local_rank
 
 
 def open_device(device: torch.device, rank: int) -> None:
@@ -196,9 +198,9 @@ def shared_devices(hosts: Sequence[str], devices: Sequence[str]) -> list[tuple[s
     return [(host, device, ranks) for (host, device), ranks in ranks_of.items() if len(ranks) > 1]
 
 
-def hint_for_one_process(place: Place, device: torch.device, accelerator: Accelerator | None) -> str:
+def hint_for_one_process(launcher: str, device: torch.device, accelerator: Accelerator | None) -> str:
     """What to tell somebody who started one process on a machine with several devices; empty for all others."""
-    if place.launcher != "none" or accelerator is None or accelerator.count < 2 or device.type == "cpu":
+    if launcher != "none" or accelerator is None or accelerator.count < 2 or device.type == "cpu":
         return ""
     return (
         f"this process uses {device}, one of {accelerator.count}; to use all of them start the script with: "

@@ -1,0 +1,23 @@
+"""Whether this machine can have an accelerator at all, told without importing torch."""
+
+from __future__ import annotations
+
+from glob import glob
+
+__all__ = ["accelerator_files"]
+
+# What the drivers of the accelerators that torch knows make: NVIDIA, ROCm and XPU, Ascend, Habana and TPU, WSL.
+_PATTERNS = (
+    "/dev/nvidia[0-9]*",
+    "/dev/kfd",
+    "/dev/dri/renderD*",
+    "/dev/davinci[0-9]*",
+    "/dev/accel*",
+    "/dev/vfio/[0-9]*",
+    "/dev/dxg",
+)
+
+
+def accelerator_files() -> list[str]:
+    """Device files through which a process can reach an accelerator. Without any there is none."""
+    return [path for pattern in _PATTERNS for path in sorted(glob(pattern))]

@@ -1,0 +1,201 @@
+"""Where everyone is: gathered from the ranks themselves, and compared with what the launcher said.
+
+Nodes are hosts in the order in which they first appear when the ranks are counted up. No arithmetic on ranks: whether
+they were placed block by block, in turn or unequally, and whether a launcher numbers its nodes otherwise, makes no
+difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import InitializationError, LauncherEnvironmentError
+from phalanx.topology.hosts import VARIABLE, Host
+from phalanx.topology.place import Place
+from phalanx.topology.table import format_spans
+
+__all__ = ["Node", "Report", "Topology", "arrange", "gather"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says of itself.
+
+    Attributes:
+        rank: which.
+        host: where it runs.
+        pid: its process id there.
+        launcher: what started it.
+        local_rank, local_world_size, node_rank: what its launcher said, None where it did not.
+    """
+
+    rank: int
+    host: Host
+    pid: int = 0
+    launcher: str = "none"
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Node:
+    """One host of the world.
+
+    Attributes:
+        node_rank: its index.
+        host: its name.
+        ranks: the world ranks that run there, by local rank.
+    """
+
+    node_rank: int
+    host: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """All hosts and their ranks.
+
+    Attributes:
+        nodes: by node rank.
+        notes: what the user should know, one line each.
+    """
+
+    nodes: tuple[Node, ...]
+    notes: tuple[str, ...] = ()
+
+    def node_of(self, rank: int) -> Node:
+        """The node on which ``rank`` runs."""
+        return next(node for node in self.nodes if rank in node.ranks)
+
+
+def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology:
+    """Tell the others where this rank is, and learn where they are. Every rank calls it, with a new store.
+
+    Costs two round trips of the store for a rank; rank 0 makes one for each.
+
+    Args:
+        store: in which the ranks meet; nobody may have written to it for this purpose before.
+        place: what the launcher said.
+        host: where this process is.
+        timeout_s: how long to wait for the other ranks, in seconds.
+
+    Raises:
+        InitializationError: two processes are the same rank, or ranks did not come in time; the message names them.
+        LauncherEnvironmentError: the launcher's local ranks contradict where the ranks are.
+    """
+    report = Report(
+        place.rank, host, os.getpid(), place.launcher, place.local_rank, place.local_world_size, place.node_rank
+    )
+    if place.world_size == 1:
+        return arrange([report])
+    own = json.dumps(asdict(report))
+    # The first of a rank is entered, and a second one sees that it is not the one.
+    entered = store.compare_set(f"report/{place.rank}", "", own).decode()
+    if entered != own:
+        other = _parse(entered)
+        raise InitializationError(
+            f"there are two of rank {place.rank}: pid {report.pid} on {host.name} and pid {other.pid} on "
+            f"{other.host.name}. Start each rank once; if this job was started anew, give it another MASTER_PORT"
+        )
+    if place.rank == 0:
+        everyone = _collect(store, place.world_size, timeout_s)
+        store.set("reports", json.dumps(everyone))
+        return arrange([_parse(entry) for entry in everyone])
+    try:
+        store.wait(["reports"], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise InitializationError(
+            f"rank {place.rank} did not hear from rank 0 within {timeout_s:.0f} s where all ranks are: {error}"
+        ) from error
+    everyone = json.loads(store.get("reports"))
+    return arrange([_parse(entry) for entry in everyone])
+
+
+def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
+    deadline = time.monotonic() + timeout_s
+    entries = []
+    for rank in range(world_size):
+        try:
+            store.wait([f"report/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:  # torch has several for this, by the kind of store
+            missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
+            raise InitializationError(
+                f"after {timeout_s:.0f} s rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of "
+                f"{world_size} had not come; look whether they were started, and what they print"
+            ) from error
+        entries.append(store.get(f"report/{rank}").decode())
+    return entries
+
+
+def _parse(entry: str) -> Report:
+    fields = json.loads(entry)
+    return Report(**{**fields, "host": Host(**fields["host"])})
+
+
+def arrange(reports: Sequence[Report]) -> Topology:
+    """Number the hosts and the ranks on each.
+
+    Args:
+        reports: of all ranks, in rank order.
+
+    Raises:
+        LauncherEnvironmentError: the launcher's local ranks on a host are not 0 to their number - 1.
+    """
+    hosts: dict[Host, list[Report]] = {}
+    for report in reports:
+        hosts.setdefault(report.host, []).append(report)
+    nodes, notes = [], []
+    for node_rank, (host, members) in enumerate(hosts.items()):
+        ordered, note = _by_local_rank(host, members)
+        nodes.append(Node(node_rank, host.name, tuple(member.rank for member in ordered)))
+        notes += [note] if note else []
+    return Topology(tuple(nodes), tuple(notes))
+
+
+def _by_local_rank(host: Host, members: list[Report]) -> tuple[list[Report], str]:
+    """The ranks of one host by local rank, and a note if the launcher counts otherwise for a known reason."""
+    if all(member.local_rank is None for member in members):
+        return members, ""
+    if _agree(members):
+        return sorted(members, key=lambda member: member.local_rank or 0), ""
+    # Several agents on one host (torchrun twice, to try two nodes on one machine): each counts its own.
+    agents: dict[int | None, list[Report]] = {}
+    for member in members:
+        agents.setdefault(member.node_rank, []).append(member)
+    if len(agents) > 1 and all(_agree(own) for own in agents.values()):
+        return members, (
+            f"nodes {format_spans([node for node in agents if node is not None])} of {members[0].launcher} are one "
+            f"host, {host.name}; its ranks get the local ranks 0-{len(members) - 1}"
+        )
+    said = ", ".join(
+        f"rank {member.rank} has local rank {'?' if member.local_rank is None else member.local_rank}"
+        + ("" if member.local_world_size is None else f" of {member.local_world_size}")
+        for member in members[:8]
+    )
+    more = ", …" if len(members) > 8 else ""
+    raise LauncherEnvironmentError(
+        f"{members[0].launcher} contradicts what the ranks see: on {host.name} there {_are(members)}, and by the "
+        f"launcher {said}{more}. If each rank runs in a container of its own, set {VARIABLE} to the same name for all "
+        f"ranks of a host; otherwise look whether a variable was left by another job"
+    )
+
+
+def _agree(members: Sequence[Report]) -> bool:
+    """Whether the launcher's local ranks on a host are 0 to their number - 1, and it counts as many."""
+    return sorted(-1 if member.local_rank is None else member.local_rank for member in members) == list(
+        range(len(members))
+    ) and all(member.local_world_size in (None, len(members)) for member in members)
+
+
+def _are(members: Sequence[Report]) -> str:
+    ranks = format_spans([member.rank for member in members])
+    return f"is rank {ranks} alone" if len(members) == 1 else f"are the ranks {ranks}"

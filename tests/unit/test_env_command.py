@@ -1,0 +1,83 @@
+"""``phalanx env``: what it prints, where, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+FIELDS = [
+    "launcher",
+    "rank",
+    "world_size",
+    "local_rank",
+    "local_world_size",
+    "node_rank",
+    "num_nodes",
+    "master_addr",
+    "master_port",
+    "device",
+    "backend",
+]
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+def phalanx_env(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with these variables and nothing else of a launcher's."""
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
+    command = [sys.executable, "-m", "phalanx", "env", *arguments]
+    return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=120)
+
+
+def test_json_has_every_fact_and_null_where_only_the_joined_world_can_tell() -> None:
+    done = phalanx_env("--json", **HYDRA)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert list(shown) == FIELDS
+    assert (shown["launcher"], shown["rank"], shown["world_size"]) == ("mpich", 1, 4)
+    assert (shown["local_rank"], shown["local_world_size"]) == (0, 2)
+    assert shown["node_rank"] is None
+    assert shown["num_nodes"] is None
+
+
+def test_plainly_started_it_is_a_world_of_one() -> None:
+    shown = json.loads(phalanx_env("--json").stdout)
+    assert shown["launcher"] == "none"
+    assert [shown[name] for name in FIELDS[1:7]] == [0, 1, 0, 1, 0, 1]
+
+
+def test_the_text_names_the_variable_behind_each_fact() -> None:
+    text = phalanx_env(**HYDRA).stdout
+    for words in ("mpich", "PMI_RANK=1, PMI_SIZE=4", "MPI_LOCALRANKID=0, MPI_LOCALNRANKS=2", "once the ranks have met"):
+        assert words in text
+
+
+def test_an_environment_that_describes_no_process_exits_2_with_one_line() -> None:
+    done = phalanx_env("--json", RANK="3")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "RANK=3" in done.stderr
+    assert "WORLD_SIZE is not set" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_older_argument_can_be_given() -> None:
+    shown = json.loads(phalanx_env("--json", "--local_rank", "-1").stdout)
+    assert (shown["launcher"], shown["world_size"]) == ("none", 1)
+    shown = json.loads(phalanx_env("--json", "--local-rank=1", RANK="1", WORLD_SIZE="2").stdout)
+    assert (shown["launcher"], shown["local_rank"]) == ("env", 1)
+
+
+def test_where_only_mpi_knows_the_world_size_it_says_so() -> None:
+    done = phalanx_env("--json", PMI_PORT="node1:4711", PMI_ID="1", MPI_LOCALRANKID="1", MPI_LOCALNRANKS="2")
+    assert done.returncode == 0
+    shown = json.loads(done.stdout)
+    assert (shown["launcher"], shown["rank"], shown["world_size"]) == ("mpich", 1, None)
+    assert "start it without -pmi-port" in done.stderr
+
+
+def test_the_help_shows_how_to_use_it() -> None:
+    text = phalanx_env("--help").stdout
+    assert "\n    mpiexec -n 2 phalanx env " in text
+    assert "Exit codes: 0; 2 if" in text

@@ -1,0 +1,73 @@
+"""``phalanx.init(init_method=…, rank=…, world_size=…)``: for scripts that are their own launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import Place, on_ranks
+
+import phalanx
+from phalanx.errors import InitializationError, LauncherEnvironmentError
+from phalanx.topology.arguments import place_with
+from phalanx.topology.environment import read_environment
+
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+
+
+def place(environment: dict[str, str], *given: Any) -> Any:
+    return place_with(read_environment(environment, []), *given)
+
+
+def test_a_script_gives_its_place_itself() -> None:
+    found = place({}, "tcp://h1:29500", 1, 4)
+    assert (found.launcher, found.rank, found.world_size, found.local_rank) == ("env", 1, 4, None)
+    assert (found.master_addr, found.master_port) == ("h1", 29500)
+    found = place({}, "tcp://[fd00::1]:29500?rank=2&world_size=3", None, None)
+    assert (found.rank, found.world_size, found.master_addr) == (2, 3, "fd00::1")
+    assert place({}, "env://", None, None) == place({}, None, None, None)
+    assert place({}, None, 0, 1).local_rank == 0
+
+
+def test_under_a_launcher_it_completes_what_is_missing() -> None:
+    assert place(HYDRA, "tcp://h1:29500", 1, 4).launcher == "mpich"
+    assert place(HYDRA, "tcp://h1:29500", None, None).master_addr == "h1"
+    by_port = {"PMI_PORT": "h:1", "PMI_ID": "1"}
+    assert place(by_port, None, None, 4).world_size == 4
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "error", "words"),
+    [
+        (HYDRA, (None, 2, 4), LauncherEnvironmentError, r"rank=2 in phalanx.init\(\), but mpich says PMI_RANK=1"),
+        ({}, (None, 2, None), InitializationError, "pass both rank and world_size"),
+        ({}, (None, 4, 4), LauncherEnvironmentError, "rank 4 of 4 is no rank"),
+        ({}, (None, 0, 0), LauncherEnvironmentError, "rank 0 of 0 is no rank"),
+        ({}, ("file:///tmp/x", 0, 2), InitializationError, "neither tcp://host:port nor env://"),
+        ({}, ("tcp://h1", 0, 2), InitializationError, "neither tcp://host:port nor env://"),
+        ({}, ("tcp://h1:29500?rank=x", None, 2), LauncherEnvironmentError, "rank in init_method='x'"),
+    ],
+)
+def test_mistakes_are_named(environment: dict[str, str], given: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        place(environment, *given)
+
+
+def test_ranks_meet_where_the_script_says() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        port = chosen.getsockname()[1]
+
+    def body(place: Place) -> tuple[Any, ...]:
+        for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "PHALANX", "RANK", "WORLD"))]:
+            del os.environ[name]
+        method = f"tcp://127.0.0.1:{port}"
+        world = phalanx.init(init_method=method, rank=place.rank, world_size=3, quiet=True, timeout_s=60)
+        tensor = torch.tensor([float(world.rank)])
+        world.all_reduce(tensor)
+        phalanx.close()
+        return world.local_rank, world.launcher, tensor.item()
+
+    assert on_ranks(body, 3) == [(rank, "env", 3.0) for rank in range(3)]

@@ -1,0 +1,273 @@
+"""Every launcher's row, held against environments recorded from the launcher, or written after its documentation.
+
+A file in ``tests/data/launchers`` is one job: for every rank the host it ran on, its variables (``common`` to all and
+its own) and the answer, with null where this launcher does not say. ``origin`` tells how it was made.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.errors import LauncherEnvironmentError
+from phalanx.topology.environment import find_place, read_environment
+from phalanx.topology.hosts import Host
+from phalanx.topology.launchers import LAUNCHERS
+from phalanx.topology.place import Place
+from phalanx.topology.topology import Report, arrange
+
+FOLDER = Path(__file__).parents[1] / "data" / "launchers"
+NAMES = {
+    *("torchrun", "mpich", "intelmpi", "openmpi", "mvapich", "pals", "slurm", "lsf", "kubeflow", "sagemaker"),
+    *("azureml", "tpu", "horovod", "pai", "phalanx", "env", "none"),
+}
+FACTS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One recorded job."""
+
+    name: str
+    launcher: str
+    hosts: list[str]
+    environments: list[dict[str, str]]
+    answers: list[dict[str, Any]]
+
+
+def load(path: Path) -> Job:
+    data = json.loads(path.read_text())
+    return Job(
+        path.stem,
+        data["launcher"],
+        [rank["host"] for rank in data["ranks"]],
+        [{**data["common"], **rank["environment"]} for rank in data["ranks"]],
+        [rank["answer"] for rank in data["ranks"]],
+    )
+
+
+JOBS = [load(path) for path in sorted(FOLDER.glob("*.json"))]
+each_job = pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+
+
+@each_job
+def test_the_place_of_every_rank(job: Job) -> None:
+    for environment, answer in zip(job.environments, job.answers, strict=True):
+        reading = read_environment(environment, [])
+        assert reading.name == job.launcher
+        assert {name: reading.number(name) for name in FACTS} == {name: answer[name] for name in FACTS}
+        assert reading.word("master_addr") == answer["master_addr"]
+
+
+@each_job
+def test_the_world_that_the_ranks_find_together(job: Job) -> None:
+    reports = []
+    for rank, (host, environment) in enumerate(zip(job.hosts, job.environments, strict=True)):
+        reading = read_environment(environment, [])
+        said = [reading.number(name) for name in ("local_rank", "local_world_size", "node_rank")]
+        reports.append(Report(rank, Host(host), 0, reading.name, *said))
+    topology = arrange(reports)
+    firsts = list(dict.fromkeys(job.hosts))
+    expected = [tuple(rank for rank, host in enumerate(job.hosts) if host == first) for first in firsts]
+    assert [node.ranks for node in topology.nodes] == expected
+    assert topology.notes == ()
+
+
+def test_every_row_and_name_has_a_job() -> None:
+    assert {job.launcher for job in JOBS} == NAMES == {launcher.name for launcher in LAUNCHERS} | {"none"}
+
+
+def test_a_job_inside_an_allocation_is_that_of_its_own_launcher() -> None:
+    kubernetes = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "PET_NNODES": "2", "PET_NODE_RANK": "0"}
+    step = next(job for job in JOBS if job.name == "slurm-block").environments[1]
+    for job in JOBS:
+        if job.launcher in ("torchrun", "phalanx", "mpich", "intelmpi", "openmpi", "mvapich", "pals", "lsf", "horovod"):
+            for around in (step, kubernetes, {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}):
+                for environment in job.environments:
+                    assert read_environment({**around, **environment}, []).name == job.launcher
+
+
+@pytest.mark.parametrize(
+    ("job", "stale"),
+    [
+        ("mpich-block", {"RANK": "0", "WORLD_SIZE": "1"}),
+        ("openmpi5-block", {"RANK": "0", "WORLD_SIZE": "4"}),
+        ("slurm-block", {"RANK": "0", "WORLD_SIZE": "8"}),
+        ("openmpi5-block", {"PMI_RANK": "0", "PMI_SIZE": "2"}),
+        ("torchrun-block", {"PMI_RANK": "1", "PMI_SIZE": "4"}),
+        ("tpu", {"RANK": "0", "WORLD_SIZE": "9"}),
+        ("horovod-block", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "9"}),
+    ],
+)
+def test_two_launchers_that_contradict_each_other_are_both_shown(job: str, stale: dict[str, str]) -> None:
+    environment = next(one for one in JOBS if one.name == job).environments[2]
+    own = read_environment(environment, [])
+    with pytest.raises(LauncherEnvironmentError) as caught:
+        read_environment({**environment, **stale}, [])
+    message = str(caught.value)
+    for name, value in stale.items():
+        assert f"{name}={value}" in message
+    assert f"{own.name} says rank 2 of {own.number('world_size')}" in message
+
+
+def test_another_launcher_that_says_the_same_is_no_contradiction() -> None:
+    environment = next(job for job in JOBS if job.name == "mpich-cyclic").environments[1]
+    place = find_place({**environment, "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "1234"}, [])
+    assert (place.launcher, place.rank, place.master_addr, place.master_port) == ("mpich", 1, "h0", 1234)
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "launcher", "local_rank"),
+    [
+        ({}, [], "none", 0),
+        ({}, ["--local_rank", "-1"], "none", 0),
+        ({}, ["--local_rank=0", "--lr", "1"], "none", 0),
+        ({"LOCAL_RANK": "-1"}, [], "none", 0),
+        ({"RANK": "-1"}, [], "none", 0),
+        ({"RANK": "-1", "WORLD_SIZE": "-1", "LOCAL_RANK": "-1"}, [], "none", 0),
+        ({"RANK": "-1", "WORLD_SIZE": "1"}, [], "none", 0),
+        ({"WORLD_SIZE": "1"}, [], "env", 0),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, [], "env", 0),
+        ({"SLURM_NTASKS": "8"}, [], "none", 0),
+        ({"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, [], "none", 0),
+        ({"AZUREML_EXPERIMENT_ID": "e"}, [], "none", 0),
+        ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, [], "none", 0),
+    ],
+)
+def test_the_conventions_for_a_world_of_one(
+    environment: dict[str, str], arguments: list[str], launcher: str, local_rank: int
+) -> None:
+    place = find_place(environment, arguments)
+    assert (place.launcher, place.rank, place.world_size) == (launcher, 0, 1)
+    assert (place.local_rank, place.local_world_size, place.node_rank, place.num_nodes) == (local_rank, 1, 0, 1)
+
+
+def test_the_older_argument_gives_the_local_rank() -> None:
+    by_hand = {"RANK": "3", "WORLD_SIZE": "4"}
+    assert find_place(by_hand, []).local_rank is None
+    assert find_place(by_hand, ["--epochs", "2", "--local_rank=1"]).local_rank == 1
+    assert find_place(by_hand, ["--local-rank", "1"]).local_rank == 1
+    assert find_place({**by_hand, "LOCAL_RANK": "1"}, ["--local-rank", "1"]).local_rank == 1
+    assert find_place({**by_hand, "LOCAL_RANK": "1"}, ["--local-rank", "-1"]).local_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "words"),
+    [
+        ({"RANK": "0"}, [], ["RANK=0", "WORLD_SIZE is not set"]),
+        ({"WORLD_SIZE": "2"}, [], ["WORLD_SIZE=2", "RANK is not set"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, [], ["WORLD_SIZE=0"]),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, [], ["RANK=2", "WORLD_SIZE=2"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, [], ["RANK=-1", "WORLD_SIZE=2"]),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, [], ["RANK='one'"]),
+        ({"RANK": "", "WORLD_SIZE": "2"}, [], ["RANK=''"]),
+        ({"RANK": "1", "WORLD_SIZE": "1_0"}, [], ["WORLD_SIZE='1_0'"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, [], ["MASTER_PORT=99999"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, [], ["LOCAL_RANK=2", "WORLD_SIZE=2"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, ["--local_rank=1"], ["--local_rank=1", "LOCAL_RANK=0"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3"}, [], ["LOCAL_WORLD_SIZE=3", "WORLD_SIZE=2"]),
+        ({}, ["--local_rank", "x"], ["--local_rank='x'"]),
+        ({}, ["--local_rank=2"], ["--local_rank=2"]),
+        ({"LOCAL_RANK": "2"}, [], ["LOCAL_RANK=2"]),
+        ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, [], ["LOCAL_WORLD_SIZE=2"]),
+        ({"PMI_SIZE": "2"}, [], ["PMI_SIZE=2", "PMI_RANK is not set"]),
+        ({"PMI_PORT": "h:1", "PMI_ID": "0"}, [], ["start it without -pmi-port"]),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, [], ["OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_SIZE is not set"]),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_NTASKS": "1"}, [], ["SLURM_PROCID='x'"]),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, [], ["SLURM_PROCID is not set"]),
+        ({"SM_TRAINING_ENV": "{}", "SM_HOSTS": "algo-1", "SM_CURRENT_HOST": "algo-1"}, [], ["SM_HOSTS='algo-1'"]),
+        ({"SM_TRAINING_ENV": "{}", "SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "b"}, [], ["SM_CURRENT_HOST='b'"]),
+        ({"TPU_WORKER_ID": "3", "TPU_WORKER_HOSTNAMES": "a,b"}, [], ["TPU_WORKER_ID=3"]),
+        ({"TPU_WORKER_ID": "1"}, [], ["TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES is not set"]),
+    ],
+)
+def test_a_half_set_environment_is_named(environment: dict[str, str], arguments: list[str], words: list[str]) -> None:
+    with pytest.raises(LauncherEnvironmentError) as caught:
+        find_place(environment, arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_platforms_one_process_on_a_node_with_more_processors_is_told_how_to_start_the_others() -> None:
+    pai = {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}
+    assert "start 8 on each with torchrun --nnodes $WORLD_SIZE" in find_place(pai, []).notes[0]
+    pod = {"KUBERNETES_SERVICE_HOST": "k", "RANK": "1", "PET_NODE_RANK": "1", "PET_NNODES": "2"}
+    # Here the platform counts on processes that nobody has started, so the ranks would wait for them for ever.
+    with pytest.raises(LauncherEnvironmentError, match=r"WORLD_SIZE=8 ranks on PET_NNODES=2 nodes.*torchrun"):
+        find_place({**pod, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}, [])
+
+
+# -- whatever is missing or wrong ----------------------------------------------------------------------
+
+JUNK = ("", "-1", "0", "1", "3", "4", "7", "x", "1.5", "4(x2", "n[", "[]", "99999999999999999999999")
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> tuple[Job, int, dict[str, str], bool]:
+    """A rank's environment of which some variables are lost, and perhaps some are changed."""
+    job = draw(st.sampled_from([job for job in JOBS if job.launcher != "none"]))
+    rank = draw(st.integers(0, len(job.answers) - 1))
+    names = sorted(job.environments[rank])
+    lost = draw(st.sets(st.sampled_from(names), max_size=len(names)))
+    environment = {name: value for name, value in job.environments[rank].items() if name not in lost}
+    changed = draw(st.dictionaries(st.sampled_from(names), st.sampled_from(JUNK), max_size=2))
+    return job, rank, {**environment, **changed}, bool(changed)
+
+
+def consistent(place: Place) -> bool:
+    """Whether there can be a process with this place."""
+    pairs = ((place.local_rank, place.local_world_size), (place.node_rank, place.num_nodes))
+    return (
+        0 <= place.rank < place.world_size
+        and all(low is None or low >= 0 for low, _ in pairs)
+        and all(low is None or high is None or low < high for low, high in pairs)
+        and all(high is None or 1 <= high <= place.world_size for _, high in pairs)
+        and (place.num_nodes != 1 or place.local_world_size in (None, place.world_size))
+    )
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(damaged())
+def test_a_damaged_environment_gives_a_consistent_place_or_an_error(
+    drawn: tuple[Job, int, dict[str, str], bool],
+) -> None:
+    job, rank, environment, changed = drawn
+    try:
+        place = find_place(environment, [])
+    except LauncherEnvironmentError:
+        return
+    assert consistent(place)
+    if changed or place.launcher == "none":
+        return
+    # Variables were only lost: what is still said must be true, unless the launcher's own rank and size are gone and
+    # only a launcher around it is left.
+    answer = job.answers[rank]
+    own = read_environment(job.environments[rank], []).said("rank", "world_size")
+    if place.launcher != job.launcher and not any(f"{name}={value}" in own for name, value in environment.items()):
+        return
+    assert (place.rank, place.world_size) == (answer["rank"], answer["world_size"])
+    if place.launcher == job.launcher:
+        for name in FACTS:
+            assert getattr(place, name) in (None, answer[name])
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(st.data())
+def test_an_environment_that_lost_its_rank_is_never_taken_for_a_world_of_one(data: st.DataObject) -> None:
+    """Of what a launcher sets about ranks, any one variable is lost; the rest still says that there are others."""
+    job = data.draw(st.sampled_from([job for job in JOBS if job.answers[0]["world_size"] not in (None, 1)]))
+    rank = data.draw(st.integers(0, len(job.answers) - 1))
+    lost = data.draw(st.sampled_from(sorted(job.environments[rank])))
+    environment = {name: value for name, value in job.environments[rank].items() if name != lost}
+    try:
+        place = find_place(environment, [])
+    except LauncherEnvironmentError:
+        return
+    assert place.launcher != "none"
+    assert place.world_size == job.answers[rank]["world_size"]

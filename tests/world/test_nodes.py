@@ -1,0 +1,136 @@
+"""Nodes, local ranks, devices and the groups that follow from them, on hosts that the ranks are made to report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support.ranks import Place, on_ranks, run_ranks
+from torch.utils.backend_registration import rename_privateuse1_backend
+
+import phalanx
+
+
+def on_hosts(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, body: Callable[[phalanx.World], Any], device: str | None = None
+) -> list[Any]:
+    """Run ``body(world)`` on one rank for each letter, which names its host; with four stand-in devices a host."""
+
+    def rank(place: Place) -> Any:
+        os.environ.update({"RANK": str(place.rank), "WORLD_SIZE": str(place.size), "PHALANX_HOST": hosts[place.rank]})
+        monkeypatch.setattr("phalanx.world.meet", lambda *_: place.store())
+        if device is not None:
+            if device != "cuda":
+                rename_privateuse1_backend(device)
+            monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+            monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device(device))
+            monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+            monkeypatch.setattr("torch.accelerator.set_device_index", lambda _: None)
+        world = phalanx.init("phalanx", quiet=True)
+        try:
+            return body(world)
+        finally:
+            phalanx.close()
+
+    return on_ranks(rank, len(hosts))
+
+
+def test_two_machines_with_four_devices_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: phalanx.World) -> tuple[Any, ...]:
+        evens = world.subgroup(range(0, world.world_size, 2))
+        even = None if evens is None else (evens.rank, world.node_rank, world.device.index)
+        return world.rank, world.node_rank, world.local_rank, world.device.index, even
+
+    assert on_hosts(monkeypatch, "aaaabbbb", body, device="cuda") == [
+        (0, 0, 0, 0, (0, 0, 0)),
+        (1, 0, 1, 1, None),
+        (2, 0, 2, 2, (1, 0, 2)),
+        (3, 0, 3, 3, None),
+        (4, 1, 0, 0, (2, 1, 0)),
+        (5, 1, 1, 1, None),
+        (6, 1, 2, 2, (3, 1, 2)),
+        (7, 1, 3, 3, None),
+    ]
+
+
+def test_two_machines_with_two_npus_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = on_hosts(
+        monkeypatch, "aabb", lambda world: (world.rank, world.local_rank, str(world.device)), device="npu"
+    )
+    assert answers == [(0, 0, "npu:0"), (1, 1, "npu:1"), (2, 0, "npu:0"), (3, 1, "npu:1")]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes"),
+    [("aabb", [(0, 1), (2, 3)]), ("abab", [(0, 2), (1, 3)]), ("abbab", [(0, 3), (1, 2, 4)]), ("aaa", [(0, 1, 2)])],
+)
+def test_groups_of_a_node_and_of_peers(
+    monkeypatch: pytest.MonkeyPatch, hosts: str, nodes: list[tuple[int, ...]]
+) -> None:
+    def body(world: phalanx.World) -> tuple[Any, ...]:
+        assert [node.ranks for node in world.nodes] == nodes
+        assert world.nodes[world.node_rank].ranks[world.local_rank] == world.rank
+        assert world.num_nodes == len(nodes)
+        assert world.local_world_size == len(nodes[world.node_rank])
+        inside, across = world.node_group, world.peers_group
+        assert world.node_group is inside
+        assert (inside.rank, inside.size) == (world.local_rank, world.local_world_size)
+        sums = []
+        for group in (inside, across):
+            tensor = torch.tensor([10.0**world.rank])
+            group.all_reduce(tensor)
+            sums.append(tensor.item())
+        return inside.ranks, across.ranks, across.rank, *sums
+
+    answers = on_hosts(monkeypatch, hosts, body)
+    for rank, (inside, across, number, inner_sum, outer_sum) in enumerate(answers):
+        node = next(ranks for ranks in nodes if rank in ranks)
+        local_rank = node.index(rank)
+        peers = tuple(ranks[local_rank] for ranks in nodes if local_rank < len(ranks))
+        assert (inside, across, number) == (node, peers, peers.index(rank))
+        assert inner_sum == sum(10.0**member for member in node)
+        assert outer_sum == sum(10.0**member for member in peers)
+
+
+def test_split_by_color_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(world: phalanx.World) -> tuple[Any, ...]:
+        # Ranks 0 and 3 come together in the opposite order, 1 and 4 in their own; 2 joins nobody.
+        group = world.split(None if world.rank == 2 else world.rank % 3, key=-world.rank if world.rank % 3 == 0 else 0)
+        tensor = torch.tensor([float(world.rank)])
+        if group is not None:
+            group.broadcast(tensor, src=0)
+        everyone = world.split(0)
+        assert everyone is not None
+        assert everyone.ranks == world.ranks
+        world.barrier()
+        return (None if group is None else (group.ranks, group.rank)), tensor.item()
+
+    assert on_hosts(monkeypatch, "aabba", body) == [
+        (((3, 0), 1), 3.0),
+        (((1, 4), 0), 1.0),
+        (None, 2.0),
+        (((3, 0), 0), 3.0),
+        (((1, 4), 1), 1.0),
+    ]
+
+
+def test_the_table_shows_the_hosts_that_were_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = on_hosts(monkeypatch, "ab", lambda world: world.describe())[0]
+    lines = [line.split() for line in table.splitlines()]
+    assert [line[:4] for line in lines[2:]] == [["0", "0", "a", "0"], ["1", "1", "b", "0"]]
+
+
+def test_two_processes_that_claim_one_rank_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank(place: Place) -> None:
+        os.environ.update({"RANK": "0", "WORLD_SIZE": "2"})
+        monkeypatch.setattr("phalanx.world.meet", lambda *_: place.store())
+        phalanx.init("phalanx", quiet=True, timeout_s=3)
+
+    outcomes = run_ranks(rank, 2)
+    refused = [str(outcome.error) for outcome in outcomes if "two of rank 0" in str(outcome.error)]
+    assert len(refused) == 1
+    assert refused[0].count("pid ") == 2
+    assert any("rank 1 of 2 had not come" in str(outcome.error) for outcome in outcomes)
