@@ -7,9 +7,11 @@ order. It is the subreaper of everything below it, so nothing the rank has start
 Whoever wants the rank to end:
 
 - ``phalanx run`` says so: the rank is asked, and after the grace killed;
-- the shim is signalled or killed, because the MPI launcher ends the job (``MPI_Abort``, another rank's death, the
-  batch system): the rank gets a moment to end by itself, for it may be the one that has just called ``MPI_Abort``
-  and its exit code is the one that counts; then the same, and the launcher is told whose doing it was;
+- the shim is asked to end (SIGTERM and the like), because the MPI launcher ends the job or the batch system does: the
+  rank gets a moment to end by itself, for it may be the one that has just called ``MPI_Abort`` and its exit code is
+  the one that counts; then the same as above, and ``phalanx run`` is told whose doing it was;
+- the shim is killed: so is the rank, at once. Hydra ends a job like that, and its ``MPI_Abort`` does not even end the
+  process that calls it; what that process has printed says that it did;
 - the connection is lost: the rank is killed at once, like all others.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -46,6 +49,9 @@ _OWN_END_S = 0.25
 _SECOND_LOOK_S = 0.05
 # How long other ranks may still hold shared memory once all are to end.
 _SHARED_S = 0.5
+# What MPICH and Intel MPI print in the process that calls MPI_Abort, or that their own errors end.
+_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*", re.MULTILINE)
+_MOST_REMEMBERED = 1 << 14
 _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -111,6 +117,7 @@ class _Keeper:
         self.channel: Channel | None = None
         self.watch = SharedMemoryWatch()
         self.ends: dict[int, bytes] = {}
+        self.last_words = b""
         self.rank = -1
         self.child = 0
         self.grace_s = 1.0
@@ -200,8 +207,6 @@ class _Keeper:
             if self.child:
                 self.asked_by_others = True
                 self._end(self.ask_with, self.grace_s)
-            elif not self.connected or self.shim < 0:
-                self.leave()
         if self.kill_at is not None and now >= self.kill_at:
             self.kill_at = None
             if self.child:
@@ -215,14 +220,24 @@ class _Keeper:
         if not signals:
             os.close(self.shim)
             self.shim = -1
+            self._kill_with_shim()
+            return
         for signum in signals:
             if signum in _PASSED_ON:
                 if self.child:
                     processes.send_to_group(self.child, signum)
                 continue
             self.ask_with = signum
-        if (not signals or any(signum in _ASKED for signum in signals)) and self.asked_at is None:
+        if any(signum in _ASKED for signum in signals) and self.asked_at is None:
             self.asked_at = time.monotonic() + _OWN_END_S
+
+    def _kill_with_shim(self) -> None:
+        if not self.child:
+            if not self.ended:
+                self.leave()
+            return
+        self.asked_by_others = True
+        self._end(signal.SIGKILL, 0.0)
 
     def _hear_launcher(self, events: int) -> Place | None:
         channel = self.channel
@@ -324,6 +339,8 @@ class _Keeper:
             os.close(descriptor)
         elif self.connected and self.channel is not None:
             self.channel.send(self.ends[descriptor], data)
+            if self.ends[descriptor] == ERR:
+                self.last_words = (self.last_words + data)[-_MOST_REMEMBERED:]
         return len(data)
 
     def _send_report(self) -> None:
@@ -376,10 +393,22 @@ class _Keeper:
                     break
                 taken += length
         status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        status = self._note_abort(status)
         self._say(event="exited", status=status, age=time.monotonic() - now, by_others=self.asked_by_others)
         self.ended = True
         if not self.connected:
             self.leave()
+
+    def _note_abort(self, status: int) -> int:
+        """The exit status that counts: the one given to MPI_Abort, if it was this rank that called it."""
+        said = _ABORT.search(self.last_words) if self.shim < 0 and self.asked_by_others and status else None
+        if said is None:
+            return status
+        self.asked_by_others = False
+        if not self.reported:
+            code = int(said[1]) & 0xFF or 1
+            self._say(event="reported", age=0.0, report=_plain_report(said[0].decode(errors="replace"), code))
+        return status
 
     def _reap_orphans(self) -> None:
         for pid in processes.children_of(os.getpid()):
@@ -434,13 +463,13 @@ def _host() -> dict[str, str]:
     return {"host": os.uname().nodename, "machine": boot, "folder": os.environ.get("PMIX_SERVER_TMPDIR", "")}
 
 
-def _plain_report(text: str) -> dict[str, Any]:
+def _plain_report(text: str, code: int = 2) -> dict[str, Any]:
     own = {
         "type": "",
         "message": text,
         "traceback": "",
         "shown": False,
         "time": time.monotonic(),
-        "code": 2,
+        "code": code,
     }
     return {"message": {"message": text}, "phalanx": own}

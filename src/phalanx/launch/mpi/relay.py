@@ -47,6 +47,8 @@ _LEAVE_S = 3.0
 _ASKED_S = 1.5
 # Keepers end their ranks within the grace; who says nothing for this much longer is given up.
 _SILENCE_S = 6.0
+# How long a rank whose script has failed may go on with its exit handlers.
+_WIND_DOWN_S = 0.5
 
 
 class _Refusal(Exception):
@@ -208,10 +210,11 @@ class _Relay:
                 return
             for rank in self.ranks:
                 if rank.channel is not None and rank.status is None:
-                    # A rank that has failed by itself may finish, but no longer than the others: under MPI it is
-                    # likely to wait for them.
-                    signum = 0 if rank.number in order["spare"] else order["signal"]
-                    rank.channel.say(do="end", signal=signum, patience_s=order["grace_s"])
+                    # A rank that has failed by itself may finish, but not for long: MPI_Finalize, which is among its
+                    # exit handlers, waits for the others.
+                    spared = rank.number in order["spare"]
+                    patience_s = min(order["grace_s"], _WIND_DOWN_S) if spared else order["grace_s"]
+                    rank.channel.say(do="end", signal=0 if spared else order["signal"], patience_s=patience_s)
                     self._wait_for(rank)
             self._give_up_after(order["grace_s"] + _SILENCE_S)
 
