@@ -192,7 +192,7 @@ class Agreement:
         notice = self._runtime.notices.about(self.key, self.sequence, self._members)
         if notice is not None:
             self.broken = self._lost(notice, call())
-            self._give_up("interrupted" if notice.kind != "timeout" else "timeout", call())
+            self._leave_unanswered()
             raise self.broken
         if self.aborted:
             self.broken = PeerLost(f"the group was aborted while rank {self._rank} was in {call()}")
@@ -272,13 +272,17 @@ class Agreement:
         self._give_up("interrupted", call)
 
     def _give_up(self, kind: str, call: str) -> None:
-        """Let the others know, and MPI be: what this rank began is never answered."""
-        self._runtime.hopeless()
-        self._runtime.kept.append(self)
+        """Let the others know, and MPI be."""
+        self._leave_unanswered()
         try:
             self._runtime.notices.tell(kind, self.key, self.sequence, call, self._members)
         except self._runtime.mpi.Exception:
             return  # they will find out by themselves; the error that led here matters more
+
+    def _leave_unanswered(self) -> None:
+        """What this rank has begun may never be answered: MPI goes on with it as long as the process lives."""
+        self._runtime.hopeless()
+        self._runtime.kept.append(self)
 
     def abort(self) -> None:
         """End the operation under way, on every rank, from any thread."""

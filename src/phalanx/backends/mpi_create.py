@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from phalanx.backends.adapter import PhalanxProcessGroup
 from phalanx.backends.gloo import lazy_gloo
 from phalanx.backends.mpi import MpiCommunicator
-from phalanx.backends.mpi_runtime import Runtime, start
+from phalanx.backends.mpi_runtime import Runtime, running, start
 from phalanx.backends.mpi_store import MpiStore
 from phalanx.errors import InitializationError
 
@@ -45,7 +45,14 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     Raises:
         InitializationError: MPI cannot be started; the message says what to install.
     """
-    runtime = start()
+    runtime = running() if ranks else start()
+    if runtime is None or not runtime.usable:
+        raise InitializationError(
+            "a group with backend 'mpi' needs a world with backend 'mpi': MPI starts on all ranks at once. Call "
+            "init_process_group('mpi'), or leave out new_group's backend"
+        )
+    if not ranks:
+        runtime.begin()
     try:
         if ranks:
             everybody = runtime.world.Get_group()
@@ -59,7 +66,8 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     except runtime.mpi.Exception as error:
         raise InitializationError(f"MPI could not make the group {group_name!r}: {error}") from None
     members = list(ranks) or list(range(runtime.world.size))
-    communicator = MpiCommunicator(runtime, comm, members, f"{group_name}/{zlib.crc32(str(members).encode())}", timeout)
+    key = f"{runtime.notices.world}/{group_name}/{zlib.crc32(str(members).encode())}"
+    communicator = MpiCommunicator(runtime, comm, members, key, timeout)
     gloo = lazy_gloo(
         MpiStore(comm) if comm.size > 1 else HashStore(),
         comm.rank,

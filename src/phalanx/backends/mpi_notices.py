@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = ["Notice", "Notices"]
 
 TAG = 1
 TEXT_BYTES = 1000
+GRACE_S = 0.6
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Notices:
     """The notices of one rank, sent and received.
 
     Attributes:
+        world: which world this rank is in, or was in last, counted from 1: where the script owns MPI, it may destroy
+            one and make another.
         sequences: per group of this rank, how many operations it has begun: told to the others on leaving, so that
             one that is still in the last operation does not take it for missing there.
     """
@@ -54,23 +58,32 @@ class Notices:
         self._lock = threading.Lock()
         self._sent: list[tuple[bytearray, Any]] = []
         self._received: list[Notice] = []
-        self._left: dict[int, tuple[dict[str, int], str]] = {}
-        self._leaving = False
+        self._left: dict[int, tuple[dict[str, int], str, float]] = {}
+        self._later: list[tuple[int, dict[str, Any]]] = []
+        self.world = 0
 
     def tell(self, kind: str, group: str, sequence: int, call: str, members: Iterable[int]) -> None:
         """Let the other members of a group know that this rank gave up there."""
         content = {"kind": kind, "group": group, "sequence": sequence, "call": call[:TEXT_BYTES]}
-        self._send(content, members)
+        self._send(content | {"world": self.world}, members)
 
-    def leaving(self) -> None:
-        """Let everybody know that this rank calls nothing any more; once."""
-        if self._leaving:
-            return
-        self._leaving = True
+    def enter_world(self) -> None:
+        """A world begins: nobody has left it, unless it was told so before this rank came."""
+        with self._lock:
+            self.world += 1
+            self._left.clear()
+            self._received.clear()
+            later, self._later = self._later, []
+            for rank, content in later:
+                self._take(rank, content)
+
+    def leave_world(self) -> None:
+        """Let everybody know that this rank calls nothing any more in this world."""
         site = call_site()
         call = f"destroy_process_group() at {site}" if site else "the end of its program"
         sequences = {key: group.sequence for key, group in self.sequences.items()}
-        self._send({"kind": "left", "sequences": sequences, "call": call[:TEXT_BYTES]}, range(self._comm.size))
+        content = {"kind": "left", "world": self.world, "sequences": sequences, "call": call[:TEXT_BYTES]}
+        self._send(content, range(self._comm.size))
 
     def about(self, group: str, sequence: int, members: Iterable[int]) -> Notice | None:
         """What says that an operation of a group will not be answered, if anything was told so far.
@@ -81,14 +94,17 @@ class Notices:
             members: the group's ranks in the world.
         """
         self._receive()
+        for rank in members:
+            if rank in self._left:
+                sequences, call, when = self._left[rank]
+                if sequences.get(group, -1) < sequence:
+                    # Its process may be about to end by a failure, which ends all others: then that is the cause to show.
+                    if time.monotonic() - when < GRACE_S:
+                        return None
+                    return Notice(rank, "left", group, sequences.get(group, -1), call)
         for notice in self._received:
             if notice.group == group:
                 return notice
-        for rank in members:
-            if rank in self._left:
-                sequences, call = self._left[rank]
-                if sequences.get(group, -1) < sequence:
-                    return Notice(rank, "left", group, sequences.get(group, -1), call)
         return None
 
     def who_waits(self, group: str, sequence: int) -> dict[int, str]:
@@ -100,10 +116,6 @@ class Notices:
         """The last call of a rank that has left; empty if it has not."""
         self._receive()
         return self._left[rank][1] if rank in self._left else ""
-
-    def close(self) -> None:
-        """Take in what was told, before the communicator goes."""
-        self._receive()
 
     def _send(self, content: dict[str, Any], members: Iterable[int]) -> None:
         data = bytearray(json.dumps(content).encode())
@@ -120,9 +132,13 @@ class Notices:
             while message := self._comm.Improbe(self._mpi.ANY_SOURCE, TAG, status):
                 data = bytearray(status.Get_count(self._mpi.BYTE))
                 message.Recv([data, self._mpi.BYTE])
-                content = json.loads(data)
-                rank = status.Get_source()
-                if content["kind"] == "left":
-                    self._left[rank] = content["sequences"], content["call"]
-                else:
-                    self._received.append(Notice(rank, **content))
+                self._take(status.Get_source(), json.loads(data))
+
+    def _take(self, rank: int, content: dict[str, Any]) -> None:
+        world = content.pop("world")
+        if world > self.world:
+            self._later.append((rank, content | {"world": world}))
+        elif world == self.world and content["kind"] == "left":
+            self._left[rank] = content["sequences"], content["call"], time.monotonic()
+        elif world == self.world:
+            self._received.append(Notice(rank, **content))

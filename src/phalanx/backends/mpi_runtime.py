@@ -60,7 +60,7 @@ class Runtime:
         self._require_threads()
         self._core = library()
         self._end_with_the_process()
-        self.failed = False
+        self.failed = self._in_world = False
         self._watch_exceptions()
         self.world = mpi.COMM_WORLD.Dup()
         self._require_one_world()
@@ -78,35 +78,30 @@ class Runtime:
         """Something that other ranks must answer stays unanswered: MPI_Finalize would wait for ever."""
         self._core.phx_mpi_hopeless()
 
+    def begin(self) -> None:
+        """The world's group is being made."""
+        self.notices.enter_world()
+        self._in_world = True
+
     def finish(self) -> None:
         """The world's group is destroyed: end MPI, unless an exception is on its way.
 
         A ``finally`` that destroys the group runs before anybody hears of the exception, and MPI_Finalize waits for the
         other ranks, which may wait for this one. So then the end of the process decides.
         """
-        global _runtime
-        if not self.usable:
+        if not self.usable or sys.exc_info()[0] is not None:
             return
-        self._tell_leaving()
-        if not self._owned:
-            self.notices.close()
-            self.world.Free()
-            _runtime = None
-            self._restore_hook()
-            atexit.unregister(self._leave)
-            return
-        if sys.exc_info()[0] is None and not self.failed and not self.kept:
+        self._leave()
+        if self._owned and not self.failed and not self.kept:
             self.mpi.Finalize()
             self._core.phx_mpi_ended()
 
     def _leave(self) -> None:
-        """The process ends without having destroyed the world's group: tell those who may wait for it."""
-        if self.usable and not self.failed:
-            self._tell_leaving()
-
-    def _tell_leaving(self) -> None:
-        with contextlib.suppress(self.mpi.Exception):
-            self.notices.leaving()
+        """Tell those who may wait for this rank that it calls nothing any more; also when the process ends."""
+        if self._in_world and self.usable and not self.failed:
+            self._in_world = False
+            with contextlib.suppress(self.mpi.Exception):
+                self.notices.leave_world()
 
     def _require_threads(self) -> None:
         level, names = self.mpi.Query_thread(), ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
@@ -164,10 +159,6 @@ class Runtime:
         self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
 
-    def _restore_hook(self) -> None:
-        if sys.excepthook == self._hook:
-            sys.excepthook = self._previous_hook
-
     def _hook(self, kind: type[BaseException], value: BaseException, where: TracebackType | None) -> None:
         """What Python calls for an exception that nobody caught: print it as ever, then the job ends."""
         self._previous_hook(kind, value, where)
@@ -190,7 +181,7 @@ class Runtime:
 
 
 def start() -> Runtime:
-    """MPI, started if it was not.
+    """MPI, started if it was not; called by every rank of the job.
 
     Raises:
         InitializationError: mpi4py or an MPI library is missing, or MPI cannot be started; says what to do.
