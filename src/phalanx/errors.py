@@ -13,6 +13,7 @@ __all__ = [
     "ClosedError",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "DeviceError",
     "DeviceMismatch",
     "InitializationError",
     "LaunchError",
@@ -41,6 +42,14 @@ class LauncherEnvironmentError(InitializationError):
 
     Raised when a launcher's variables are half set, are no numbers, or contradict each other. The message
     names the variable and its value; fix the launcher's command, or unset the variable.
+    """
+
+
+class DeviceError(InitializationError):
+    """The device of a rank is missing, busy, or another rank's.
+
+    Raised by ``phalanx.init()``: a host has more ranks than devices, two ranks took one device, the one that was asked
+    for is not there or cannot be opened. The message says which, and what hides a device if something does.
     """
 
 

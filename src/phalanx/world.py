@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx.data.loader import sharded_loader
-from phalanx.errors import ClosedError, InitializationError, RankError
+from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
-from phalanx.topology.device import choose_device, default_backend
+from phalanx.topology import device as devices
 from phalanx.topology.launchers import Place, find_place
 from phalanx.topology.table import RankRow, format_rank_table
 
@@ -144,8 +144,8 @@ def init(
 
     Args:
         backend: any backend name torch knows; by default ``phalanx`` for the CPU, the device's own otherwise.
-        device: where this rank computes; by default the accelerator with the index of its local rank, if the
-            machine has accelerators, else the CPU.
+        device: where this rank computes; by default what ``PHALANX_DEVICE`` says, else the accelerator with the index
+            of its local rank, if the machine has accelerators, else the CPU.
         timeout_s: how long to wait for the other ranks, now and in every collective, in seconds.
         quiet: print no table.
 
@@ -154,6 +154,7 @@ def init(
 
     Raises:
         LauncherEnvironmentError: the launcher's variables contradict each other or are half set.
+        DeviceError: a device is missing, cannot be opened, or is taken by two ranks.
         InitializationError: called twice without ``close()``, after ``init_process_group``, or a rank did not
             come.
     """
@@ -168,14 +169,16 @@ def init(
             "init_process_group (torch.distributed works after it too)"
         )
     place = find_place()
-    chosen = choose_device(place, device)
-    if chosen.type != "cpu":
-        torch.accelerator.set_device_index(chosen.index or 0)
+    accelerator = devices.find_accelerator()
+    chosen = devices.choose_device(place, device, accelerator)
+    devices.open_device(chosen, place.rank)
+    if not quiet and (hint := devices.hint_for_one_process(place, chosen, accelerator)):
+        print(f"phalanx: note: {hint}", file=sys.stderr)
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
         dist.init_process_group(
-            backend or default_backend(chosen),
+            backend or devices.default_backend(chosen),
             store=PrefixStore(f"phalanx/world/{_openings}", _meeting_store(place, timeout)),
             rank=place.rank,
             world_size=place.world_size,
@@ -183,6 +186,8 @@ def init(
         )
         session = Session(frozenset(entry.type for entry in _default_group()._device_types))
         _world = world = World(place, chosen, session)
+        if chosen.type != "cpu":
+            _refuse_shared_devices(world, devices.physical_device(chosen, accelerator), wanted=device is not None)
         if place.world_size > 1 and not quiet and "PHALANX_TABLE_SHOWN" not in os.environ:
             table = world.describe()
             if world.rank == 0:
@@ -209,6 +214,25 @@ def close() -> None:
     world._session.closed = True
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None:
+    """Compare what the ranks took. One device for two ranks is a mistake, unless somebody asked for it."""
+    taken: list[Any] = [None] * world.size
+    world.all_gather_object(taken, (platform.node(), physical, wanted))
+    shared = devices.shared_devices([host for host, _, _ in taken], [device for _, device, _ in taken])
+    if not shared:
+        return
+    text = "; ".join(f"ranks {', '.join(map(str, ranks))} on {host}: {device}" for host, device, ranks in shared)
+    if all(asked for _, _, asked in taken):
+        if world.rank == 0:
+            print(f"phalanx: warning: ranks share a device ({text})", file=sys.stderr)
+        return
+    raise DeviceError(
+        f"several ranks took the same device: {text}. Does the launcher tell each rank its local rank, or does a "
+        f"variable like CUDA_VISIBLE_DEVICES hide the others? Where they shall share it, say so: "
+        f"phalanx.init(device=...)"
+    )
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -16,13 +16,16 @@ from tests.support.ranks import Place, on_ranks
 from torch._C._distributed_c10d import HashStore
 
 import phalanx
+from phalanx import world as world_module
 from phalanx.errors import (
     ClosedError,
+    DeviceError,
     DeviceMismatch,
     InitializationError,
     LauncherEnvironmentError,
     RankError,
 )
+from phalanx.group import Session
 from phalanx.topology.launchers import Place as LauncherPlace
 from phalanx.topology.launchers import find_place
 
@@ -273,3 +276,22 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
         return tensor.item()
 
     assert on_ranks(body, size) == [float(size)] * size
+
+
+def test_two_ranks_on_one_device_are_refused_unless_both_asked_for_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """The devices are names only: what is compared is what the ranks say they took."""
+
+    def body(place: Place) -> str:
+        place.join()
+        launched = LauncherPlace("phalanx", place.rank, place.size, place.rank, place.size)
+        world = phalanx.World(launched, torch.device("cpu"), Session(frozenset({"cpu"})))
+        world_module._refuse_shared_devices(world, f"cuda {place.rank}", wanted=False)
+        world_module._refuse_shared_devices(world, "cuda 0", wanted=True)
+        with pytest.raises(DeviceError) as caught:
+            world_module._refuse_shared_devices(world, "cuda 0", wanted=place.rank == 0)
+        return str(caught.value)
+
+    for text in on_ranks(body, 2):
+        assert "ranks 0, 1 on" in text
+        assert "cuda 0" in text
+    assert capfd.readouterr().err.count("warning: ranks share a device (ranks 0, 1 on") == 1

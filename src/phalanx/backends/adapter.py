@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,19 @@ from torch._C._distributed_c10d import (
 from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.backends.communicator import Communicator, Message
-from phalanx.backends.layout import DTYPES, dense, even_pieces, in_place, into, same_size, split_pieces
+from phalanx.backends.layout import (
+    DTYPES,
+    all_dense,
+    apart,
+    apart_from_whole,
+    dense,
+    disjoint,
+    in_place,
+    into,
+    same_size,
+    separate,
+    split_counts,
+)
 from phalanx.backends.messages import DoneWork, Messages, MessageWork
 from phalanx.backends.progress import Progress
 from phalanx.backends.work import PhalanxWork
@@ -61,7 +74,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._backend_name = name
         self._communicator = communicator
-        self._size = communicator.size
+        self._rank, self._size = communicator.rank, communicator.size
         self._progress = Progress(group_name)
         self._messages = Messages(group_name, communicator)
         self._gloo = gloo
@@ -104,7 +117,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
         What ``allreduce`` does for most calls, and ``Group.all_reduce`` without the way through torch's checks.
         """
-        if not (tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()):
+        if not self._summable(tensor):
             return False
         progress = self._progress
         with progress.running:
@@ -119,6 +132,10 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         progress.run(self._communicator.all_reduce, tensor, _SUM)
         return True
 
+    def _summable(self, tensor: torch.Tensor) -> bool:
+        """Whether the communicator can sum the tensor as it is."""
+        return tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()
+
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, AllreduceCoalescedOptions() if opts is None else opts)
 
@@ -126,13 +143,15 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if opts is None:
             opts = ReduceOptions()
         root = opts.rootRank
+        if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
+            return self._progress.run(self._communicator.reduce, tensors[0], root, _SUM)
         (tensor,), op, factor = self._reduction("reduce", self._one("reduce", tensors), opts.reduceOp)
 
         def reduce_one() -> None:
             # A stand-in where it is scaled: the tensors of the other ranks stay as they are.
             source = dense(tensor) if factor is None else dense(tensor) * factor
             self._communicator.reduce(source, root, op)
-            if self._communicator.rank == root and source.data_ptr() != tensor.data_ptr():
+            if self._rank == root and source.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(source)
 
         return self._start(opts.asyncOp, tensors, reduce_one)
@@ -144,11 +163,16 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             opts = ReduceScatterOptions()
         (output,), op, factor = self._reduction("reduce_scatter", self._one("reduce_scatter", outputs), opts.reduceOp)
         inputs = [torch.view_as_real(t) if t.is_complex() else t for t in input_lists[0]]
-        self._require_cpu(inputs)
-        same_size("reduce_scatter", inputs, output, self._size)
+        self._require_list("reduce_scatter", inputs, output)
         return self._start(opts.asyncOp, outputs, lambda: self._reduce_blocks(output, inputs, op, factor))
 
     def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        if opts is None:
+            opts = ReduceScatterOptions()
+        usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
+        if usual and self._summable(output) and self._summable(tensor) and apart_from_whole(output, tensor, self._rank):
+            self._require_multiple("reduce_scatter_single", tensor, output)
+            return self._progress.run(self._communicator.reduce_scatter_single, output, tensor, _SUM)
         return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
@@ -167,7 +191,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
 
         def reduce_each() -> None:
             for output, source in zip(reals, sources, strict=True):
-                self._reduce_blocks(output, even_pieces(dense(source), self._size), op, factor)
+                self._reduce_parts(output, source, op, factor)
 
         return self._start(opts.asyncOp, outputs, reduce_each)
 
@@ -177,12 +201,21 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, factor: float | None
     ) -> None:
         blocks = [dense(t) if factor is None else dense(t) * factor for t in inputs]
-        own = self._communicator.rank
-        for index, block in enumerate(blocks):
-            # Into its own block a rank may reduce; writing into one that others are still to be given may not be.
-            if index != own and _overlap(block, output):
-                blocks[index] = block.clone()
-        into([output], lambda buffers: self._communicator.reduce_scatter(buffers[0], blocks, op))
+
+        def reduce(buffers: Sequence[torch.Tensor]) -> None:
+            given = blocks if apart(buffers[0], blocks, self._rank) else [block.clone() for block in blocks]
+            self._communicator.reduce_scatter(buffers[0], given, op)
+
+        into([output], reduce)
+
+    def _reduce_parts(self, output: torch.Tensor, whole: torch.Tensor, op: int, factor: float | None) -> None:
+        given = dense(whole) if factor is None else dense(whole) * factor
+
+        def reduce(buffers: Sequence[torch.Tensor]) -> None:
+            parts = given if apart_from_whole(buffers[0], given, self._rank) else given.clone()
+            self._communicator.reduce_scatter_single(buffers[0], parts, op)
+
+        into([output], reduce)
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -204,27 +237,40 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if opts is None:
             opts = AllgatherOptions()
         (tensor,), outputs = self._one("all_gather", inputs), output_lists[0]
-        self._require_cpu([tensor, *outputs])
-        same_size("all_gather", outputs, tensor, self._size)
-        body = self._communicator.all_gather
-        return self._start(opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, dense(tensor))))
+        self._require_cpu([tensor])
+        ready = self._require_list("all_gather", outputs, tensor)
+        if ready and not opts.asyncOp and tensor.is_contiguous() and apart(tensor, outputs, self._rank):
+            return self._progress.run(self._communicator.all_gather, outputs, tensor)
+        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor))
 
     def allgather_coalesced(
         self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
         if opts is None:
             opts = AllgatherOptions()
-        body = self._communicator.all_gather
         columns = [list(column) for column in zip(*output_lists, strict=True)]
         for outputs, tensor in zip(columns, inputs, strict=True):
-            self._require_cpu([tensor, *outputs])
-            same_size("all_gather_coalesced", outputs, tensor, self._size)
+            self._require_cpu([tensor])
+            self._require_list("all_gather_coalesced", outputs, tensor)
 
         def gather_each() -> None:
             for outputs, tensor in zip(columns, inputs, strict=True):
-                into(outputs, lambda buffers, tensor=tensor: body(buffers, dense(tensor)))  # type: ignore[misc]
+                self._gather_into(outputs, tensor)
 
         return self._start(opts.asyncOp, [t for outputs in output_lists for t in outputs], gather_each)
+
+    def _gather_into(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int | None = None) -> None:
+        """All-gather, or gather to ``root``, which this rank then is."""
+        source = dense(tensor)
+
+        def gather(buffers: Sequence[torch.Tensor]) -> None:
+            given = source if apart(source, buffers, self._rank) else source.clone()
+            if root is None:
+                self._communicator.all_gather(buffers, given)
+            else:
+                self._communicator.gather(buffers, given, root)
+
+        into(outputs, gather)
 
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         return self.allgather_into_tensor_coalesced([output], [tensor], opts)
@@ -239,12 +285,18 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._require_cpu([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
             self._require_multiple("all_gather_single", output, tensor)
-        body, size = self._communicator.all_gather, self._size
+        body = self._communicator.all_gather_single
+        if not opts.asyncOp and len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
+            output, tensor = outputs[0], inputs[0]
+            if apart_from_whole(tensor, output, self._rank):
+                return self._progress.run(body, output, tensor)
+
+        def gather_one(whole: torch.Tensor, source: torch.Tensor) -> None:
+            body(whole, source if apart_from_whole(source, whole, self._rank) else source.clone())
 
         def gather_each() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                source = dense(tensor)
-                in_place(output, lambda whole, source=source: body(even_pieces(whole, size), source))  # type: ignore[misc]
+                in_place(output, partial(gather_one, source=dense(tensor)))
 
         return self._start(opts.asyncOp, outputs, gather_each)
 
@@ -255,35 +307,40 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             opts = GatherOptions()
         (tensor,), root, body = self._one("gather", inputs), opts.rootRank, self._communicator.gather
         self._require_cpu([tensor])
-        if self._communicator.rank != root:
+        if self._rank != root:
             if output_lists:
                 raise ArgumentError("gather: only the destination rank gives a list to gather into")
+            if not opts.asyncOp and tensor.is_contiguous():
+                return self._progress.run(body, None, tensor, root)
             return self._start(opts.asyncOp, [], lambda: body(None, dense(tensor), root))
         outputs = output_lists[0] if output_lists else []
-        self._require_cpu(outputs)
-        same_size("gather", outputs, tensor, self._size)
-        return self._start(
-            opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, dense(tensor), root))
-        )
+        ready = self._require_list("gather", outputs, tensor)
+        if ready and not opts.asyncOp and tensor.is_contiguous() and apart(tensor, outputs, self._rank):
+            return self._progress.run(body, outputs, tensor, root)
+        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor, root))
 
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None) -> Any:
         if opts is None:
             opts = ScatterOptions()
         (output,), root, body = self._one("scatter", outputs), opts.rootRank, self._communicator.scatter
         inputs: list[torch.Tensor] | None = None
-        if self._communicator.rank == root:
+        self._require_cpu([output])
+        ready = output.is_contiguous()
+        if self._rank == root:
             inputs = input_lists[0] if input_lists else []
-            self._require_cpu(inputs)
-            same_size("scatter", inputs, output, self._size)
+            ready &= self._require_list("scatter", inputs, output)
         elif input_lists:
             raise ArgumentError("scatter: only the source rank gives a list to scatter")
-        self._require_cpu([output])
+        if ready and not opts.asyncOp and (inputs is None or apart(output, inputs, root)):
+            return self._progress.run(body, output, inputs, root)
 
-        def scatter_one() -> None:
+        def scatter_one(buffers: Sequence[torch.Tensor]) -> None:
             sources = None if inputs is None else [dense(t) for t in inputs]
-            into([output], lambda buffers: body(buffers[0], sources, root))
+            if sources is not None and not apart(buffers[0], sources, root):
+                sources = [source.clone() for source in sources]
+            body(buffers[0], sources, root)
 
-        return self._start(opts.asyncOp, outputs, scatter_one)
+        return self._start(opts.asyncOp, outputs, lambda: into([output], scatter_one))
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         if opts is None:
@@ -292,15 +349,21 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         for name, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self._size:
                 raise ArgumentError(f"all_to_all: {len(tensors)} {name} tensors, but the group has {self._size} ranks")
-            if any(t.dtype != outputs[0].dtype for t in tensors):
-                raise ArgumentError("all_to_all: the tensors differ in dtype")
-        own = self._communicator.rank
+            for tensor in tensors:
+                if tensor.dtype != outputs[0].dtype:
+                    raise ArgumentError("all_to_all: the tensors differ in dtype")
+        own = self._rank
         if outputs[own].numel() != inputs[own].numel():
             raise ArgumentError("all_to_all: what this rank sends itself is not what it expects from itself")
         body = self._communicator.all_to_all
-        return self._start(
-            opts.asyncOp, outputs, lambda: into(outputs, lambda buffers: body(buffers, [dense(t) for t in inputs]))
-        )
+        if not opts.asyncOp and all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
+            return self._progress.run(body, outputs, inputs)
+
+        def exchange(buffers: Sequence[torch.Tensor]) -> None:
+            sources = [dense(t) for t in inputs]
+            body(buffers, sources if disjoint(buffers, sources) else [source.clone() for source in sources])
+
+        return self._start(opts.asyncOp, outputs, lambda: into(outputs, exchange))
 
     def alltoall_base(
         self,
@@ -315,19 +378,19 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         self._require_cpu([output, tensor])
         if output.dtype != tensor.dtype:
             raise ArgumentError(f"all_to_all_single: the output is {output.dtype}, the input {tensor.dtype}")
-        size, body, own = self._size, self._communicator.all_to_all, self._communicator.rank
-        whole = dense(output)
-        pieces = split_pieces("all_to_all_single input", dense(tensor), input_splits, size)
-        expected = split_pieces("all_to_all_single output", whole, output_splits, size)
-        if pieces[own].numel() != expected[own].numel():
+        size, body, own = self._size, self._communicator.all_to_all_single, self._rank
+        sent = split_counts("all_to_all_single input", tensor, input_splits, size)
+        expected = split_counts("all_to_all_single output", output, output_splits, size)
+        if sent[own] != expected[own]:
             raise ArgumentError("all_to_all_single: what this rank sends itself is not what it expects from itself")
+        if not opts.asyncOp and all_dense((output, tensor)) and separate(output, tensor):
+            return self._progress.run(body, output, tensor, expected, sent)
 
-        def exchange() -> None:
-            body(expected, pieces)
-            if not output.is_contiguous():
-                output.detach().copy_(whole)
+        def exchange(whole: torch.Tensor) -> None:
+            source = dense(tensor)
+            body(whole, source if separate(whole, source) else source.clone(), expected, sent)
 
-        return self._start(opts.asyncOp, [output], exchange)
+        return self._start(opts.asyncOp, [output], lambda: in_place(output, exchange))
 
     all_to_all_single = alltoall_base
 
@@ -433,6 +496,20 @@ class PhalanxProcessGroup(dist.ProcessGroup):
             raise ArgumentError(f"{name}: takes one tensor per rank on the CPU; got {len(tensors)}")
         return tensors
 
+    def _require_list(self, name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> bool:
+        """Check a list with one tensor per rank; whether a communicator can take it as it is. One pass: a list is
+        checked in every call.
+        """
+        dtype, count, fits, contiguous = like.dtype, like.numel(), len(tensors) == self._size, True
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                self._require_cpu(tensors)
+            fits &= tensor.dtype == dtype and tensor.numel() == count
+            contiguous &= tensor.is_contiguous()
+        if not fits:
+            same_size(name, tensors, like, self._size)
+        return contiguous
+
     def _require_multiple(self, name: str, whole: torch.Tensor, part: torch.Tensor) -> None:
         if whole.dtype != part.dtype or whole.numel() != part.numel() * self._size:
             raise ArgumentError(
@@ -450,21 +527,9 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise DeviceMismatch(
-                    f"backend {self._backend_name!r} moves CPU tensors; rank {self._communicator.rank} gave one on "
+                    f"backend {self._backend_name!r} moves CPU tensors; rank {self._rank} gave one on "
                     f"{tensor.device}. Move it with .cpu(), or use the device's own backend"
                 )
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, the first contiguous, share memory, judged by the spans they lie in."""
-    first, element = other.data_ptr(), other.element_size()
-    if other.is_contiguous():
-        last = first + other.nbytes - element
-    elif other.numel():
-        last = first + sum((n - 1) * s for n, s in zip(other.shape, other.stride(), strict=True)) * element
-    else:
-        return False
-    return one.data_ptr() <= last and first < one.data_ptr() + one.nbytes
 
 
 def _nothing() -> None:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.backends.layout import even_pieces, pieces
+
 __all__ = ["Communicator", "Message"]
 
 
@@ -63,6 +65,7 @@ class Communicator(ABC):
 
     A collective is called by every rank of the group, in the same order and with matching arguments, by one
     thread at a time. Tensors are contiguous, on the CPU, and may hold no elements; lists have one tensor per rank.
+    What is written shares no memory with what is read, but for the cases that a method names.
     A method returns when this rank's part is done: its tensors may be read and reused.
 
     All methods raise :class:`~phalanx.errors.CollectiveMismatch`, :class:`~phalanx.errors.PeerLost` or
@@ -107,11 +110,31 @@ class Communicator(ABC):
 
     @abstractmethod
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        """Copy ``inputs[r]`` of rank ``root``, which alone gives them, into ``output`` of rank r."""
+        """Copy ``inputs[r]`` of rank ``root``, which alone gives them, into ``output`` of rank r; the root's may be
+        ``inputs[root]``.
+        """
 
     @abstractmethod
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Copy ``inputs[r]`` into ``outputs[rank]`` of rank r; each pair has a size of its own."""
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """``all_gather`` into one tensor: ``tensor`` of rank r becomes its r-th part of ``size`` equal ones."""
+        self.all_gather(even_pieces(output, self.size), tensor)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
+        """``reduce_scatter`` of the ``size`` equal parts of one tensor; ``output`` may be this rank's part."""
+        self.reduce_scatter(output, even_pieces(tensor, self.size), op)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+    ) -> None:
+        """``all_to_all`` of the parts of one tensor into those of another; part r has ``counts[r]`` elements."""
+        self.all_to_all(pieces(output, output_counts), pieces(tensor, input_counts))
 
     @abstractmethod
     def barrier(self) -> None:

@@ -8,7 +8,21 @@ import torch
 
 from phalanx.errors import ArgumentError
 
-__all__ = ["DTYPES", "dense", "even_pieces", "in_place", "into", "same_size", "split_pieces"]
+__all__ = [
+    "DTYPES",
+    "all_dense",
+    "apart",
+    "apart_from_whole",
+    "dense",
+    "disjoint",
+    "even_pieces",
+    "in_place",
+    "into",
+    "pieces",
+    "same_size",
+    "separate",
+    "split_counts",
+]
 
 DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 
@@ -18,6 +32,57 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and not tensor.requires_grad:
         return tensor
     return tensor.detach().contiguous()
+
+
+def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
+    for tensor in tensors:  # noqa: SIM110 - a generator costs more than the question
+        if not tensor.is_contiguous():
+            return False
+    return True
+
+
+def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
+    """Whether a tensor is its rank's own part, or shares no memory with it, and none with any other part.
+
+    All are contiguous and of one size. Where it is so, writing what is one rank's does not change what is yet to be
+    read of another's, in whichever order that happens.
+    """
+    start, nbytes = tensor.data_ptr(), tensor.nbytes
+    for index, part in enumerate(parts):
+        distance = part.data_ptr() - start
+        if -nbytes < distance < nbytes and (distance or index != own):
+            return False
+    return True
+
+
+def apart_from_whole(tensor: torch.Tensor, whole: torch.Tensor, own: int) -> bool:
+    """The same where the parts are those of one contiguous tensor."""
+    at, start, nbytes = tensor.data_ptr(), whole.data_ptr(), tensor.nbytes
+    return at >= start + whole.nbytes or at + nbytes <= start or at == start + own * nbytes
+
+
+def separate(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share no memory."""
+    at, other_at = one.data_ptr(), other.data_ptr()
+    return at >= other_at + other.nbytes or other_at >= at + one.nbytes
+
+
+def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether no tensor of one list shares memory with one of the other. All are contiguous."""
+    spans = [[(at := t.data_ptr(), at + t.nbytes) for t in tensors if t.numel()] for tensors in (ones, others)]
+    if not all(spans):
+        return True
+    (first, last), (others_first, others_last) = ((min(s)[0], max(end for _, end in s)) for s in spans)
+    if last <= others_first or others_last <= first:
+        return True
+    ends = [0, 0]
+    both = sorted((*span, which) for which in (0, 1) for span in spans[which])
+    for start, end, kind in both:
+        if start < ends[1 - kind]:
+            return False
+        ends[kind] = max(ends[kind], end)
+    return True
 
 
 def in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None:
@@ -46,8 +111,13 @@ def even_pieces(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
     return list(tensor.view(size, -1).unbind()) if tensor.numel() else [tensor.view(-1)] * size
 
 
-def split_pieces(name: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[torch.Tensor]:
-    """A contiguous tensor as flat pieces of ``splits`` rows each, or of equally many rows if there are none.
+def pieces(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """A contiguous tensor as flat pieces of ``counts`` elements."""
+    return list(tensor.view(-1).split(list(counts)))
+
+
+def split_counts(name: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """How many elements ``splits`` rows each are, or equally many rows for each rank if there are no splits.
 
     Raises:
         ArgumentError: the splits are not one per rank, or do not add up to the rows.
@@ -56,13 +126,13 @@ def split_pieces(name: str, tensor: torch.Tensor, splits: Sequence[int], size: i
     if not splits:
         if rows % size:
             raise ArgumentError(f"{name}: {rows} rows do not divide equally among {size} ranks; give split sizes")
-        return even_pieces(tensor, size)
+        return [tensor.numel() // size] * size
     if len(splits) != size:
         raise ArgumentError(f"{name}: {len(splits)} split sizes for {size} ranks; there must be one for each")
     if sum(splits) != rows or min(splits) < 0:
         raise ArgumentError(f"{name}: the split sizes {list(splits)} do not add up to the {rows} rows of the tensor")
     row = tensor.numel() // rows if rows else 0
-    return list(tensor.view(-1).split([count * row for count in splits]))
+    return [count * row for count in splits]
 
 
 def same_size(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> None:
@@ -73,8 +143,9 @@ def same_size(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, si
     """
     if len(tensors) != size:
         raise ArgumentError(f"{name}: the list has {len(tensors)} tensors, but the group has {size} ranks")
+    dtype, count = like.dtype, like.numel()
     for index, tensor in enumerate(tensors):
-        if tensor.dtype != like.dtype or tensor.numel() != like.numel():
+        if tensor.dtype != dtype or tensor.numel() != count:
             raise ArgumentError(
                 f"{name}: entry {index} of the list is {tensor.dtype}{list(tensor.shape)}, but must have as many "
                 f"elements as {like.dtype}{list(like.shape)}, of the same dtype"

@@ -142,7 +142,8 @@ class Progress:
         """Run ``body(*arguments)`` here and now, after everything queued before it."""
         while True:
             with self.running:
-                self._require_idle()
+                if self.busy:
+                    self._require_idle()
                 self.busy = True
                 try:
                     if not self.queue:

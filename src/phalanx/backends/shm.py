@@ -6,14 +6,14 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from phalanx.backends.call_site import call_site, capture
+from phalanx.backends.call_site import CallSite, call_site, capture
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.meeting import meet
 from phalanx.backends.reductions import OP_NAMES, REDUCIBLE, reducible
@@ -36,6 +36,9 @@ _DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromk
 # The core numbers operations as torch's ReduceOp does in this order (enum phx_op).
 _OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
 
+
+_Pointers = ctypes.Array[ctypes.c_void_p]
+_Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...], dict[str, int]]
 
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 NAP_S = 0.002
@@ -86,7 +89,8 @@ class SharedMemoryCommunicator(Communicator):
         # The last call that this rank left without having heard from all others (in a broadcast the root hears
         # nobody, the others only the root; in an all_to_all it does not hear whether they expected its sizes): should
         # it not match theirs, that shows in a later call. What it was, and where it was called.
-        self._unheard: _Call | None = None
+        # As a function that makes its text, if that is ever needed, with what it needs for it.
+        self._unheard: _Unheard | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
@@ -109,12 +113,18 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "reduce", tensor, op=op, dst=root)
         if root != self.rank:
-            self._unheard = _Call("reduce", tensor, {"op": op, "dst": root})
+            self._unheard = (capture(2), _text, ("reduce", tensor.dtype, tensor.shape, op), {"dst": root})
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        self._reduce_scatter(_fill(self._pointers, inputs), output, op)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
+        self._reduce_scatter(_fill_evenly(self._pointers, tensor, output.nbytes), output, op)
+
+    def _reduce_scatter(self, inputs: _Pointers, output: torch.Tensor, op: int) -> None:
         status = self._core.phx_reduce_scatter(
             self._comm,
-            _fill(self._pointers, inputs),
+            inputs,
             output.data_ptr(),
             output.numel(),
             _REDUCED[output.dtype],
@@ -131,16 +141,17 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "broadcast", tensor, src=root)
         if root == self.rank or self.size > 2:
-            self._unheard = _Call("broadcast", tensor, {"src": root})
+            self._unheard = (capture(2), _text, ("broadcast", tensor.dtype, tensor.shape), {"src": root})
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        self._all_gather(_fill(self._pointers, outputs), tensor)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._all_gather(_fill_evenly(self._pointers, output, tensor.nbytes), tensor)
+
+    def _all_gather(self, outputs: _Pointers, tensor: torch.Tensor) -> None:
         status = self._core.phx_all_gather(
-            self._comm,
-            tensor.data_ptr(),
-            _fill(self._pointers, outputs),
-            tensor.nbytes,
-            _DTYPES[tensor.dtype],
-            hash(tensor.shape),
+            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, _DTYPES[tensor.dtype], hash(tensor.shape)
         )
         if status:
             self._fail(status, "all_gather", tensor)
@@ -158,7 +169,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "gather", tensor, dst=root)
         if root != self.rank:
-            self._unheard = _Call("gather", tensor, {"dst": root})
+            self._unheard = (capture(2), _text, ("gather", tensor.dtype, tensor.shape), {"dst": root})
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         status = self._core.phx_scatter(
@@ -173,25 +184,32 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "scatter", output, src=root)
         if root == self.rank or self.size > 2:
-            self._unheard = _Call("scatter", output, {"src": root})
+            self._unheard = (capture(2), _text, ("scatter", output.dtype, output.shape), {"src": root})
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        dtype = _DTYPES[outputs[0].dtype]
-        for peer in range(self.size):
-            self._sizes[peer] = inputs[peer].nbytes
-            self._other_sizes[peer] = outputs[peer].nbytes
-        status = self._core.phx_all_to_all(
-            self._comm,
-            _fill(self._pointers, inputs),
-            self._sizes,
-            _fill(self._other_pointers, outputs),
-            self._other_sizes,
-            dtype,
+        self._sizes[:] = [tensor.nbytes for tensor in inputs]
+        self._other_sizes[:] = [tensor.nbytes for tensor in outputs]
+        self._all_to_all(_fill(self._other_pointers, outputs), _fill(self._pointers, inputs), outputs[0].dtype)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+    ) -> None:
+        self._all_to_all(
+            _fill_unevenly(self._other_pointers, self._other_sizes, output, output_counts),
+            _fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
+            output.dtype,
         )
+
+    def _all_to_all(self, outputs: _Pointers, inputs: _Pointers, dtype: torch.dtype) -> None:
+        status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, _DTYPES[dtype])
         if status:
-            self._fail(status, "all_to_all", None, text=_split_text(outputs[0].dtype, self._sizes, self._other_sizes))
+            self._fail(status, "all_to_all", None, text=_split_text(dtype, self._sizes, self._other_sizes))
         # The receiver alone compares the sizes of a pair.
-        self._unheard = _SplitCall(outputs[0], bytes(self._sizes), bytes(self._other_sizes))
+        self._unheard = (capture(2), _all_to_all_text, (dtype, bytes(self._sizes), bytes(self._other_sizes)), {})
 
     def barrier(self) -> None:
         status = self._core.phx_barrier(self._comm)
@@ -295,37 +313,9 @@ class SharedMemoryCommunicator(Communicator):
         site = call_site()
         before = self._unheard
         if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
-            call, site = before.text(), before.site()
+            place, text, arguments, who = before
+            call, site = text(*arguments, **who), f"{place[0]}:{place[1]}" if place else ""
         return explain(comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
-
-
-class _Call:
-    """A call to be told later, if ever: what is needed for its text, without the tensor and without the text."""
-
-    __slots__ = ("_dtype", "_name", "_shape", "_site", "_who")
-
-    def __init__(self, name: str, tensor: torch.Tensor, who: dict[str, int]) -> None:
-        self._name, self._dtype, self._shape, self._who = name, tensor.dtype, tensor.shape, who
-        self._site = capture(3)
-
-    def text(self) -> str:
-        return _text(self._name, self._dtype, self._shape, **self._who)
-
-    def site(self) -> str:
-        return f"{self._site[0]}:{self._site[1]}" if self._site else ""
-
-
-class _SplitCall(_Call):
-    """The same of an all_to_all, whose sizes differ from rank to rank."""
-
-    __slots__ = ("_expected", "_sent")
-
-    def __init__(self, tensor: torch.Tensor, sent: bytes, expected: bytes) -> None:
-        super().__init__("all_to_all", tensor, {})
-        self._sent, self._expected = sent, expected
-
-    def text(self) -> str:
-        return f"{self._name}({_split_text(self._dtype, self._sent, self._expected)})"
 
 
 class _Sent(Message):
@@ -452,9 +442,31 @@ class _ShmMessage(Message):
         return self._source
 
 
-def _fill(pointers: ctypes.Array[ctypes.c_void_p], tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+def _fill(pointers: _Pointers, tensors: Sequence[torch.Tensor]) -> _Pointers:
+    """The address of each tensor."""
     for index, tensor in enumerate(tensors):
         pointers[index] = tensor.data_ptr()
+    return pointers
+
+
+def _fill_evenly(pointers: _Pointers, whole: torch.Tensor, nbytes: int) -> _Pointers:
+    """The addresses of a tensor's pieces of ``nbytes`` each."""
+    at = whole.data_ptr()
+    for index in range(len(pointers)):
+        pointers[index] = at
+        at += nbytes
+    return pointers
+
+
+def _fill_unevenly(
+    pointers: _Pointers, sizes: ctypes.Array[ctypes.c_uint64], whole: torch.Tensor, counts: Sequence[int]
+) -> _Pointers:
+    """The addresses and sizes of a tensor's pieces of so many elements each."""
+    at, itemsize = whole.data_ptr(), whole.element_size()
+    for index, count in enumerate(counts):
+        pointers[index] = at
+        sizes[index] = nbytes = count * itemsize
+        at += nbytes
     return pointers
 
 
@@ -473,6 +485,10 @@ def _split_text(dtype: torch.dtype, sent: Any, expected: Any) -> str:
         [n // dtype.itemsize for n in memoryview(sizes).cast("B").cast("Q")] for sizes in (sent, expected)
     )
     return f"{_name(dtype)}, sends {sends}, expects {expects} elements"
+
+
+def _all_to_all_text(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:
+    return f"all_to_all({_split_text(dtype, sent, expected)})"
 
 
 def _name(dtype: torch.dtype) -> str:

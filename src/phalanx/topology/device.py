@@ -1,43 +1,209 @@
-"""Which device a rank computes on, through ``torch.accelerator``, so that no vendor is named here."""
+"""Which device a rank computes on, through ``torch.accelerator``, so that no vendor's calls are made here.
+
+A rank takes the device with the index of its local rank. Where its launcher has hidden all devices but the rank's own
+(Slurm's ``--gpus-per-task``), that one is number 0, whatever the local rank is.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
 from phalanx.backends.register import NAME
-from phalanx.errors import InitializationError
+from phalanx.errors import DeviceError
 from phalanx.topology.launchers import Place
 
-__all__ = ["choose_device", "default_backend"]
+__all__ = [
+    "Accelerator",
+    "choose_device",
+    "default_backend",
+    "find_accelerator",
+    "hint_for_one_process",
+    "open_device",
+    "physical_device",
+    "shared_devices",
+]
+
+# Packages that make torch know their devices once they are imported. Newer ones do so at `import torch` themselves.
+_PLUGINS = ("torch_npu", "torch_xla", "intel_extension_for_pytorch", "torch_mlu", "torch_musa")
+
+# What hides devices from a process, in the order in which they are asked.
+_MASKS = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "MLU_VISIBLE_DEVICES",
+    "MUSA_VISIBLE_DEVICES",
+    "TPU_VISIBLE_CHIPS",
+)
+
+# Set where each rank was given devices of its own, numbered from 0.
+_OWN_DEVICES = ("SLURM_GPUS_PER_TASK",)
 
 
-def choose_device(place: Place, wanted: str | torch.device | None) -> torch.device:
-    """The device of one rank: the accelerator with the index of its local rank, or the CPU.
+@dataclass(frozen=True)
+class Accelerator:
+    """The accelerators that this process sees.
+
+    Attributes:
+        type: torch's name of the kind: ``cuda`` (also for ROCm), ``xpu``, ``mps``, ``npu``, …
+        count: how many.
+        mask: the variable that hides others from this process, and its value; None if none is set.
+    """
+
+    type: str
+    count: int
+    mask: tuple[str, str] | None = None
+
+
+def find_accelerator(environment: Mapping[str, str] | None = None) -> Accelerator | None:
+    """What this process sees, or None on a machine without accelerators.
+
+    Args:
+        environment: where the masks are read; ``os.environ`` by default.
+    """
+    environment = os.environ if environment is None else environment
+    for plugin in _PLUGINS:
+        if find_spec(plugin) is not None:
+            with contextlib.suppress(Exception):  # a plugin that does not fit this torch is as good as none
+                import_module(plugin)
+    if not torch.accelerator.is_available():
+        return None
+    kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    if kind is None or count == 0:
+        return None
+    mask = next(((name, environment[name]) for name in _MASKS if environment.get(name)), None)
+    return Accelerator(kind.type, count, mask)
+
+
+def choose_device(
+    place: Place,
+    wanted: str | torch.device | None = None,
+    accelerator: Accelerator | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> torch.device:
+    """The device of one rank.
+
+    All ranks of a host come to the same verdict where there are too few devices, so none is left waiting.
 
     Args:
         place: the rank's place.
-        wanted: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes the machine's accelerator if there is one.
+        wanted: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes what ``PHALANX_DEVICE`` says, else the accelerator.
+        accelerator: what the process sees.
+        environment: ``os.environ`` by default.
 
     Raises:
-        InitializationError: there are fewer accelerators than ranks on this host.
+        DeviceError: what is wanted is not there, or this host has more ranks than devices.
     """
-    if wanted is not None:
-        device = torch.device(wanted)
-    elif torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        device = accelerator if accelerator is not None else torch.device("cpu")
-    else:
-        device = torch.device("cpu")
-    if device.type == "cpu" or device.index is not None:
+    environment = os.environ if environment is None else environment
+    asked = wanted if wanted is not None else environment.get("PHALANX_DEVICE") or None
+    if asked is None:
+        if accelerator is None:
+            return torch.device("cpu")
+        return torch.device(accelerator.type, _index(place, accelerator, environment))
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise DeviceError(f"{asked!r} is no device: {_first_line(error)}. Say cpu, cuda, cuda:1 or the like") from error
+    if device.type in ("cpu", "meta"):
         return device
-    count = torch.accelerator.device_count()
-    if place.local_rank >= count:
-        raise InitializationError(
-            f"rank {place.rank} has local rank {place.local_rank}, but only {count} {device.type} device(s) "
-            f"are visible. Start at most {count} ranks on this host, or pass device='cpu' to phalanx.init()"
+    if accelerator is None or accelerator.type != device.type:
+        seen = "no accelerator" if accelerator is None else f"{accelerator.count} of type {accelerator.type}"
+        raise DeviceError(
+            f"rank {place.rank}: the device {device} was asked for, but this process sees {seen}. "
+            f"{_why_none(device.type, environment)}"
         )
-    return torch.device(device.type, place.local_rank)
+    if device.index is None:
+        return torch.device(device.type, _index(place, accelerator, environment))
+    if device.index >= accelerator.count:
+        raise DeviceError(
+            f"rank {place.rank}: the device {device} was asked for, but this process sees only {accelerator.count} "
+            f"{accelerator.type} device{_s(accelerator.count)}{_masked(accelerator)}"
+        )
+    return device
+
+
+def _index(place: Place, accelerator: Accelerator, environment: Mapping[str, str]) -> int:
+    own = any(environment.get(name) for name in _OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask)
+    if own:
+        return 0
+    if place.local_world_size > accelerator.count or place.local_rank >= accelerator.count:
+        raise DeviceError(
+            f"{place.local_world_size} ranks on this host, but only {accelerator.count} {accelerator.type} "
+            f"device{_s(accelerator.count)}{_masked(accelerator)}. Start at most {accelerator.count} "
+            f"rank{_s(accelerator.count)} on this host, or compute on the CPU: phalanx.init(device='cpu')"
+        )
+    return place.local_rank
+
+
+def open_device(device: torch.device, rank: int) -> None:
+    """Make ``device`` the current one, and find out now whether it can be used.
+
+    Raises:
+        DeviceError: it cannot; the vendor's reason is in the message.
+    """
+    if device.type in ("cpu", "meta"):
+        return
+    try:
+        torch.accelerator.set_device_index(device.index or 0)
+        torch.empty(1, device=device)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"rank {rank} could not open {device}: {_first_line(error)}. Another process may have it to itself, or it "
+            f"is broken; the vendor's tool (nvidia-smi, rocm-smi, npu-smi) shows who uses it"
+        ) from error
+
+
+def physical_device(device: torch.device, accelerator: Accelerator | None) -> str:
+    """What tells one device of a host from another, whatever each process sees: its id, or what the mask says.
+
+    Empty for the CPU, which ranks share, and where nothing tells.
+    """
+    if device.type in ("cpu", "meta") or accelerator is None:
+        return ""
+    with contextlib.suppress(Exception):
+        properties = getattr(torch, device.type).get_device_properties(device.index or 0)
+        if identity := str(getattr(properties, "uuid", "")):
+            return f"{device.type} {identity}"
+    index = device.index or 0
+    if accelerator.mask is not None:
+        entries = [entry.strip() for entry in accelerator.mask[1].split(",")]
+        if index < len(entries) == accelerator.count:
+            return f"{device.type} {entries[index]}"
+    return f"{device.type} {index}"
+
+
+def shared_devices(hosts: Sequence[str], devices: Sequence[str]) -> list[tuple[str, str, list[int]]]:
+    """The devices that several ranks took: host, device, ranks.
+
+    Args:
+        hosts: the host of each rank, by anything that tells one from another.
+        devices: :func:`physical_device` of each rank.
+    """
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank, (host, device) in enumerate(zip(hosts, devices, strict=True)):
+        if device:
+            ranks_of.setdefault((host, device), []).append(rank)
+    return [(host, device, ranks) for (host, device), ranks in ranks_of.items() if len(ranks) > 1]
+
+
+def hint_for_one_process(place: Place, device: torch.device, accelerator: Accelerator | None) -> str:
+    """What to tell somebody who started one process on a machine with several devices; empty for all others."""
+    if place.launcher != "none" or accelerator is None or accelerator.count < 2 or device.type == "cpu":
+        return ""
+    return (
+        f"this process uses {device}, one of {accelerator.count}; to use all of them start the script with: "
+        f"phalanx run -n {accelerator.count} SCRIPT"
+    )
 
 
 def default_backend(device: torch.device) -> str:
@@ -45,3 +211,24 @@ def default_backend(device: torch.device) -> str:
     if device.type == "cpu":
         return NAME
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
+def _why_none(kind: str, environment: Mapping[str, str]) -> str:
+    for name in _MASKS:
+        if name in environment and environment[name].strip() in ("", "-1", "NoDevFiles"):
+            return f"{name}={environment[name]!r} hides them"
+    if kind == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        return f"This torch ({torch.__version__}) was built without CUDA and ROCm; install a build that has it"
+    return "Is its driver loaded, and is its torch plugin installed?"
+
+
+def _masked(accelerator: Accelerator) -> str:
+    return f" ({accelerator.mask[0]}={accelerator.mask[1]})" if accelerator.mask else ""
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,160 @@
+"""Which device a rank takes. Accelerators are stand-ins: this is about counting, hiding and saying what is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from phalanx.errors import DeviceError
+from phalanx.topology import device as devices
+from phalanx.topology.device import Accelerator, choose_device, shared_devices
+from phalanx.topology.launchers import Place
+
+FOUR = Accelerator("cuda", 4)
+
+
+def place(local_rank: int, local_world_size: int, rank: int | None = None, launcher: str = "slurm") -> Place:
+    return Place(
+        launcher=launcher,
+        rank=local_rank if rank is None else rank,
+        world_size=8,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+    )
+
+
+def test_two_machines_with_four_devices_each() -> None:
+    taken = [choose_device(place(rank % 4, 4, rank), None, FOUR, {}) for rank in range(8)]
+    assert [str(device) for device in taken] == [f"cuda:{index}" for index in (0, 1, 2, 3, 0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps", "hpu", "mtia", "privateuseone"])
+def test_no_vendor_is_special(kind: str) -> None:
+    assert str(choose_device(place(1, 2), None, Accelerator(kind, 2), {})) == f"{kind}:1"
+
+
+def test_without_accelerators_the_cpu() -> None:
+    assert choose_device(place(1, 2), None, None, {}) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("environment", [{}, {"PHALANX_DEVICE": "cuda:2"}])
+def test_the_cpu_if_it_is_asked_for(environment: dict[str, str]) -> None:
+    assert choose_device(place(3, 8), "cpu", FOUR, environment) == torch.device("cpu")
+
+
+def test_a_variable_asks_where_the_script_does_not() -> None:
+    assert choose_device(place(3, 8), None, FOUR, {"PHALANX_DEVICE": "cpu"}) == torch.device("cpu")
+    assert choose_device(place(3, 4), None, FOUR, {"PHALANX_DEVICE": "cuda"}) == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "environment"),
+    [
+        (Accelerator("cuda", 1, ("CUDA_VISIBLE_DEVICES", "3")), {}),
+        (Accelerator("cuda", 1), {"SLURM_GPUS_PER_TASK": "1"}),
+        (Accelerator("cuda", 2), {"SLURM_GPUS_PER_TASK": "2"}),
+    ],
+)
+def test_a_rank_that_sees_only_its_own_devices_takes_the_first(
+    accelerator: Accelerator, environment: dict[str, str]
+) -> None:
+    assert choose_device(place(3, 4), None, accelerator, environment) == torch.device("cuda", 0)
+
+
+def test_more_ranks_than_devices_is_told_to_every_rank_of_the_host() -> None:
+    for local_rank in range(5):
+        with pytest.raises(DeviceError, match=r"5 ranks on this host, but only 4 cuda devices\. Start at most 4 ranks"):
+            choose_device(place(local_rank, 5), None, FOUR, {})
+
+
+def test_what_hides_the_others_is_named() -> None:
+    accelerator = Accelerator("cuda", 2, ("CUDA_VISIBLE_DEVICES", "0,2"))
+    with pytest.raises(DeviceError, match=r"only 2 cuda devices \(CUDA_VISIBLE_DEVICES=0,2\)"):
+        choose_device(place(0, 4), None, accelerator, {})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "accelerator", "environment", "text"),
+    [
+        ("cuda:4", FOUR, {}, "sees only 4 cuda devices"),
+        ("xpu", FOUR, {}, "sees 4 of type cuda"),
+        ("cuda", None, {}, "sees no accelerator"),
+        ("cuda", None, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides them"),
+        ("graphics", None, {}, "'graphics' is no device"),
+    ],
+)
+def test_what_is_not_there(
+    wanted: str, accelerator: Accelerator | None, environment: dict[str, str], text: str
+) -> None:
+    with pytest.raises(DeviceError) as caught:
+        choose_device(place(0, 1), wanted, accelerator, environment)
+    assert text in str(caught.value)
+
+
+@dataclass
+class StandIn:
+    """What ``torch.accelerator`` looks like with so many devices of a kind; some of them are busy."""
+
+    kind: str
+    count: int
+    busy: tuple[int, ...] = ()
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device(self.kind)
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device_index(self, index: int) -> None:
+        if index in self.busy:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore lines")
+
+
+def test_what_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "accelerator", StandIn("cuda", 2))
+    assert devices.find_accelerator({}) == Accelerator("cuda", 2)
+    assert devices.find_accelerator({"HIP_VISIBLE_DEVICES": "1,5"}) == Accelerator(
+        "cuda", 2, ("HIP_VISIBLE_DEVICES", "1,5")
+    )
+
+
+def test_all_hidden_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "accelerator", StandIn("cuda", 0))
+    assert devices.find_accelerator({"CUDA_VISIBLE_DEVICES": ""}) is None
+
+
+def test_a_busy_device_is_told_with_the_vendors_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "accelerator", StandIn("cuda", 2, busy=(1,)))
+    with pytest.raises(DeviceError) as caught:
+        devices.open_device(torch.device("cuda", 1), rank=5)
+    assert "rank 5 could not open cuda:1: CUDA error: all CUDA-capable devices are busy" in str(caught.value)
+    assert "more lines" not in str(caught.value)
+
+
+def test_devices_that_ranks_share_are_found_by_host() -> None:
+    hosts = ["a", "a", "b", "b", "a"]
+    assert shared_devices(hosts, ["cuda 0", "cuda 1", "cuda 0", "cuda 0", "cuda 1"]) == [
+        ("a", "cuda 1", [1, 4]),
+        ("b", "cuda 0", [2, 3]),
+    ]
+    assert shared_devices(hosts, [""] * 5) == []
+
+
+def test_number_0_of_two_masks_is_two_devices() -> None:
+    seen = [
+        devices.physical_device(torch.device("cuda", 0), Accelerator("cuda", 1, ("MASK", mask))) for mask in ("2", "3")
+    ]
+    assert len(set(seen)) == 2
+
+
+def test_the_hint_is_for_one_process_on_many_devices() -> None:
+    alone = Place()
+    assert "phalanx run -n 4" in devices.hint_for_one_process(alone, torch.device("cuda", 0), FOUR)
+    assert not devices.hint_for_one_process(alone, torch.device("cpu"), FOUR)
+    assert not devices.hint_for_one_process(alone, torch.device("cuda", 0), Accelerator("cuda", 1))
+    assert not devices.hint_for_one_process(place(0, 1), torch.device("cuda", 0), FOUR)

@@ -1,0 +1,144 @@
+"""Outputs that share memory with inputs: the result is the one of separate tensors, wherever the two overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Place, on_ranks
+
+COUNTS = (1, 16, 700, 300_000)
+
+
+def given(rank: int, count: int) -> torch.Tensor:
+    return torch.arange(count) + 10_000_000 * rank
+
+
+def starts(rank: int, size: int, count: int) -> dict[str, int]:
+    """Where in a tensor of ``size`` parts another may begin: at its own part, at another's, across two."""
+    return {
+        "own": rank * count,
+        "other": (rank + 1) % size * count,
+        "two": min(count * size - count, count // 2),
+    }
+
+
+def from_one_part(place: Place, operation: Callable[[torch.Tensor, torch.Tensor, int], bool]) -> list[str]:
+    """Which cases went wrong of an operation whose input is a part of its output."""
+    wrong = []
+    for count in COUNTS:
+        wholes = [given(rank, count * place.size) for rank in range(place.size)]
+        for name in starts(0, place.size, count):
+            begins = [starts(rank, place.size, count)[name] for rank in range(place.size)]
+            expected = torch.cat([w[b : b + count] for w, b in zip(wholes, begins, strict=True)])
+            output = wholes[place.rank].clone()
+            part = output[begins[place.rank] : begins[place.rank] + count]
+            if operation(output, part, count) and not torch.equal(output, expected):
+                wrong.append(f"{name} x {count}")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_gathering_from_a_part_of_the_output(size: int) -> None:
+    def single(output: torch.Tensor, part: torch.Tensor, count: int) -> bool:
+        dist.all_gather_single(output, part)
+        return True
+
+    def listed(output: torch.Tensor, part: torch.Tensor, count: int) -> bool:
+        dist.all_gather(list(output.split(count)), part)
+        return True
+
+    def to_one(output: torch.Tensor, part: torch.Tensor, count: int) -> bool:
+        root = size - 1
+        dist.gather(part, list(output.split(count)) if dist.get_rank() == root else None, root)
+        return dist.get_rank() == root
+
+    def later(output: torch.Tensor, part: torch.Tensor, count: int) -> bool:
+        dist.all_gather_single(output, part, async_op=True).wait()
+        return True
+
+    def body(place: Place) -> list[list[str]]:
+        place.join()
+        return [from_one_part(place, operation) for operation in (single, listed, to_one, later)]
+
+    assert on_ranks(body, size) == [[[]] * 4] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_scattering_and_reducing_into_a_part_of_the_input(size: int) -> None:
+    def body(place: Place) -> list[str]:
+        place.join()
+        wrong = []
+        for count in COUNTS:
+            wholes = [given(rank, count * size) for rank in range(size)]
+            own = slice(place.rank * count, (place.rank + 1) * count)
+            total = sum(wholes[1:], wholes[0])[own]
+            for name, start in starts(place.rank, size, count).items():
+                whole = wholes[place.rank].clone()
+                output = whole[start : start + count]
+                dist.reduce_scatter_single(output, whole)
+                if not torch.equal(output, total):
+                    wrong.append(f"reduce_scatter_single {name} x {count}")
+                whole = wholes[place.rank].clone()
+                output = whole[start : start + count]
+                dist.reduce_scatter(output, list(whole.split(count)))
+                if not torch.equal(output, total):
+                    wrong.append(f"reduce_scatter {name} x {count}")
+                whole = wholes[1].clone()
+                output = whole[start : start + count]
+                dist.scatter(output, list(whole.split(count)) if place.rank == 1 else None, src=1)
+                if not torch.equal(output, wholes[1][own]):
+                    wrong.append(f"scatter {name} x {count}")
+        return wrong
+
+    assert on_ranks(body, size) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_to_all_in_place_and_shifted(size: int) -> None:
+    def body(place: Place) -> list[str]:
+        place.join()
+        wrong = []
+        for count in COUNTS:
+            wholes = [given(rank, count * size) for rank in range(size)]
+            expected = torch.cat([whole[place.rank * count : (place.rank + 1) * count] for whole in wholes])
+            whole = wholes[place.rank].clone()
+            dist.all_to_all_single(whole, whole)
+            if not torch.equal(whole, expected):
+                wrong.append(f"single, in place, x {count}")
+            whole = wholes[place.rank].clone()
+            dist.all_to_all(list(whole.split(count)), list(whole.split(count)))
+            if not torch.equal(whole, expected):
+                wrong.append(f"in place, x {count}")
+            whole = torch.cat([wholes[place.rank], torch.zeros(count, dtype=torch.int64)])
+            output = whole[count // 2 : count // 2 + count * size]
+            dist.all_to_all_single(output, whole[: count * size])
+            if not torch.equal(output, expected):
+                wrong.append(f"single, shifted, x {count}")
+            # Each output lies behind the input of the same rank: interleaved, but apart.
+            woven = torch.zeros(size, 2, count, dtype=torch.int64)
+            woven[:, 0] = wholes[place.rank].view(size, count)
+            dist.all_to_all([row[1] for row in woven], [row[0] for row in woven])
+            if not torch.equal(woven[:, 1].reshape(-1), expected):
+                wrong.append(f"woven, x {count}")
+        return wrong
+
+    assert on_ranks(body, size) == [[]] * size
+
+
+def test_a_tensor_gathered_late_is_read_late() -> None:
+    """What an operation before it has queued to be written is what a copy of a view must see."""
+
+    def body(place: Place) -> list[float]:
+        place.join()
+        table = torch.zeros(4, 2)
+        column = table[:, 0]
+        work = dist.all_reduce(table.add_(1), async_op=True)
+        outputs = [torch.zeros(4) for _ in range(3)]
+        dist.gather(column, outputs if place.rank == 0 else None, 0)
+        work.wait()
+        return [float(output.sum()) for output in outputs]
+
+    assert on_ranks(body, 3) == [[12.0] * 3, [0.0] * 3, [0.0] * 3]
