@@ -33,7 +33,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch import processes
 from phalanx.launch.mpi.launchers import JOIN, carried_environment, place_of
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
-from phalanx.launch.mpi.wire import ERR, MESSAGE, OUT, Channel, Lost, join
+from phalanx.launch.mpi.wire import ERR, IN, MESSAGE, OUT, Channel, Lost, join
 from phalanx.launch.rank import Place, enter_rank
 from phalanx.launch.target import Target, compile_target
 from phalanx.launch.wires import RankEnds, report_name
@@ -118,6 +118,8 @@ class _Keeper:
         self.watch = SharedMemoryWatch()
         self.ends: dict[int, bytes] = {}
         self.last_words = b""
+        self.input = -1
+        self.input_waiting = b""
         self.rank = -1
         self.child = 0
         self.grace_s = 1.0
@@ -174,6 +176,9 @@ class _Keeper:
         if channel.waiting < _MOST_WAITING:
             for descriptor in self.ends:
                 poll.register(descriptor, select.POLLIN)
+        if self.input >= 0:
+            # Without anything to write, this hears of the reader's end only.
+            poll.register(self.input, select.POLLOUT if self.input_waiting else 0)
         ready = dict(poll.poll(self._patience_ms()))
         if self.wakeup[0] in ready:
             with contextlib.suppress(BlockingIOError):
@@ -187,6 +192,8 @@ class _Keeper:
             self.look_at = time.monotonic() + _SECOND_LOOK_S
         for descriptor in [descriptor for descriptor in self.ends if descriptor in ready]:
             self._pass_on(descriptor)
+        if self.input in ready:
+            self._feed_input()
         place = self._hear_launcher(ready.get(channel.fileno(), 0)) if self.connected else None
         if place is None:
             self._act_on_time()
@@ -256,6 +263,8 @@ class _Keeper:
                 self.leave()
             return None
         for kind, data in frames:
+            if kind == IN:
+                self._take_input(data)
             if kind != MESSAGE:
                 continue
             order = _decode(data)
@@ -282,6 +291,7 @@ class _Keeper:
             return None
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
+        in_read, in_write = os.pipe() if order["input"] else (os.open(os.devnull, os.O_RDONLY), -1)
         self.report = os.memfd_create(report_name(order["run_id"], self.rank))
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         keeper = os.getpid()
@@ -298,7 +308,8 @@ class _Keeper:
             assert self.channel is not None
             self.channel.close()
             self.watch.close()
-            for descriptor in (*self.wakeup, self.shim, out_read, err_read):
+            os.dup2(in_read, 0)
+            for descriptor in (*self.wakeup, self.shim, out_read, err_read, in_read, in_write):
                 if descriptor >= 0:
                     os.close(descriptor)
             enter_rank(place, self.handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -306,16 +317,28 @@ class _Keeper:
         self.child = child
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self.ends = {out_read: OUT, err_read: ERR}
+        self.input = in_write
         self._let_go()
-        for descriptor in self.ends:
-            os.set_blocking(descriptor, False)
+        for descriptor in (*self.ends, self.input):
+            if descriptor >= 0:
+                os.set_blocking(descriptor, False)
         self._say(event="started", pid=child)
+        if self.input >= 0:
+            self._say(event="wants")
         return None
 
     def _let_go(self) -> None:
-        """Close what is the rank's: its input, its process manager's socket, and pipes that leaked from the outside."""
+        """Close what is the rank's: its process manager's socket, and pipes that leaked from the outside."""
         assert self.channel is not None
-        own = {*self.wakeup, self.shim, self.watch.descriptor, self.report, self.channel.fileno(), *self.ends}
+        own = {
+            *self.wakeup,
+            self.shim,
+            self.watch.descriptor,
+            self.report,
+            self.channel.fileno(),
+            *self.ends,
+            self.input,
+        }
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(null, descriptor)
@@ -342,6 +365,34 @@ class _Keeper:
             if self.ends[descriptor] == ERR:
                 self.last_words = (self.last_words + data)[-_MOST_REMEMBERED:]
         return len(data)
+
+    def _take_input(self, data: bytes) -> None:
+        if self.input < 0:
+            return
+        if data:
+            self.input_waiting += data
+            self._feed_input()
+        else:
+            os.close(self.input)
+            self.input = -1
+
+    def _feed_input(self) -> None:
+        """Write what the rank has room for, and ask for more once it has taken all."""
+        try:
+            written = os.write(self.input, self.input_waiting) if self.input_waiting else 0
+        except BlockingIOError:
+            return
+        except OSError:
+            written = 0
+            self.input_waiting = b""
+        if not written:
+            # Nobody reads any more.
+            os.close(self.input)
+            self.input = -1
+            return
+        self.input_waiting = self.input_waiting[written:]
+        if not self.input_waiting:
+            self._say(event="wants")
 
     def _send_report(self) -> None:
         if self.report < 0:

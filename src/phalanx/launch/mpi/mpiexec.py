@@ -52,23 +52,19 @@ class Mpiexec:
         host_list = os.memfd_create(f"{plan.run_id}-hosts")
         os.pwrite(host_list, "".join(f"{host.name}:{host.slots}\n" for host in plan.hosts).encode(), 0)
         program = [sys.executable, SHIM, self._launcher.kind]
-        null = os.open(os.devnull, os.O_RDWR)
         try:
             self._process = subprocess.Popen(
                 self._launcher.command(plan.ranks, plan.hosts, program, f"/dev/fd/{host_list}"),
                 env={**self._launcher.environment(), **os.environ, JOIN: invitation},
-                # A terminal stays the user's, as under the built-in launcher.
-                stdin=null if os.isatty(0) else None,
+                # The relay hands the input on: Open MPI 5 loses it, and the end of it.
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=[host_list],
                 start_new_session=True,
                 preexec_fn=functools.partial(_follow_parent, os.getpid()),
             )
-            # The input is the ranks' now: its writer should notice when they end.
-            os.dup2(null, 0)
         finally:
-            os.close(null)
             os.close(host_list)
         self.pid = self._process.pid
         self._process.returncode = 0  # this class waits for it; Popen need not

@@ -31,7 +31,7 @@ from phalanx.launch import processes
 from phalanx.launch.mpi.crew import Member, Pipe
 from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks, planned_hosts
-from phalanx.launch.mpi.wire import MESSAGE, Channel, Door, Lost, new_key
+from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Door, Lost, new_key
 from phalanx.launch.plan import Plan
 from phalanx.launch.store import host_store
 from phalanx.launch.target import compile_target
@@ -49,6 +49,7 @@ _ASKED_S = 1.5
 _SILENCE_S = 6.0
 # How long a rank whose script has failed may go on with its exit handlers.
 _WIND_DOWN_S = 0.5
+_BLOCK = 1 << 16
 
 
 class _Refusal(Exception):
@@ -235,6 +236,8 @@ class _Relay:
                     carried=dict(os.environ),
                     directory=os.getcwd(),
                     grace_s=self.plan.grace_s,
+                    # A terminal stays the user's, as under the built-in launcher.
+                    input=rank.number == 0 and not os.isatty(0),
                 )
                 self._wait_for(rank)
 
@@ -299,7 +302,11 @@ class _Relay:
             self._tell_started()
         elif event == "reported":
             self._write_report(rank, message["report"], time.monotonic() - message["age"])
+        elif event == "wants":
+            self._on_input_wanted(rank)
         elif event == "exited":
+            if rank.number == 0:
+                _release_input()
             self._end(rank, message["status"], time.monotonic() - message["age"], message["by_others"])
         return rank
 
@@ -397,6 +404,28 @@ class _Relay:
         self._feed(rank, pipe)
         self._wait_for(rank)
 
+    # The input, which rank 0 reads: a block at a time, so that nothing is taken that nobody reads.
+
+    def _on_input_wanted(self, rank: Member) -> None:
+        take = functools.partial(self._take_input, rank)
+        try:
+            self.selector.register(0, selectors.EVENT_READ, take)
+        except PermissionError:
+            take()  # a file: always ready, and nothing that a selector waits for
+
+    def _take_input(self, rank: Member) -> None:
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(0)
+        try:
+            data = os.read(0, _BLOCK)
+        except OSError:
+            data = b""
+        if not data:
+            _release_input()
+        if rank.channel is not None:
+            rank.channel.send(IN, data)
+            self._wait_for(rank)
+
     # The store, for ranks that meet by MASTER_ADDR and MASTER_PORT.
 
     def _on_store_wanted(self) -> None:
@@ -488,6 +517,13 @@ class _Relay:
             text = f"phalanx: {self.mpiexec.describe_end()}, and {_ranks([rank.number for rank in bad])} with it\n"
             code = self.mpiexec.exit_code
             self.wires.zygote.send(event="refused", text=text + self.mpiexec.take_all(), code=code)
+
+
+def _release_input() -> None:
+    """Let go of standard input: its writer should notice that nobody reads any more."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
 
 
 def _ranks(numbers: list[int]) -> str:

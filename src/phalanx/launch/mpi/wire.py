@@ -5,7 +5,8 @@ anything is read as a message, each side answers the other's random challenge wi
 neither a stranger on the network nor a port that somebody else has taken over gets further than 64 bytes of noise.
 What follows is not encrypted, like the traffic of MPI itself.
 
-Then come frames: a length, a kind, and the bytes. Two kinds carry what a rank prints, the third carries JSON.
+Then come frames: a length, a kind, and the bytes. Two kinds carry what a rank prints and one what it reads, the last
+carries JSON.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ERR", "MESSAGE", "OUT", "Channel", "Door", "Lost", "join", "new_key"]
+__all__ = ["ERR", "IN", "MESSAGE", "OUT", "Channel", "Door", "Lost", "join", "new_key"]
 
-OUT, ERR, MESSAGE = b"o", b"e", b"m"
+OUT, ERR, IN, MESSAGE = b"o", b"e", b"i", b"m"
 _HEAD = struct.Struct("!Ic")
 _LARGEST_FRAME = 1 << 26
 _BLOCK = 1 << 17
