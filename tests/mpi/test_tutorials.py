@@ -1,4 +1,4 @@
-"""What people have at hand when they try MPI with torch: the scripts of tutorials, unchanged, and this one's example."""
+"""What people have at hand when they try MPI with torch: tutorials' scripts, unchanged, and the example."""
 
 from __future__ import annotations
 
