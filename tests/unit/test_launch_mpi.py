@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_a_program_beside_this_python_comes_first(tmp_path: Path, monkeypatch: p
     program(beside, HYDRA)
     program(other, HYDRA)
     monkeypatch.setenv("PATH", f"{other}:{os.environ['PATH']}")
-    monkeypatch.setattr(launchers.sys, "executable", str(beside / "python"))
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
     assert find_mpi_launcher("mpiexec").path == str(beside / "mpiexec")
     (beside / "mpiexec").unlink()
     assert find_mpi_launcher("mpiexec").path == str(other / "mpiexec")
@@ -154,13 +155,13 @@ def test_who_knows_the_key_comes_in_and_frames_arrive_whole(door: Door) -> None:
         channel.send(OUT, b"x" * 300_000)
         channel.finish(5.0)
         os._exit(0)
-    channel = admit(door)
-    assert channel is not None
+    admitted = admit(door)
+    assert admitted is not None
     frames: list[tuple[bytes, bytes]] = []
     with pytest.raises(Lost):
         while True:
-            frames += channel.receive()
-    channel.close()
+            frames += admitted.receive()
+    admitted.close()
     os.waitpid(pid, 0)
     assert frames == [(b"m", b'{"event": "here", "rank": 3}'), (OUT, b"x" * 300_000)]
 

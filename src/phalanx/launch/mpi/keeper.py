@@ -24,7 +24,6 @@ import re
 import resource
 import select
 import signal
-import sys
 import time
 import traceback
 from typing import Any, NoReturn
@@ -33,16 +32,16 @@ from phalanx.errors import LaunchError
 from phalanx.launch import processes
 from phalanx.launch.mpi.launchers import JOIN, carried_environment, place_of
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
-from phalanx.launch.mpi.wire import ERR, IN, MESSAGE, OUT, Channel, Lost, join
+from phalanx.launch.mpi.streams import Streams
+from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Lost, join
 from phalanx.launch.rank import Place, enter_rank
 from phalanx.launch.target import Target, compile_target
 from phalanx.launch.wires import RankEnds, report_name
 
-__all__ = ["keep"]
+__all__ = ["ASKED", "PASSED_ON", "keep"]
 
-_BLOCK = 1 << 16
-# What may still lie in an ended rank's pipe, and how much may wait for the network before the rank has to.
-_LARGEST_REMAINDER = _MOST_WAITING = 1 << 20
+# How much of the rank's output may wait for the network before the rank has to.
+_MOST_WAITING = 1 << 20
 # How long a rank may take to end by itself once the MPI launcher wants it to.
 _OWN_END_S = 0.25
 # A file appears before it is mapped.
@@ -51,61 +50,30 @@ _SECOND_LOOK_S = 0.05
 _SHARED_S = 0.5
 # What MPICH and Intel MPI print in the process that calls MPI_Abort, or that their own errors end.
 _ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*", re.MULTILINE)
-_MOST_REMEMBERED = 1 << 14
-_ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def keep(kind: str) -> Place:
-    """Be the shim and its keeper.
+def keep(kind: str, shim: int, handlers: dict[int, Any]) -> Place:
+    """Be the keeper; called in the child of the shim's fork, with the signals that it handles blocked.
 
     Args:
-        kind: whose MPI launcher started this process.
+        kind: whose MPI launcher started the shim.
+        shim: a pipe on which the shim tells of signals, and of its end.
+        handlers: the signal handlers that the interpreter started with, which the rank gets back.
 
     Returns:
-        In the rank, its place. The shim and the keeper never return.
+        In the rank, its place. The keeper itself never returns.
     """
-    invitation = os.environ.pop(JOIN, None)
-    if invitation is None:
-        sys.exit("phalanx: this program is for `phalanx run --mpi` to start; start your script with that")
-    watched = {*_ASKED, *_PASSED_ON, signal.SIGCHLD}
-    handlers = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in watched}
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    heard, tell = os.pipe()
-    keeper = os.fork()
-    if keeper:
-        _stand_for(keeper, tell, watched)
-    os.close(tell)
-    own = _Keeper(kind, heard, handlers)
+    own = _Keeper(kind, shim, handlers)
     try:
-        place = own.run(invitation)
+        return own.run(os.environ.pop(JOIN))
     except LaunchError as error:
         own.give_up(f"phalanx: {error}\n")
     except BaseException:
         if os.getpid() == own.pid:
             own.give_up(traceback.format_exc())
         raise
-    return place
-
-
-def _stand_for(keeper: int, tell: int, watched: set[signal.Signals]) -> NoReturn:
-    """Be the shim: end as the keeper does, and tell it of signals. Its end is the end of the pipe."""
-    processes.set_name("phalanx-shim")
-    parent = os.getppid()
-    with contextlib.suppress(OSError):
-        processes.die_with_parent(parent)
-    # The input is the rank's: its writer should notice when the rank ends.
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    while True:
-        signum = signal.sigwait(watched)
-        if signum == signal.SIGCHLD:
-            pid, status = os.waitpid(keeper, os.WNOHANG)
-            if pid:
-                os._exit(abs(os.waitstatus_to_exitcode(status)))
-        else:
-            with contextlib.suppress(OSError):
-                os.write(tell, bytes([signum]))
 
 
 class _Keeper:
@@ -116,10 +84,7 @@ class _Keeper:
         self.handlers = handlers
         self.channel: Channel | None = None
         self.watch = SharedMemoryWatch()
-        self.ends: dict[int, bytes] = {}
-        self.last_words = b""
-        self.input = -1
-        self.input_waiting = b""
+        self.streams: Streams | None = None
         self.rank = -1
         self.child = 0
         self.grace_s = 1.0
@@ -173,12 +138,13 @@ class _Keeper:
         for descriptor in (self.wakeup[0], self.shim, self.watch.descriptor):
             if descriptor is not None and descriptor >= 0:
                 poll.register(descriptor, select.POLLIN)
-        if channel.waiting < _MOST_WAITING:
-            for descriptor in self.ends:
+        streams = self.streams
+        if streams is not None:
+            for descriptor in streams.outputs if channel.waiting < _MOST_WAITING else ():
                 poll.register(descriptor, select.POLLIN)
-        if self.input >= 0:
-            # Without anything to write, this hears of the reader's end only.
-            poll.register(self.input, select.POLLOUT if self.input_waiting else 0)
+            if streams.input >= 0:
+                # With nothing to write, this hears of the reader's end only.
+                poll.register(streams.input, select.POLLOUT if streams.hungry else 0)
         ready = dict(poll.poll(self._patience_ms()))
         if self.wakeup[0] in ready:
             with contextlib.suppress(BlockingIOError):
@@ -190,10 +156,11 @@ class _Keeper:
             self.watch.drain()
             self._look()
             self.look_at = time.monotonic() + _SECOND_LOOK_S
-        for descriptor in [descriptor for descriptor in self.ends if descriptor in ready]:
-            self._pass_on(descriptor)
-        if self.input in ready:
-            self._feed_input()
+        if streams is not None:
+            for descriptor in [descriptor for descriptor in streams.outputs if descriptor in ready]:
+                self._send(*streams.read(descriptor))
+            if streams.input in ready and streams.feed():
+                self._say(event="wants")
         place = self._hear_launcher(ready.get(channel.fileno(), 0)) if self.connected else None
         if place is None:
             self._act_on_time()
@@ -230,12 +197,12 @@ class _Keeper:
             self._kill_with_shim()
             return
         for signum in signals:
-            if signum in _PASSED_ON:
+            if signum in PASSED_ON:
                 if self.child:
                     processes.send_to_group(self.child, signum)
                 continue
             self.ask_with = signum
-        if any(signum in _ASKED for signum in signals) and self.asked_at is None:
+        if any(signum in ASKED for signum in signals) and self.asked_at is None:
             self.asked_at = time.monotonic() + _OWN_END_S
 
     def _kill_with_shim(self) -> None:
@@ -263,14 +230,19 @@ class _Keeper:
                 self.leave()
             return None
         for kind, data in frames:
-            if kind == IN:
-                self._take_input(data)
+            if kind == IN and self.streams is not None:
+                if not data:
+                    self.streams.close_input()
+                elif self.streams.feed(data):
+                    self._say(event="wants")
             if kind != MESSAGE:
                 continue
             order = _decode(data)
             if order["do"] == "become":
-                return self._start(order)
-            if order["do"] == "end" and self.child:
+                place = self._start(order)
+                if place is not None:
+                    return place
+            elif order["do"] == "end" and self.child:
                 self._end(order["signal"], order["patience_s"])
             elif order["do"] == "leave":
                 self.leave()
@@ -289,9 +261,7 @@ class _Keeper:
         except (OSError, ValueError, EOFError, SyntaxError, LaunchError) as error:
             self._refuse(f"{type(error).__name__}: {error} (on {os.uname().nodename})")
             return None
-        out_read, out_write = os.pipe()
-        err_read, err_write = os.pipe()
-        in_read, in_write = os.pipe() if order["input"] else (os.open(os.devnull, os.O_RDONLY), -1)
+        streams = self.streams = Streams(fed=order["input"])
         self.report = os.memfd_create(report_name(order["run_id"], self.rank))
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         keeper = os.getpid()
@@ -303,42 +273,30 @@ class _Keeper:
             return None
         if child == 0:
             signal.set_wakeup_fd(-1)
-            ends = RankEnds(out_write, err_write, self.report)
+            ends = RankEnds(streams.rank_out, streams.rank_err, self.report)
             place = Place(self.rank, target, order["run_id"], own, ends, code, spec, keeper)
             assert self.channel is not None
             self.channel.close()
             self.watch.close()
-            os.dup2(in_read, 0)
-            for descriptor in (*self.wakeup, self.shim, out_read, err_read, in_read, in_write):
+            streams.keep_rank_ends()
+            for descriptor in (*self.wakeup, self.shim):
                 if descriptor >= 0:
                     os.close(descriptor)
             enter_rank(place, self.handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
             return place
         self.child = child
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self.ends = {out_read: OUT, err_read: ERR}
-        self.input = in_write
-        self._let_go()
-        for descriptor in (*self.ends, self.input):
-            if descriptor >= 0:
-                os.set_blocking(descriptor, False)
+        streams.keep_own_ends()
+        self._let_go(streams)
         self._say(event="started", pid=child)
-        if self.input >= 0:
+        if streams.input >= 0:
             self._say(event="wants")
         return None
 
-    def _let_go(self) -> None:
+    def _let_go(self, streams: Streams) -> None:
         """Close what is the rank's: its process manager's socket, and pipes that leaked from the outside."""
         assert self.channel is not None
-        own = {
-            *self.wakeup,
-            self.shim,
-            self.watch.descriptor,
-            self.report,
-            self.channel.fileno(),
-            *self.ends,
-            self.input,
-        }
+        own = {*self.wakeup, self.shim, self.watch.descriptor, self.report, self.channel.fileno(), *streams.own_ends()}
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(null, descriptor)
@@ -352,47 +310,9 @@ class _Keeper:
         self._say(event="exited", status=2, age=0.0, by_others=False)
         self.ended = True
 
-    def _pass_on(self, descriptor: int) -> int:
-        try:
-            data = os.read(descriptor, _BLOCK)
-        except BlockingIOError:
-            return 0
-        if not data:
-            del self.ends[descriptor]
-            os.close(descriptor)
-        elif self.connected and self.channel is not None:
-            self.channel.send(self.ends[descriptor], data)
-            if self.ends[descriptor] == ERR:
-                self.last_words = (self.last_words + data)[-_MOST_REMEMBERED:]
-        return len(data)
-
-    def _take_input(self, data: bytes) -> None:
-        if self.input < 0:
-            return
-        if data:
-            self.input_waiting += data
-            self._feed_input()
-        else:
-            os.close(self.input)
-            self.input = -1
-
-    def _feed_input(self) -> None:
-        """Write what the rank has room for, and ask for more once it has taken all."""
-        try:
-            written = os.write(self.input, self.input_waiting) if self.input_waiting else 0
-        except BlockingIOError:
-            return
-        except OSError:
-            written = 0
-            self.input_waiting = b""
-        if not written:
-            # Nobody reads any more.
-            os.close(self.input)
-            self.input = -1
-            return
-        self.input_waiting = self.input_waiting[written:]
-        if not self.input_waiting:
-            self._say(event="wants")
+    def _send(self, kind: bytes, data: bytes) -> None:
+        if data and self.connected and self.channel is not None:
+            self.channel.send(kind, data)
 
     def _send_report(self) -> None:
         if self.report < 0:
@@ -436,13 +356,9 @@ class _Keeper:
         self.kill_at = None
         self._send_report()
         processes.end_descendants()
-        for descriptor in list(self.ends):
-            taken = 0
-            while descriptor in self.ends and taken < _LARGEST_REMAINDER:
-                length = self._pass_on(descriptor)
-                if not length:
-                    break
-                taken += length
+        if self.streams is not None:
+            for kind, data in self.streams.drain():
+                self._send(kind, data)
         status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         status = self._note_abort(status)
         self._say(event="exited", status=status, age=time.monotonic() - now, by_others=self.asked_by_others)
@@ -452,7 +368,9 @@ class _Keeper:
 
     def _note_abort(self, status: int) -> int:
         """The exit status that counts: the one given to MPI_Abort, if it was this rank that called it."""
-        said = _ABORT.search(self.last_words) if self.shim < 0 and self.asked_by_others and status else None
+        if self.shim >= 0 or not self.asked_by_others or not status or self.streams is None:
+            return status
+        said = _ABORT.search(self.streams.last_words)
         if said is None:
             return status
         self.asked_by_others = False

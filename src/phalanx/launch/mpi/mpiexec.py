@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import selectors
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,9 @@ import time
 from phalanx.launch import processes
 from phalanx.launch.failure import signal_name
 from phalanx.launch.mpi.launchers import JOIN
+from phalanx.launch.mpi.wire import Channel, Lost
 from phalanx.launch.plan import Plan
+from phalanx.launch.wires import Control
 
 __all__ = ["Mpiexec"]
 
@@ -118,6 +121,52 @@ class Mpiexec:
         """Signal it, and what it has started in its process group."""
         if self.code is None:
             processes.send_to_group(self.pid, signum)
+
+    def see_out(self, channels: list[Channel], control: Control | None, patience_s: float) -> bool:
+        """Wait until it has ended, and the keepers, who may have to tidy up on their hosts.
+
+        Args:
+            channels: the keepers' connections; those that have ended are closed and taken out.
+            control: where the supervisor speaks, who may lose patience; None if it has gone.
+            patience_s: how long to wait at most.
+
+        Returns:
+            Whether the supervisor is still there.
+        """
+        until = time.monotonic() + patience_s
+        with selectors.DefaultSelector() as selector:
+            for channel in channels:
+                selector.register(channel, selectors.EVENT_READ, channel)
+            if self.code is None:
+                selector.register(self.handle, selectors.EVENT_READ)
+            if control is not None:
+                # A second Ctrl-C, or the supervisor's end.
+                selector.register(control, selectors.EVENT_READ, control)
+            while channels or self.code is None:
+                self.read()
+                ready = selector.select(min(0.1, max(0.0, until - time.monotonic())))
+                if time.monotonic() >= until:
+                    break
+                for key, _ in ready:
+                    if isinstance(key.data, Channel):
+                        try:
+                            key.data.flush()
+                            key.data.receive()
+                        except Lost:
+                            selector.unregister(key.data)
+                            channels.remove(key.data)
+                            key.data.close()
+                    elif key.data is None:
+                        selector.unregister(self.handle)
+                        self.reap()
+                    elif control is not None:
+                        order = control.receive()
+                        if order is None:
+                            selector.unregister(control)
+                            control = None
+                        elif order.get("signal") == signal.SIGKILL:
+                            self.send(signal.SIGKILL)
+        return control is not None
 
     @property
     def exit_code(self) -> int:

@@ -31,9 +31,9 @@ from phalanx.launch import processes
 from phalanx.launch.mpi.crew import Member, Pipe
 from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks, planned_hosts
+from phalanx.launch.mpi.services import Input, StoreOnDemand
 from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Door, Lost, new_key
 from phalanx.launch.plan import Plan
-from phalanx.launch.store import host_store
 from phalanx.launch.target import compile_target
 from phalanx.launch.wires import Wires
 from phalanx.topology.table import RankRow, format_spans
@@ -49,7 +49,6 @@ _ASKED_S = 1.5
 _SILENCE_S = 6.0
 # How long a rank whose script has failed may go on with its exit handlers.
 _WIND_DOWN_S = 0.5
-_BLOCK = 1 << 16
 
 
 class _Refusal(Exception):
@@ -75,7 +74,7 @@ class _Relay:
         self.ranks = [Member(number, Pipe.pair(ends)) for number, ends in enumerate(wires.ranks)]
         self.rows: list[RankRow] = []
         self.mpiexec: Mpiexec | None = None
-        self.store: tuple[int, int] | None = None
+        self.input = Input(self.selector, self._hand_on_input)
         self.going = False
         self.started = False
         self.ordered = False
@@ -127,7 +126,7 @@ class _Relay:
         self.selector.register(self.mpiexec.words, read, self._on_words)
         self.selector.register(self.wires.zygote, read, self._on_order)
         self.selector.register(self.door, read, self._on_knock)
-        self.selector.register(self.wires.listener, read, self._on_store_wanted)
+        StoreOnDemand(self.plan, self.wires, self.selector, self._on_store_lost)
         self.missing_at = time.monotonic() + _MISSING_S
 
     def turn(self) -> None:
@@ -236,8 +235,7 @@ class _Relay:
                     carried=dict(os.environ),
                     directory=os.getcwd(),
                     grace_s=self.plan.grace_s,
-                    # A terminal stays the user's, as under the built-in launcher.
-                    input=rank.number == 0 and not os.isatty(0),
+                    input=rank.number == 0 and self.input.offered,
                 )
                 self._wait_for(rank)
 
@@ -303,10 +301,10 @@ class _Relay:
         elif event == "reported":
             self._write_report(rank, message["report"], time.monotonic() - message["age"])
         elif event == "wants":
-            self._on_input_wanted(rank)
+            self.input.want()
         elif event == "exited":
             if rank.number == 0:
-                _release_input()
+                self.input.release()
             self._end(rank, message["status"], time.monotonic() - message["age"], message["by_others"])
         return rank
 
@@ -404,50 +402,13 @@ class _Relay:
         self._feed(rank, pipe)
         self._wait_for(rank)
 
-    # The input, which rank 0 reads: a block at a time, so that nothing is taken that nobody reads.
+    def _hand_on_input(self, data: bytes) -> None:
+        reader = self.ranks[0]
+        if reader.channel is not None:
+            reader.channel.send(IN, data)
+            self._wait_for(reader)
 
-    def _on_input_wanted(self, rank: Member) -> None:
-        take = functools.partial(self._take_input, rank)
-        try:
-            self.selector.register(0, selectors.EVENT_READ, take)
-        except PermissionError:
-            take()  # a file: always ready, and nothing that a selector waits for
-
-    def _take_input(self, rank: Member) -> None:
-        with contextlib.suppress(KeyError):
-            self.selector.unregister(0)
-        try:
-            data = os.read(0, _BLOCK)
-        except OSError:
-            data = b""
-        if not data:
-            _release_input()
-        if rank.channel is not None:
-            rank.channel.send(IN, data)
-            self._wait_for(rank)
-
-    # The store, for ranks that meet by MASTER_ADDR and MASTER_PORT.
-
-    def _on_store_wanted(self) -> None:
-        """Somebody connects, which a script on MPI alone never does: only now is torch worth its second."""
-        self.selector.unregister(self.wires.listener)
-        relay = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self.wires.zygote.close()
-            self.wires.close_rank_ends()
-            self.door.close()
-            host_store(self.wires.listener, self.plan.address, self.plan.ranks, relay)
-        self.store = pid, os.pidfd_open(pid)
-        self.selector.register(self.store[1], selectors.EVENT_READ, self._on_store_ended)
-
-    def _on_store_ended(self) -> None:
-        assert self.store is not None
-        pid, handle = self.store
-        self.selector.unregister(handle)
-        os.close(handle)
-        _, status = os.waitpid(pid, 0)
-        self.store = None
+    def _on_store_lost(self, status: int) -> None:
         self.wires.zygote.send(event="store lost", status=status)
 
     # The end.
@@ -461,53 +422,17 @@ class _Relay:
         if self.mpiexec is not None:
             if not self.going:
                 self.mpiexec.send(signal.SIGTERM)
-            self._see_out(channels, _LEAVE_S)
+            control = self.wires.zygote if self.connected else None
+            self.connected = self.mpiexec.see_out(channels, control, _LEAVE_S)
             for signum in (signal.SIGTERM, signal.SIGKILL):
                 if self.mpiexec.code is None:
                     self.mpiexec.send(signum)
-                    self._see_out([], _ASKED_S)
+                    self.connected = self.mpiexec.see_out([], control, _ASKED_S)
         processes.end_descendants()
         if self.mpiexec is not None:
             own = {rank.here["folder"] for rank in self.ranks if rank.here and rank.here["host"] == os.uname().nodename}
             for folder in own:
                 self.mpiexec.remove_folder(folder)
-
-    def _see_out(self, channels: list[Channel], patience_s: float) -> None:
-        """Wait until these keepers have gone, who may have to tidy up on their hosts, and the MPI launcher too."""
-        assert self.mpiexec is not None
-        until = time.monotonic() + patience_s
-        with selectors.DefaultSelector() as selector:
-            for channel in channels:
-                selector.register(channel, selectors.EVENT_READ, channel)
-            if self.mpiexec.code is None:
-                selector.register(self.mpiexec.handle, selectors.EVENT_READ)
-            if self.connected:
-                # A second Ctrl-C, or the supervisor's end.
-                selector.register(self.wires.zygote, selectors.EVENT_READ, self.wires.zygote)
-            while channels or self.mpiexec.code is None:
-                self.mpiexec.read()
-                ready = selector.select(min(0.1, max(0.0, until - time.monotonic())))
-                if time.monotonic() >= until:
-                    return
-                for key, _ in ready:
-                    if isinstance(key.data, Channel):
-                        try:
-                            key.data.flush()
-                            key.data.receive()
-                        except Lost:
-                            selector.unregister(key.data)
-                            channels.remove(key.data)
-                            key.data.close()
-                    elif key.data is None:
-                        selector.unregister(self.mpiexec.handle)
-                        self.mpiexec.reap()
-                    else:
-                        order = self.wires.zygote.receive()
-                        if order is None:
-                            selector.unregister(self.wires.zygote)
-                            self.connected = False
-                        elif order.get("signal") == signal.SIGKILL:
-                            self.mpiexec.send(signal.SIGKILL)
 
     def explain(self) -> None:
         """Where no rank has failed by itself, the end was the MPI launcher's doing: say what it said."""
@@ -517,13 +442,6 @@ class _Relay:
             text = f"phalanx: {self.mpiexec.describe_end()}, and {_ranks([rank.number for rank in bad])} with it\n"
             code = self.mpiexec.exit_code
             self.wires.zygote.send(event="refused", text=text + self.mpiexec.take_all(), code=code)
-
-
-def _release_input() -> None:
-    """Let go of standard input: its writer should notice that nobody reads any more."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
 
 
 def _ranks(numbers: list[int]) -> str:

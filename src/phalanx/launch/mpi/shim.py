@@ -16,8 +16,11 @@ modules of the working directory come before the standard library's.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+from typing import Any, NoReturn
 
 __all__ = ["main"]
 
@@ -30,10 +33,42 @@ def main() -> None:
         home = os.path.dirname(home)
     if home not in sys.path:
         sys.path.append(home)
-    from phalanx.launch.mpi.keeper import keep
+    from phalanx.launch.mpi.keeper import ASKED, PASSED_ON, keep
+    from phalanx.launch.mpi.launchers import JOIN
     from phalanx.launch.rank import become
 
-    become(keep(*sys.argv[1:]))
+    if JOIN not in os.environ:
+        sys.exit("phalanx: this program is for `phalanx run --mpi` to start; start your script with that")
+    watched = {*ASKED, *PASSED_ON, signal.SIGCHLD}
+    handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in watched}
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    heard, tell = os.pipe()
+    keeper = os.fork()
+    if keeper:
+        _stand_for(keeper, tell, watched)
+    os.close(tell)
+    become(keep(sys.argv[1], heard, handlers))
+
+
+def _stand_for(keeper: int, tell: int, watched: set[signal.Signals]) -> NoReturn:
+    """End as the keeper does, and tell it of signals; this process's own end is the end of the pipe."""
+    from phalanx.launch import processes
+
+    processes.set_name("phalanx-shim")
+    with contextlib.suppress(OSError):
+        processes.die_with_parent(os.getppid())
+    # The input is the rank's: its writer should notice when the rank ends.
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    while True:
+        signum = signal.sigwait(watched)
+        if signum == signal.SIGCHLD:
+            pid, status = os.waitpid(keeper, os.WNOHANG)
+            if pid:
+                os._exit(abs(os.waitstatus_to_exitcode(status)))
+        else:
+            with contextlib.suppress(OSError):
+                os.write(tell, bytes([signum]))
 
 
 if __name__ == "__main__":
