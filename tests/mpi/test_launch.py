@@ -175,10 +175,9 @@ def test_a_signal_ends_everything_within_two_seconds(launcher: Launcher, signum:
 
 
 def test_interrupted_ranks_clean_up_without_a_flood(launcher: Launcher) -> None:
-    job = launcher.start(
-        "-n", "2", "-q", launcher.script(f"{MEET}try:\n    time.sleep(300)\nfinally:\n    print('cleaned up')\n")
-    )
-    wait_for_ranks(job, 2)
+    script = f"{MEET}try:\n    print('in')\n    time.sleep(300)\nfinally:\n    print('cleaned up')\n"
+    job = launcher.start("-n", "2", "-q", launcher.script(script))
+    job.read_lines(4)  # each is up, and in
     job.process.send_signal(signal.SIGINT)
     outcome = job.finish()
     assert outcome.code == 130

@@ -40,7 +40,11 @@ class Control:
         try:
             data = self._socket.recv(LARGEST_MESSAGE)
         except ConnectionResetError:
-            return None
+            # The other side ended without reading something of ours. That is told once, before what it had said itself.
+            try:
+                data = self._socket.recv(LARGEST_MESSAGE)
+            except ConnectionResetError:
+                return None
         if not data:
             return None
         message: dict[str, Any] = json.loads(data)
