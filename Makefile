@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MPI := .venv-mpi
 RANKS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint types unit benchmark sanitize conformance clean
+.PHONY: help run test lint types unit mpi benchmark sanitize conformance clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -26,6 +27,10 @@ types: $(VENV)/.installed  ## Static types
 unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
 	$(BIN)/python -m pytest $(ARGS)
 
+mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI tests with MPICH, Open MPI and Intel MPI (ARGS="-k tutorials")
+	@cat $(MPI)/*/.skipped 2>/dev/null || true
+	PHALANX_MPI_VENVS=$$(printf '%s:' $(patsubst %/.installed,%,$(abspath $(wildcard $(MPI)/*/.installed)))) $(BIN)/python -m pytest tests/mpi $(ARGS)
+
 benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured here
 	$(BIN)/phalanx bench all --against gloo --patience 120
 	$(BIN)/phalanx bench all_reduce --dtypes float16,bfloat16 --against gloo --patience 30
@@ -40,6 +45,20 @@ conformance: $(VENV)/.installed  ## torch's own distributed suite on the backend
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 3
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 3 --under mpi
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 2 --under gloo
+
+# An environment for each MPI library: its wheel and mpi4py, and by a .pth file the main one's packages, torch among
+# them, and this source tree. What cannot be installed is said when the tests run, and tried again the next time.
+$(MPI)/%/.tried: $(VENV)/.installed requirements/mpi-%.txt requirements/constraints.txt
+	@echo "Installing $* into $(MPI)/$*"
+	@$(BIN)/python -m venv --clear $(MPI)/$*
+	@if $(MPI)/$*/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/mpi-$*.txt >$(MPI)/$*/log 2>&1; then \
+		$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$(MPI)/$*/paths; \
+		echo "$(CURDIR)/src" >>$(MPI)/$*/paths; \
+		cp $(MPI)/$*/paths "$$($(MPI)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/phalanx-main.pth"; \
+		touch $(MPI)/$*/.installed $@; \
+	else \
+		echo "$* is skipped, it could not be installed: $$(grep -m 1 ERROR $(MPI)/$*/log || tail -n 1 $(MPI)/$*/log) ($(MPI)/$*/log)" >$(MPI)/$*/.skipped; \
+	fi
 
 clean:  ## Remove what the build made (not the environment)
 	rm -rf build dist src/*.egg-info src/phalanx/native/*.so .mypy_cache .pytest_cache .ruff_cache

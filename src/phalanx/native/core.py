@@ -7,7 +7,7 @@ no extension module and ties no wheel to an interpreter.
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_ssize_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +25,7 @@ __all__ = [
     "library",
 ]
 
-ABI = 7
+ABI = 8
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -118,6 +118,9 @@ def library() -> ctypes.CDLL:
         ("phx_message_wait", c_int, [comm, message, c_uint64]),
         ("phx_message_source", c_uint32, [message]),
         ("phx_message_free", None, [comm, message]),
+        ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, c_ssize_t]),
+        ("phx_mpi_hopeless", None, []),
+        ("phx_mpi_ended", None, []),
     ):
         function = getattr(core, name)
         function.restype = result

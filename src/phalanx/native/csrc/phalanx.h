@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 7
+#define PHX_ABI 8
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
@@ -192,5 +192,19 @@ PHX_API uint32_t phx_message_source(const phx_message *message);
 
 /* Give the handle back. A message that is not done goes on by itself as long as anybody calls into the group. */
 PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
+
+/* MPI's end with its process (mpi_end.c). */
+
+/* MPI is under way in this process: its functions, and the communicator of the whole job. `finalize` may be NULL. */
+PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_t comm);
+
+/* MPI cannot be finalised any more, because something that others must answer was left unanswered: abort instead. */
+PHX_API void phx_mpi_hopeless(void);
+
+/* MPI has been finalised. */
+PHX_API void phx_mpi_ended(void);
+
+/* For glibc's on_exit: end MPI by the process's exit code. */
+PHX_API void phx_mpi_end(int code, void *unused);
 
 #endif

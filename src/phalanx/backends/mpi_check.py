@@ -1,0 +1,310 @@
+"""What the ranks of an MPI group do before each collective: wait for each other, and compare what they are about to call.
+
+MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
+makes is waited for without end. So the ranks first reduce one number, a fingerprint of the call, to its minimum and its
+maximum. When those agree everybody has come with the same call, and MPI's own blocking operation follows, which nothing
+can keep waiting but a death, and that mpiexec notices. The reduction is a persistent one (MPI 4): it takes about a
+microsecond, and since it is tested for and not waited for, a timeout and Ctrl-C end it.
+
+PHALANX_MPI_CHECK=0, on rank 0, leaves all this out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.backends.call_site import call_site, running
+from phalanx.backends.calls import call_text, dtype_name, listed
+from phalanx.backends.layout import DTYPES
+from phalanx.backends.mpi_notices import Notice
+from phalanx.backends.mpi_runtime import Runtime
+from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+
+__all__ = ["Agreement", "pause"]
+
+KINDS = ("", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all")
+KINDS += ("barrier",)
+ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(1, 10)
+_ROOT_NAMES = {REDUCE: "dst", GATHER: "dst", BROADCAST: "src", SCATTER: "src"}
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
+
+TEXT_BYTES = 512
+SPINS = 200  # about 50 µs: what ranks that work alike are apart
+YIELD_S = 0.001
+NAP_S = 0.00005
+LONG_S, LONG_NAP_S = 0.1, 0.001
+LOOK_S = 0.005  # how often a waiting rank looks for notices
+PATIENCE_S = 0.3  # how long a rank that gives up listens to who else was waiting
+
+
+class Agreement:
+    """One group's comparison of calls.
+
+    Args:
+        runtime: MPI under way.
+        comm: the group's communicator.
+        members: the group's ranks, in the world.
+        key: what the group is called in notices; equal on every member.
+
+    Attributes:
+        sequence: how many operations this rank has begun in the group.
+        broken: the error after which the ranks are out of step; every further call raises it.
+        timeout_s: how long to wait for the others.
+        aborted: another thread wants the operation under way to end.
+    """
+
+    def __init__(self, runtime: Runtime, comm: Any, members: Sequence[int], key: str, timeout_s: float) -> None:
+        self._runtime, self._comm, self._members, self.key = runtime, comm, tuple(members), key
+        self._rank, self._size = comm.rank, comm.size
+        self.checks = runtime.check
+        self.sequence = 0
+        self.broken: PhalanxError | None = None
+        self.timeout_s = timeout_s
+        self.aborted = False
+        self._spins = SPINS if comm.size <= len(os.sched_getaffinity(0)) else SPINS // 10
+        own, common = bytearray(16), bytearray(16)
+        self._own, self._common = memoryview(own).cast("q"), memoryview(common).cast("q")
+        self._start, self._test, self._free = self._reduction(own, common)
+        runtime.notices.sequences[key] = self
+
+    def _reduction(self, own: bytearray, common: bytearray) -> tuple[Any, Any, Any]:
+        mpi = self._runtime.mpi
+        arguments = ([own, 2, mpi.INT64_T], [common, 2, mpi.INT64_T], mpi.MIN)
+        try:
+            request = self._comm.Allreduce_init(*arguments)
+        except (NotImplementedError, mpi.Exception):
+            # MPI before 4.0 has no persistent collectives; the same, begun anew each time.
+            latest: list[Any] = []
+
+            def start() -> None:
+                latest[:] = [self._comm.Iallreduce(*arguments)]
+
+            return start, lambda: latest[0].Test(), lambda: None
+        return request.Start, request.Test, request.Free
+
+    def meet(self, kind: int, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
+        """Return when every rank has come here with the same call.
+
+        Raises:
+            CollectiveMismatch: on every rank, with everybody's call.
+            CollectiveTimeout, PeerLost: somebody did not come.
+        """
+        if self.broken is not None:
+            raise self.broken
+        if not self.checks:
+            return
+        if tensor is None:
+            call = hash((kind, op, root))
+        else:
+            call = hash((kind, _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
+        own, common = self._own, self._common
+        own[0], own[1] = call, ~call
+        self.sequence += 1
+        self._start()
+        try:
+            test = self._test
+            # What was queued runs beside the program, which needs the interpreter more.
+            for _ in range(self._spins if getattr(running, "site", None) is None else 10):
+                if test():
+                    break
+            else:
+                self._wait(kind, tensor, op, root)
+        except PhalanxError:
+            raise
+        except BaseException as error:
+            self._interrupted(error, self._text(kind, tensor, op, root))
+            raise
+        if common[0] != ~common[1]:  # the minimum, and the complement of the maximum
+            raise self.differ(self._text(kind, tensor, op, root))
+
+    def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:
+        """Compare what the ranks of an all_to_all send and expect, in elements: every pair has a size of its own.
+
+        A sum over all pairs of what one sends minus what the other expects, each as a random number: 0 if all agree.
+        """
+        if not self.checks:
+            return
+        rank, mpi = self._rank, self._runtime.mpi
+        own = sum(hash((rank, peer, count)) for peer, count in enumerate(sent))
+        own -= sum(hash((peer, rank, count)) for peer, count in enumerate(expected))
+        words, total = bytearray((own % 2**64).to_bytes(8, sys.byteorder)), bytearray(8)
+        self._comm.Allreduce([words, 1, mpi.UINT64_T], [total, 1, mpi.UINT64_T], mpi.SUM)
+        if any(total):
+            raise self.differ(
+                f"all_to_all({dtype_name(dtype)}, sends {list(sent)}, expects {list(expected)} elements){_site()}"
+            )
+
+    def differ(self, call: str) -> PhalanxError:
+        """The error of calls that do not match. Every rank comes here, and tells its own."""
+        mpi = self._runtime.mpi
+        own, all_ = bytearray(TEXT_BYTES), bytearray(TEXT_BYTES * self._size)
+        text = call.encode()[: TEXT_BYTES - 1]
+        own[: len(text)] = text
+        self._comm.Allgather([own, mpi.BYTE], [all_, TEXT_BYTES, mpi.BYTE])
+        texts = [all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for at in range(0, len(all_), 512)]
+        self.broken = CollectiveMismatch(
+            f"the ranks of a group called different operations:\n{listed(dict(enumerate(texts)), self._size)}\n"
+            f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an "
+            f"`if` that depends on the rank, or data of different sizes"
+        )
+        return self.broken
+
+    def failed(self, error: Exception, kind: int, tensor: torch.Tensor | None, op: int = -1, root: int = -1) -> Any:
+        """The error for what MPI itself reported in an operation."""
+        self.broken = BackendError(
+            f"MPI failed in {self._text(kind, tensor, op, root)} on rank {self._rank} of the group: {error}. "
+            f"Look at the other ranks' output; the ranks of the group are out of step now"
+        )
+        self._give_up("interrupted", self._text(kind, tensor, op, root))
+        return self.broken
+
+    def close(self) -> None:
+        """Give back what MPI holds for the comparison. No call may follow."""
+        self._runtime.notices.sequences.pop(self.key, None)
+        if self.broken is None or isinstance(self.broken, CollectiveMismatch):
+            self._free()
+
+    # -- waiting for those who do not come ---------------------------------------------------------
+
+    def _wait(self, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
+        began = time.monotonic()
+        looked = began
+        test = self._test
+        while not test():
+            waited = pause(began)
+            if waited - (looked - began) < LOOK_S:
+                continue
+            looked = began + waited
+            self.look(lambda: self._text(kind, tensor, op, root), waited)
+
+    def look(self, call: Callable[[], str], waited: float) -> None:
+        """Whether the operation that this rank waits in can still be answered.
+
+        Raises:
+            PeerLost: a rank has left, or gave up. CollectiveTimeout: the group's timeout has passed.
+        """
+        notice = self._runtime.notices.about(self.key, self.sequence, self._members)
+        if notice is not None:
+            self.broken = self._lost(notice, call())
+            self._leave_unanswered()
+            raise self.broken
+        if self.aborted:
+            self.broken = PeerLost(f"the group was aborted while rank {self._rank} was in {call()}")
+            raise self.broken
+        if waited > self.timeout_s:
+            raise self._late(call(), waited)
+
+    def look_for_message(self, words: Callable[[], str], peer: int | None, waited: float, last_call_s: float) -> None:
+        """The same for a message, from one rank of the group or from any (None)."""
+
+        def call() -> str:
+            return words() + _site()
+
+        if self.aborted:
+            raise PeerLost(f"the group was aborted while rank {self._rank} was in {call()}")
+        if waited > self.timeout_s:
+            self.broken = CollectiveTimeout(
+                f"{call()} on rank {self._rank} of the group was not done within {self.timeout_s:g} s. Does the other "
+                f"rank make the matching call, with the same tag?",
+                group_rank=-1 if peer is None else peer,
+                elapsed_s=waited,
+            )
+            self._give_up("interrupted", call())
+            raise self.broken
+        if waited > last_call_s and peer is not None and peer != self._rank:
+            last = self._runtime.notices.has_left(self._members[peer])
+            if last:
+                raise PeerLost(
+                    f"rank {peer} of the group has left ({last}) while rank {self._rank} was in {call()}",
+                    group_rank=peer,
+                )
+
+    def _lost(self, notice: Notice, call: str) -> PhalanxError:
+        """The error for what another rank told."""
+        rank = self._members.index(notice.rank)
+        if notice.kind == "left":
+            return PeerLost(
+                f"rank {rank} of the group has left ({notice.call}) while rank {self._rank} was in {call}. Every rank "
+                f"must make the same calls; has rank {rank} less data, or did it end early?",
+                group_rank=rank,
+            )
+        if notice.kind == "timeout":
+            return self._late(call, self.timeout_s, rank)
+        what = "was interrupted in" if notice.kind == "interrupted" else "aborted the group in"
+        return PeerLost(
+            f"rank {rank} of the group {what} {notice.call}, while rank {self._rank} was in {call}; the ranks are out "
+            f"of step",
+            group_rank=rank,
+        )
+
+    def _late(self, call: str, waited: float, first: int | None = None) -> PhalanxError:
+        """The error of a timeout: who was waiting too is told by notices, and the rest is missing."""
+        self._give_up("timeout", call)
+        members, waiting = self._members, {self._rank}
+        deadline = time.monotonic() + PATIENCE_S
+        while len(waiting) < self._size - 1 and time.monotonic() < deadline:
+            told = self._runtime.notices.who_waits(self.key, self.sequence)
+            waiting.update(members.index(rank) for rank in told)
+            time.sleep(LOOK_S)
+        missing = sorted(set(range(self._size)) - waiting)
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
+        self.broken = CollectiveTimeout(
+            f"{names} did not come within {self.timeout_s:g} s while rank {first if first is not None else self._rank} "
+            f"was in {call}. Is it in other code, or much slower? A longer timeout is set with "
+            f"phalanx.init(timeout_s=...) or init_process_group(timeout=...)",
+            group_rank=missing[0] if missing else -1,
+            elapsed_s=waited,
+        )
+        return self.broken
+
+    def _interrupted(self, error: BaseException, call: str) -> None:
+        self.broken = PeerLost(
+            f"rank {self._rank} of the group was interrupted in {call} ({type(error).__name__}); the ranks are out of "
+            f"step",
+            group_rank=self._rank,
+        )
+        self._give_up("interrupted", call)
+
+    def _give_up(self, kind: str, call: str) -> None:
+        """Let the others know, and MPI be."""
+        self._leave_unanswered()
+        try:
+            self._runtime.notices.tell(kind, self.key, self.sequence, call, self._members)
+        except self._runtime.mpi.Exception:
+            return  # they will find out by themselves; the error that led here matters more
+
+    def _leave_unanswered(self) -> None:
+        """What this rank has begun may never be answered: MPI goes on with it as long as the process lives."""
+        self._runtime.hopeless()
+        self._runtime.kept.append(self)
+
+    def abort(self) -> None:
+        """End the operation under way, on every rank, from any thread."""
+        self.aborted = True
+        if self._runtime.usable:
+            self._give_up("abort", "destroying it")
+
+    def _text(self, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> str:
+        who = {_ROOT_NAMES[kind]: root} if root >= 0 else {}
+        return call_text(KINDS[kind], tensor, op if op >= 0 else None, **who) + _site()
+
+
+def pause(began: float) -> float:
+    """Let others have the core, the longer the more; how long the wait has taken so far, in seconds."""
+    waited = time.monotonic() - began
+    if waited < YIELD_S:
+        os.sched_yield()
+    else:
+        time.sleep(NAP_S if waited < LONG_S else LONG_NAP_S)
+    return waited
+
+
+def _site() -> str:
+    site = call_site()
+    return f" at {site}" if site else ""

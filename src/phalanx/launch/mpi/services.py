@@ -1,0 +1,101 @@
+"""What the relay does for the ranks beside watching them: it hands the input on, and hosts the store for who asks."""
+
+from __future__ import annotations
+
+import os
+import selectors
+from collections.abc import Callable
+
+from phalanx.launch.plan import Plan
+from phalanx.launch.store import host_store
+from phalanx.launch.wires import Wires
+
+__all__ = ["Input", "StoreOnDemand"]
+
+_BLOCK = 1 << 16
+
+
+class Input:
+    """Standard input, which rank 0 reads: a block at a time and on demand, so that nothing is taken that nobody reads.
+
+    Not through the MPI launcher: Open MPI 5 loses its end.
+
+    Args:
+        selector: where to wait for it.
+        deliver: takes each block, the empty one at the end.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, deliver: Callable[[bytes], None]) -> None:
+        # A terminal stays the user's, as under the built-in launcher.
+        self.offered = not os.isatty(0)
+        self._selector = selector
+        self._deliver = deliver
+        self._wanted = False
+
+    def want(self) -> None:
+        """Deliver the next block when there is one."""
+        try:
+            self._selector.register(0, selectors.EVENT_READ, self._take)
+            self._wanted = True
+        except PermissionError:
+            self._take()  # a file: always ready, and nothing that a selector waits for
+
+    def _take(self) -> None:
+        if self._wanted:
+            self._selector.unregister(0)
+            self._wanted = False
+        try:
+            data = os.read(0, _BLOCK)
+        except OSError:
+            data = b""
+        if not data:
+            self.release()
+        self._deliver(data)
+
+    def release(self) -> None:
+        """Let go of it: its writer should notice that nobody reads any more."""
+        if self._wanted:
+            self._selector.unregister(0)
+            self._wanted = False
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+
+
+class StoreOnDemand:
+    """The store, for ranks that meet by MASTER_ADDR and MASTER_PORT.
+
+    Its port is open from the beginning; torch, which takes a second to import, is loaded when somebody connects. A
+    script that uses MPI alone never does.
+
+    Args:
+        plan: the job.
+        wires: its descriptors, the listening socket among them.
+        selector: where to wait.
+        lost: called when the process that hosts it has ended, with its wait status.
+    """
+
+    def __init__(self, plan: Plan, wires: Wires, selector: selectors.BaseSelector, lost: Callable[[int], None]) -> None:
+        self._plan = plan
+        self._wires = wires
+        self._selector = selector
+        self._lost = lost
+        self._pid = self._handle = 0
+        selector.register(wires.listener, selectors.EVENT_READ, self._start)
+
+    def _start(self) -> None:
+        self._selector.unregister(self._wires.listener)
+        relay = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._wires.zygote.close()
+            self._wires.close_rank_ends()
+            host_store(self._wires.listener, self._plan.address, self._plan.ranks, relay)
+        self._handle = os.pidfd_open(self._pid)
+        self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)
+
+    def _on_end(self) -> None:
+        self._selector.unregister(self._handle)
+        os.close(self._handle)
+        _, status = os.waitpid(self._pid, 0)
+        self._lost(status)

@@ -1,0 +1,55 @@
+/* How MPI ends with its process: in order after success, by MPI_Abort after a failure.
+ *
+ * Only here is the exit code known: Python has no hook that hears of `sys.exit(3)`, and MPI_Finalize of a rank that
+ * failed would wait for ranks that wait for it. glibc's on_exit calls phx_mpi_end with the code, after Python has
+ * finalised. MPI's functions come as pointers, so that this file needs no MPI to be built; a communicator is an int or
+ * a pointer, depending on the library, and either fits into the word it is passed in.
+ *
+ * One process and one thread writes these words: the one that starts and ends MPI.
+ */
+#include "phalanx.h"
+
+#include <sys/types.h>
+#include <unistd.h>
+
+static struct {
+    pid_t pid; /* 0: nothing to end. A child that was forked from this process has another */
+    int (*abort)(intptr_t comm, int code);
+    int (*finalized)(int *flag);
+    int (*finalize)(void); /* NULL: somebody else's to call */
+    intptr_t comm;
+    int hopeless; /* MPI_Finalize would wait for ever */
+} mpi;
+
+PHX_API void phx_mpi_begin(void *abort_, void *finalized, void *finalize, intptr_t comm)
+{
+    mpi.abort = (int (*)(intptr_t, int))abort_;
+    mpi.finalized = (int (*)(int *))finalized;
+    mpi.finalize = (int (*)(void))finalize;
+    mpi.comm = comm;
+    mpi.hopeless = 0;
+    mpi.pid = getpid();
+}
+
+PHX_API void phx_mpi_hopeless(void)
+{
+    mpi.hopeless = 1;
+}
+
+PHX_API void phx_mpi_ended(void)
+{
+    mpi.pid = 0;
+}
+
+PHX_API void phx_mpi_end(int code, void *unused)
+{
+    (void)unused;
+    int done = 0;
+    if (mpi.pid != getpid() || mpi.finalized(&done) || done)
+        return;
+    mpi.pid = 0;
+    if (code || mpi.hopeless)
+        mpi.abort(mpi.comm, code ? code : 1);
+    else if (mpi.finalize)
+        mpi.finalize();
+}

@@ -1,0 +1,80 @@
+"""Hosts as the user writes them, and which rank goes where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import LaunchError
+from phalanx.launch.hosts import HostSlots, address_towards, fill_hosts, parse_hosts, read_hostfile
+
+
+def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:
+    return [(host.name, host.slots) for host in hosts]
+
+
+def test_hosts() -> None:
+    assert slots(parse_hosts("h1:4,h2")) == [("h1", 4), ("h2", None)]
+    assert slots(parse_hosts(" node-7.rack , 10.0.0.3:2 ")) == [("node-7.rack", None), ("10.0.0.3", 2)]
+
+
+@pytest.mark.parametrize("text", ["", "h1,,h2", "h1:0", "h1:x", ":4", "h1:-1", "h1:", "h1:2,h1:2", "a b"])
+def test_hosts_that_make_no_sense(text: str) -> None:
+    with pytest.raises(LaunchError, match="--hosts"):
+        parse_hosts(text)
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# the first rack\nh1 slots=2\n\nh2:3  # slow\nh3\nh3\nh3\n")
+    assert slots(read_hostfile(str(path))) == [("h1", 2), ("h2", 3), ("h3", 3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("h1 4\n", "line 1: '4' is not understood"),
+        ("h1\nh2 slots=none\n", "line 2"),
+        ("# nothing\n", "names no host"),
+        ("h1\nh2\nh1\n", "h1 stands twice"),
+    ],
+)
+def test_hostfiles_that_make_no_sense(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(LaunchError, match=said):
+        read_hostfile(str(path))
+
+
+def test_a_hostfile_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="cannot be read"):
+        read_hostfile(str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "ppn", "expected"),
+    [
+        ("a:2,b:2", None, None, [("a", 2), ("b", 2)]),
+        ("a:2,b:2", 3, None, [("a", 2), ("b", 1)]),
+        ("a:2,b:2", 2, None, [("a", 2)]),
+        ("b,a", 2, 1, [("b", 1), ("a", 1)]),
+        ("a:4,b:4", 4, 2, [("a", 2), ("b", 2)]),
+        ("a,b", None, 3, [("a", 3), ("b", 3)]),
+        ("a,b", None, None, [("a", 1), ("b", 1)]),
+    ],
+)
+def test_each_host_is_filled_before_the_next(
+    hosts: str, ranks: int | None, ppn: int | None, expected: list[tuple[str, int]]
+) -> None:
+    assert slots(fill_hosts(parse_hosts(hosts), ranks, ppn)) == expected
+
+
+def test_more_ranks_than_slots_are_refused_with_what_to_write() -> None:
+    with pytest.raises(LaunchError, match=r"-n 5: the hosts take 2 ranks \(a:1, b:1\).*--hosts a:3"):
+        fill_hosts(parse_hosts("a,b"), 5)
+
+
+def test_ranks_on_this_host_meet_on_the_loopback() -> None:
+    assert address_towards(["127.0.0.1", "localhost"]) == "127.0.0.1"
+    assert address_towards(["no-such-host.invalid"]) == "127.0.0.1"

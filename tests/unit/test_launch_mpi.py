@@ -1,0 +1,297 @@
+"""What `--mpi` needs no MPI for: recognising launchers, their flags, who may join, the table, what is removed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.launch_support import Launcher, launcher
+
+from phalanx.errors import LaunchError
+from phalanx.launch.hosts import HostSlots
+from phalanx.launch.mpi import launchers
+from phalanx.launch.mpi.launchers import MpiLauncher, carried_environment, find_mpi_launcher, place_of
+from phalanx.launch.mpi.leftovers import SharedMemoryWatch
+from phalanx.launch.mpi.placing import find_contradiction, place_ranks
+from phalanx.launch.mpi.wire import OUT, Channel, Door, Lost, join, new_key
+from phalanx.launch.plan import Plan, make_plan
+from phalanx.launch.target import Target
+
+__all__ = ["launcher"]
+
+HYDRA = "HYDRA build details:\\n    Version:                                 4.3.1\\n"
+TARGET = Target("program", "true", "/bin/true", ("true",))
+HOSTS = [HostSlots("b", 1), HostSlots("a", 2)]
+
+
+def program(folder: Path, said: str, name: str = "mpiexec") -> str:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\nprintf '{said}\\n'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "title"),
+    [
+        (HYDRA, "mpich", "Hydra (MPICH) 4.3.1"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.14 Build 1", "intel", "Intel MPI 2021.14"),
+        ("mpiexec (Open MPI) 5.0.11", "openmpi", "Open MPI 5.0.11"),
+        ("mpirun (Open MPI) 4.1.4", "openmpi", "Open MPI 4.1.4"),
+        ("slurm-wlm 23.02.5", "slurm", "slurm-wlm 23.02.5"),
+    ],
+)
+def test_launchers_are_recognised_by_what_they_say(tmp_path: Path, said: str, kind: str, title: str) -> None:
+    path = program(tmp_path, said, "anything")
+    found = find_mpi_launcher(f"{path} -iface 'ib 0'")
+    assert (found.kind, found.title, found.path, found.options) == (kind, title, path, ("-iface", "ib 0"))
+
+
+@pytest.mark.parametrize("said", ["mpiexec (Open MPI) 3.1.6", "OSC mpiexec 0.84", ""])
+def test_others_are_refused_with_what_to_do(tmp_path: Path, said: str) -> None:
+    with pytest.raises(LaunchError, match=r"no launcher that Phalanx knows.*Supported are.*-n 4 python"):
+        find_mpi_launcher(program(tmp_path, said))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("no-such-mpiexec", "pip install mpich"), ("", "needs the name"), ("'mpiexec", "quotation")]
+)
+def test_commands_that_name_no_program(command: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        find_mpi_launcher(command)
+
+
+def test_a_program_beside_this_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, other = tmp_path / "venv", tmp_path / "other"
+    beside.mkdir()
+    other.mkdir()
+    program(beside, HYDRA)
+    program(other, HYDRA)
+    monkeypatch.setenv("PATH", f"{other}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+    assert find_mpi_launcher("mpiexec").path == str(beside / "mpiexec")
+    (beside / "mpiexec").unlink()
+    assert find_mpi_launcher("mpiexec").path == str(other / "mpiexec")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("mpich", "-hosts b:1,a:2 -n 3 rank"),
+        ("intel", "-machinefile FILE -n 3 rank"),
+        ("openmpi", "--host b:1,a:2 --map-by slot:OVERSUBSCRIBE -x PHALANX_MPI_JOIN -n 3 rank"),
+    ],
+)
+def test_hosts_become_flags(kind: launchers.Kind, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+        monkeypatch.delenv(name, raising=False)
+    made = MpiLauncher(kind, kind, "/bin/mpiexec", ("-own",)).command(3, HOSTS, ["rank"], "FILE")
+    assert " ".join(made) == f"/bin/mpiexec -own {expected}"
+
+
+def test_srun_places_equally_many_on_each() -> None:
+    srun = MpiLauncher("slurm", "slurm", "/bin/srun")
+    made = srun.command(3, [HostSlots("a", 2), HostSlots("b", 1)], ["rank"])
+    assert made[-6:] == ["--nodes=2", "--ntasks-per-node=2", "--distribution=block", "-n", "3", "rank"]
+    with pytest.raises(LaunchError, match="equally many"):
+        srun.command(3, HOSTS, ["rank"])
+
+
+def test_root_may_start_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    openmpi = MpiLauncher("openmpi", "Open MPI", "/bin/mpiexec")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert openmpi.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "OMPI_ALLOW_RUN_AS_ROOT" not in openmpi.environment()
+
+
+def test_place_of_a_process() -> None:
+    own = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "OMPI_COMM_WORLD_RANK": "7"}
+    assert place_of("mpich", own) == {"rank": 2, "size": 4, "beside": 2}
+    assert place_of("slurm", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == {"rank": 1, "size": 2, "beside": 0}
+    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_SIZE=''"):
+        place_of("openmpi", own)
+
+
+def test_the_environment_is_the_users_but_for_what_is_the_processes_own() -> None:
+    user = {"A": "1", "PATH": "/mine", "HOSTNAME": "h0", "PMI_RANK": "9", "OMPI_MCA_btl": "self", "SAME": "x"}
+    here = {"PATH": "/usr/bin", "HOSTNAME": "h1", "PMI_RANK": "0", "SAME": "x", "PMI_FD": "7"}
+    assert carried_environment(user, here) == {"A": "1", "PATH": "/mine", "OMPI_MCA_btl": "self"}
+
+
+# Who may join.
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door("127.0.0.1", new_key())
+    yield made
+    made.close()
+
+
+def admit(door: Door, client: socket.socket | None = None) -> Channel | None:
+    sock = None
+    while sock is None:
+        sock = door.knock()
+    answer: Channel | bool = True
+    while answer is True:
+        answer = door.answer(sock)
+    if isinstance(answer, Channel):
+        return answer
+    sock.close()
+    return None
+
+
+def test_who_knows_the_key_comes_in_and_frames_arrive_whole(door: Door) -> None:
+    pid = os.fork()
+    if pid == 0:
+        channel = join(door.invitation)
+        channel.say(event="here", rank=3)
+        channel.send(OUT, b"x" * 300_000)
+        channel.finish(5.0)
+        os._exit(0)
+    admitted = admit(door)
+    assert admitted is not None
+    frames: list[tuple[bytes, bytes]] = []
+    with pytest.raises(Lost):
+        while True:
+            frames += admitted.receive()
+    admitted.close()
+    os.waitpid(pid, 0)
+    assert frames == [(b"m", b'{"event": "here", "rank": 3}'), (OUT, b"x" * 300_000)]
+
+
+def test_a_stranger_is_turned_away_before_anything_is_read(door: Door) -> None:
+    address, port, key = door.invitation.split(":")
+    with socket.create_connection((address, int(port))) as stranger:
+        stranger.sendall(b'{"event": "here"}' + b"x" * 64)
+        assert admit(door) is None
+        assert len(stranger.recv(64, socket.MSG_WAITALL)) == 32  # the challenge, and then nothing
+    other = Door("127.0.0.1", new_key())
+    pid = os.fork()
+    if pid == 0:
+        try:
+            join(other.invitation.rpartition(":")[0] + ":" + key)
+        except ConnectionRefusedError:
+            os._exit(0)
+        os._exit(1)
+    assert admit(other) is None
+    other.close()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+# The table.
+
+
+def plan(ranks: int, **changes: object) -> Plan:
+    made = make_plan(ranks, TARGET, mpi=MpiLauncher("mpich", "Hydra", "/bin/mpiexec"), environment={})
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def said(host: str, cpus: list[int], beside: int = 0) -> dict[str, object]:
+    return {"machine": "same", "host": host, "cpus": cpus, "beside": beside}
+
+
+def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
+    here = [said("b", [0, 1, 2, 3]), said("a", [0, 1]), said("b", [0, 1, 2, 3]), said("a", [2, 3])]
+    rows = place_ranks(plan(4), here)
+    assert [(row.node_rank, row.host, row.local_rank) for row in rows] == [
+        (0, "b", 0),
+        (1, "a", 0),
+        (0, "b", 1),
+        (1, "a", 1),
+    ]
+    assert [(row.cores, row.threads) for row in rows] == [(4, 2), (2, 2), (4, 2), (2, 2)]
+    assert [row.threads for row in place_ranks(plan(4, threads="3,1"), here)] == [3, 3, 3, 3]
+    own = plan(4).environment(2, port=5, rows=rows)
+    assert (own["LOCAL_RANK"], own["LOCAL_WORLD_SIZE"], own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == (
+        "1",
+        "2",
+        "0",
+        "2",
+    )
+    assert own["OMP_NUM_THREADS"] == "2"
+
+
+def test_what_the_launcher_did_otherwise_is_said() -> None:
+    asked = plan(2, hosts=(HostSlots("a", 1), HostSlots("b", 1)))
+    here = [said("vm", [0]), said("vm", [0])]
+    assert "asked for rank 0 on a and rank 1 on b; they run on vm" in find_contradiction(
+        asked, place_ranks(asked, here), here
+    )
+    here = [said("vm", [0], beside=1), said("vm", [0], beside=1)]
+    assert "1 of 2 ranks" in find_contradiction(plan(2), place_ranks(plan(2), here), here)
+    here = [said("a", [0], beside=1), said("b", [0], beside=1)]
+    assert find_contradiction(asked, place_ranks(asked, here), here) == ""
+
+
+# Shared memory.
+
+
+def test_only_what_the_rank_has_made_is_removed() -> None:
+    mark = f"mpich_shm_test{os.getpid()}"
+    before, mine, other, precious = (Path(f"/dev/shm/{mark}_{name}") for name in ("before", "mine", "other", "keep"))
+    precious = precious.with_name(f"phx-test-{os.getpid()}.npy")
+    try:
+        before.write_bytes(b"x")
+        watch = SharedMemoryWatch()
+        for path in (mine, other, precious):
+            path.write_bytes(b"x")
+        with before.open(), mine.open(), precious.open():
+            watch.look([os.getpid()])
+            assert watch.remove() == []  # somebody holds it
+            assert watch.left()
+        assert watch.remove() == [str(mine)]
+        assert not watch.left()
+        watch.close()
+        assert before.exists()
+        assert other.exists()
+        assert precious.exists()
+    finally:
+        for path in (before, mine, other, precious):
+            path.unlink(missing_ok=True)
+
+
+def test_a_file_that_took_the_name_is_left_alone() -> None:
+    path = Path(f"/dev/shm/mpich_shm_test{os.getpid()}")
+    try:
+        watch = SharedMemoryWatch()
+        path.write_bytes(b"x")
+        with path.open():
+            watch.look([os.getpid()])
+            successor = path.with_name(path.name + "_new")
+            successor.write_bytes(b"y")
+            successor.rename(path)
+        assert watch.remove() == []
+        assert path.read_bytes() == b"y"
+        watch.close()
+    finally:
+        path.unlink(missing_ok=True)
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--hosts", "a:2", "true"], "Add --mpi mpiexec"),
+        (["--mpi", "no-such-mpiexec", "true"], "no such program"),
+        (["--mpi", "true", "true"], "no launcher that Phalanx knows"),
+        (["--mpi", "mpiexec", "--hosts", "a", "--hostfile", "f", "true"], "give one of them"),
+        (["--mpi", "mpiexec", "--hosts", "a,a", "true"], "a stands twice"),
+        (["--mpi", "mpiexec", "-n", "3", "--hosts", "a,b", "true"], "the hosts take 2 ranks"),
+        (["--mpi", "mpiexec", "--ppn", "2", "true"], "--ppn 2"),
+    ],
+)
+def test_mistakes_cost_one_line(launcher: Launcher, tmp_path: Path, arguments: list[str], said: str) -> None:
+    program(tmp_path, HYDRA)
+    outcome = launcher.run(*arguments, environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert outcome.code == 2
+    assert len(outcome.err_text.splitlines()) == 1
+    assert said in outcome.err_text
