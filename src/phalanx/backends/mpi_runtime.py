@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -48,6 +49,7 @@ class Runtime:
         world: a duplicate of MPI_COMM_WORLD: what the script sends on that one does not meet what is sent here.
         notices: what ranks tell each other beside the groups' operations.
         check: whether collectives are compared before they run; rank 0's setting holds.
+        symbols: MPI's functions, or None if they cannot be reached but through mpi4py.
         kept: what MPI may still read or write although nobody waits for it.
     """
 
@@ -59,6 +61,7 @@ class Runtime:
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         self._require_threads()
         self._core = library()
+        self.symbols = _symbols(mpi)
         self._end_with_the_process()
         self.failed = self._in_world = False
         self._watch_exceptions()
@@ -131,19 +134,15 @@ class Runtime:
 
     def _end_with_the_process(self) -> None:
         """Have MPI ended by the exit code, which is known only when Python has finalised (``mpi_end.c``)."""
-        mpi, core = self.mpi, self._core
-        try:
-            # The extension module's own dependency: the very library that mpi4py calls.
-            symbols = ctypes.CDLL(mpi.__file__)
-            end, finalized, finalize = (
-                ctypes.cast(symbols[f"MPI_{name}"], ctypes.c_void_p) for name in ("Abort", "Finalized", "Finalize")
-            )
-            at_exit = _on_exit()
-        except (AttributeError, OSError):
-            # An mpi4py that finds its library's functions otherwise, or no glibc: without the exit code, in order.
+        mpi, core, symbols = self.mpi, self._core, self.symbols
+        at_exit = _on_exit()
+        if symbols is None or at_exit is None:
             if self._owned:
-                atexit.register(self._finalize_in_order)
+                atexit.register(self._finalize_in_order)  # without the exit code
             return
+        end, finalized, finalize = (
+            ctypes.cast(symbols[f"MPI_{name}"], ctypes.c_void_p) for name in ("Abort", "Finalized", "Finalize")
+        )
         core.phx_mpi_begin(end, finalized, finalize if self._owned else None, mpi._handleof(mpi.COMM_WORLD))
         at_exit()
 
@@ -228,10 +227,27 @@ def _load() -> Any:
         ) from None
 
 
+def _symbols(mpi: Any) -> ctypes.CDLL | None:
+    """MPI's functions, in the very library that mpi4py calls: its extension module's own dependency.
+
+    None for an mpi4py that finds them otherwise.
+    """
+    try:
+        symbols = ctypes.CDLL(mpi.__file__)
+        for name in ("Abort", "Allreduce", "Finalize", "Finalized", "Start", "Test"):
+            symbols[f"MPI_{name}"]
+    except (AttributeError, OSError):
+        return None
+    return symbols
+
+
 @cache
-def _on_exit() -> Any:
-    """Register ``phx_mpi_end`` with the C library; once, whatever becomes of MPI."""
-    register = ctypes.CDLL(None).on_exit
+def _on_exit() -> Callable[[], object] | None:
+    """What registers ``phx_mpi_end`` with the C library, once; None where that is not glibc."""
+    try:
+        register = ctypes.CDLL(None).on_exit
+    except AttributeError:
+        return None
     end = ctypes.cast(library().phx_mpi_end, ctypes.c_void_p)
     return cache(lambda: register(end, None))
 
