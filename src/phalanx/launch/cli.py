@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from importlib import import_module
@@ -11,7 +12,9 @@ import click
 
 import phalanx
 from phalanx.errors import LaunchError
+from phalanx.launch.hosts import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.limits import check_limits, machine_limits, raise_file_limit
+from phalanx.launch.mpi.launchers import find_mpi_launcher
 from phalanx.launch.plan import Plan, make_plan
 from phalanx.launch.rank import Place, become
 from phalanx.launch.supervisor import launch
@@ -55,10 +58,8 @@ def command() -> None:
     "-n",
     "--ranks",
     type=int,
-    default=1,
-    show_default=True,
     metavar="N",
-    help="How many ranks (processes) to start on this machine.",
+    help="How many ranks (processes) to start.  [default: 1, or as many as the hosts take]",
 )
 @click.option("-m", "module", is_flag=True, help="TARGET is a module, as with python -m.")
 @click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still told.")
@@ -71,16 +72,35 @@ def command() -> None:
     metavar="SECONDS",
     help="How long ranks may take to end after they were asked to, before they are killed.",
 )
+@click.option(
+    "--mpi",
+    metavar="COMMAND",
+    help="Let this MPI launcher start the ranks: mpiexec, mpirun, srun, or a path to one; with its own options in "
+    "quotes: --mpi 'mpiexec -iface ib0'.",
+)
+@click.option("-H", "--hosts", metavar="HOST:N,...", help="With --mpi: where, and how many on each; in rank order.")
+@click.option("--hostfile", metavar="FILE", help="With --mpi: the same from a file, a host a line (h1:4, h1 slots=4).")
+@click.option("--ppn", type=int, metavar="N", help="With --hosts or --hostfile: the most ranks a host takes.")
+@click.option(
+    "--address",
+    metavar="ADDR",
+    help="With --mpi: this host's address on the ranks' network, if another is found.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object instead of the table.")
 @click.argument("target", metavar="TARGET")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def run(
-    ranks: int,
+    ranks: int | None,
     module: bool,
     quiet: bool,
     no_prefix: bool,
     grace: float,
+    mpi: str | None,
+    hosts: str | None,
+    hostfile: str | None,
+    ppn: int | None,
+    address: str | None,
     dry_run: bool,
     as_json: bool,
     target: str,
@@ -96,10 +116,16 @@ def run(
       phalanx run -n 2 -m package.train       two ranks of a module
       phalanx run -n 8 --dry-run train.py     who would run where
       phalanx run -n 2 ./simulate --fast      a program that is not Python
+      phalanx run -n 4 --mpi mpiexec mpi.py   four ranks that can use MPI
+      phalanx run --mpi mpiexec -H h1:4,h2:4 mpi.py
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in
     its environment, so scripts written for torchrun run unchanged. Scripts of Python are forked from one
     process that has imported torch, so starting many costs little more than starting one.
+
+    With --mpi the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or
+    on others that it can reach and that see the same files; everything else is as without. Such ranks can use MPI
+    (init_process_group("mpi"), mpi4py). They import torch each for itself. Open MPI is told that root may start it.
 
     OMP_NUM_THREADS is each rank's share of the cores unless you set it. Rank 0 reads the launcher's standard
     input, unless that is a terminal; the others read nothing.
@@ -114,15 +140,27 @@ def run(
         grace_s=grace,
         quiet=quiet,
         prefix=not no_prefix,
+        mpi=find_mpi_launcher(mpi) if mpi is not None else None,
+        hosts=_hosts(hosts, hostfile),
+        ppn=ppn,
+        address=address,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")
     if not dry_run:
         return plan
     raise_file_limit()
-    check_limits(plan.ranks, machine_limits(python=plan.target.is_python))
+    check_limits(plan.ranks, machine_limits(python=plan.target.is_python, forked=plan.mpi is None))
     _describe(plan, as_json)
     return None
+
+
+def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:
+    if hosts is not None and hostfile is not None:
+        raise LaunchError("--hosts and --hostfile both say where the ranks run; give one of them")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return read_hostfile(hostfile) if hostfile is not None else []
 
 
 def _describe(plan: Plan, as_json: bool) -> None:
@@ -132,6 +170,7 @@ def _describe(plan: Plan, as_json: bool) -> None:
             "world_size": plan.ranks,
             "cores": plan.cores,
             "target": {"kind": plan.target.kind, "path": plan.target.path, "argv": list(plan.target.argv)},
+            "mpi": plan.mpi.command(plan.ranks, plan.hosts, ["RANK"], "HOSTS") if plan.mpi is not None else None,
             "ranks": [asdict(row) for row in plan.rows()],
             "notes": plan.warnings(),
         }
@@ -141,6 +180,9 @@ def _describe(plan: Plan, as_json: bool) -> None:
 
     count = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
     click.echo(format_rank_table(plan.rows(), title=f"phalanx run: {count} of {plan.target.name}"), nl=False)
+    if plan.mpi is not None:
+        words = plan.mpi.command(plan.ranks, plan.hosts, [plan.target.name, *plan.target.argv[1:]], "HOSTS")
+        click.echo(f"started by {plan.mpi.title}: {shlex.join(words)}")
     if not plan.quiet:
         for warning in plan.warnings():
             click.echo(f"phalanx: note: {warning}", err=True)

@@ -66,18 +66,21 @@ def raise_file_limit() -> tuple[int, int]:
     return soft, hard
 
 
-def machine_limits(*, python: bool) -> list[Limit]:
+def machine_limits(*, python: bool, forked: bool = True) -> list[Limit]:
     """The limits in force here, in the order they are checked.
 
     Args:
         python: whether the ranks will carry an interpreter with torch; a bare program's memory is unknown,
             so memory is not checked for it.
+        forked: whether they are forked here; what an MPI launcher starts may run on hosts with limits of their own.
     """
     limits = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         remedy = "raise the hard limit (ulimit -Hn, or LimitNOFILE)"
         limits.append(Limit("open files", remedy, soft, FILES_PER_RANK, FILES_BESIDE))
+    if not forked:
+        return limits
     tasks = _tasks_left()
     if tasks is not None:
         remedy = "raise the limit (ulimit -u, or pids.max of the cgroup)"

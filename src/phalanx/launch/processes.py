@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 __all__ = [
     "adopt_orphans",
@@ -20,6 +20,7 @@ __all__ = [
     "children_of",
     "descendants_of",
     "die_with_parent",
+    "end_descendants",
     "kill",
     "live_past_parent",
     "send_to_group",
@@ -41,14 +42,15 @@ def _prctl(option: int, argument: int | bytes) -> None:
         raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when its parent ends.
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends.
 
     Args:
         parent: the process id the parent had before the fork. If it has ended already, nobody would send the
             signal any more, so this process ends at once.
+        signum: the signal; a program that has to tidy up is asked instead of killed.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 
@@ -167,6 +169,30 @@ def kill(pid: int) -> bool:
     except PermissionError:
         return False
     return True
+
+
+def end_descendants(*, but: Collection[int] = ()) -> None:
+    """SIGKILL all descendants of this process until none is left that may be killed.
+
+    Whoever loses its parent is adopted here, so each round reaches what the round before uncovered.
+
+    Args:
+        but: children to leave alone, with all below them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    spared: set[int] = set()
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        children = [pid for pid in children_of(os.getpid()) if pid not in but]
+        victims = [pid for pid in [*children, *descendants_of(children)] if pid not in spared]
+        if not victims:
+            break
+        spared.update(pid for pid in victims if not kill(pid))
+        # Woken by the next end; the timeout is for ends that are no child's of ours.
+        signal.sigtimedwait({signal.SIGCHLD}, 0.05)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def send_to_group(leader: int, signum: int) -> None:

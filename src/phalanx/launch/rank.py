@@ -26,11 +26,11 @@ import types
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
-from phalanx.launch.plan import Plan
 from phalanx.launch.processes import die_with_parent, set_name, skip_library_teardown
-from phalanx.launch.wires import RankWires
+from phalanx.launch.target import Target
+from phalanx.launch.wires import RankEnds
 
-__all__ = ["Place", "become", "enter_rank"]
+__all__ = ["Place", "become", "enter_rank", "leave_siblings"]
 
 
 @dataclass
@@ -39,19 +39,21 @@ class Place:
 
     Attributes:
         rank: which one.
-        plan: the job.
+        target: what it will run.
+        run_id: the job's name.
+        environment: what is added to the environment it was started with.
         wires: its ends of the pipes and its report file.
-        port: of the store.
         code: the compiled target; None for a program.
         spec: what ``__main__.__spec__`` will be; None for a plain script.
-        parent: the zygote's process id, with which this process ends.
+        parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
         pid: this process; a child that the script forks is not the rank.
     """
 
     rank: int
-    plan: Plan
-    wires: RankWires
-    port: int
+    target: Target
+    run_id: str
+    environment: dict[str, str]
+    wires: RankEnds
     code: types.CodeType | None
     spec: importlib.machinery.ModuleSpec | None
     parent: int
@@ -86,7 +88,7 @@ def enter_rank(place: Place, handlers: dict[int, Any], file_limit: tuple[int, in
     os.close(wires.err_write)
     # Scripts that call select() cannot use the high descriptors a raised limit hands out.
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
-    os.environ.update(place.plan.environment(place.rank, port=place.port))
+    os.environ.update(place.environment)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{place.pid}/fd/{wires.report}"
     if place.code is None:
         # What the program starts may write the report too, as torch's @record does.
@@ -96,8 +98,6 @@ def enter_rank(place: Place, handlers: dict[int, Any], file_limit: tuple[int, in
     sys.stdout = _stream(sys.stdout, 1, "w")
     sys.stderr = _stream(sys.stderr, 2, "w")
     faulthandler.enable()
-    _part_from_siblings()
-    skip_library_teardown()
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
@@ -109,14 +109,18 @@ def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
     return stream
 
 
-def _part_from_siblings() -> None:
-    """Undo what a fork shares and separate processes would not: random state and secrets."""
+def leave_siblings() -> None:
+    """In a rank forked from a process that has imported torch: undo what separate processes would not share.
+
+    That is random state and secrets; and libtorch's teardown would copy the pages that the ranks have in common.
+    """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     process = sys.modules.get("multiprocessing.process")
     if process is not None:
         process.current_process().authkey = os.urandom(32)
+    skip_library_teardown()
 
 
 def become(place: Place) -> None:
@@ -125,7 +129,7 @@ def become(place: Place) -> None:
     Raises:
         SystemExit: the script ended by ``sys.exit``, or by an exception that has been reported (code 1).
     """
-    target = place.plan.target
+    target = place.target
     if place.code is None:
         _execute(place)
         return
@@ -244,7 +248,7 @@ def _report(place: Place, error: BaseException, *, shown: bool, now: float | Non
         },
     }
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{place.wires.report}").startswith(f"/memfd:{place.plan.run_id}-"):
+        if os.readlink(f"/proc/self/fd/{place.wires.report}").startswith(f"/memfd:{place.run_id}-"):
             data = json.dumps(report).encode()
             os.pwrite(place.wires.report, data, 0)
             os.ftruncate(place.wires.report, len(data))
@@ -272,7 +276,7 @@ def _execute(place: Place) -> None:
     # Python ignores these; a program expects what its shell would give it.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
-    target = place.plan.target
+    target = place.target
     try:
         os.execv(target.path, target.argv)
     except OSError as error:

@@ -11,6 +11,9 @@ How the job ends is decided here, and carried out by the zygote (which alone may
 - a signal arrives: it is passed on, and after the grace the ranks are killed; a second one kills at once;
 - nobody reads the output any more: as if SIGTERM had come, silently, like any other tool in a pipe;
 - the zygote is killed: the kernel kills the ranks, and what they had started is killed here.
+
+When an MPI launcher starts the ranks, a relay (``mpi/relay.py``) stands where the zygote does and says the same
+things; only the table has to wait until the ranks' processes have said where they are.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -29,11 +33,11 @@ from phalanx.launch import processes
 from phalanx.launch.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
 from phalanx.launch.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
 from phalanx.launch.logs import Console, LineAssembler, Sink, make_prefixes
-from phalanx.launch.plan import MASTER_ADDR, Plan
+from phalanx.launch.plan import Plan
 from phalanx.launch.rank import Place
 from phalanx.launch.wires import Wires, open_wires
-from phalanx.launch.zygote import Inheritance, end_descendants, serve
-from phalanx.topology.table import format_rank_table
+from phalanx.launch.zygote import Inheritance, serve
+from phalanx.topology.table import RankRow, format_rank_table
 
 __all__ = ["launch"]
 
@@ -44,6 +48,7 @@ LARGEST_REMAINDER = 1 << 20
 SETTLE_S = 0.1
 # How long a reader that has stopped may hold the launcher back once the job is over.
 STALLED_READER_S = 1.0
+KEEPERS_S = 2.0
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -79,8 +84,8 @@ def launch(plan: Plan) -> Place | int:
         signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_PASSED_ON, signal.SIGCHLD)
     }
     file_limit = raise_file_limit()
-    check_limits(plan.ranks, machine_limits(python=plan.target.is_python))
-    wires = open_wires(plan.ranks, plan.run_id, MASTER_ADDR)
+    check_limits(plan.ranks, machine_limits(python=plan.target.is_python, forked=plan.mpi is None))
+    wires = open_wires(plan.ranks, plan.run_id, plan.address)
     for stream in (sys.stdout, sys.stderr):
         # A fork would copy what is still in the buffers.
         if stream is not None:
@@ -92,6 +97,11 @@ def launch(plan: Plan) -> Place | int:
     zygote = os.fork()
     if zygote == 0:
         supervisor.forget()
+        if plan.mpi is not None:
+            # Not at the top: it is a room of its own, which only this option enters.
+            from phalanx.launch.mpi.relay import serve_mpi
+
+            serve_mpi(plan, wires, handlers)
         return serve(plan, wires, Inheritance(handlers, file_limit), pid)
     wires.keep_supervisor_ends()
     return supervisor.run(zygote)
@@ -108,6 +118,7 @@ class _Supervisor:
         self.settle_until: float | None = None
         self.refusal: tuple[str, int] | None = None
         self.oom_kills = count_oom_kills()
+        self.rows = plan.rows()
         # Whoever started the launcher with exec may have left it children that are not its own.
         self.strangers = processes.children_of(os.getpid())
         self.wakeup: tuple[int, int] = (-1, -1)
@@ -152,7 +163,7 @@ class _Supervisor:
         for rank in self.ranks:
             for stream in rank.streams:
                 self.selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-        if not self.plan.quiet:
+        if self.plan.mpi is None:
             self._introduce()
         self.wires.supervisor.send(do="start")
         while self.zygote:
@@ -161,13 +172,16 @@ class _Supervisor:
         signal.set_wakeup_fd(-1)
         return code
 
-    def _introduce(self) -> None:
+    def _introduce(self, notes: Iterable[str] = ()) -> None:
         plan, err = self.plan, self.console.err
+        if plan.quiet:
+            return
         count = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
         width = err.columns() if err.terminal else None
         title = f"phalanx run: {count} of {plan.target.name}"
-        err.write(format_rank_table(plan.rows(), title=title, width=width, color=err.color).encode())
-        for warning in plan.warnings():
+        backend = f"started by {plan.mpi.title}" if plan.mpi is not None else None
+        err.write(format_rank_table(self.rows, title=title, backend=backend, width=width, color=err.color).encode())
+        for warning in [*plan.warnings(), *notes]:
             self._say(f"note: {warning}")
 
     def _say(self, text: str) -> None:
@@ -245,9 +259,18 @@ class _Supervisor:
             if self.interrupted is not None:
                 self._order(self.interrupted)
         elif message["event"] == "exited":
-            self._on_exit(self.ranks[message["rank"]], message["status"], message["time"])
+            by_launcher = self.ending or message.get("by_others", False)
+            self._on_exit(self.ranks[message["rank"]], message["status"], message["time"], by_launcher)
         elif message["event"] == "reported":
             self._settle()
+        elif message["event"] == "placed":
+            self.rows = [RankRow(**row) for row in message["rows"]]
+            self._introduce(message["notes"])
+            if self.interrupted is None:
+                self.wires.supervisor.send(do="go")
+        elif message["event"] == "said":
+            if not self.plan.quiet:
+                self.console.write(self.console.err, f"{message['text']}\n".encode(errors="backslashreplace"))
         elif message["event"] == "refused":
             self.refusal = message["text"], message["code"]
         elif message["event"] == "store lost" and not self.ending:
@@ -256,10 +279,10 @@ class _Supervisor:
                 "If nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom"
             )
 
-    def _on_exit(self, rank: _Rank, status: int, when: float) -> None:
+    def _on_exit(self, rank: _Rank, status: int, when: float, by_launcher: bool) -> None:
         rank.status = status
         rank.ended_at = when
-        rank.ended_by_launcher = self.ending
+        rank.ended_by_launcher = by_launcher
         self._drain(rank)
         if status != 0:
             self._settle()
@@ -275,8 +298,10 @@ class _Supervisor:
         self.wires.supervisor.close()
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
+        if self.plan.mpi is not None:
+            self._await_keepers()
         # Whatever the zygote could not end has been handed to this process.
-        end_descendants(but=self.strangers)
+        processes.end_descendants(but=self.strangers)
         for rank in self.ranks:
             self._drain(rank)
         code = os.waitstatus_to_exitcode(status)
@@ -288,6 +313,14 @@ class _Supervisor:
                 f"if nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom\n",
                 128 - code if code < 0 else code,
             )
+
+    def _await_keepers(self) -> None:
+        """A killed relay leaves keepers that are ending their ranks and tidying up; they need a moment for it."""
+        until = time.monotonic() + KEEPERS_S
+        while time.monotonic() < until and set(processes.children_of(os.getpid())) - set(self.strangers):
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            time.sleep(0.01)
 
     # Ending.
 
@@ -304,7 +337,7 @@ class _Supervisor:
             self.settle_until = None
             deadline = time.monotonic() + self.plan.grace_s + STALLED_READER_S / 2
             self.console.out.deadline = self.console.err.deadline = deadline
-        if self.started_at is None:
+        if self.started_at is None and self.plan.mpi is None:
             # Nothing of the user's runs yet, and the zygote, busy importing, would not hear an order.
             if self.zygote:
                 os.kill(self.zygote, signal.SIGKILL)
@@ -361,7 +394,7 @@ class _Supervisor:
             cause,
             [failure for failure in failures if failure is not cause],
             ranks=self.plan.ranks,
-            host=self.plan.host,
+            host=self.rows[cause.rank].host,
             started=self.started_at or 0.0,
             out_of_memory=count_oom_kills() > self.oom_kills,
         )

@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Control", "RankWires", "Wires", "open_wires", "report_name"]
+__all__ = ["Control", "RankEnds", "RankWires", "Wires", "open_wires", "report_name"]
 
 # One message lists every pid of the job.
 LARGEST_MESSAGE = 1 << 18
@@ -52,22 +52,31 @@ class Control:
 
 
 @dataclass
-class RankWires:
-    """What joins one rank to the supervisor.
+class RankEnds:
+    """A rank's own ends.
 
     Attributes:
-        out_read: where the supervisor reads its standard output.
         out_write: its standard output.
-        err_read: where the supervisor reads its standard error.
         err_write: its standard error.
         report: a memfd into which it writes why it failed; no name on disk, so nothing is left behind.
     """
 
-    out_read: int
     out_write: int
-    err_read: int
     err_write: int
     report: int
+
+
+@dataclass
+class RankWires(RankEnds):
+    """What joins one rank to the supervisor.
+
+    Attributes:
+        out_read: where the supervisor reads its standard output.
+        err_read: where the supervisor reads its standard error.
+    """
+
+    out_read: int
+    err_read: int
 
 
 @dataclass
@@ -134,7 +143,7 @@ def open_wires(ranks: int, run_id: str, address: str) -> Wires:
         os.set_blocking(out_read, False)
         os.set_blocking(err_read, False)
         report = os.memfd_create(report_name(run_id, rank))
-        joined.append(RankWires(out_read, out_write, err_read, err_write, report))
+        joined.append(RankWires(out_write, err_write, report, out_read, err_read))
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener = socket.socket()
     listener.bind((address, 0))

@@ -32,12 +32,12 @@ from typing import Any
 from phalanx.errors import LaunchError
 from phalanx.launch import processes
 from phalanx.launch.plan import MASTER_ADDR, Plan
-from phalanx.launch.rank import Place, enter_rank
+from phalanx.launch.rank import Place, enter_rank, leave_siblings
 from phalanx.launch.store import host_store
 from phalanx.launch.target import compile_target
 from phalanx.launch.wires import Wires, report_name
 
-__all__ = ["Inheritance", "end_descendants", "serve"]
+__all__ = ["Inheritance", "serve"]
 
 # How long a rank whose script has failed may go on with its exit handlers and its threads. Longer than the grace,
 # because it may be saving something; not for ever, because the other ranks are waiting for it.
@@ -147,8 +147,12 @@ class _Zygote:
             if pid == 0:
                 self.wires.zygote.close()
                 self.wires.close_rank_ends(but=rank)
-                place = Place(rank, self.plan, self.wires.ranks[rank], port, code, spec, zygote)
+                own = self.plan.environment(rank, port=port)
+                ends = self.wires.ranks[rank]
+                place = Place(rank, self.plan.target, self.plan.run_id, own, ends, code, spec, zygote)
                 enter_rank(place, self.inheritance.handlers, self.inheritance.file_limit)
+                if code is not None:
+                    leave_siblings()
                 return place
             self.pids[rank] = pid
         self.wires.close_rank_ends()
@@ -246,31 +250,7 @@ class _Zygote:
     def kill_everything(self) -> None:
         """Kill every descendant and reap them all, however deep they hide."""
         self._kill_ranks(list(self.pids))
-        end_descendants()
-
-
-def end_descendants(*, but: Collection[int] = ()) -> None:
-    """SIGKILL all descendants of this process until none is left that may be killed.
-
-    Whoever loses its parent is adopted here, so each round reaches what the round before uncovered.
-
-    Args:
-        but: children to leave alone, with all below them.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    spared: set[int] = set()
-    while True:
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        children = [pid for pid in processes.children_of(os.getpid()) if pid not in but]
-        victims = [pid for pid in [*children, *processes.descendants_of(children)] if pid not in spared]
-        if not victims:
-            break
-        spared.update(pid for pid in victims if not processes.kill(pid))
-        # Woken by the next end; the timeout is for ends that are no child's of ours.
-        signal.sigtimedwait({signal.SIGCHLD}, 0.05)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        processes.end_descendants()
 
 
 def serve(plan: Plan, wires: Wires, inheritance: Inheritance, supervisor: int) -> Place:

@@ -26,8 +26,8 @@ class RankRow:
         local_rank: its number on that host.
         device: what it computes on, as torch writes it (``cpu``, ``cuda:3``).
         pid: its process id, or None before it exists.
-        cores: cores it may run on.
-        threads: threads its operations may use.
+        cores: cores it may run on; None while nobody has looked.
+        threads: threads its operations may use; None while that is not decided.
     """
 
     rank: int
@@ -36,8 +36,8 @@ class RankRow:
     local_rank: int
     device: str
     pid: int | None
-    cores: int
-    threads: int
+    cores: int | None
+    threads: int | None
 
 
 def format_rank_table(
@@ -98,8 +98,8 @@ def _rank_lines(rows: Sequence[RankRow]) -> list[list[str]]:
             str(row.local_rank),
             row.device,
             "" if row.pid is None else str(row.pid),
-            str(row.cores),
-            str(row.threads),
+            _number(row.cores),
+            _number(row.threads),
         ]
         for row in rows
     ]
@@ -121,8 +121,8 @@ def _node_lines(rows: Sequence[RankRow]) -> list[list[str]]:
                 format_spans([row.rank for row in members]),
                 str(len(members)),
                 _common([row.device for row in members]),
-                _common([str(row.cores) for row in members]),
-                _common([str(row.threads) for row in members]),
+                _common([_number(row.cores) for row in members]),
+                _common([_number(row.threads) for row in members]),
             ]
         )
     return lines
@@ -137,6 +137,10 @@ def format_spans(numbers: Sequence[int]) -> str:
         else:
             parts.append([number, number])
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else str(value)
 
 
 def _common(values: Sequence[str]) -> str:

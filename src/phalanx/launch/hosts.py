@@ -1,0 +1,167 @@
+"""The hosts a job runs on, as the user wrote them, and which rank goes where.
+
+Every MPI has flags of its own for this, and they disagree: without counts Hydra deals ranks out in turn while Open
+MPI fills the first host, and Intel MPI applies ``a:1,b:3`` to the hosts in another order. So there is one rule here
+(hosts in the order they are written, each filled before the next), and each launcher is told the exact counts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import LaunchError
+
+__all__ = ["HostSlots", "address_towards", "fill_hosts", "own_address", "parse_hosts", "read_hostfile"]
+
+
+@dataclass(frozen=True)
+class HostSlots:
+    """A host and how many ranks it takes.
+
+    Attributes:
+        name: what the launcher is given: a name or an address.
+        slots: how many ranks; None if the user left it open.
+    """
+
+    name: str
+    slots: int | None = None
+
+
+def parse_hosts(text: str) -> list[HostSlots]:
+    """Read ``--hosts``: names separated by commas, each with the number of its ranks after a colon.
+
+    Raises:
+        LaunchError: a name is missing, stands twice, or has no sensible number. The message shows it.
+    """
+    return _unique([_entry(part.strip(), f"--hosts {text}") for part in text.split(",")], f"--hosts {text}")
+
+
+def read_hostfile(path: str) -> list[HostSlots]:
+    """Read ``--hostfile``: one host a line, as ``h1``, ``h1:4`` or ``h1 slots=4``; # begins a comment.
+
+    Lines of one name that follow each other count together, since batch systems write a line for each slot.
+
+    Raises:
+        LaunchError: the file cannot be read, names no host, or a line is none of these.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"--hostfile {path}: cannot be read: {error}") from error
+    hosts: list[HostSlots] = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{path}, line {number}"
+        host = _entry(words[0], where)
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key != "slots":
+                raise LaunchError(f"{where}: {word!r} is not understood; write h1, h1:4 or h1 slots=4")
+            host = _entry(f"{host.name}:{value}", where)
+        if hosts and hosts[-1].name == host.name:
+            host = HostSlots(host.name, (hosts.pop().slots or 1) + (host.slots or 1))
+        hosts.append(host)
+    if not hosts:
+        raise LaunchError(f"--hostfile {path}: names no host")
+    return _unique(hosts, f"--hostfile {path}")
+
+
+def _entry(text: str, where: str) -> HostSlots:
+    name, colon, count = text.rpartition(":") if text.count(":") == 1 else (text, "", "")
+    if not name or any(letter.isspace() for letter in name):
+        raise LaunchError(f"{where}: {text!r} names no host; write h1:4,h2:4")
+    if not colon:
+        return HostSlots(name)
+    if not count.isdecimal() or int(count) < 1:
+        raise LaunchError(f"{where}: {text!r}: after the colon stands how many ranks the host takes, at least 1")
+    return HostSlots(name, int(count))
+
+
+def _unique(hosts: list[HostSlots], where: str) -> list[HostSlots]:
+    names = [host.name for host in hosts]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise LaunchError(f"{where}: {twice[0]} stands twice; write each host once, with the number of its ranks")
+    return hosts
+
+
+def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = None) -> list[HostSlots]:
+    """Share the ranks out: each host is filled before the next one, in the order they were written.
+
+    Args:
+        hosts: where ranks may run.
+        ranks: how many; None for as many as there are slots.
+        ppn: the most that a host may take, and what it takes where its own number was left open.
+
+    Returns:
+        The hosts that get a rank, each with the number it gets.
+
+    Raises:
+        LaunchError: there are more ranks than slots.
+    """
+    slots = [host.slots or ppn or 1 for host in hosts]
+    if ppn is not None:
+        slots = [min(count, ppn) for count in slots]
+    left = sum(slots) if ranks is None else ranks
+    if left > sum(slots):
+        room = ", ".join(f"{host.name}:{count}" for host, count in zip(hosts, slots, strict=True))
+        raise LaunchError(
+            f"-n {ranks}: the hosts take {sum(slots)} ranks ({room}); write how many each takes, as in "
+            f"--hosts {hosts[0].name}:{-(-left // len(hosts))}, or give --ppn"
+        )
+    filled = []
+    for host, count in zip(hosts, slots, strict=True):
+        here = min(count, left)
+        left -= here
+        if here:
+            filled.append(HostSlots(host.name, here))
+    return filled
+
+
+def address_towards(names: Iterable[str]) -> str:
+    """The address of this host that processes on those hosts reach it by.
+
+    It is the one this host would itself use to reach the first of them that is another machine, so it lies on the
+    network they share. A name that does not resolve says nothing: a launcher may know names that nobody else does.
+
+    Args:
+        names: the hosts; loopback is enough if they all are this one.
+    """
+    for name in names:
+        try:
+            found = socket.getaddrinfo(name, 9, socket.AF_INET, socket.SOCK_DGRAM)
+        except OSError:
+            continue
+        own = _source_address(found[0][4][0])
+        # Whoever sends to himself uses the address he sends to.
+        if own is not None and own != found[0][4][0]:
+            return own
+    return "127.0.0.1"
+
+
+def own_address() -> str:
+    """An address of this host for hosts that are not known yet: the one of its default route, or of its name."""
+    # A datagram socket's connect sends nothing; the address is one that is reserved for documents.
+    own = _source_address("192.0.2.1")
+    if own is not None:
+        return own
+    try:
+        return socket.gethostbyname(os.uname().nodename)
+    except OSError:
+        return "127.0.0.1"
+
+
+def _source_address(target: str | int) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError:
+            return None
+        address: str = probe.getsockname()[0]
+        return address

@@ -1,0 +1,83 @@
+"""One rank as the relay knows it: its keeper's connection, its output on the way to the supervisor, its end."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.launch.mpi.wire import ERR, OUT, Channel
+from phalanx.launch.wires import RankEnds
+
+__all__ = ["Member", "Pipe"]
+
+# What may wait here for the supervisor, a stream, before the keeper is no longer heard.
+_MOST_WAITING = 1 << 20
+
+
+@dataclass(eq=False)
+class Pipe:
+    """One output stream of a rank.
+
+    Attributes:
+        descriptor: where the supervisor reads, non-blocking.
+        waiting: what it has not taken yet.
+    """
+
+    descriptor: int
+    waiting: bytearray = field(default_factory=bytearray)
+
+    @staticmethod
+    def pair(ends: RankEnds) -> dict[bytes, Pipe]:
+        """Standard output and standard error of a rank, by the kind of their frames."""
+        return {OUT: Pipe(ends.out_write), ERR: Pipe(ends.err_write)}
+
+    def flush(self) -> None:
+        """Write as much as is taken now."""
+        try:
+            while self.waiting:
+                del self.waiting[: os.write(self.descriptor, self.waiting)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            # The supervisor reads no more: it has drained an ended rank, or is ending itself.
+            self.waiting.clear()
+
+
+@dataclass(eq=False)
+class Member:
+    """One rank, or a keeper that has not said yet which rank it stands for.
+
+    Attributes:
+        number: the rank; -1 while unknown.
+        pipes: its output streams; empty while the rank is unknown.
+        channel: its keeper's connection; None before it has come and after it has gone.
+        here: what the keeper said when it came.
+        pid: the rank's process id on its host; 0 before it has been forked.
+        status: its exit code, or minus the signal that ended it; None while it has not ended.
+        ended_at: when, on this host's monotonic clock.
+        by_others: whether its keeper ended it because the MPI launcher wanted that.
+        reported: whether it has said why it failed.
+        told: whether the supervisor knows of its end.
+    """
+
+    number: int
+    pipes: dict[bytes, Pipe]
+    channel: Channel | None = None
+    here: dict[str, Any] = field(default_factory=dict)
+    pid: int = 0
+    status: int | None = None
+    ended_at: float = 0.0
+    by_others: bool = False
+    reported: bool = False
+    told: bool = False
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of its output that the supervisor has not taken yet."""
+        return sum(len(pipe.waiting) for pipe in self.pipes.values())
+
+    @property
+    def congested(self) -> bool:
+        """Whether so much waits that its keeper should wait too."""
+        return any(len(pipe.waiting) >= _MOST_WAITING for pipe in self.pipes.values())

@@ -1,0 +1,142 @@
+"""Shared memory that an MPI library leaves in /dev/shm when its process is ended before it finalises.
+
+MPICH leaves 2 MB there each time, Open MPI and Intel MPI 16 MB a rank, until nothing is left for anybody. What may
+be removed afterwards is decided by three things together, because /dev/shm also holds what people put there on
+purpose: the file was not there before the rank began; a process of the rank was seen with it open or mapped (its
+inode, not only its name); and its name is one that these libraries give. The seeing happens when the kernel says
+that a file has appeared, and before the launcher ends a rank, so a rank that somebody else kills is covered too,
+but for the moment between making a file and being looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+from collections.abc import Iterable
+
+__all__ = ["SharedMemoryWatch"]
+
+FOLDER = "/dev/shm"
+_NAMES = re.compile(
+    r"mpich_shm_|mpich_shar_"  # MPICH
+    r"|sm_segment\.|vader_segment\.|pmix-|prte"  # Open MPI 5 and 4, its PMIx
+    r"|\d+:\d+:\d+$|fi_shm|efa_shm|psm2_shm|psm3_shm"  # libfabric, which Intel MPI uses
+    r"|Intel_MPI|shm_impi|impi_"
+    r"|ucx_shm|ucx_"
+    r"|torch_\d+_|sem\."
+)
+_IN_CREATE, _IN_MOVED_TO, _IN_NONBLOCK, _IN_CLOEXEC = 0x100, 0x80, 0o4000, 0o2000000
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SharedMemoryWatch:
+    """Remembers which files of /dev/shm the processes of one rank have made and used.
+
+    ``descriptor`` becomes readable when a file appears; None where the kernel offers no more such descriptors.
+    """
+
+    def __init__(self) -> None:
+        self._before = {(entry.stat_device, entry.inode) for entry in _entries()}
+        self._seen: dict[str, tuple[int, int]] = {}
+        self.descriptor: int | None = None
+        number = _libc.inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
+        if number >= 0 and _libc.inotify_add_watch(number, FOLDER.encode(), _IN_CREATE | _IN_MOVED_TO) < 0:
+            os.close(number)
+            number = -1
+        if number >= 0:
+            self.descriptor = number
+
+    def drain(self) -> None:
+        """Forget what the kernel said; whoever calls this then calls :meth:`look`."""
+        if self.descriptor is not None:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self.descriptor, 1 << 14):
+                    pass
+
+    def look(self, pids: Iterable[int]) -> None:
+        """See what of the new files these processes hold."""
+        new = {}
+        for entry in _entries():
+            key = entry.stat_device, entry.inode
+            if key not in self._before and _NAMES.match(entry.name) and self._seen.get(entry.path) != key:
+                new[key] = entry.path
+        if not new:
+            return
+        for pid in pids:
+            for key in _held(pid) & new.keys():
+                self._seen[new[key]] = key
+
+    def remove(self) -> list[str]:
+        """Remove what was seen and is still there, unless a process that lives holds it; return the paths."""
+        still = [path for path, key in self._seen.items() if _identity(path) == key]
+        if not still:
+            return []
+        held: set[tuple[int, int]] = set()
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                held |= _held(int(name))
+        removed = []
+        for path in still:
+            if self._seen[path] not in held and _identity(path) == self._seen[path]:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                    removed.append(path)
+        return removed
+
+    def left(self) -> bool:
+        """Whether something that was seen is still there."""
+        return any(_identity(path) == key for path, key in self._seen.items())
+
+    def close(self) -> None:
+        """Let go of the descriptor."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class _Entry:
+    def __init__(self, entry: os.DirEntry[str], found: os.stat_result) -> None:
+        self.name = entry.name
+        self.path = entry.path
+        self.stat_device = found.st_dev
+        self.inode = found.st_ino
+
+
+def _entries() -> list[_Entry]:
+    found = []
+    with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == os.geteuid():
+                    found.append(_Entry(entry, status))
+    return found
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _held(pid: int) -> set[tuple[int, int]]:
+    """Device and inode of everything in /dev/shm that a process has mapped or open."""
+    held: set[tuple[int, int]] = set()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+        for line in file:
+            if b" /dev/shm/" in line:
+                _, _, _, device, inode, _ = line.split(maxsplit=5)
+                major, _, minor = device.partition(b":")
+                held.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                path = f"/proc/{pid}/fd/{name}"
+                if os.readlink(path).startswith(FOLDER + "/"):
+                    status = os.stat(path)
+                    held.add((status.st_dev, status.st_ino))
+    return held

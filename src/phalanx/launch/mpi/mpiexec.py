@@ -1,0 +1,152 @@
+"""The MPI launcher as a process: started, listened to, and seen out.
+
+What it prints is its own: the ranks' output does not pass through it. Most of it is about bad ends, which Phalanx
+explains better, so its words are held back for a moment, in which it may turn out that a rank has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from phalanx.launch import processes
+from phalanx.launch.failure import signal_name
+from phalanx.launch.mpi.launchers import JOIN
+from phalanx.launch.plan import Plan
+
+__all__ = ["Mpiexec"]
+
+SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim.py")
+_HOLD_S = 0.5
+_MOST_HELD = 200
+
+
+class Mpiexec:
+    """A running MPI launcher.
+
+    Args:
+        plan: the job.
+        invitation: where its processes find the relay, and the key.
+
+    Attributes:
+        handle: a pidfd, readable once it has ended.
+        words: its output, non-blocking; closed at its end.
+        code: how it ended; None while it runs.
+
+    Raises:
+        OSError: the program cannot be executed.
+        LaunchError: it cannot place ranks like that.
+    """
+
+    def __init__(self, plan: Plan, invitation: str) -> None:
+        assert plan.mpi is not None
+        self._launcher = plan.mpi
+        self.code: int | None = None
+        # A file without a name: nothing to remove, however this ends.
+        host_list = os.memfd_create(f"{plan.run_id}-hosts")
+        os.pwrite(host_list, "".join(f"{host.name}:{host.slots}\n" for host in plan.hosts).encode(), 0)
+        program = [sys.executable, SHIM, self._launcher.kind]
+        try:
+            self._process = subprocess.Popen(
+                self._launcher.command(plan.ranks, plan.hosts, program, f"/dev/fd/{host_list}"),
+                env={**self._launcher.environment(), **os.environ, JOIN: invitation},
+                # The relay hands the input on: Open MPI 5 loses it, and the end of it.
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[host_list],
+                start_new_session=True,
+                preexec_fn=functools.partial(_follow_parent, os.getpid()),
+            )
+        finally:
+            os.close(host_list)
+        self.pid = self._process.pid
+        self._process.returncode = 0  # this class waits for it; Popen need not
+        self.handle = os.pidfd_open(self.pid)
+        assert self._process.stdout is not None
+        self.words = self._process.stdout
+        os.set_blocking(self.words.fileno(), False)
+        self._unfinished = b""
+        self._held: list[tuple[float, str]] = []
+
+    def read(self) -> None:
+        """Take what it has printed; closes ``words`` at their end."""
+        while not self.words.closed:
+            try:
+                data = os.read(self.words.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                self.words.close()
+                data = b"\n" if self._unfinished else b""
+            *lines, self._unfinished = (self._unfinished + data).split(b"\n")
+            texts = (line.decode(errors="replace").rstrip() for line in lines)
+            # Open MPI frames what it says in lines of dashes.
+            self._held += [(time.monotonic(), text) for text in texts if text.strip("-= ")]
+            del self._held[:-_MOST_HELD]
+
+    def due_at(self) -> float | None:
+        """When the next of its words may be passed on."""
+        return self._held[0][0] + _HOLD_S if self._held else None
+
+    def take_due(self) -> list[str]:
+        """The lines that have been held back long enough."""
+        now, due = time.monotonic(), []
+        while self._held and self._held[0][0] + _HOLD_S <= now:
+            due.append(self._held.pop(0)[1])
+        return due
+
+    def take_all(self) -> str:
+        """All lines that are still held back, indented."""
+        held, self._held = self._held, []
+        return "".join(f"  {line}\n" for _, line in held)
+
+    def reap(self) -> None:
+        """It has ended, as ``handle`` says: note how."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.handle)
+        self.code = os.waitstatus_to_exitcode(status)
+        self.read()
+
+    def send(self, signum: int) -> None:
+        """Signal it, and what it has started in its process group."""
+        if self.code is None:
+            processes.send_to_group(self.pid, signum)
+
+    @property
+    def exit_code(self) -> int:
+        """What ``phalanx run`` ends with where the end was this launcher's doing."""
+        code = self.code or 1
+        return 128 - code if code < 0 else code
+
+    def describe_end(self) -> str:
+        """How it ended, in words."""
+        who = f"{self._launcher.name} ({self._launcher.title})"
+        if self.code is None:
+            return f"{who} ended the job"
+        if self.code < 0:
+            return f"{who} was ended by signal {-self.code} ({signal_name(-self.code)})"
+        return f"{who} ended with exit code {self.code}"
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove the session folder it made for its processes, which it leaves if it is killed.
+
+        Args:
+            folder: what a rank on this host found in PMIX_SERVER_TMPDIR; removed only if it carries this pid.
+        """
+        if self.code is not None and os.path.basename(folder).endswith(f".{self.pid}"):
+            with contextlib.suppress(OSError):
+                if os.lstat(folder).st_uid == os.geteuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _follow_parent(parent: int) -> None:
+    # Asked, not killed: it has processes on other hosts to end, and files to remove.
+    processes.die_with_parent(parent, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,0 +1,65 @@
+"""Who is where: from what the ranks' processes say about themselves to the rank table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from phalanx.launch.plan import Plan
+from phalanx.topology.table import RankRow
+
+__all__ = ["find_contradiction", "place_ranks", "planned_hosts"]
+
+
+def place_ranks(plan: Plan, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
+    """The rank table of a job whose processes have all come.
+
+    Hosts are numbered by their first rank, and local ranks counted on each, so any placement is described rightly:
+    rank // ranks-per-node would not, where an MPI launcher deals ranks out in turn.
+
+    Args:
+        plan: the job.
+        here: for each rank what its process said: ``machine`` and ``host``, which together tell hosts apart, and
+            ``cpus``, the cores it may run on.
+    """
+    nodes: dict[tuple[str, str], int] = {}
+    count: dict[int, int] = {}
+    seats = []
+    for said in here:
+        node = nodes.setdefault((said["machine"], said["host"]), len(nodes))
+        seats.append((node, count.get(node, 0)))
+        count[node] = seats[-1][1] + 1
+    masks = [(node, tuple(said["cpus"])) for (node, _), said in zip(seats, here, strict=True)]
+    rows = []
+    for rank, ((node, local), said) in enumerate(zip(seats, here, strict=True)):
+        cores = len(said["cpus"])
+        # Ranks that may run on the same cores share them; one that was bound to cores of its own has them alone.
+        threads = int(plan.threads.partition(",")[0]) if plan.threads else max(1, cores // masks.count(masks[rank]))
+        rows.append(RankRow(rank, node, said["host"], local, "cpu", None, cores, threads))
+    return rows
+
+
+def planned_hosts(plan: Plan) -> list[str]:
+    """The host that each rank was asked for on; empty where the MPI launcher was to choose."""
+    return [host.name for host in plan.hosts for _ in range(host.slots or 0)]
+
+
+def find_contradiction(plan: Plan, rows: Sequence[RankRow], here: Sequence[Mapping[str, Any]]) -> str:
+    """What the MPI launcher did or says otherwise than it was told, in words; empty if nothing."""
+    name = plan.mpi.name if plan.mpi is not None else ""
+    planned = planned_hosts(plan)
+    for first, second in pairwise(rows):
+        if planned and (planned[first.rank] == planned[second.rank]) != (first.node_rank == second.node_rank):
+            return (
+                f"{name} was asked for rank {first.rank} on {planned[first.rank]} and rank {second.rank} on "
+                f"{planned[second.rank]}; they run on {first.host} and {second.host}"
+            )
+    for row, said in zip(rows, here, strict=True):
+        beside = sum(other.node_rank == row.node_rank for other in rows)
+        if said["beside"] not in (0, beside):
+            return (
+                f"{name} told rank {row.rank} that {said['beside']} of {len(rows)} ranks are on its host; "
+                f"{beside} are, on {row.host}, and that is what LOCAL_RANK follows"
+            )
+    return ""

@@ -1,0 +1,563 @@
+"""The process that takes the zygote's place when an MPI launcher starts the ranks.
+
+To the supervisor it speaks as the zygote does, over the same control socket, pipes and report files, so the table,
+the prefixes, the failure block, the exit codes and the signals are the same code for both launchers. To the other
+side it is the MPI launcher's parent, and the one whom the ranks' keepers (``keeper.py``) call.
+
+All keepers have to come before any rank runs: only then is it known who is where. Hosts are what the processes
+themselves say they are on; what the MPI launcher was asked for is compared with that, and said if it differs.
+
+A rank has ended when its keeper says so, and the keepers stay until all have: so the MPI launcher sees every rank end
+at once and well, and has nothing to say about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+from phalanx.errors import LaunchError
+from phalanx.launch import processes
+from phalanx.launch.mpi.crew import Member, Pipe
+from phalanx.launch.mpi.mpiexec import Mpiexec
+from phalanx.launch.mpi.placing import find_contradiction, place_ranks, planned_hosts
+from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Door, Lost, new_key
+from phalanx.launch.plan import Plan
+from phalanx.launch.store import host_store
+from phalanx.launch.target import compile_target
+from phalanx.launch.wires import Wires
+from phalanx.topology.table import RankRow, format_spans
+
+__all__ = ["serve_mpi"]
+
+# After this long without some ranks it is said who is missing.
+_MISSING_S = 5.0
+# How long keepers and the MPI launcher may take to leave once all ranks have ended, and the latter after each signal.
+_LEAVE_S = 3.0
+_ASKED_S = 1.5
+# Keepers end their ranks within the grace; who says nothing for this much longer is given up.
+_SILENCE_S = 6.0
+# How long a rank whose script has failed may go on with its exit handlers.
+_WIND_DOWN_S = 0.5
+_BLOCK = 1 << 16
+
+
+class _Refusal(Exception):
+    """The job cannot be started.
+
+    Attributes:
+        code: the launcher's exit code.
+    """
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _Relay:
+    def __init__(self, plan: Plan, wires: Wires) -> None:
+        assert plan.mpi is not None
+        self.plan = plan
+        self.wires = wires
+        self.launcher = plan.mpi
+        self.selector = selectors.DefaultSelector()
+        self.door = Door(plan.address, new_key())
+        self.ranks = [Member(number, Pipe.pair(ends)) for number, ends in enumerate(wires.ranks)]
+        self.rows: list[RankRow] = []
+        self.mpiexec: Mpiexec | None = None
+        self.store: tuple[int, int] | None = None
+        self.going = False
+        self.started = False
+        self.ordered = False
+        self.ended_by_mpiexec = False
+        self.connected = True
+        self.begun = time.monotonic()
+        self.missing_at: float | None = None
+        self.give_up_at: float | None = None
+
+    def run(self) -> None:
+        """Live: check, wait for the order to start, start, watch, clean up."""
+        try:
+            self.prepare()
+            if self.wires.zygote.receive() is None:
+                return
+            self.start()
+            while self.connected and not all(rank.told for rank in self.ranks):
+                self.turn()
+            self.dismiss()
+        except _Refusal as refusal:
+            self.dismiss()
+            said = self.mpiexec.take_all() if self.mpiexec is not None else ""
+            self.wires.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n{said}", code=refusal.code)
+            return
+        self.explain()
+
+    def prepare(self) -> None:
+        """Refuse what could only fail, once and before anything is started."""
+        try:
+            compile_target(self.plan.target)
+        except SyntaxError as error:
+            raise _Refusal("".join(traceback.format_exception_only(error)), 1) from error
+        except (LaunchError, OSError, ValueError, EOFError) as error:
+            raise _Refusal(f"phalanx: {error}", 2) from error
+
+    def start(self) -> None:
+        """Start the MPI launcher, and wait for everything there is to wait for."""
+        for ends in self.wires.ranks:
+            os.set_blocking(ends.out_write, False)
+            os.set_blocking(ends.err_write, False)
+        try:
+            self.mpiexec = Mpiexec(self.plan, self.door.invitation)
+        except LaunchError as error:
+            raise _Refusal(f"phalanx: {error}", 2) from error
+        except OSError as error:
+            raise _Refusal(f"phalanx: {self.launcher.path} cannot be executed: {error.strerror}", 126) from error
+        read = selectors.EVENT_READ
+        self.selector.register(self.mpiexec.handle, read, self._on_mpiexec_ended)
+        self.selector.register(self.mpiexec.words, read, self._on_words)
+        self.selector.register(self.wires.zygote, read, self._on_order)
+        self.selector.register(self.door, read, self._on_knock)
+        self.selector.register(self.wires.listener, read, self._on_store_wanted)
+        self.missing_at = time.monotonic() + _MISSING_S
+
+    def turn(self) -> None:
+        """Wait for something, and act on it."""
+        assert self.mpiexec is not None
+        due = self.mpiexec.due_at() if not self.failing else None
+        times = [when for when in (self.give_up_at, self.missing_at, due) if when is not None]
+        patience_s = max(0.0, min(times) - time.monotonic()) if times else None
+        for key, events in self.selector.select(patience_s):
+            if isinstance(key.data, Member):
+                self._on_keeper(key.data, events)
+            else:
+                key.data()
+        now = time.monotonic()
+        if not self.failing:
+            for line in self.mpiexec.take_due():
+                self._say(f"[{self.launcher.name}] {line}")
+        if self.missing_at is not None and now >= self.missing_at:
+            self.missing_at = None
+            self._name_missing()
+        if self.give_up_at is not None and now >= self.give_up_at:
+            self.give_up_at = None
+            for rank in self.ranks:
+                if rank.status is None:
+                    self._lose(rank)
+        self._tell_ends()
+
+    @property
+    def failing(self) -> bool:
+        """Whether the job is ending for a reason, so that what the MPI launcher says is about that."""
+        return self.ordered or any(rank.status or rank.reported for rank in self.ranks)
+
+    def _say(self, text: str) -> None:
+        self.wires.zygote.send(event="said", text=text)
+
+    # The MPI launcher.
+
+    def _on_words(self) -> None:
+        assert self.mpiexec is not None
+        words = self.mpiexec.words
+        descriptor = words.fileno()
+        self.mpiexec.read()
+        if words.closed:
+            self.selector.unregister(descriptor)
+
+    def _on_mpiexec_ended(self) -> None:
+        assert self.mpiexec is not None
+        self.selector.unregister(self.mpiexec.handle)
+        if not self.mpiexec.words.closed:
+            self.selector.unregister(self.mpiexec.words)
+        self.mpiexec.reap()
+        if self.mpiexec.words.closed is False:
+            self.mpiexec.words.close()
+        if not self.going and not self.ordered:
+            missing = [rank.number for rank in self.ranks if not rank.here]
+            who = f"{_ranks(missing)} had come" if missing else "the ranks were started"
+            raise _Refusal(f"phalanx: {self.mpiexec.describe_end()} before {who}", self.mpiexec.exit_code)
+        # The keepers, whose shims have ended with it, are ending the ranks.
+        self._give_up_after(self.plan.grace_s + 2.0)
+
+    def _name_missing(self) -> None:
+        missing = [rank.number for rank in self.ranks if not rank.here]
+        planned = planned_hosts(self.plan)
+        hosts = list(dict.fromkeys(planned[number] for number in missing)) if planned else []
+        where = f" (on {', '.join(hosts)})" if hosts else ""
+        elapsed = time.monotonic() - self.begun
+        self._say(f"phalanx: after {elapsed:.0f} s {self.launcher.name} has not brought {_ranks(missing)}{where} yet")
+
+    # The supervisor.
+
+    def _on_order(self) -> None:
+        order = self.wires.zygote.receive()
+        if order is None:
+            self.connected = False
+        elif order["do"] == "go":
+            self._release()
+        elif order["do"] == "end":
+            self.ordered = True
+            if not self.going:
+                self.connected = False
+                return
+            for rank in self.ranks:
+                if rank.channel is not None and rank.status is None:
+                    # A rank that has failed by itself may finish, but not for long: MPI_Finalize, which is among its
+                    # exit handlers, waits for the others.
+                    spared = rank.number in order["spare"]
+                    patience_s = min(order["grace_s"], _WIND_DOWN_S) if spared else order["grace_s"]
+                    rank.channel.say(do="end", signal=0 if spared else order["signal"], patience_s=patience_s)
+                    self._wait_for(rank)
+            self._give_up_after(order["grace_s"] + _SILENCE_S)
+
+    def _give_up_after(self, patience_s: float) -> None:
+        until = time.monotonic() + patience_s
+        self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
+
+    def _release(self) -> None:
+        """Let every keeper fork its rank."""
+        self.going = True
+        for rank in self.ranks:
+            if rank.channel is not None:
+                rank.channel.say(
+                    do="become",
+                    target=asdict(self.plan.target),
+                    run_id=self.plan.run_id,
+                    environment=self.plan.environment(rank.number, port=self.wires.port, rows=self.rows),
+                    carried=dict(os.environ),
+                    directory=os.getcwd(),
+                    grace_s=self.plan.grace_s,
+                    # A terminal stays the user's, as under the built-in launcher.
+                    input=rank.number == 0 and not os.isatty(0),
+                )
+                self._wait_for(rank)
+
+    # The keepers.
+
+    def _on_knock(self) -> None:
+        sock = self.door.knock()
+        if sock is not None:
+            self.selector.register(sock, selectors.EVENT_READ, functools.partial(self._on_stranger, sock))
+
+    def _on_stranger(self, sock: socket.socket) -> None:
+        answer = self.door.answer(sock)
+        if answer is True:
+            return
+        self.selector.unregister(sock)
+        if isinstance(answer, Channel):
+            self.selector.register(answer, selectors.EVENT_READ, Member(-1, {}, channel=answer))
+        else:
+            sock.close()
+
+    def _wait_for(self, rank: Member) -> None:
+        """Hear a keeper, unless too much of what it said waits here; and write to it, if something waits for that."""
+        if rank.channel is None:
+            return
+        events = selectors.EVENT_WRITE if rank.channel.waiting else 0
+        if not rank.congested:
+            events |= selectors.EVENT_READ
+        known = rank.channel.fileno() in self.selector.get_map()
+        if not events:
+            if known:
+                self.selector.unregister(rank.channel)
+        elif known:
+            self.selector.modify(rank.channel, events, rank)
+        else:
+            self.selector.register(rank.channel, events, rank)
+
+    def _on_keeper(self, rank: Member, events: int) -> None:
+        if rank.channel is None:
+            return
+        if events & selectors.EVENT_WRITE:
+            rank.channel.flush()
+        if events & selectors.EVENT_READ:
+            try:
+                frames = rank.channel.receive()
+            except Lost:
+                self._on_lost(rank)
+                return
+            for kind, data in frames:
+                if kind == MESSAGE:
+                    rank = self._on_message(rank, json.loads(data))
+                elif rank.pipes:
+                    rank.pipes[kind].waiting += data
+                    self._feed(rank, rank.pipes[kind])
+        self._wait_for(rank)
+
+    def _on_message(self, rank: Member, message: dict[str, Any]) -> Member:
+        event = message["event"]
+        if event == "here":
+            return self._seat(rank, message)
+        if event == "started":
+            rank.pid = message["pid"]
+            self._tell_started()
+        elif event == "reported":
+            self._write_report(rank, message["report"], time.monotonic() - message["age"])
+        elif event == "wants":
+            self._on_input_wanted(rank)
+        elif event == "exited":
+            if rank.number == 0:
+                _release_input()
+            self._end(rank, message["status"], time.monotonic() - message["age"], message["by_others"])
+        return rank
+
+    def _seat(self, newcomer: Member, message: dict[str, Any]) -> Member:
+        """Give a keeper, which has proven that it belongs to the job, the seat of its rank."""
+        number: int = message["rank"]
+        size, host = message["size"], message["host"]
+        if size != self.plan.ranks or self.ranks[number].here:
+            already = "" if size != self.plan.ranks else ", of which there is one already"
+            raise _Refusal(
+                f"phalanx: {self.launcher.name} was asked for {self.plan.ranks} ranks, and a process on {host} says it "
+                f"is rank {number} of {size}{already}; take options that say how many from --mpi",
+                2,
+            )
+        rank = self.ranks[number]
+        rank.channel, rank.here = newcomer.channel, message
+        if all(other.here for other in self.ranks):
+            self.missing_at = None
+            here = [other.here for other in self.ranks]
+            self.rows = place_ranks(self.plan, here)
+            note = find_contradiction(self.plan, self.rows, here)
+            rows = [asdict(row) for row in self.rows]
+            # The supervisor answers with the order to go, after it has shown the table.
+            self.wires.zygote.send(event="placed", rows=rows, notes=[note] if note else [])
+        return rank
+
+    def _on_lost(self, rank: Member) -> None:
+        """A keeper's connection has ended, which it does not do by itself before it is dismissed."""
+        assert rank.channel is not None
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(rank.channel)
+        rank.channel.close()
+        rank.channel = None
+        if rank.number >= 0 and rank.status is None:
+            if not self.going:
+                if not self.ordered and self.mpiexec is not None and self.mpiexec.code is None:
+                    raise _Refusal(f"phalanx: {_lost(rank)}, before the ranks were started", 1)
+                return
+            self._lose(rank)
+
+    def _lose(self, rank: Member) -> None:
+        now = time.monotonic()
+        own_fault = not self.failing and self.mpiexec is not None and self.mpiexec.code is None
+        if own_fault:
+            text = f"{_lost(rank)}; the host or the way to it may have failed, or the keeper been killed"
+            report = {"type": "", "message": text, "traceback": "", "shown": False, "time": now, "code": 1}
+            self._write_report(rank, {"message": {"message": text}, "phalanx": report}, now)
+        self._end(rank, -signal.SIGKILL, now, by_others=not own_fault)
+
+    def _end(self, rank: Member, status: int, when: float, by_others: bool) -> None:
+        if status and by_others and not self.failing:
+            self.ended_by_mpiexec = True
+        rank.status, rank.ended_at, rank.by_others = status, when, by_others
+        rank.pid = rank.pid or rank.here["pid"]
+        self._tell_started()
+
+    def _write_report(self, rank: Member, report: dict[str, Any], when: float) -> None:
+        """Put a rank's report where the supervisor reads it, with the time on this host's clock."""
+        own = report.get("phalanx")
+        if own is not None and own["time"] is not None:
+            own["time"] = when
+        data = json.dumps(report).encode()
+        descriptor = self.wires.ranks[rank.number].report
+        os.pwrite(descriptor, data, 0)
+        os.ftruncate(descriptor, len(data))
+        rank.reported = True
+        if self.started:
+            self.wires.zygote.send(event="reported")
+
+    def _tell_started(self) -> None:
+        if not self.started and all(rank.pid for rank in self.ranks):
+            self.started = True
+            self.wires.zygote.send(event="started", pids=[rank.pid for rank in self.ranks], time=time.monotonic())
+            if any(rank.reported for rank in self.ranks):
+                self.wires.zygote.send(event="reported")
+
+    def _tell_ends(self) -> None:
+        """Tell the supervisor of ends, each after everything that the rank has printed."""
+        for rank in self.ranks:
+            if self.started and rank.status is not None and not rank.told and not rank.waiting:
+                rank.told = True
+                ended = {"rank": rank.number, "status": rank.status, "time": rank.ended_at, "by_others": rank.by_others}
+                self.wires.zygote.send(event="exited", **ended)
+
+    def _feed(self, rank: Member, pipe: Pipe) -> None:
+        """Write what a rank has printed, as far as the supervisor takes it now."""
+        pipe.flush()
+        known = pipe.descriptor in self.selector.get_map()
+        if pipe.waiting and not known:
+            self.selector.register(pipe.descriptor, selectors.EVENT_WRITE, functools.partial(self._on_room, rank, pipe))
+        elif not pipe.waiting and known:
+            self.selector.unregister(pipe.descriptor)
+
+    def _on_room(self, rank: Member, pipe: Pipe) -> None:
+        self._feed(rank, pipe)
+        self._wait_for(rank)
+
+    # The input, which rank 0 reads: a block at a time, so that nothing is taken that nobody reads.
+
+    def _on_input_wanted(self, rank: Member) -> None:
+        take = functools.partial(self._take_input, rank)
+        try:
+            self.selector.register(0, selectors.EVENT_READ, take)
+        except PermissionError:
+            take()  # a file: always ready, and nothing that a selector waits for
+
+    def _take_input(self, rank: Member) -> None:
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(0)
+        try:
+            data = os.read(0, _BLOCK)
+        except OSError:
+            data = b""
+        if not data:
+            _release_input()
+        if rank.channel is not None:
+            rank.channel.send(IN, data)
+            self._wait_for(rank)
+
+    # The store, for ranks that meet by MASTER_ADDR and MASTER_PORT.
+
+    def _on_store_wanted(self) -> None:
+        """Somebody connects, which a script on MPI alone never does: only now is torch worth its second."""
+        self.selector.unregister(self.wires.listener)
+        relay = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self.wires.zygote.close()
+            self.wires.close_rank_ends()
+            self.door.close()
+            host_store(self.wires.listener, self.plan.address, self.plan.ranks, relay)
+        self.store = pid, os.pidfd_open(pid)
+        self.selector.register(self.store[1], selectors.EVENT_READ, self._on_store_ended)
+
+    def _on_store_ended(self) -> None:
+        assert self.store is not None
+        pid, handle = self.store
+        self.selector.unregister(handle)
+        os.close(handle)
+        _, status = os.waitpid(pid, 0)
+        self.store = None
+        self.wires.zygote.send(event="store lost", status=status)
+
+    # The end.
+
+    def dismiss(self) -> None:
+        """Let keepers and the MPI launcher leave; end whoever does not."""
+        self.door.close()
+        channels = [rank.channel for rank in self.ranks if rank.channel is not None]
+        for channel in channels:
+            channel.say(do="leave")
+        if self.mpiexec is not None:
+            if not self.going:
+                self.mpiexec.send(signal.SIGTERM)
+            self._see_out(channels, _LEAVE_S)
+            for signum in (signal.SIGTERM, signal.SIGKILL):
+                if self.mpiexec.code is None:
+                    self.mpiexec.send(signum)
+                    self._see_out([], _ASKED_S)
+        processes.end_descendants()
+        if self.mpiexec is not None:
+            own = {rank.here["folder"] for rank in self.ranks if rank.here and rank.here["host"] == os.uname().nodename}
+            for folder in own:
+                self.mpiexec.remove_folder(folder)
+
+    def _see_out(self, channels: list[Channel], patience_s: float) -> None:
+        """Wait until these keepers have gone, who may have to tidy up on their hosts, and the MPI launcher too."""
+        assert self.mpiexec is not None
+        until = time.monotonic() + patience_s
+        with selectors.DefaultSelector() as selector:
+            for channel in channels:
+                selector.register(channel, selectors.EVENT_READ, channel)
+            if self.mpiexec.code is None:
+                selector.register(self.mpiexec.handle, selectors.EVENT_READ)
+            if self.connected:
+                # A second Ctrl-C, or the supervisor's end.
+                selector.register(self.wires.zygote, selectors.EVENT_READ, self.wires.zygote)
+            while channels or self.mpiexec.code is None:
+                self.mpiexec.read()
+                ready = selector.select(min(0.1, max(0.0, until - time.monotonic())))
+                if time.monotonic() >= until:
+                    return
+                for key, _ in ready:
+                    if isinstance(key.data, Channel):
+                        try:
+                            key.data.flush()
+                            key.data.receive()
+                        except Lost:
+                            selector.unregister(key.data)
+                            channels.remove(key.data)
+                            key.data.close()
+                    elif key.data is None:
+                        selector.unregister(self.mpiexec.handle)
+                        self.mpiexec.reap()
+                    else:
+                        order = self.wires.zygote.receive()
+                        if order is None:
+                            selector.unregister(self.wires.zygote)
+                            self.connected = False
+                        elif order.get("signal") == signal.SIGKILL:
+                            self.mpiexec.send(signal.SIGKILL)
+
+    def explain(self) -> None:
+        """Where no rank has failed by itself, the end was the MPI launcher's doing: say what it said."""
+        bad = [rank for rank in self.ranks if rank.status]
+        own = [rank for rank in bad if rank.reported or not rank.by_others]
+        if self.mpiexec is not None and self.ended_by_mpiexec and not own:
+            text = f"phalanx: {self.mpiexec.describe_end()}, and {_ranks([rank.number for rank in bad])} with it\n"
+            code = self.mpiexec.exit_code
+            self.wires.zygote.send(event="refused", text=text + self.mpiexec.take_all(), code=code)
+
+
+def _release_input() -> None:
+    """Let go of standard input: its writer should notice that nobody reads any more."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_spans(numbers)}"
+
+
+def _lost(rank: Member) -> str:
+    return f"rank {rank.number} on {rank.here['host']} no longer answers"
+
+
+def serve_mpi(plan: Plan, wires: Wires, handlers: dict[int, Any]) -> NoReturn:
+    """Be the relay; called in the child of the supervisor's fork.
+
+    Args:
+        plan: the job, with an MPI launcher.
+        wires: its descriptors.
+        handlers: the signals that the supervisor handles, which are none of the relay's business.
+    """
+    # Out of the terminal's foreground group: Ctrl-C is the supervisor's to interpret. Its end is the end of the
+    # control socket, and then there is tidying to do, so this process does not simply die with it.
+    os.setsid()
+    processes.set_name("phalanx-relay")
+    processes.adopt_orphans()
+    for signum in handlers:
+        signal.signal(signum, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    wires.keep_zygote_ends()
+    code = 0
+    try:
+        _Relay(plan, wires).run()
+    except BaseException:
+        sys.stderr.write(f"phalanx: the launcher itself failed\n{traceback.format_exc()}")
+        sys.stderr.flush()
+        processes.end_descendants()
+        code = 70
+    finally:
+        os._exit(code)
