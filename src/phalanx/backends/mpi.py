@@ -129,17 +129,17 @@ class MpiCommunicator(Communicator):
     def _reduce_scatter(self, output: torch.Tensor, at: int, op: int) -> None:
         """The blocks of all ranks, of ``output``'s dtype, lie behind each other from ``at`` on."""
         kind, mpi_op = self._reductions[output.dtype, op]
-        count, nbytes = output.numel() * self.size, output.nbytes * self.size
+        nbytes = output.nbytes * self.size
         source = self._address(at, nbytes)
         target = output
         if output.dtype in HALVES:
-            sent = torch.frombuffer(source, dtype=output.dtype).float() if count else output.float()
+            sent = torch.frombuffer(source, dtype=output.dtype).float() if nbytes else output.float()
             source = self._address(sent.data_ptr(), sent.nbytes)
             target = torch.empty(output.shape, dtype=torch.float32)
         elif at <= output.data_ptr() < at + nbytes:
             target = torch.empty_like(output)  # MPI's buffers must not overlap, and it may be this rank's own block
         try:
-            self._comm.Reduce_scatter_block([source, count, kind], self._types.numbers(target, kind), mpi_op)
+            self._comm.Reduce_scatter_block([source, output.numel(), kind], self._types.numbers(target, kind), mpi_op)
         except self._failure as error:
             raise self._agreement.failed(error, REDUCE_SCATTER, output, op) from None
         self._finish(output, target, op)
