@@ -288,8 +288,7 @@ class Agreement:
 
     def _leave_unanswered(self) -> None:
         """What this rank has begun may never be answered: MPI goes on with it as long as the process lives."""
-        self._runtime.hopeless()
-        self._runtime.kept.append(self)
+        self._runtime.leave_unanswered(self)
 
     def abort(self) -> None:
         """End the operation under way, on every rank, from any thread."""

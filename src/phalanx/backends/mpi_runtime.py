@@ -63,7 +63,7 @@ class Runtime:
         self._core = library()
         self.symbols = _symbols(mpi)
         self._end_with_the_process()
-        self.failed = self._in_world = False
+        self.failed = self._in_world = self._hopeless = False
         self._watch_exceptions()
         self.world = mpi.COMM_WORLD.Dup()
         self._require_one_world()
@@ -77,8 +77,14 @@ class Runtime:
         """MPI is under way, and this process is the one that started it, not a child forked from it."""
         return self._pid == os.getpid() and not self.mpi.Is_finalized()
 
-    def hopeless(self) -> None:
-        """Something that other ranks must answer stays unanswered: MPI_Finalize would wait for ever."""
+    def leave_unanswered(self, what: object) -> None:
+        """An operation that other ranks must answer stays unanswered: MPI_Finalize would wait for ever.
+
+        Args:
+            what: the objects of which MPI may still use the memory.
+        """
+        self.kept.append(what)
+        self._hopeless = True
         self._core.phx_mpi_hopeless()
 
     def begin(self) -> None:
@@ -103,6 +109,13 @@ class Runtime:
         """Tell those who may wait for this rank that it calls nothing any more; also when the process ends."""
         if self._in_world and self.usable and not self.failed:
             self._in_world = False
+            if self._hopeless:
+                print(
+                    f"rank {self.world.rank}: MPI cannot end in order, since an operation was given up that other ranks "
+                    f"may still answer; the job is aborted when this rank ends",
+                    file=sys.stderr,
+                    flush=True,
+                )
             with contextlib.suppress(self.mpi.Exception):
                 self.notices.leave_world()
 
