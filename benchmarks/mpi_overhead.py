@@ -67,7 +67,7 @@ def main() -> None:
 def measure(calls: dict[str, Callable[[], None]], rounds: int, world: object) -> dict[str, float]:
     """Medians in µs, the calls taking turns in every round."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    repeats = {name: 1 for name in calls}
+    repeats = dict.fromkeys(calls, 1)
     for turn in range(-2, rounds):
         for name, call in calls.items():
             dist.barrier()

@@ -1,10 +1,10 @@
 """The communicator over MPI, by way of mpi4py: any MPI library, on one host or many.
 
 Every collective is MPI's own blocking one, on the tensors' memory, after the ranks have compared what they call
-(``mpi_check.py``). The blocking forms and not the non-blocking ones, also for asynchronous operations, which the group's
-progress thread runs: MPI moves a non-blocking collective only while somebody is in a call of MPI, so a thread must be in
-any case, and libraries have their quicker algorithms in the blocking forms (docs/mpi.md has figures). The order of sums is
-the library's. Messages are MPI_Isend and MPI_Irecv (``mpi_messages.py``).
+(``mpi_check.py``). The blocking forms and not the non-blocking ones, also for asynchronous operations, which the
+group's progress thread runs: MPI moves a non-blocking collective only while somebody is in a call of MPI, so a thread
+must be in any case, and libraries have their quicker algorithms in the blocking forms (docs/mpi.md has figures). The
+order of sums is the library's. Messages are MPI_Isend and MPI_Irecv (``mpi_messages.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from phalanx.backends.mpi_check import (
     ALL_TO_ALL,
     BARRIER,
     BROADCAST,
+    DTYPE_NUMBERS,
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
@@ -40,6 +41,7 @@ __all__ = ["MpiCommunicator"]
 
 _AVG = dist.ReduceOp.AVG.value
 REST_S = 0.0005
+LIMIT = 2**31  # elements, from here on MPI's classic calls cannot count them
 
 
 class MpiCommunicator(Communicator):
@@ -59,9 +61,17 @@ class MpiCommunicator(Communicator):
         self._in_place = runtime.mpi.IN_PLACE
         self._failure = runtime.mpi.Exception
         self._types = Types(runtime.mpi)
+        self._address = runtime.mpi.buffer.fromaddress
         self._reductions = self._types.reductions
         self._agreement = Agreement(runtime, comm, members, key, timeout.total_seconds())
         self._meet = self._agreement.meet
+        # What the core calls by itself: all but averages and 16-bit floats, which take more than MPI's call.
+        self._direct: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
+        if self._agreement.direct:
+            for (dtype, op), (kind, mpi_op) in self._reductions.items():
+                if op != _AVG and dtype not in HALVES:
+                    handles = runtime.mpi._handleof(kind), runtime.mpi._handleof(mpi_op)
+                    self._direct[dtype, op] = DTYPE_NUMBERS[dtype], *handles
         self._mail = Mail(runtime, comm, self._types, self._agreement)
         self._closed = False
 
@@ -71,15 +81,28 @@ class MpiCommunicator(Communicator):
     # -- reductions --------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
+        direct = self._direct.get((tensor.dtype, op))
+        if direct is not None and tensor.numel() < LIMIT:
+            if not self._agreement.all_reduce(tensor, op, *direct):
+                self._all_reduce(tensor, tensor, op)
+            return
         self._meet(ALL_REDUCE, tensor, op)
-        dtype = tensor.dtype
-        kind, mpi_op = self._reductions[dtype, op]
-        wide = tensor.float() if dtype in HALVES else tensor
+        if tensor.dtype in HALVES:
+            wide = tensor.float()
+            self._all_reduce(wide, tensor, op)
+            tensor.copy_(wide)
+        else:
+            self._all_reduce(tensor, tensor, op)
+
+    def _all_reduce(self, buffer: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
+        kind, mpi_op = self._reductions[buffer.dtype, op]
+        numbers = [self._address(buffer.data_ptr(), buffer.nbytes), buffer.numel(), kind]
         try:
-            self._comm.Allreduce(self._in_place, self._types.numbers(wide, kind), mpi_op)
+            self._comm.Allreduce(self._in_place, numbers, mpi_op)
         except self._failure as error:
             raise self._agreement.failed(error, ALL_REDUCE, tensor, op) from None
-        self._finish(tensor, wide, op)
+        if op == _AVG:
+            buffer.div_(self.size)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         self._meet(REDUCE, tensor, op, root)
@@ -96,24 +119,30 @@ class MpiCommunicator(Communicator):
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         self._meet(REDUCE_SCATTER, output, op)
+        at, _kept = _joined(inputs)
+        self._reduce_scatter(output, at, op)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
+        self._meet(REDUCE_SCATTER, output, op)
+        self._reduce_scatter(output, tensor.data_ptr(), op)
+
+    def _reduce_scatter(self, output: torch.Tensor, at: int, op: int) -> None:
+        """The blocks of all ranks, of ``output``'s dtype, lie behind each other from ``at`` on."""
         kind, mpi_op = self._reductions[output.dtype, op]
-        half = output.dtype in HALVES
-        at = None if half else span(inputs)
-        if at is None:
-            sent = torch.cat([t.reshape(-1) for t in inputs])
-            sent = sent.float() if half else sent
-            source = self._types.numbers(sent, kind)
-        else:
-            nbytes = output.nbytes * self.size
-            source = [self._types.memory(at, nbytes)[0], output.numel() * self.size, kind]
-        # MPI's buffers must not overlap; `output` may be this rank's own input.
-        aliased = at is not None and at <= output.data_ptr() < at + output.nbytes * self.size
-        wide = torch.empty(output.shape, dtype=torch.float32 if half else output.dtype) if half or aliased else output
+        nbytes = output.nbytes * self.size
+        source = self._address(at, nbytes)
+        target = output
+        if output.dtype in HALVES:
+            sent = torch.frombuffer(source, dtype=output.dtype).float() if nbytes else output.float()
+            source = self._address(sent.data_ptr(), sent.nbytes)
+            target = torch.empty(output.shape, dtype=torch.float32)
+        elif at <= output.data_ptr() < at + nbytes:
+            target = torch.empty_like(output)  # MPI's buffers must not overlap, and it may be this rank's own block
         try:
-            self._comm.Reduce_scatter_block(source, self._types.numbers(wide, kind), mpi_op)
+            self._comm.Reduce_scatter_block([source, output.numel(), kind], self._types.numbers(target, kind), mpi_op)
         except self._failure as error:
             raise self._agreement.failed(error, REDUCE_SCATTER, output, op) from None
-        self._finish(output, wide, op)
+        self._finish(output, target, op)
 
     def _finish(self, tensor: torch.Tensor, reduced: torch.Tensor, op: int) -> None:
         if op == _AVG:
@@ -132,34 +161,37 @@ class MpiCommunicator(Communicator):
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         self._meet(ALL_GATHER, tensor)
-        own, nbytes = tensor.data_ptr(), tensor.nbytes
         at = span(outputs)
-        whole: torch.Tensor | None = None
-        if at is None:
-            whole = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
-            at = whole.data_ptr()
-        send: Any = self._types.tensor(tensor)
-        if at <= own < at + nbytes * self.size:
-            if own != at + nbytes * self.rank:
-                outputs[self.rank].view(-1).copy_(tensor.reshape(-1))
-            send = self._in_place
+        if at is not None:
+            self._all_gather(at, tensor)
+            return
+        whole = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        self._all_gather(whole.data_ptr(), tensor)
+        _hand_out(whole, outputs)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._meet(ALL_GATHER, tensor)
+        self._all_gather(output.data_ptr(), tensor)
+
+    def _all_gather(self, at: int, tensor: torch.Tensor) -> None:
+        own, nbytes = tensor.data_ptr(), tensor.nbytes
+        send: Any = self._in_place if own == at + nbytes * self.rank else self._types.tensor(tensor)
         try:
             self._comm.Allgather(send, self._types.memory(at, nbytes * self.size, self.size))
         except self._failure as error:
             raise self._agreement.failed(error, ALL_GATHER, tensor) from None
-        if whole is not None:
-            _hand_out(whole, outputs)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         self._meet(GATHER, tensor, -1, root)
-        receive, whole = None, None
+        receive, whole, nbytes = None, None, tensor.nbytes
         send: Any = self._types.tensor(tensor)
-        nbytes = tensor.nbytes
         if outputs is not None:
             at = span(outputs)
-            if at is None or at <= tensor.data_ptr() < at + nbytes * self.size:
+            if at is None:
                 whole = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
                 at = whole.data_ptr()
+            if tensor.data_ptr() == at + nbytes * root:
+                send = self._in_place
             receive = self._types.memory(at, nbytes * self.size, self.size)
         try:
             self._comm.Gather(send, receive, root)
@@ -170,43 +202,56 @@ class MpiCommunicator(Communicator):
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         self._meet(SCATTER, output, -1, root)
-        send, whole, target = None, None, output
+        send, kept = None, None
+        receive: Any = self._types.tensor(output)
         if inputs is not None:
-            at = span(inputs)
-            if at is None:
-                whole = torch.cat([t.reshape(-1) for t in inputs])
-                at = whole.data_ptr()
+            at, kept = _joined(inputs)
             send = self._types.memory(at, output.nbytes * self.size, self.size)
-            if at <= output.data_ptr() < at + output.nbytes * self.size:
-                target = torch.empty_like(output)
+            if output.data_ptr() == at + output.nbytes * root:
+                receive = self._in_place
         try:
-            self._comm.Scatter(send, self._types.tensor(target), root)
+            self._comm.Scatter(send, receive, root)
         except self._failure as error:
             raise self._agreement.failed(error, SCATTER, output, -1, root) from None
-        if target is not output:
-            output.copy_(target)
+        del kept  # what MPI read may go now
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        sample = outputs[0].new_empty(0)  # the sizes differ from rank to rank, the dtype must not
-        self._meet(ALL_TO_ALL, sample)
         sent, expected = [t.numel() for t in inputs], [t.numel() for t in outputs]
-        self._agreement.balance(sent, expected, outputs[0].dtype)
-        source = _joined(inputs)
-        at = span(outputs)
-        whole = None if at is not None else torch.empty(sum(expected), dtype=outputs[0].dtype)
-        target = outputs[0].data_ptr() if whole is None else whole.data_ptr()
-        item = outputs[0].element_size()
-        kind, total = self._types.items(item), sum(expected) * item
+        sample = outputs[0]
+        source, _kept = _joined(inputs)
+        target = span(outputs)
+        if target is not None:
+            self._all_to_all(target, source, expected, sent, sample)
+            return
+        whole = torch.empty(sum(expected), dtype=sample.dtype)
+        self._all_to_all(whole.data_ptr(), source, expected, sent, sample)
+        for output, piece in zip(outputs, whole.split(expected), strict=True):
+            output.view(-1).copy_(piece)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+    ) -> None:
+        self._all_to_all(output.data_ptr(), tensor.data_ptr(), output_counts, input_counts, output)
+
+    def _all_to_all(
+        self, target: int, source: int, expected: Sequence[int], sent: Sequence[int], like: torch.Tensor
+    ) -> None:
+        """From ``source`` to ``target``, where the pieces lie behind each other; counts in elements of ``like``'s."""
+        none = like.new_empty(0)  # what every rank must agree on is the dtype alone
+        self._meet(ALL_TO_ALL, none)
+        self._agreement.balance(sent, expected, like.dtype)
+        size, kind = like.element_size(), self._types.items(like.element_size())
         try:
             self._comm.Alltoallv(
-                [self._types.memory(source[0], sum(sent) * item)[0], (sent, _offsets(sent)), kind],
-                [self._types.memory(target, total)[0], (expected, _offsets(expected)), kind],
+                [self._address(source, sum(sent) * size), (sent, _offsets(sent)), kind],
+                [self._address(target, sum(expected) * size), (expected, _offsets(expected)), kind],
             )
         except self._failure as error:
-            raise self._agreement.failed(error, ALL_TO_ALL, sample) from None
-        if whole is not None:
-            for output, piece in zip(outputs, whole.split(expected), strict=True):
-                output.view(-1).copy_(piece)
+            raise self._agreement.failed(error, ALL_TO_ALL, none) from None
 
     def barrier(self) -> None:
         self._meet(BARRIER)  # comparing is a barrier of its own

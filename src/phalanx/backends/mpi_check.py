@@ -1,4 +1,4 @@
-"""What the ranks of an MPI group do before each collective: wait for each other, and compare what they are about to call.
+"""What the ranks of an MPI group do before each collective: wait for each other, and compare their calls.
 
 MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
 makes is waited for without end. So the ranks first reduce one number, a fingerprint of the call, to its minimum and its
@@ -19,20 +19,22 @@ from typing import Any
 
 import torch
 
-from phalanx.backends.call_site import call_site, running
+from phalanx.backends.call_site import call_site
 from phalanx.backends.calls import call_text, dtype_name, listed
 from phalanx.backends.layout import DTYPES
+from phalanx.backends.mpi_direct import Words
 from phalanx.backends.mpi_notices import Notice
 from phalanx.backends.mpi_runtime import Runtime
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.native.core import Status
 
-__all__ = ["Agreement", "pause"]
+__all__ = ["DTYPE_NUMBERS", "Agreement", "pause"]
 
 KINDS = ("", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all")
 KINDS += ("barrier",)
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(1, 10)
 _ROOT_NAMES = {REDUCE: "dst", GATHER: "dst", BROADCAST: "src", SCATTER: "src"}
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
 
 TEXT_BYTES = 512
 SPINS = 200  # about 50 µs: what ranks that work alike are apart
@@ -56,6 +58,7 @@ class Agreement:
         sequence: how many operations this rank has begun in the group.
         broken: the error after which the ranks are out of step; every further call raises it.
         timeout_s: how long to wait for the others.
+        direct: :meth:`all_reduce` can be called.
         aborted: another thread wants the operation under way to end.
     """
 
@@ -68,25 +71,9 @@ class Agreement:
         self.timeout_s = timeout_s
         self.aborted = False
         self._spins = SPINS if comm.size <= len(os.sched_getaffinity(0)) else SPINS // 10
-        own, common = bytearray(16), bytearray(16)
-        self._own, self._common = memoryview(own).cast("q"), memoryview(common).cast("q")
-        self._start, self._test, self._free = self._reduction(own, common)
+        self._words = Words(runtime, comm, SPINS if comm.size <= len(os.sched_getaffinity(0)) else SPINS // 10)
+        self.direct = self.checks and self._words.direct
         runtime.notices.sequences[key] = self
-
-    def _reduction(self, own: bytearray, common: bytearray) -> tuple[Any, Any, Any]:
-        mpi = self._runtime.mpi
-        arguments = ([own, 2, mpi.INT64_T], [common, 2, mpi.INT64_T], mpi.MIN)
-        try:
-            request = self._comm.Allreduce_init(*arguments)
-        except (NotImplementedError, mpi.Exception):
-            # MPI before 4.0 has no persistent collectives; the same, begun anew each time.
-            latest: list[Any] = []
-
-            def start() -> None:
-                latest[:] = [self._comm.Iallreduce(*arguments)]
-
-            return start, lambda: latest[0].Test(), lambda: None
-        return request.Start, request.Test, request.Free
 
     def meet(self, kind: int, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
         """Return when every rank has come here with the same call.
@@ -102,25 +89,45 @@ class Agreement:
         if tensor is None:
             call = hash((kind, op, root))
         else:
-            call = hash((kind, _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
-        own, common = self._own, self._common
-        own[0], own[1] = call, ~call
+            call = hash((kind, DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
         self.sequence += 1
-        self._start()
         try:
-            test = self._test
-            # What was queued runs beside the program, which needs the interpreter more.
-            for _ in range(self._spins if getattr(running, "site", None) is None else 10):
-                if test():
-                    break
-            else:
+            met = self._words.meet(call)
+        except self._runtime.mpi.Exception as error:
+            raise self.failed(error, kind, tensor, op, root) from None
+        if met != Status.OK:
+            self.unmet(met, kind, tensor, op, root)
+
+    def all_reduce(self, tensor: torch.Tensor, op: int, number: int, datatype: int, mpi_op: int) -> bool:
+        """Meet, and all-reduce ``tensor`` in place, in one step: True. Or only meet, because somebody was late: False.
+
+        Args:
+            tensor, op: of the call; fewer elements than 2**31.
+            number, datatype, mpi_op: what stands for the tensor's dtype in a fingerprint; MPI's handles.
+        """
+        if self.broken is not None:
+            raise self.broken
+        call = hash((ALL_REDUCE, number, op, -1, tensor.shape))
+        self.sequence += 1
+        met = self._words.all_reduce(call, tensor.data_ptr(), tensor.numel(), datatype, mpi_op)
+        if met == Status.OK:
+            return True
+        self.unmet(met, ALL_REDUCE, tensor, op, -1)
+        return False
+
+    def unmet(self, met: int, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
+        """What follows when the ranks have not met at once: wait for the late ones, or raise why not."""
+        if met == Status.SYSTEM:
+            raise self.failed(RuntimeError("it reported an error"), kind, tensor, op, root)
+        if met == Status.UNDER_WAY:
+            try:
                 self._wait(kind, tensor, op, root)
-        except PhalanxError:
-            raise
-        except BaseException as error:
-            self._interrupted(error, self._text(kind, tensor, op, root))
-            raise
-        if common[0] != ~common[1]:  # the minimum, and the complement of the maximum
+            except PhalanxError:
+                raise
+            except BaseException as error:
+                self._interrupted(error, self._text(kind, tensor, op, root))
+                raise
+        if not self._words.agree():
             raise self.differ(self._text(kind, tensor, op, root))
 
     def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:
@@ -168,14 +175,14 @@ class Agreement:
         """Give back what MPI holds for the comparison. No call may follow."""
         self._runtime.notices.sequences.pop(self.key, None)
         if self.broken is None or isinstance(self.broken, CollectiveMismatch):
-            self._free()
+            self._words.free()
 
     # -- waiting for those who do not come ---------------------------------------------------------
 
     def _wait(self, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
         began = time.monotonic()
         looked = began
-        test = self._test
+        test = self._words.test
         while not test():
             waited = pause(began)
             if waited - (looked - began) < LOOK_S:
@@ -281,8 +288,7 @@ class Agreement:
 
     def _leave_unanswered(self) -> None:
         """What this rank has begun may never be answered: MPI goes on with it as long as the process lives."""
-        self._runtime.hopeless()
-        self._runtime.kept.append(self)
+        self._runtime.leave_unanswered(self)
 
     def abort(self) -> None:
         """End the operation under way, on every rank, from any thread."""

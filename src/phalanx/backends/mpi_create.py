@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 from phalanx.backends.adapter import PhalanxProcessGroup
 from phalanx.backends.gloo import lazy_gloo
@@ -26,6 +26,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
     """A process group over MPI; with the world's, MPI ends too."""
 
     runtime: Runtime | None = None
+    store: Store | None = None  # Gloo looks into it again when it connects; what Python adds to a Store dies with it
 
     def shutdown(self) -> None:
         """Give back the group. ``destroy_process_group`` calls it, for the world's after all others."""
@@ -68,15 +69,11 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     members = list(ranks) or list(range(runtime.world.size))
     key = f"{runtime.notices.world}/{group_name}/{zlib.crc32(str(members).encode())}"
     communicator = MpiCommunicator(runtime, comm, members, key, timeout)
-    gloo = lazy_gloo(
-        MpiStore(comm) if comm.size > 1 else HashStore(),
-        comm.rank,
-        comm.size,
-        timeout,
-        one_host=_one_host(runtime.mpi, comm),
-    )
+    store = MpiStore(comm) if comm.size > 1 else HashStore()
+    gloo = lazy_gloo(store, comm.rank, comm.size, timeout, one_host=_one_host(runtime.mpi, comm))
     gloo.on_timeout = communicator.set_timeout
     group = MpiProcessGroup(NAME, communicator, gloo, group_name)
+    group.store = store
     if not ranks:
         group.runtime = runtime
     return group

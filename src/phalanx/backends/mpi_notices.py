@@ -98,7 +98,8 @@ class Notices:
             if rank in self._left:
                 sequences, call, when = self._left[rank]
                 if sequences.get(group, -1) < sequence:
-                    # Its process may be about to end by a failure, which ends all others: then that is the cause to show.
+                    # Its process may be about to end by a failure, which ends all others: then that is the cause to
+                    # show.
                     if time.monotonic() - when < GRACE_S:
                         return None
                     return Notice(rank, "left", group, sequences.get(group, -1), call)

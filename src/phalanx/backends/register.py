@@ -1,7 +1,7 @@
 """The one file that touches torch's backend registry and private slots. Checked on torch 2.13.0.
 
-``register`` is the entry point in the group ``torch.backends``: torch calls it at the end of ``import torch``,
-so ``init_process_group("phalanx")`` and ``("mpi")`` work in scripts that never import Phalanx. It must be quick and must
+``register`` is the entry point in the group ``torch.backends``: torch calls it at the end of ``import torch``, so
+``init_process_group("phalanx")`` and ``("mpi")`` work in scripts that never import Phalanx. It must be quick and must
 never raise: an exception here would make ``import torch`` fail for everybody on the machine.
 """
 
@@ -30,6 +30,8 @@ def register() -> None:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     with contextlib.suppress(Exception):
         _fill_mpi_slot()
+    with contextlib.suppress(Exception):
+        _name_successors()
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
@@ -50,7 +52,7 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
 
 
 class ProcessGroupMPI:
-    """What torch's wheel leaves out. ``init_process_group("mpi")`` and ``new_group`` call ``create`` and nothing else."""
+    """What torch's wheel leaves out. Of it, ``init_process_group`` and ``new_group`` call ``create`` alone."""
 
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:
@@ -78,7 +80,7 @@ def _fill_mpi_slot() -> None:
 
     if c10d._MPI_AVAILABLE or hasattr(c10d, "ProcessGroupMPI"):
         return  # built with its own
-    c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[misc,assignment]
+    c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[misc]
     if importlib.util.find_spec("mpi4py") is not None:
         c10d._MPI_AVAILABLE = True
         return
@@ -88,3 +90,34 @@ def _fill_mpi_slot() -> None:
         return sys._getframe(1).f_code.co_name == "_new_process_group_helper"
 
     c10d.is_mpi_available = is_mpi_available
+
+
+# -- names that torch has removed ----------------------------------------------------------------------
+
+# What tutorials still call, and what it is called now. `dist.reduce_op` is not among them: torch has kept it.
+_SUCCESSORS = {
+    "all_reduce_multigpu": "all_reduce, with one tensor per rank",
+    "all_gather_multigpu": "all_gather, with one tensor per rank",
+    "broadcast_multigpu": "broadcast, with one tensor per rank",
+    "reduce_multigpu": "reduce, with one tensor per rank",
+    "reduce_scatter_multigpu": "reduce_scatter, with one tensor per rank",
+    "gather_send": "gather(tensor, dst=...)",
+    "gather_recv": "gather(tensor, gather_list, dst=...)",
+    "scatter_send": "scatter(tensor, scatter_list, src=...)",
+    "scatter_recv": "scatter(tensor, src=...)",
+}
+
+
+def _name_successors() -> None:
+    """Let the error for a name that ``torch.distributed`` no longer has say what to call instead."""
+    import torch.distributed as dist
+
+    if "__getattr__" in vars(dist):
+        return  # torch answers for missing names itself
+
+    def __getattr__(name: str) -> Any:  # noqa: N807 - Python's name for a module's missing attributes
+        successor = _SUCCESSORS.get(name)
+        hint = f"; torch has removed it: call torch.distributed.{successor}" if successor else ""
+        raise AttributeError(f"module 'torch.distributed' has no attribute {name!r}{hint}")
+
+    dist.__getattr__ = __getattr__

@@ -7,7 +7,7 @@ no extension module and ties no wheel to an interpreter.
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_ssize_t, c_uint32, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ __all__ = [
     "NOBODY",
     "TEXT_BYTES",
     "Breakage",
+    "MpiGroup",
     "Poll",
     "Status",
     "library",
@@ -64,6 +65,22 @@ class Breakage(Structure):
     peer: int
     peer_pid: int
     chunk: int
+
+
+class MpiGroup(Structure):
+    """What the core knows of a group over MPI (``struct phx_mpi_group``)."""
+
+    _fields_ = [
+        ("own", c_int64 * 2),
+        ("common", c_int64 * 2),
+        ("start", c_void_p),
+        ("test", c_void_p),
+        ("all_reduce", c_void_p),
+        ("request", c_void_p),
+        ("in_place", c_void_p),
+        ("comm", c_ssize_t),
+        ("spins", c_uint32),
+    ]
 
 
 @cache
@@ -121,6 +138,8 @@ def library() -> ctypes.CDLL:
         ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, c_ssize_t]),
         ("phx_mpi_hopeless", None, []),
         ("phx_mpi_ended", None, []),
+        ("phx_mpi_meet", c_int, [POINTER(MpiGroup), c_int64]),
+        ("phx_mpi_all_reduce", c_int, [POINTER(MpiGroup), c_int64, data, c_int, c_ssize_t, c_ssize_t]),
     ):
         function = getattr(core, name)
         function.restype = result

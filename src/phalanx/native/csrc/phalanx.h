@@ -204,6 +204,25 @@ PHX_API void phx_mpi_hopeless(void);
 /* MPI has been finalised. */
 PHX_API void phx_mpi_ended(void);
 
+/* What mpi_meet.c knows of one group over MPI: words that are reduced to their minimum by a persistent request, MPI's
+ * functions and handles. Filled in by backends/mpi_direct.py; `spins` tests come before PHX_UNDER_WAY. */
+typedef struct phx_mpi_group {
+    int64_t own[2], common[2];
+    int (*start)(void *request);
+    int (*test)(void *request, int *done, void *status);
+    int (*all_reduce)(const void *send, void *receive, int count, intptr_t datatype, intptr_t op, intptr_t comm);
+    void *request, *in_place;
+    intptr_t comm;
+    uint32_t spins;
+} phx_mpi_group;
+
+/* Whether every rank calls the same: PHX_OK, PHX_MISMATCH, PHX_UNDER_WAY if somebody has not come yet (then the request
+ * is to be tested further), PHX_SYSTEM for an error of MPI's. */
+PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call);
+
+/* The same, and if it is PHX_OK the all_reduce of `count` elements in place. */
+PHX_API int phx_mpi_all_reduce(phx_mpi_group *group, int64_t call, void *data, int count, intptr_t datatype, intptr_t op);
+
 /* For glibc's on_exit: end MPI by the process's exit code. */
 PHX_API void phx_mpi_end(int code, void *unused);
 

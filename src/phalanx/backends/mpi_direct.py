@@ -1,0 +1,90 @@
+"""The words that the ranks of an MPI group compare before each collective, and their reduction.
+
+Where it is possible, the core makes the calls of MPI itself (``native/csrc/mpi_meet.c``): through mpi4py they would
+take more time in Python than in MPI. Elsewhere mpi4py makes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.backends.mpi_runtime import Runtime
+from phalanx.native.core import MpiGroup, Status, library
+
+__all__ = ["Words"]
+
+# Where an argument of up to eight bytes takes one register, whether it is an int or a pointer.
+_MACHINES = ("x86_64", "aarch64")
+
+
+class Words:
+    """A fingerprint and its complement, reduced over the group to their minima.
+
+    Args:
+        runtime, comm: MPI under way, and the group's communicator.
+        spins: how often to look for the others before :meth:`meet` gives up.
+
+    Attributes:
+        direct: the core makes the calls.
+        test: whether a reduction that was under way is done.
+    """
+
+    def __init__(self, runtime: Runtime, comm: Any, spins: int) -> None:
+        mpi = runtime.mpi
+        self._group = group = MpiGroup(spins=spins)
+        self._own, self._common, self._spins = group.own, group.common, spins
+        own, common = (
+            [mpi.buffer.fromaddress(ctypes.addressof(group) + field.offset, field.size), 2, mpi.INT64_T]
+            for field in (MpiGroup.own, MpiGroup.common)
+        )
+        self.direct = False
+        self._start: Callable[[], None]
+        self.test: Callable[[], bool]
+        self.free: Callable[[], None]
+        try:
+            request = comm.Allreduce_init(own, common, mpi.MIN)
+        except (NotImplementedError, mpi.Exception):
+            # MPI before 4.0 has no persistent collectives; the same, begun anew each time.
+            latest: list[Any] = [None]
+
+            def start() -> None:
+                latest[0] = comm.Iallreduce(own, common, mpi.MIN)
+
+            self._start, self.test, self.free = start, lambda: bool(latest[0].Test()), _nothing
+            return
+        self._start, self.test, self.free = request.Start, request.Test, request.Free
+        if runtime.symbols is None or platform.machine() not in _MACHINES:
+            return
+        for name, symbol in (("start", "Start"), ("test", "Test"), ("all_reduce", "Allreduce")):
+            setattr(group, name, ctypes.cast(runtime.symbols[f"MPI_{symbol}"], ctypes.c_void_p))
+        group.request, group.in_place, group.comm = mpi._addressof(request), int(mpi.IN_PLACE), mpi._handleof(comm)
+        self._meet, self._all_reduce, self._pointer = library().phx_mpi_meet, library().phx_mpi_all_reduce, group
+        self.direct = True
+
+    def meet(self, call: int) -> int:
+        """Compare: ``Status.OK``, or ``MISMATCH``; ``UNDER_WAY`` if somebody has not come yet; ``SYSTEM``."""
+        if self.direct:
+            status: int = self._meet(self._pointer, call)
+            return status
+        self._own[0], self._own[1] = call, ~call
+        self._start()
+        for _ in range(self._spins):
+            if self.test():
+                return Status.OK if self.agree() else Status.MISMATCH
+        return Status.UNDER_WAY
+
+    def all_reduce(self, call: int, data: int, count: int, datatype: int, op: int) -> int:
+        """Compare, and if the ranks agree, all-reduce in place. Only if ``direct``."""
+        status: int = self._all_reduce(self._pointer, call, data, count, datatype, op)
+        return status
+
+    def agree(self) -> bool:
+        """Whether all ranks had the same call: the minimum, and the complement of the maximum."""
+        return bool(self._common[0] == ~self._common[1])
+
+
+def _nothing() -> None:
+    pass

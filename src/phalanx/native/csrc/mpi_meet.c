@@ -1,0 +1,36 @@
+/* The comparison before an MPI collective, and an all_reduce behind it, in one call from Python.
+ *
+ * Both are a few calls of MPI, which mpi4py could make as well; from Python they cost more than MPI itself takes for
+ * them. MPI's functions come as pointers and its handles as words, so that this needs no MPI to be built: a handle is an
+ * int or a pointer, depending on the library, and is passed in a register either way on the machines that
+ * mpi_direct.py allows.
+ *
+ * A phx_mpi_group is one rank's own memory; whoever holds the group's lock in Python calls these.
+ */
+#include "phalanx.h"
+
+PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
+{
+    char status[256]; /* an MPI_Status; the largest known has 40 bytes */
+    int done = 0;
+    group->own[0] = call;
+    group->own[1] = ~call;
+    if (group->start(group->request))
+        return PHX_SYSTEM;
+    for (uint32_t spin = 0; !done; spin++) {
+        if (spin == group->spins)
+            return PHX_UNDER_WAY;
+        if (group->test(group->request, &done, status))
+            return PHX_SYSTEM;
+    }
+    /* The minimum, and the complement of the maximum. */
+    return group->common[0] == ~group->common[1] ? PHX_OK : PHX_MISMATCH;
+}
+
+PHX_API int phx_mpi_all_reduce(phx_mpi_group *group, int64_t call, void *data, int count, intptr_t datatype, intptr_t op)
+{
+    int status = phx_mpi_meet(group, call);
+    if (status != PHX_OK)
+        return status;
+    return group->all_reduce(group->in_place, data, count, datatype, op, group->comm) ? PHX_SYSTEM : PHX_OK;
+}

@@ -1,0 +1,166 @@
+"""What a user relies on over MPI, checked by ranks that mpiexec (or nobody) has started. Prints what was checked.
+
+Expected values are computed here, in this process alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.errors import ArgumentError, CollectiveMismatch, CollectiveTimeout
+
+
+def check_the_world_is_mpis(rank: int, size: int) -> None:
+    from mpi4py import MPI
+
+    assert (rank, size) == (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
+    assert dist.is_mpi_available()
+    assert dist.get_backend() == "mpi"
+
+
+def check_sixteen_bits_are_rounded_once(rank: int, size: int) -> None:
+    """A quarter of a unit in the last place each: rounded at every step, they would all be lost."""
+    for dtype, ulp in ((torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+        parts = [1.0] + [ulp / 4] * (size - 1)
+        tensor = torch.tensor([parts[rank]]).to(dtype)
+        dist.all_reduce(tensor)
+        assert tensor.item() == torch.tensor(sum(parts)).to(dtype).item()
+
+
+def check_operations_that_do_not_exist_are_refused(rank: int, size: int) -> None:
+    with pytest.raises(ArgumentError, match=r"AVG of torch\.int32"):
+        dist.all_reduce(torch.ones(1, dtype=torch.int32), op=dist.ReduceOp.AVG)
+    with pytest.raises(ArgumentError, match=r"BXOR of torch\.float32"):
+        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.BXOR)
+
+
+def check_objects_travel(rank: int, size: int) -> None:
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * rank})
+    assert gathered == [{"rank": r, "text": "x" * r} for r in range(size)]
+    sent = [["from", size - 1]] if rank == size - 1 else [None]
+    dist.broadcast_object_list(sent, src=size - 1)
+    assert sent == [["from", size - 1]]
+
+
+def check_sparse_sums(rank: int, size: int) -> None:
+    tensor = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.tensor([float(rank + 1)]), (size,))
+    dist.all_reduce(tensor)
+    assert tensor.to_dense().tolist() == [r + 1.0 for r in range(size)]
+
+
+def check_data_parallel_steps(rank: int, size: int) -> None:
+    """Gradients are averages over all ranks' data, also where buckets are many and one parameter is unused."""
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    alone = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 2))
+    alone.load_state_dict(module.state_dict())
+    module.register_parameter("unused", torch.nn.Parameter(torch.ones(3)))
+    model = DistributedDataParallel(module, bucket_cap_mb=0.01, find_unused_parameters=True)
+    data = torch.randn(size, 8, 64, generator=torch.Generator().manual_seed(4))
+    for _ in range(3):
+        model.zero_grad()
+        alone.zero_grad()
+        model(data[rank]).square().mean().backward()
+        (sum(alone(part).square().mean() for part in data) / size).backward()
+        for ours, expected in zip(alone.parameters(), list(module.parameters())[1:], strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad)
+
+
+def check_asynchronous_operations_stay_in_order(rank: int, size: int) -> None:
+    tensors = [torch.full((1 + 997 * n % 40_000,), float(rank + n)) for n in range(60)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    dist.barrier()  # behind all of them
+    for n, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        assert work is not None
+        assert work.is_completed()
+        work.wait()
+        assert tensor.unique().tolist() == [float(sum(r + n for r in range(size)))]
+
+
+def check_messages_beside_collectives(rank: int, size: int) -> None:
+    """Messages that are on their way while the ranks are in collectives, in rings both ways, and from anybody."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    received = [torch.empty(300_000) for _ in range(4)]
+    works = [dist.irecv(received[n], left, tag=n) for n in reversed(range(4))]
+    works += [dist.isend(torch.full((300_000,), 10.0 * rank + n), right, tag=n) for n in range(4)]
+    total = torch.ones(200_000)
+    dist.all_reduce(total)
+    assert total.eq(size).all()
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert [t.unique().tolist() for t in received] == [[10.0 * left + n] for n in range(4)]
+    if rank:
+        dist.send(torch.tensor([rank]), 0, tag=7)
+        return
+    found = torch.zeros(1, dtype=torch.int64)
+    came = {(dist.recv(found, tag=7), found.item()) for _ in range(size - 1)}
+    assert came == {(r, r) for r in range(1, size)}
+
+
+def check_messages_of_other_lengths_are_told(rank: int, size: int) -> None:
+    if rank == 0:
+        for count in (3, 5):
+            dist.send(torch.zeros(count), 1, tag=count)
+        with pytest.raises(ArgumentError, match="takes tags from 0"):
+            dist.send(torch.zeros(1), 1, tag=2**31)
+    elif rank == 1:
+        for count in (3, 5):
+            with pytest.raises(CollectiveMismatch, match="is not of 16 bytes"):
+                dist.recv(torch.zeros(4), 0, tag=count)
+
+
+def check_groups_come_and_go(rank: int, size: int) -> None:
+    """More than MPI libraries have at once; overlapping, in another order, and without those who are not in them."""
+    for turn in range(700):
+        members = [turn % size, (turn + 1) % size]
+        group = dist.new_group(members, sort_ranks=False)
+        if rank in members:
+            assert dist.get_group_rank(group, rank) == members.index(rank)
+            tensor = torch.tensor([float(rank)])
+            dist.broadcast(tensor, src=members[0], group=group)
+            assert tensor.item() == members[0]
+            dist.destroy_process_group(group)
+
+
+def check_a_missing_rank_is_named(rank: int, size: int) -> None:
+    group = dist.new_group(list(range(size)), timeout=timedelta(seconds=0.5))
+    missing = size - 1
+    if rank != missing:
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeout, match=f"rank {missing} of the group did not come within 0.5 s") as told:
+            dist.all_reduce(torch.ones(2), group=group)
+        assert "all_reduce(float32[2], sum) at" in str(told.value)
+        assert "checks.py:" in str(told.value)
+        assert time.monotonic() - began < 3
+        with pytest.raises(CollectiveTimeout):  # the ranks are out of step now
+            dist.barrier(group=group)
+    dist.barrier()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("mpi")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for name in sys.argv[1:]:
+        began = time.monotonic()
+        globals()[name](rank, size)
+        dist.barrier()
+        if rank == 0:
+            print(f"{name} {time.monotonic() - began:.2f} s", flush=True)
+    dist.destroy_process_group()
+    if rank == 0:
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

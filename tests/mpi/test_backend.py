@@ -1,0 +1,297 @@
+"""The backend ``mpi``: ranks started by each MPI's own mpiexec, and by nobody."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.mpi.environments import SETTINGS, MpiEnvironment
+from tests.mpi.programs import checks
+from tests.support.programs import perturbed, programs
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).with_name("programs")
+CHECKS = [name for name in vars(checks) if name.startswith("check_")]
+# With one rank there is nobody to send to, or to miss.
+ALONE = [name for name in CHECKS if not re.match("check_(messages|groups|a_missing)", name)]
+# From a rank's failure to the end of mpiexec. It is to be a second; a busy machine has three ranks on two cores.
+END_S = 3.0
+
+
+def run(
+    mpi: MpiEnvironment, ranks: int | None, *command: str | Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python on so many ranks, or without mpiexec (None)."""
+    start = [] if ranks is None else [mpi.mpiexec, "-n", str(ranks)]
+    return subprocess.run(
+        [*start, mpi.python, "-W", "ignore", *map(str, command)],
+        env={**os.environ, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=300,
+        check=False,
+    )
+
+
+def ran(done: subprocess.CompletedProcess[str], *, code: int = 0) -> str:
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def drawn(strategy: st.SearchStrategy[Any], examples: int, file: Path) -> Path:
+    """The same examples in every run, in a file."""
+    found: list[Any] = []
+
+    @settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(strategy)
+    def every(example: Any) -> None:
+        found.append(example)
+
+    every()
+    file.write_bytes(pickle.dumps(found))
+    return file
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_random_programs_leave_what_the_oracle_says(mpi: MpiEnvironment, size: int, tmp_path: Path) -> None:
+    """Every collective, message, dtype, operation and layout, synchronous or not, in overlapping groups.
+
+    With whole numbers: MPI adds in an order of its own.
+    """
+    file = drawn(programs(size, exact=True), 50, tmp_path / "programs")
+    out = ran(run(mpi, size, PROGRAMS / "replay.py", file))
+    assert sorted(out.split("\n")) == sorted([*(f"rank {rank} has run 50" for rank in range(size)), ""])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_calls_something_else_is_told_on_every_rank(mpi: MpiEnvironment, size: int, tmp_path: Path) -> None:
+    file = drawn(perturbed(size), 25, tmp_path / "cases")
+    out = ran(run(mpi, size, PROGRAMS / "mismatch.py", file))
+    assert sorted(out.split("\n")) == sorted([*(f"rank {rank} has run 25" for rank in range(size)), ""])
+
+
+def test_a_mismatch_names_both_calls_and_their_lines(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    script = tmp_path / "differ.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('mpi')\n"
+        "try:\n"
+        "    if dist.get_rank():\n"
+        "        dist.broadcast(torch.ones(2, 3), src=1)\n"
+        "    else:\n"
+        "        dist.all_reduce(torch.ones(4))\n"
+        "except RuntimeError as error:\n"
+        "    print(f'{dist.get_rank()} {type(error).__name__}: {error}')\n"
+        "dist.destroy_process_group()\n"
+    )
+    out = ran(run(mpi, 2, script))
+    for line in (
+        f"rank 0: all_reduce(float32[4], sum) at {script}:7",
+        f"rank 1: broadcast(float32[2, 3], src=1) at {script}:5",
+    ):
+        assert out.count(line) == 2, out
+    assert out.count("CollectiveMismatch") == 2
+
+
+def test_the_check_can_be_switched_off(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    """Rank 0's setting holds for all."""
+    script = tmp_path / "off.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
+        "os.environ['PHALANX_MPI_CHECK'] = '0' if rank == '0' else '1'\n"
+        "dist.init_process_group('mpi')\n"
+        "shape = (2, 3) if dist.get_rank() else (3, 2)\n"
+        "tensor = torch.ones(shape)\n"
+        "dist.all_reduce(tensor)\n"
+        "dist.barrier()\n"
+        "print(tensor.sum().item())\n"
+        "dist.destroy_process_group()\n"
+    )
+    assert ran(run(mpi, 2, script)).split() == ["12.0", "12.0"]
+
+
+@pytest.mark.parametrize("size", [None, 1, 2, 3])
+def test_what_users_rely_on(mpi: MpiEnvironment, size: int | None) -> None:
+    names = ALONE if size in (None, 1) else [name for name in CHECKS if name != "check_a_missing_rank_is_named"]
+    out = ran(run(mpi, size, PROGRAMS / "checks.py", *names))
+    assert [line.split()[0] for line in out.splitlines()] == [*names, "done"]
+
+
+def test_a_rank_that_does_not_come_is_named(mpi: MpiEnvironment) -> None:
+    """And the job cannot end as if nothing had happened: an operation is still unanswered."""
+    done = run(mpi, 3, PROGRAMS / "checks.py", "check_a_missing_rank_is_named")
+    assert "check_a_missing_rank_is_named" in ran(done, code=1)
+    assert "MPI cannot end in order" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raise", 1, "ValueError: rank one broke"),
+        ("raise with a thread", 1, "ValueError: rank one broke"),
+        ("raise and clean up", 1, "ValueError: rank one broke"),
+        ("exit 3", 3, ""),
+        ("exit 0", 1, "rank 1 of the group has left (the end of its program)"),
+        ("destroy", 1, "rank 1 of the group has left (destroy_process_group() at"),
+    ],
+)
+def test_a_rank_that_leaves_ends_the_job(mpi: MpiEnvironment, how: str, code: int, said: str) -> None:
+    done = run(mpi, 3, PROGRAMS / "ends.py", how)
+    ended = time.time()
+    out = ran(done, code=code) + done.stderr
+    at = re.search(r"at (\d+\.\d+)", out)
+    assert at is not None
+    assert ended - float(at[1]) < END_S
+    assert said in out
+    if how.startswith("raise"):
+        assert out.count("Traceback") == 1, out
+
+
+def test_a_script_that_has_started_mpi_keeps_it(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    """It may make and destroy the world several times, and ends MPI itself."""
+    script = tmp_path / "own.py"
+    script.write_text(
+        "from mpi4py import MPI\n"
+        "import torch, torch.distributed as dist\n"
+        "for turn in range(3):\n"
+        "    dist.init_process_group('mpi')\n"
+        "    group = dist.new_group([0, 1])\n"
+        "    tensor = torch.ones(2)\n"
+        "    dist.all_reduce(tensor, group=group)\n"
+        "    assert tensor.tolist() == [2, 2]\n"
+        "    dist.destroy_process_group()\n"
+        "assert not MPI.Is_finalized()\n"
+        "print(MPI.COMM_WORLD.allreduce(1))\n"
+    )
+    assert ran(run(mpi, 2, script)).split() == ["2", "2"]
+
+
+def test_mpi_starts_with_the_group_and_ends_with_it(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    script = tmp_path / "life.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist\n"
+        "assert dist.is_mpi_available()\n"
+        "assert not any(name.startswith('mpi4py') for name in sys.modules)\n"
+        "dist.init_process_group('mpi')\n"
+        "from mpi4py import MPI\n"
+        "assert MPI.Is_initialized() and not MPI.Is_finalized()\n"
+        "assert MPI.Query_thread() == MPI.THREAD_MULTIPLE\n"
+        "dist.destroy_process_group()\n"
+        "assert MPI.Is_finalized()\n"
+        "try:\n"
+        "    dist.init_process_group('mpi')\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    out = ran(run(mpi, 2, script))
+    assert out.count("cannot be started twice in a process") == 2
+    assert out.count("from mpi4py import MPI") == 2
+
+
+def test_too_few_threads_are_refused(mpi: MpiEnvironment) -> None:
+    script = (
+        "import mpi4py; mpi4py.rc.thread_level = 'funneled'\n"
+        "from mpi4py import MPI\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('mpi')\n"
+    )
+    done = run(mpi, None, "-c", script)
+    assert "needs MPI_THREAD_MULTIPLE, and this MPI gives MPI_THREAD_FUNNELED" in ran(done, code=1) + done.stderr
+
+
+def test_an_mpiexec_of_another_library_is_noticed(mpi: MpiEnvironment) -> None:
+    told = {"PMI_SIZE": "4"} if mpi.is_openmpi else {"OMPI_COMM_WORLD_SIZE": "4"}
+    done = run(mpi, None, "-c", "import torch.distributed as dist; dist.init_process_group('mpi')", **told)
+    assert "mpiexec started 4 ranks" in ran(done, code=1) + done.stderr
+
+
+# -- without any MPI -----------------------------------------------------------------------------------
+
+
+def python(script: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    search = ":".join([*map(str, paths), str(ROOT / "src")])
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+ASK = (
+    "import torch.distributed as dist\n"
+    "print(dist.is_mpi_available())\n"
+    "try:\n"
+    "    dist.init_process_group('mpi')\n"
+    "except RuntimeError as error:\n"
+    "    print(error)\n"
+)
+
+
+def test_without_mpi4py_torch_imports_silently_and_says_what_to_install() -> None:
+    done = python("import sys; sys.modules['mpi4py'] = None\n" + ASK)
+    available, message = done.stdout.splitlines()
+    assert available == "False"
+    assert "pip install mpi4py" in message
+    assert done.stderr == ""
+
+
+def test_without_a_library_torch_imports_silently_and_says_what_to_install(tmp_path: Path) -> None:
+    """mpi4py raises a RuntimeError then, and not an ImportError."""
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("import types\nrc = types.SimpleNamespace(initialize=True, finalize=None)\n")
+    (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library\\nlibmpi.so.12: not found')\n")
+    done = python(ASK, tmp_path)
+    available, message = done.stdout.splitlines()
+    assert available == "True"
+    assert "cannot load MPI library" in message
+    assert "pip install mpich" in message
+    assert done.stderr == ""
+
+
+def test_a_torch_with_its_own_mpi_is_left_alone() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['phalanx.backends.register'] = type(sys)('phalanx.backends.register')\n"
+        "sys.modules['phalanx.backends.register'].register = lambda: None\n"
+        "import torch.distributed.distributed_c10d as c10d\n"
+        "class Own: pass\n"
+        "c10d.ProcessGroupMPI, c10d._MPI_AVAILABLE = Own, True\n"
+        "del sys.modules['phalanx.backends.register']\n"
+        "from phalanx.backends.register import register\n"
+        "register()\n"
+        "print(c10d.ProcessGroupMPI is Own)\n"
+    )
+    done = python(script)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_name_that_torch_has_removed_says_the_new_one() -> None:
+    script = (
+        "import torch.distributed as dist\n"
+        "print(hasattr(dist, 'all_reduce_multigpu'), dist.reduce_op.SUM)\n"
+        "try:\n"
+        "    dist.all_reduce_multigpu\n"
+        "except AttributeError as error:\n"
+        "    print(error)\n"
+    )
+    done = python(script)
+    assert done.stdout.splitlines()[0] == "False RedOpType.SUM"
+    assert "call torch.distributed.all_reduce, with one tensor per rank" in done.stdout
