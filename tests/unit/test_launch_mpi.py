@@ -21,6 +21,7 @@ from phalanx.launch.mpi.placing import find_contradiction, place_ranks
 from phalanx.launch.mpi.wire import OUT, Channel, Door, Lost, join, new_key
 from phalanx.launch.plan import Plan, make_plan
 from phalanx.launch.target import Target
+from phalanx.launch.wires import open_wires
 
 __all__ = ["launcher"]
 
@@ -295,3 +296,17 @@ def test_mistakes_cost_one_line(launcher: Launcher, tmp_path: Path, arguments: l
     assert outcome.code == 2
     assert len(outcome.err_text.splitlines()) == 1
     assert said in outcome.err_text
+
+
+def test_what_was_said_before_an_end_is_heard_even_if_nobody_listened_there() -> None:
+    wires = open_wires(1, "phalanx-test", "127.0.0.1")
+    wires.supervisor.send(do="start")
+    wires.zygote.send(event="refused")
+    wires.zygote.close()
+    assert wires.supervisor.receive() == {"event": "refused"}
+    assert wires.supervisor.receive() is None
+    wires.supervisor.close()
+    wires.listener.close()
+    for ends in wires.ranks:
+        for descriptor in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):
+            os.close(descriptor)

@@ -45,6 +45,8 @@ _MISSING_S = 5.0
 # How long keepers and the MPI launcher may take to leave once all ranks have ended, and the latter after each signal.
 _LEAVE_S = 3.0
 _ASKED_S = 1.5
+# The same where a host is out of reach, for which the MPI launcher would wait.
+_LOST_LEAVE_S = 0.7
 # Keepers end their ranks within the grace; who says nothing for this much longer is given up.
 _SILENCE_S = 6.0
 # How long a rank whose script has failed may go on with its exit handlers.
@@ -420,10 +422,12 @@ class _Relay:
         for channel in channels:
             channel.say(do="leave")
         if self.mpiexec is not None:
-            if not self.going:
+            if not self.going or any(rank.channel is None for rank in self.ranks):
+                # There is nobody to leave by himself: it has not begun, or a host is out of reach.
                 self.mpiexec.send(signal.SIGTERM)
             control = self.wires.zygote if self.connected else None
-            self.connected = self.mpiexec.see_out(channels, control, _LEAVE_S)
+            patience_s = _LEAVE_S if len(channels) == len(self.ranks) else _LOST_LEAVE_S
+            self.connected = self.mpiexec.see_out(channels, control, patience_s)
             for signum in (signal.SIGTERM, signal.SIGKILL):
                 if self.mpiexec.code is None:
                     self.mpiexec.send(signum)
