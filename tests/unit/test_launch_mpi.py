@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from phalanx.launch.hosts import HostSlots
 from phalanx.launch.mpi import launchers
 from phalanx.launch.mpi.launchers import MpiLauncher, carried_environment, find_mpi_launcher, place_of
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
-from phalanx.launch.mpi.placing import find_contradiction, place_ranks
+from phalanx.launch.mpi.placing import RollCall, find_contradiction, place_ranks
 from phalanx.launch.mpi.wire import OUT, Channel, Door, Lost, join, new_key
 from phalanx.launch.plan import Plan, make_plan
 from phalanx.launch.target import Target
@@ -229,6 +230,24 @@ def test_what_the_launcher_did_otherwise_is_said() -> None:
     assert "1 of 2 ranks" in find_contradiction(plan(2), place_ranks(plan(2), here), here)
     here = [said("a", [0], beside=1), said("b", [0], beside=1)]
     assert find_contradiction(asked, place_ranks(asked, here), here) == ""
+
+
+def test_who_does_not_come_is_named_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    roll = RollCall(plan(3, hosts=(HostSlots("a", 1), HostSlots("b", 2))))
+    roll.begin()
+    assert roll.due_at == 105.0
+    now = 105.0
+    assert roll.call([0, 1, 2]) == "after 5 s mpiexec has not brought ranks 0-2 (on a, b) yet"
+    assert roll.due_at is None  # a batch system may let it wait for hours
+    now = 4000.0
+    roll.came()
+    now = 4119.0
+    assert roll.call([1, 2]) == ""
+    now = 4121.0
+    with pytest.raises(LaunchError, match="ranks 1-2 did not come within 120 s of the others"):
+        roll.call([1, 2])
 
 
 # Shared memory.

@@ -44,7 +44,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(phalanx.__version__, prog_name="phalanx")
 def command() -> None:
-    r"""Run one PyTorch program as many processes.
+    """Run one PyTorch program as many processes.
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks on this machine
@@ -106,7 +106,7 @@ def run(
     target: str,
     arguments: tuple[str, ...],
 ) -> Plan | None:
-    r"""Start TARGET as N processes that know their place.
+    """Start TARGET as N processes that know their place.
 
     TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
     other program. Options for the launcher stand before it; everything after it is its own.
