@@ -3,6 +3,7 @@
     python examples/text_classification.py                       one process
     phalanx run -n 2 examples/text_classification.py             two ranks of this machine
     torchrun --nproc-per-node 2 examples/text_classification.py  the same, under torch's launcher
+    mpiexec -n 2 python examples/text_classification.py --backend mpi
     python examples/text_classification.py --predict "房间很干净，下次还来"
 
 What makes it distributed is four lines: ``init``, ``data_parallel``, ``loader`` and ``close``. The batch size is
@@ -225,7 +226,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--dropout", type=float, default=0.5, help="share of the features dropped in training [%(default)s]")
     add("--seed", type=int, default=0, help="of the parameters, the order, the dropout [%(default)s]")
     add("--limit", type=int, metavar="N", help="use only N training and N held-out reviews")
-    add("--backend", help="phalanx, gloo, ...; by default what suits the device")
+    add("--backend", help="phalanx, gloo, mpi, ...; by default what suits the device")
     add("--checkpoint", type=Path, metavar="PATH", default="text_classification.pt", help="[%(default)s]")
     add("--resume", action="store_true", help="continue from the checkpoint, up to --epochs")
     add("--predict", metavar="TEXT", help="label TEXT with the checkpoint instead of training")

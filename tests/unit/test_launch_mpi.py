@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +18,11 @@ from phalanx.launch.hosts import HostSlots
 from phalanx.launch.mpi import launchers
 from phalanx.launch.mpi.launchers import MpiLauncher, carried_environment, find_mpi_launcher, place_of
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
-from phalanx.launch.mpi.placing import find_contradiction, place_ranks
+from phalanx.launch.mpi.placing import RollCall, find_contradiction, place_ranks
 from phalanx.launch.mpi.wire import OUT, Channel, Door, Lost, join, new_key
 from phalanx.launch.plan import Plan, make_plan
 from phalanx.launch.target import Target
+from phalanx.launch.wires import open_wires
 
 __all__ = ["launcher"]
 
@@ -230,6 +232,24 @@ def test_what_the_launcher_did_otherwise_is_said() -> None:
     assert find_contradiction(asked, place_ranks(asked, here), here) == ""
 
 
+def test_who_does_not_come_is_named_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    roll = RollCall(plan(3, hosts=(HostSlots("a", 1), HostSlots("b", 2))))
+    roll.begin()
+    assert roll.due_at == 105.0
+    now = 105.0
+    assert roll.call([0, 1, 2]) == "after 5 s mpiexec has not brought ranks 0-2 (on a, b) yet"
+    assert roll.due_at is None  # a batch system may let it wait for hours
+    now = 4000.0
+    roll.came()
+    now = 4119.0
+    assert roll.call([1, 2]) == ""
+    now = 4121.0
+    with pytest.raises(LaunchError, match="ranks 1-2 did not come within 120 s of the others"):
+        roll.call([1, 2])
+
+
 # Shared memory.
 
 
@@ -295,3 +315,17 @@ def test_mistakes_cost_one_line(launcher: Launcher, tmp_path: Path, arguments: l
     assert outcome.code == 2
     assert len(outcome.err_text.splitlines()) == 1
     assert said in outcome.err_text
+
+
+def test_what_was_said_before_an_end_is_heard_even_if_nobody_listened_there() -> None:
+    wires = open_wires(1, "phalanx-test", "127.0.0.1")
+    wires.supervisor.send(do="start")
+    wires.zygote.send(event="refused")
+    wires.zygote.close()
+    assert wires.supervisor.receive() == {"event": "refused"}
+    assert wires.supervisor.receive() is None
+    wires.supervisor.close()
+    wires.listener.close()
+    for ends in wires.ranks:
+        for descriptor in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):
+            os.close(descriptor)

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Collection, Iterable
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "send_to_group",
     "set_name",
     "skip_library_teardown",
+    "wait_until_stopped",
 ]
 
 _PR_SET_PDEATHSIG = 1
@@ -83,6 +85,20 @@ def skip_library_teardown() -> None:
     if hasattr(_libc, "on_exit") and hasattr(_libc, "__cxa_atexit"):
         _libc.on_exit(_libc._exit, None)
         _libc["__cxa_atexit"](_libc.fflush, None, None)
+
+
+def wait_until_stopped(pid: int, patience_s: float) -> None:
+    """Wait until a process that was sent SIGSTOP runs no more, for at most that long."""
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state = file.read().rpartition(b")")[2].split()[0]
+        except (OSError, IndexError):
+            return
+        if state in b"TtZX":
+            return
+        time.sleep(0.0005)
 
 
 def children_of(pid: int) -> list[int]:

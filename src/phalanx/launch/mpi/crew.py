@@ -59,6 +59,7 @@ class Member:
         by_others: whether its keeper ended it because the MPI launcher wanted that.
         reported: whether it has said why it failed.
         told: whether the supervisor knows of its end.
+        files: shared memory that it was seen to hold: path, device and inode.
     """
 
     number: int
@@ -71,6 +72,7 @@ class Member:
     by_others: bool = False
     reported: bool = False
     told: bool = False
+    files: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def waiting(self) -> int:

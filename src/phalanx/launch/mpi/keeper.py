@@ -46,6 +46,8 @@ _MOST_WAITING = 1 << 20
 _OWN_END_S = 0.25
 # A file appears before it is mapped.
 _SECOND_LOOK_S = 0.05
+# How long a rank that is to be signalled may take to stand still; one that is in the kernel finishes there first.
+_STANDSTILL_S = 0.02
 # How long other ranks may still hold shared memory once all are to end.
 _SHARED_S = 0.5
 # What MPICH and Intel MPI print in the process that calls MPI_Abort, or that their own errors end.
@@ -184,7 +186,7 @@ class _Keeper:
         if self.kill_at is not None and now >= self.kill_at:
             self.kill_at = None
             if self.child:
-                processes.send_to_group(self.child, signal.SIGKILL)
+                self._look_before(signal.SIGKILL)
 
     def _hear_shim(self) -> None:
         try:
@@ -245,6 +247,7 @@ class _Keeper:
             elif order["do"] == "end" and self.child:
                 self._end(order["signal"], order["patience_s"])
             elif order["do"] == "leave":
+                self.watch.add(order["files"])
                 self.leave()
         return None
 
@@ -328,13 +331,22 @@ class _Keeper:
 
     def _look(self) -> None:
         if self.child:
-            self.watch.look([self.child, *processes.descendants_of([self.child])])
+            new = self.watch.look([self.child, *processes.descendants_of([self.child])])
+            if new:
+                # Whoever is left can remove them if this process cannot.
+                self._say(event="holds", files=new)
 
-    def _end(self, signum: int, patience_s: float) -> None:
+    def _look_before(self, signum: int) -> None:
+        """Signal the rank; held still first, or it could make another file between the look and its end."""
+        processes.send_to_group(self.child, signal.SIGSTOP)
+        processes.wait_until_stopped(self.child, _STANDSTILL_S)
         self._look()
         processes.send_to_group(self.child, signum)
         # A stopped process would not see anything but SIGKILL.
         processes.send_to_group(self.child, signal.SIGCONT)
+
+    def _end(self, signum: int, patience_s: float) -> None:
+        self._look_before(signum)
         until = time.monotonic() + patience_s
         self.kill_at = until if self.kill_at is None else min(until, self.kill_at)
 
@@ -394,8 +406,7 @@ class _Keeper:
     def leave(self) -> NoReturn:
         """Remove what the rank has left, and end; the shim ends with this process, and well."""
         if self.child:
-            self.watch.look([self.child, *processes.descendants_of([self.child])])
-            processes.send_to_group(self.child, signal.SIGKILL)
+            self._look_before(signal.SIGKILL)
             processes.end_descendants()
         self.watch.remove()
         # Others may be being killed just now too, and hold what they share with this one a moment longer.

@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["SharedMemoryWatch"]
 
@@ -30,6 +30,9 @@ _NAMES = re.compile(
 _IN_CREATE, _IN_MOVED_TO, _IN_NONBLOCK, _IN_CLOEXEC = 0x100, 0x80, 0o4000, 0o2000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
+# Path, and the device and inode it had.
+Files = dict[str, tuple[int, int]]
+
 
 class SharedMemoryWatch:
     """Remembers which files of /dev/shm the processes of one rank have made and used.
@@ -39,7 +42,7 @@ class SharedMemoryWatch:
 
     def __init__(self) -> None:
         self._before = {(entry.stat_device, entry.inode) for entry in _entries()}
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._seen: Files = {}
         self.descriptor: int | None = None
         number = _libc.inotify_init1(_IN_NONBLOCK | _IN_CLOEXEC)
         if number >= 0 and _libc.inotify_add_watch(number, FOLDER.encode(), _IN_CREATE | _IN_MOVED_TO) < 0:
@@ -55,18 +58,23 @@ class SharedMemoryWatch:
                 while os.read(self.descriptor, 1 << 14):
                     pass
 
-    def look(self, pids: Iterable[int]) -> None:
-        """See what of the new files these processes hold."""
+    def look(self, pids: Iterable[int]) -> Files:
+        """See what of the new files these processes hold; return those that were not known yet."""
         new = {}
         for entry in _entries():
             key = entry.stat_device, entry.inode
             if key not in self._before and _NAMES.match(entry.name) and self._seen.get(entry.path) != key:
                 new[key] = entry.path
-        if not new:
-            return
-        for pid in pids:
-            for key in _held(pid) & new.keys():
-                self._seen[new[key]] = key
+        found: Files = {}
+        for pid in pids if new else ():
+            found |= {new[key]: key for key in _held(pid) & new.keys()}
+        self._seen |= found
+        return found
+
+    def add(self, files: Mapping[str, Sequence[int]]) -> None:
+        """Take over what another watch on this host has found, whose process cannot remove it any more."""
+        for path, (device, inode) in files.items():
+            self._seen.setdefault(path, (device, inode))
 
     def remove(self) -> list[str]:
         """Remove what was seen and is still there, unless a process that lives holds it; return the paths."""

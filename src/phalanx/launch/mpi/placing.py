@@ -1,15 +1,22 @@
-"""Who is where: from what the ranks' processes say about themselves to the rank table."""
+"""Who is where: from what the ranks' processes say about themselves to the rank table; and who has not come yet."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from phalanx.errors import LaunchError
 from phalanx.launch.plan import Plan
-from phalanx.topology.table import RankRow
+from phalanx.topology.table import RankRow, format_spans
 
-__all__ = ["find_contradiction", "place_ranks", "planned_hosts"]
+__all__ = ["RollCall", "find_contradiction", "place_ranks"]
+
+# After this long without some ranks it is said who is missing.
+_TOLD_S = 5.0
+# This long after the last one came, the job is given up.
+_GIVEN_UP_S = 120.0
 
 
 def place_ranks(plan: Plan, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
@@ -40,7 +47,7 @@ def place_ranks(plan: Plan, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     return rows
 
 
-def planned_hosts(plan: Plan) -> list[str]:
+def _planned_hosts(plan: Plan) -> list[str]:
     """The host that each rank was asked for on; empty where the MPI launcher was to choose."""
     return [host.name for host in plan.hosts for _ in range(host.slots or 0)]
 
@@ -48,7 +55,7 @@ def planned_hosts(plan: Plan) -> list[str]:
 def find_contradiction(plan: Plan, rows: Sequence[RankRow], here: Sequence[Mapping[str, Any]]) -> str:
     """What the MPI launcher did or says otherwise than it was told, in words; empty if nothing."""
     name = plan.mpi.name if plan.mpi is not None else ""
-    planned = planned_hosts(plan)
+    planned = _planned_hosts(plan)
     for first, second in pairwise(rows):
         if planned and (planned[first.rank] == planned[second.rank]) != (first.node_rank == second.node_rank):
             return (
@@ -63,3 +70,58 @@ def find_contradiction(plan: Plan, rows: Sequence[RankRow], here: Sequence[Mappi
                 f"{beside} are, on {row.host}, and that is what LOCAL_RANK follows"
             )
     return ""
+
+
+class RollCall:
+    """Watches for ranks that do not come.
+
+    MPI launchers do not all notice that a process has ended before it has called MPI, so somebody must. As long as
+    nobody has come there is no hurry: a batch system may still be waiting for its turn.
+
+    Args:
+        plan: the job.
+
+    Attributes:
+        due_at: when to :meth:`call` next; None for never.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._begun = self._came_at = 0.0
+        self._told = False
+        self.due_at: float | None = None
+
+    def begin(self) -> None:
+        """The MPI launcher has been started."""
+        self._begun = time.monotonic()
+        self.due_at = self._begun + _TOLD_S
+
+    def came(self) -> None:
+        """A rank has come."""
+        self._came_at = time.monotonic()
+        if self._told:
+            self.due_at = self._came_at + _GIVEN_UP_S
+
+    def call(self, missing: Sequence[int]) -> str:
+        """What is to be said about the missing ranks now; empty if nothing.
+
+        Raises:
+            LaunchError: they will not come any more.
+        """
+        now = time.monotonic()
+        name = self._plan.mpi.name if self._plan.mpi is not None else ""
+        who = f"{'rank' if len(missing) == 1 else 'ranks'} {format_spans(missing)}"
+        some = len(missing) < self._plan.ranks
+        if some and now >= self._came_at + _GIVEN_UP_S:
+            raise LaunchError(
+                f"{who} did not come within {_GIVEN_UP_S:.0f} s of the others; {name} may have lost the process, or "
+                f"its host cannot start Python"
+            )
+        self.due_at = self._came_at + _GIVEN_UP_S if some else None
+        if self._told:
+            return ""
+        self._told = True
+        planned = _planned_hosts(self._plan)
+        hosts = list(dict.fromkeys(planned[rank] for rank in missing)) if planned else []
+        where = f" (on {', '.join(hosts)})" if hosts else ""
+        return f"after {now - self._begun:.0f} s {name} has not brought {who}{where} yet"

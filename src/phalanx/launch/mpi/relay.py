@@ -30,7 +30,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch import processes
 from phalanx.launch.mpi.crew import Member, Pipe
 from phalanx.launch.mpi.mpiexec import Mpiexec
-from phalanx.launch.mpi.placing import find_contradiction, place_ranks, planned_hosts
+from phalanx.launch.mpi.placing import RollCall, find_contradiction, place_ranks
 from phalanx.launch.mpi.services import Input, StoreOnDemand
 from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Door, Lost, new_key
 from phalanx.launch.plan import Plan
@@ -40,11 +40,11 @@ from phalanx.topology.table import RankRow, format_spans
 
 __all__ = ["serve_mpi"]
 
-# After this long without some ranks it is said who is missing.
-_MISSING_S = 5.0
 # How long keepers and the MPI launcher may take to leave once all ranks have ended, and the latter after each signal.
 _LEAVE_S = 3.0
 _ASKED_S = 1.5
+# The same where a host is out of reach, for which the MPI launcher would wait.
+_LOST_LEAVE_S = 0.7
 # Keepers end their ranks within the grace; who says nothing for this much longer is given up.
 _SILENCE_S = 6.0
 # How long a rank whose script has failed may go on with its exit handlers.
@@ -80,8 +80,7 @@ class _Relay:
         self.ordered = False
         self.ended_by_mpiexec = False
         self.connected = True
-        self.begun = time.monotonic()
-        self.missing_at: float | None = None
+        self.roll = RollCall(plan)
         self.give_up_at: float | None = None
 
     def run(self) -> None:
@@ -127,13 +126,13 @@ class _Relay:
         self.selector.register(self.wires.zygote, read, self._on_order)
         self.selector.register(self.door, read, self._on_knock)
         StoreOnDemand(self.plan, self.wires, self.selector, self._on_store_lost)
-        self.missing_at = time.monotonic() + _MISSING_S
+        self.roll.begin()
 
     def turn(self) -> None:
         """Wait for something, and act on it."""
         assert self.mpiexec is not None
         due = self.mpiexec.due_at() if not self.failing else None
-        times = [when for when in (self.give_up_at, self.missing_at, due) if when is not None]
+        times = [when for when in (self.give_up_at, self.roll.due_at, due) if when is not None]
         patience_s = max(0.0, min(times) - time.monotonic()) if times else None
         for key, events in self.selector.select(patience_s):
             if isinstance(key.data, Member):
@@ -144,9 +143,8 @@ class _Relay:
         if not self.failing:
             for line in self.mpiexec.take_due():
                 self._say(f"[{self.launcher.name}] {line}")
-        if self.missing_at is not None and now >= self.missing_at:
-            self.missing_at = None
-            self._name_missing()
+        if self.roll.due_at is not None and now >= self.roll.due_at:
+            self._call_roll()
         if self.give_up_at is not None and now >= self.give_up_at:
             self.give_up_at = None
             for rank in self.ranks:
@@ -187,13 +185,13 @@ class _Relay:
         # The keepers, whose shims have ended with it, are ending the ranks.
         self._give_up_after(self.plan.grace_s + 2.0)
 
-    def _name_missing(self) -> None:
-        missing = [rank.number for rank in self.ranks if not rank.here]
-        planned = planned_hosts(self.plan)
-        hosts = list(dict.fromkeys(planned[number] for number in missing)) if planned else []
-        where = f" (on {', '.join(hosts)})" if hosts else ""
-        elapsed = time.monotonic() - self.begun
-        self._say(f"phalanx: after {elapsed:.0f} s {self.launcher.name} has not brought {_ranks(missing)}{where} yet")
+    def _call_roll(self) -> None:
+        try:
+            said = self.roll.call([rank.number for rank in self.ranks if not rank.here])
+        except LaunchError as error:
+            raise _Refusal(f"phalanx: {error}", 1) from error
+        if said:
+            self._say(f"phalanx: {said}")
 
     # The supervisor.
 
@@ -300,6 +298,8 @@ class _Relay:
             self._tell_started()
         elif event == "reported":
             self._write_report(rank, message["report"], time.monotonic() - message["age"])
+        elif event == "holds":
+            rank.files |= message["files"]
         elif event == "wants":
             self.input.want()
         elif event == "exited":
@@ -321,8 +321,9 @@ class _Relay:
             )
         rank = self.ranks[number]
         rank.channel, rank.here = newcomer.channel, message
+        self.roll.came()
         if all(other.here for other in self.ranks):
-            self.missing_at = None
+            self.roll.due_at = None
             here = [other.here for other in self.ranks]
             self.rows = place_ranks(self.plan, here)
             note = find_contradiction(self.plan, self.rows, here)
@@ -416,14 +417,18 @@ class _Relay:
     def dismiss(self) -> None:
         """Let keepers and the MPI launcher leave; end whoever does not."""
         self.door.close()
-        channels = [rank.channel for rank in self.ranks if rank.channel is not None]
-        for channel in channels:
-            channel.say(do="leave")
+        channels = []
+        for rank in self.ranks:
+            if rank.channel is not None:
+                rank.channel.say(do="leave", files=self._heritage(rank))
+                channels.append(rank.channel)
         if self.mpiexec is not None:
-            if not self.going:
+            if not self.going or any(rank.channel is None for rank in self.ranks):
+                # There is nobody to leave by himself: it has not begun, or a host is out of reach.
                 self.mpiexec.send(signal.SIGTERM)
             control = self.wires.zygote if self.connected else None
-            self.connected = self.mpiexec.see_out(channels, control, _LEAVE_S)
+            patience_s = _LEAVE_S if len(channels) == len(self.ranks) else _LOST_LEAVE_S
+            self.connected = self.mpiexec.see_out(channels, control, patience_s)
             for signum in (signal.SIGTERM, signal.SIGKILL):
                 if self.mpiexec.code is None:
                     self.mpiexec.send(signum)
@@ -433,6 +438,12 @@ class _Relay:
             own = {rank.here["folder"] for rank in self.ranks if rank.here and rank.here["host"] == os.uname().nodename}
             for folder in own:
                 self.mpiexec.remove_folder(folder)
+
+    def _heritage(self, rank: Member) -> dict[str, list[int]]:
+        """The files of ranks on the same host whose keepers cannot remove them any more."""
+        lost = [other for other in self.ranks if other.channel is None and other.here and rank.here]
+        neighbours = [other for other in lost if _host(other) == _host(rank)]
+        return {path: identity for other in neighbours for path, identity in other.files.items()}
 
     def explain(self) -> None:
         """Where no rank has failed by itself, the end was the MPI launcher's doing: say what it said."""
@@ -446,6 +457,10 @@ class _Relay:
 
 def _ranks(numbers: list[int]) -> str:
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_spans(numbers)}"
+
+
+def _host(rank: Member) -> tuple[str, str]:
+    return rank.here["machine"], rank.here["host"]
 
 
 def _lost(rank: Member) -> str:
