@@ -8,6 +8,10 @@ name while the tests still create Phalanx's backend, so that tests reserved for 
     python -m tests.conformance.torch_suite --ranks 3 --under mpi
     python -m tests.conformance.torch_suite --ranks 2 --under gloo
 
+With ``--mpiexec`` the tests run on the backend ``mpi`` in ranks that a real mpiexec has started.
+
+    python -m tests.conformance.torch_suite --ranks 3 --mpiexec .venv-mpi/mpich/bin/mpiexec
+
 Ends with 1 if a test fails that is not listed in ``EXPECTED``, or passes although it is.
 """
 
@@ -24,6 +28,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.conformance.mpi_job import MpiJob
+
 # test -> why it cannot pass under another name than Gloo's own
 _NAMED_GLOO = "torch refuses monitored_barrier unless the backend is named gloo"
 EXPECTED = {
@@ -38,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--under", choices=["gloo", "mpi"], help="evaluate skip conditions for this name")
+    parser.add_argument("--mpiexec", metavar="PROGRAM", help="run on the backend mpi, in ranks that this starts")
     parser.add_argument("--filter", default="", metavar="REGEX", help="only the tests whose name matches")
     parser.add_argument("--test-timeout", type=int, default=60, metavar="SECONDS")
     return parser.parse_args()
@@ -83,34 +90,51 @@ class Report(unittest.TextTestResult):
         return (errors or lines)[-1][:200]
 
 
-def suite_for(options: argparse.Namespace) -> unittest.TestSuite:
-    """Import torch's suite for the backend and make its tests fork their ranks (ten times quicker than spawning)."""
+def case_for(backend: str, alias: str | None = None) -> Any:
+    """Import torch's suite, for a backend, with the skip conditions of that name or of another one."""
     from torch.testing._internal import common_distributed as common
 
     for feature in ("ddp", "subgroup", "plugin"):
-        common.DistTestCases.backend_feature[feature].update({"phalanx", options.under or "phalanx"})
+        common.DistTestCases.backend_feature[feature].update({backend, alias or backend})
     common.DistTestCases.skip_collective["allgather_coalesced"].discard("mpi")
     from torch.testing._internal.distributed import distributed_test
 
-    if options.under:
+    # torch's own MPI backend tells the profiler of its operations from C++, as asynchronous events. This one does not.
+    for names in (
+        distributed_test.PROFILING_SUPPORTED_BACKENDS,
+        distributed_test.SEND_RECV_PROFILING_SUPPORTED_BACKENDS,
+    ):
+        names[:] = [name for name in names if name != "mpi"]
+
+    if alias:
 
         class Alias(str):
-            """Phalanx's name, which also equals the other one where a test asks for it at run time."""
+            """The backend's name, which also equals the other one where a test asks for it at run time."""
 
             def __eq__(self, other: object) -> bool:
-                return str.__eq__(self, other) or other == options.under
+                return str.__eq__(self, other) or other == alias
 
             def __ne__(self, other: object) -> bool:
                 return not self == other
 
             def __hash__(self) -> int:
-                return hash(options.under)
+                return hash(alias)
 
-        distributed_test.BACKEND = Alias("phalanx")
+        distributed_test.BACKEND = Alias(backend)
 
+    class Case(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+        pass
+
+    return Case
+
+
+def suite_for(options: argparse.Namespace, job: MpiJob | None) -> unittest.TestSuite:
+    """The tests, made to fork their ranks (ten times quicker than spawning), or to use those of ``job``."""
     import torch
 
-    class Conformance(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
+    case = case_for("mpi") if job else case_for("phalanx", options.under)
+
+    class Forked(case):  # type: ignore[valid-type, misc]
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
@@ -124,8 +148,14 @@ def suite_for(options: argparse.Namespace) -> unittest.TestSuite:
                     process.kill()
                     process.join(5)
 
-    names = unittest.TestLoader().getTestCaseNames(Conformance)
-    return unittest.TestSuite(Conformance(name) for name in names if re.search(options.filter, name))
+    class Started(case):  # type: ignore[valid-type, misc]
+        def _join_processes(self, test: Any) -> None:
+            assert job is not None
+            job.do(self._testMethodName)
+
+    chosen = Started if job else Forked
+    names = unittest.TestLoader().getTestCaseNames(chosen)
+    return unittest.TestSuite(chosen(name) for name in names if re.search(options.filter, name))
 
 
 def main() -> int:
@@ -134,16 +164,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="phalanx-conformance-") as folder:
         (Path(folder) / "barrier").mkdir()
         os.environ.update(
-            BACKEND=options.under or "phalanx",
+            BACKEND="mpi" if options.mpiexec else options.under or "phalanx",
             WORLD_SIZE=str(options.ranks),
             TEMP_DIR=folder,
             DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(options.test_timeout),
             OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
         )
+        job = MpiJob(options.mpiexec, options.ranks, Path(folder), options.test_timeout) if options.mpiexec else None
         with open(os.devnull, "w") as nowhere:
             runner = unittest.TextTestRunner(stream=nowhere, resultclass=Report, verbosity=0)
-            report = runner.run(suite_for(options))
+            report = runner.run(suite_for(options, job))
+        if job:
+            job.close()
     assert isinstance(report, Report)
     skipped = Counter(reason for status, reason in report.statuses.values() if status == "skip")
     for reason, count in skipped.most_common():
@@ -156,6 +189,7 @@ def main() -> int:
     for name in unexpected:
         print(f"UNEXPECTED: {name}")
     under = f" under the name of {options.under}" if options.under else ""
+    under = f" started by {options.mpiexec}" if options.mpiexec else under
     print(f"{options.ranks} ranks{under}: {len(passed)} passed, {len(failed)} failed, {sum(skipped.values())} skipped")
     return 1 if unexpected else 0
 

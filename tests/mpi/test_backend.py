@@ -31,10 +31,12 @@ def run(
     mpi: MpiEnvironment, ranks: int | None, *command: str | Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python on so many ranks, or without mpiexec (None)."""
+    # Buffered, each rank's words are written at once, and mpiexec does not mix them.
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     start = [] if ranks is None else [mpi.mpiexec, "-n", str(ranks)]
     return subprocess.run(
         [*start, mpi.python, "-W", "ignore", *map(str, command)],
-        env={**os.environ, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables},
+        env={**own, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

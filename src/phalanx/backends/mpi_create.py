@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch._C._distributed_c10d import HashStore, Store
 
@@ -70,17 +69,10 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     key = f"{runtime.notices.world}/{group_name}/{zlib.crc32(str(members).encode())}"
     communicator = MpiCommunicator(runtime, comm, members, key, timeout)
     store = MpiStore(comm) if comm.size > 1 else HashStore()
-    gloo = lazy_gloo(store, comm.rank, comm.size, timeout, one_host=_one_host(runtime.mpi, comm))
+    gloo = lazy_gloo(store, comm.rank, comm.size, timeout, one_host=runtime.one_host(members))
     gloo.on_timeout = communicator.set_timeout
     group = MpiProcessGroup(NAME, communicator, gloo, group_name)
     group.store = store
     if not ranks:
         group.runtime = runtime
     return group
-
-
-def _one_host(mpi: Any, comm: Any) -> bool:
-    neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    alone: bool = neighbours.size == comm.size
-    neighbours.Free()
-    return bool(comm.allreduce(alone, mpi.LAND))

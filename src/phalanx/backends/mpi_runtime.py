@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -69,6 +69,7 @@ class Runtime:
         self._require_one_world()
         self.notices = Notices(mpi, self.world)
         self.check = bool(self.world.bcast(_wants_check(), 0))
+        self._hosts = self._first_ranks()
         self.kept: list[Any] = []
         atexit.register(self._leave)
 
@@ -76,6 +77,17 @@ class Runtime:
     def usable(self) -> bool:
         """MPI is under way, and this process is the one that started it, not a child forked from it."""
         return self._pid == os.getpid() and not self.mpi.Is_finalized()
+
+    def one_host(self, members: Sequence[int]) -> bool:
+        """Whether these ranks of the world are on one host, so far as MPI can tell."""
+        return len({self._hosts[rank] for rank in members}) == 1
+
+    def _first_ranks(self) -> list[int]:
+        """For each rank of the world the first of those that share memory with it."""
+        neighbours = self.world.Split_type(self.mpi.COMM_TYPE_SHARED)
+        first = neighbours.bcast(self.world.rank, 0)
+        neighbours.Free()
+        return list(self.world.allgather(first))
 
     def leave_unanswered(self, what: object) -> None:
         """An operation that other ranks must answer stays unanswered: MPI_Finalize would wait for ever.

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.backends.mpi import MpiCommunicator
+from phalanx.backends.mpi_runtime import running
 from phalanx.errors import ArgumentError, CollectiveMismatch, CollectiveTimeout
 
 
@@ -120,8 +122,8 @@ def check_messages_of_other_lengths_are_told(rank: int, size: int) -> None:
 
 
 def check_groups_come_and_go(rank: int, size: int) -> None:
-    """More than MPI libraries have at once; overlapping, in another order, and without those who are not in them."""
-    for turn in range(700):
+    """Overlapping, in another order, and without those who are not in them."""
+    for turn in range(100):
         members = [turn % size, (turn + 1) % size]
         group = dist.new_group(members, sort_ranks=False)
         if rank in members:
@@ -130,6 +132,17 @@ def check_groups_come_and_go(rank: int, size: int) -> None:
             dist.broadcast(tensor, src=members[0], group=group)
             assert tensor.item() == members[0]
             dist.destroy_process_group(group)
+
+
+def check_more_communicators_come_and_go_than_mpi_has(rank: int, size: int) -> None:
+    """MPICH has 2048 at a time."""
+    runtime = running()
+    assert runtime is not None
+    for turn in range(2100):
+        communicator = MpiCommunicator(runtime, runtime.world.Dup(), range(size), f"turn {turn}", timedelta(seconds=60))
+        if turn % 100 == 0:
+            communicator.barrier()
+        communicator.close()
 
 
 def check_a_missing_rank_is_named(rank: int, size: int) -> None:
