@@ -28,7 +28,7 @@ def on_hosts(
             monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
             monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device(device))
             monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
-            monkeypatch.setattr("torch.accelerator.set_device_index", lambda _: None)
+            monkeypatch.setattr("phalanx.topology.device.open_device", lambda *_: None)
         world = phalanx.init("phalanx", quiet=True)
         try:
             return body(world)

@@ -67,7 +67,9 @@ class MpiCommunicator(Communicator):
         self._meet = self._agreement.meet
         # What the core calls by itself: all but averages and 16-bit floats, which take more than MPI's call.
         self._direct: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
-        if self._agreement.direct:
+        words = self._agreement.words
+        if self._agreement.checks and words.direct:
+            self._core_all_reduce, self._words = words.all_reduce, words.address
             for (dtype, op), (kind, mpi_op) in self._reductions.items():
                 if op != _AVG and dtype not in HALVES:
                     handles = runtime.mpi._handleof(kind), runtime.mpi._handleof(mpi_op)
@@ -82,8 +84,18 @@ class MpiCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         direct = self._direct.get((tensor.dtype, op))
-        if direct is not None and tensor.numel() < LIMIT:
-            if not self._agreement.all_reduce(tensor, op, *direct):
+        count = tensor.numel()
+        if direct is not None and count < LIMIT:
+            # The usual call, in as few steps as it can be: compare and reduce in one call of the core.
+            agreement = self._agreement
+            if agreement.broken is not None:
+                raise agreement.broken
+            number, datatype, mpi_op = direct
+            call = hash((ALL_REDUCE, number, op, -1, tensor.shape))
+            agreement.sequence += 1
+            met = self._core_all_reduce(self._words, call, tensor.data_ptr(), count, datatype, mpi_op)
+            if met:
+                agreement.unmet(met, ALL_REDUCE, tensor, op, -1)
                 self._all_reduce(tensor, tensor, op)
             return
         self._meet(ALL_REDUCE, tensor, op)

@@ -38,7 +38,7 @@ _ROOT_NAMES = {REDUCE: "dst", GATHER: "dst", BROADCAST: "src", SCATTER: "src"}
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
 
 TEXT_BYTES = 512
-SPINS = 200  # about 50 µs: what ranks that work alike are apart
+SPINS = 2000  # some 300 µs, as MPI itself spins for ever; with more ranks than cores a hundredth of that
 YIELD_S = 0.001
 NAP_S = 0.00005
 LONG_S, LONG_NAP_S = 0.1, 0.001
@@ -59,7 +59,7 @@ class Agreement:
         sequence: how many operations this rank has begun in the group.
         broken: the error after which the ranks are out of step; every further call raises it.
         timeout_s: how long to wait for the others.
-        direct: :meth:`all_reduce` can be called.
+        words: what is compared.
         aborted: another thread wants the operation under way to end.
     """
 
@@ -71,9 +71,7 @@ class Agreement:
         self.broken: PhalanxError | None = None
         self.timeout_s = timeout_s
         self.aborted = False
-        self._spins = SPINS if comm.size <= len(os.sched_getaffinity(0)) else SPINS // 10
-        self._words = Words(runtime, comm, SPINS if comm.size <= len(os.sched_getaffinity(0)) else SPINS // 10)
-        self.direct = self.checks and self._words.direct
+        self.words = Words(runtime, comm, SPINS if comm.size <= len(os.sched_getaffinity(0)) else SPINS // 100)
         runtime.notices.sequences[key] = self
 
     def meet(self, kind: int, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
@@ -93,28 +91,11 @@ class Agreement:
             call = hash((kind, DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
         self.sequence += 1
         try:
-            met = self._words.meet(call)
+            met = self.words.meet(call)
         except self._runtime.mpi.Exception as error:
             raise self.failed(error, kind, tensor, op, root) from None
         if met != Status.OK:
             self.unmet(met, kind, tensor, op, root)
-
-    def all_reduce(self, tensor: torch.Tensor, op: int, number: int, datatype: int, mpi_op: int) -> bool:
-        """Meet, and all-reduce ``tensor`` in place, in one step: True. Or only meet, because somebody was late: False.
-
-        Args:
-            tensor, op: of the call; fewer elements than 2**31.
-            number, datatype, mpi_op: what stands for the tensor's dtype in a fingerprint; MPI's handles.
-        """
-        if self.broken is not None:
-            raise self.broken
-        call = hash((ALL_REDUCE, number, op, -1, tensor.shape))
-        self.sequence += 1
-        met = self._words.all_reduce(call, tensor.data_ptr(), tensor.numel(), datatype, mpi_op)
-        if met == Status.OK:
-            return True
-        self.unmet(met, ALL_REDUCE, tensor, op, -1)
-        return False
 
     def unmet(self, met: int, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
         """What follows when the ranks have not met at once: wait for the late ones, or raise why not."""
@@ -128,7 +109,7 @@ class Agreement:
             except BaseException as error:
                 self._interrupted(error, self._text(kind, tensor, op, root))
                 raise
-        if not self._words.agree():
+        if not self.words.agree():
             raise self.differ(self._text(kind, tensor, op, root))
 
     def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:
@@ -177,14 +158,14 @@ class Agreement:
         """Give back what MPI holds for the comparison. No call may follow."""
         self._runtime.notices.sequences.pop(self.key, None)
         if self.broken is None or isinstance(self.broken, CollectiveMismatch):
-            self._words.free()
+            self.words.free()
 
     # -- waiting for those who do not come ---------------------------------------------------------
 
     def _wait(self, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
         began = time.monotonic()
         looked = began
-        test = self._words.test
+        test = self.words.test
         while not test():
             waited = pause(began)
             if waited - (looked - began) < LOOK_S:

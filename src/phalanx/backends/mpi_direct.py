@@ -28,7 +28,9 @@ class Words:
         spins: how often to look for the others before :meth:`meet` gives up.
 
     Attributes:
-        direct: the core makes the calls.
+        direct: the core makes the calls. Only then: all_reduce, address: ``phx_mpi_all_reduce`` and its first argument:
+        compare, and if the ranks agree, all-reduce in
+            place.
         test: whether a reduction that was under way is done.
     """
 
@@ -41,6 +43,7 @@ class Words:
             for field in (MpiGroup.own, MpiGroup.common)
         )
         self.direct = False
+        core = library()
         self._start: Callable[[], None]
         self.test: Callable[[], bool]
         self.free: Callable[[], None]
@@ -61,13 +64,13 @@ class Words:
         for name, symbol in (("start", "Start"), ("test", "Test"), ("all_reduce", "Allreduce")):
             setattr(group, name, ctypes.cast(runtime.symbols[f"MPI_{symbol}"], ctypes.c_void_p))
         group.request, group.in_place, group.comm = mpi._addressof(request), int(mpi.IN_PLACE), mpi._handleof(comm)
-        self._meet, self._all_reduce, self._pointer = library().phx_mpi_meet, library().phx_mpi_all_reduce, group
+        self._meet, self.all_reduce, self.address = core.phx_mpi_meet, core.phx_mpi_all_reduce, ctypes.addressof(group)
         self.direct = True
 
     def meet(self, call: int) -> int:
         """Compare: ``Status.OK``, or ``MISMATCH``; ``UNDER_WAY`` if somebody has not come yet; ``SYSTEM``."""
         if self.direct:
-            status: int = self._meet(self._pointer, call)
+            status: int = self._meet(self.address, call)
             return status
         self._own[0], self._own[1] = call, ~call
         self._start()
@@ -75,11 +78,6 @@ class Words:
             if self.test():
                 return Status.OK if self.agree() else Status.MISMATCH
         return Status.UNDER_WAY
-
-    def all_reduce(self, call: int, data: int, count: int, datatype: int, op: int) -> int:
-        """Compare, and if the ranks agree, all-reduce in place. Only if ``direct``."""
-        status: int = self._all_reduce(self._pointer, call, data, count, datatype, op)
-        return status
 
     def agree(self) -> bool:
         """Whether all ranks had the same call: the minimum, and the complement of the maximum."""

@@ -103,7 +103,7 @@ def library() -> ctypes.CDLL:
         raise BackendError(
             f"{path} has ABI {found}, this Phalanx needs {ABI}: remove the file and run pip install . again"
         )
-    comm = data = message = c_void_p
+    comm = data = message = group = c_void_p
     blocks, sizes = POINTER(c_void_p), POINTER(c_uint64)
     for name, result, arguments in (
         ("phx_segment_bytes", c_uint64, [c_uint32, c_uint64]),
@@ -138,8 +138,8 @@ def library() -> ctypes.CDLL:
         ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, c_ssize_t]),
         ("phx_mpi_hopeless", None, []),
         ("phx_mpi_ended", None, []),
-        ("phx_mpi_meet", c_int, [POINTER(MpiGroup), c_int64]),
-        ("phx_mpi_all_reduce", c_int, [POINTER(MpiGroup), c_int64, data, c_int, c_ssize_t, c_ssize_t]),
+        ("phx_mpi_meet", c_int, [group, c_int64]),
+        ("phx_mpi_all_reduce", c_int, [group, c_int64, data, c_int, c_ssize_t, c_ssize_t]),
     ):
         function = getattr(core, name)
         function.restype = result
