@@ -341,9 +341,11 @@ class _Keeper:
         processes.send_to_group(self.child, signal.SIGSTOP)
         processes.wait_until_stopped(self.child, _STANDSTILL_S)
         self._look()
+        # Running again first: a signal that finds all threads stopped goes to whichever wakes first, and one that an
+        # MPI library has started does not wake Python's main thread from its sleep.
+        if signum != signal.SIGKILL:
+            processes.send_to_group(self.child, signal.SIGCONT)
         processes.send_to_group(self.child, signum)
-        # A stopped process would not see anything but SIGKILL.
-        processes.send_to_group(self.child, signal.SIGCONT)
 
     def _end(self, signum: int, patience_s: float) -> None:
         self._look_before(signum)
