@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 __all__ = [
     "adopt_orphans",
     "belongs_to",
+    "catches",
     "children_of",
     "descendants_of",
     "die_with_parent",
@@ -85,6 +86,18 @@ def skip_library_teardown() -> None:
     if hasattr(_libc, "on_exit") and hasattr(_libc, "__cxa_atexit"):
         _libc.on_exit(_libc._exit, None)
         _libc["__cxa_atexit"](_libc.fflush, None, None)
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether a process has a handler of its own for a signal, or ignores it."""
+    if not signum:
+        return True
+    masks = 0
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        for line in file:
+            if line.startswith(("SigCgt:", "SigIgn:", "SigBlk:")):
+                masks |= int(line.split()[1], 16)
+    return bool(masks >> (signum - 1) & 1)
 
 
 def wait_until_stopped(pid: int, patience_s: float) -> None:

@@ -337,15 +337,18 @@ class _Keeper:
                 self._say(event="holds", files=new)
 
     def _look_before(self, signum: int) -> None:
-        """Signal the rank; held still first, or it could make another file between the look and its end."""
-        processes.send_to_group(self.child, signal.SIGSTOP)
-        processes.wait_until_stopped(self.child, _STANDSTILL_S)
+        """Signal the rank; held still first where that ends it, or it could make another file after the look.
+
+        Not where the rank has a handler: a signal that finds the threads stopped goes to whichever wakes first, and one
+        that an MPI library has started does not wake Python's main thread from its sleep.
+        """
+        if not processes.catches(self.child, signum):
+            processes.send_to_group(self.child, signal.SIGSTOP)
+            processes.wait_until_stopped(self.child, _STANDSTILL_S)
         self._look()
-        # Running again first: a signal that finds all threads stopped goes to whichever wakes first, and one that an
-        # MPI library has started does not wake Python's main thread from its sleep.
-        if signum != signal.SIGKILL:
-            processes.send_to_group(self.child, signal.SIGCONT)
         processes.send_to_group(self.child, signum)
+        # A stopped process would not see anything but SIGKILL.
+        processes.send_to_group(self.child, signal.SIGCONT)
 
     def _end(self, signum: int, patience_s: float) -> None:
         self._look_before(signum)
