@@ -212,8 +212,8 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def stop(message: str) -> NoReturn:
-    """End this rank; rank 0 says why."""
-    sys.exit(message if os.environ.get("RANK", "0") == "0" else 1)
+    """End this rank and say why. Every rank does: the first to end takes the others with it, rank 0 perhaps too."""
+    sys.exit(message)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -62,6 +62,8 @@ class Runtime:
         self._require_threads()
         self._core = library()
         self.symbols = _symbols(mpi)
+        # A rank that is alone keeps nobody waiting, and some libraries cannot abort without an mpiexec.
+        self._alone = mpi.COMM_WORLD.size == 1
         self._end_with_the_process()
         self.failed = self._in_world = self._hopeless = False
         self._watch_exceptions()
@@ -170,7 +172,12 @@ class Runtime:
         end, finalized, finalize = (
             ctypes.cast(symbols[f"MPI_{name}"], ctypes.c_void_p) for name in ("Abort", "Finalized", "Finalize")
         )
-        core.phx_mpi_begin(end, finalized, finalize if self._owned else None, mpi._handleof(mpi.COMM_WORLD))
+        core.phx_mpi_begin(
+            None if self._alone else end,
+            finalized,
+            finalize if self._owned else None,
+            mpi._handleof(mpi.COMM_WORLD),
+        )
         at_exit()
 
     def _finalize_in_order(self) -> None:
@@ -188,7 +195,7 @@ class Runtime:
     def _hook(self, kind: type[BaseException], value: BaseException, where: TracebackType | None) -> None:
         """What Python calls for an exception that nobody caught: print it as ever, then the job ends."""
         self._previous_hook(kind, value, where)
-        if not self.usable:
+        if self._alone or not self.usable:
             return
         self.failed = True
         if not self._owned:

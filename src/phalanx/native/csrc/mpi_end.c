@@ -14,7 +14,7 @@
 
 static struct {
     pid_t pid; /* 0: nothing to end. A child that was forked from this process has another */
-    int (*abort)(intptr_t comm, int code);
+    int (*abort)(intptr_t comm, int code); /* NULL: there are no others that wait */
     int (*finalized)(int *flag);
     int (*finalize)(void); /* NULL: somebody else's to call */
     intptr_t comm;
@@ -48,7 +48,7 @@ PHX_API void phx_mpi_end(int code, void *unused)
     if (mpi.pid != getpid() || mpi.finalized(&done) || done)
         return;
     mpi.pid = 0;
-    if (code || mpi.hopeless)
+    if (mpi.abort && (code || mpi.hopeless))
         mpi.abort(mpi.comm, code ? code : 1);
     else if (mpi.finalize)
         mpi.finalize();

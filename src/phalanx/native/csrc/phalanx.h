@@ -195,7 +195,8 @@ PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
 /* MPI's end with its process (mpi_end.c). */
 
-/* MPI is under way in this process: its functions, and the communicator of the whole job. `finalize` may be NULL. */
+/* MPI is under way in this process: its functions, and the communicator of the whole job. `abort` and
+ * `finalize` may be NULL. */
 PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_t comm);
 
 /* MPI cannot be finalised any more, because something that others must answer was left unanswered: abort instead. */
