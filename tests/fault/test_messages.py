@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,3 +121,30 @@ def test_a_message_that_ctrl_c_ended_stays_failed() -> None:
         return True
 
     assert on_ranks(body, 2) == [True, True]
+
+
+LEAVES_A_MESSAGE = """
+import atexit, threading
+
+# The first that is registered runs last: right before the interpreter finalises.
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith("phalanx")]))
+
+import torch, torch.distributed as dist
+import phalanx
+
+dist.init_process_group("phalanx")
+if dist.get_rank() == 0:
+    dist.isend(torch.zeros(1 << 22), 1)
+else:
+    dist.irecv(torch.zeros(4), 0, tag=1)
+dist.all_reduce(torch.ones(1), async_op=True).wait()
+"""
+
+
+def test_no_thread_outlives_the_interpreter_when_a_message_is_under_way(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES_A_MESSAGE)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    ended = subprocess.run(
+        [*torchrun, "leaves.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode, ended.stdout.split("\n")) == (0, ["[]", "[]", ""]), ended.stderr

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 from tests.mpi.environments import MpiEnvironment, mpi_parameters
+
+SHARED_MEMORY = Path("/dev/shm")
+LIBRARIES_NAMES = re.compile(r"mpich_shm_|mpich_shar_|sm_segment\.|vader_segment\.|\d+:\d+:\d+$|fi_shm")
 
 
 @pytest.fixture(params=mpi_parameters())
@@ -11,3 +20,22 @@ def mpi(request: pytest.FixtureRequest) -> MpiEnvironment:
     """Each MPI that there is; skipped with a reason where there is none."""
     environment: MpiEnvironment = request.param
     return environment
+
+
+@pytest.fixture(autouse=True)
+def remove_what_a_bare_mpiexec_leaves() -> Iterator[None]:
+    """An aborted job leaves its shared memory; libfabric names it by process id, and fails should that come again."""
+    before = set(os.listdir(SHARED_MEMORY))
+    yield
+    for name in set(os.listdir(SHARED_MEMORY)) - before:
+        if LIBRARIES_NAMES.match(name) and not _is_mapped(name):
+            with contextlib.suppress(OSError):
+                (SHARED_MEMORY / name).unlink()
+
+
+def _is_mapped(name: str) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if f"/dev/shm/{name}" in maps.read_text():
+                return True
+    return False

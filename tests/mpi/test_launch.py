@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import Job, Launcher, wait_for
-from tests.mpi.environments import MpiEnvironment, mpi_parameters
+from tests.mpi.environments import MpiEnvironment
 
 # Meets over MPI, so that the library has made its shared memory, and says which; then does what the test wants.
 MEET = """
@@ -26,12 +26,6 @@ print("up", *sorted(files), flush=True)
 world.Barrier()
 """
 WAIT = MEET + "while True: time.sleep(300)\n"
-
-
-@pytest.fixture(params=mpi_parameters())
-def mpi(request: pytest.FixtureRequest) -> MpiEnvironment:
-    environment: MpiEnvironment = request.param
-    return environment
 
 
 @pytest.fixture

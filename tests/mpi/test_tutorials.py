@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.mpi.environments import SETTINGS, MpiEnvironment, mpi_parameters
+from tests.mpi.environments import SETTINGS, MpiEnvironment
 
 # No rank, no world size, no address: MPI knows them all.
 SEND = '''
@@ -51,12 +51,6 @@ print('Rank {} has {}'.format(rank, tensor))
 """
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
 RUN = ("-m", "phalanx.launch.cli", "run", "--mpi", "mpiexec", "--no-prefix", "-q")
-
-
-@pytest.fixture(params=mpi_parameters())
-def mpi(request: pytest.FixtureRequest) -> MpiEnvironment:
-    environment: MpiEnvironment = request.param
-    return environment
 
 
 def start(

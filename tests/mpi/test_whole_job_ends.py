@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import MARK, Launcher, marked, wait_for
-from tests.mpi.environments import SETTINGS, MpiEnvironment, mpi_parameters
+from tests.mpi.environments import SETTINGS, MpiEnvironment
 
 FAIL = """
 import sys, time
@@ -31,12 +31,6 @@ if dist.get_rank() == 1:
 dist.all_reduce(torch.ones(1000))
 time.sleep(300)
 """
-
-
-@pytest.fixture(params=mpi_parameters())
-def mpi(request: pytest.FixtureRequest) -> MpiEnvironment:
-    environment: MpiEnvironment = request.param
-    return environment
 
 
 @pytest.fixture

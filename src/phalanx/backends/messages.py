@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from phalanx.backends import call_site
 from phalanx.backends.communicator import Communicator, Message
+from phalanx.backends.leaving import end_before_the_interpreter
 from phalanx.errors import ClosedError, CollectiveTimeout, PhalanxError
 
 __all__ = ["DoneWork", "MessageWork", "Messages"]
@@ -180,7 +181,9 @@ class Messages:
         self._pending: list[MessageWork] = []
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._leaving = False  # set by the thread that ends the process, read by the group's
         self.closed = False
+        end_before_the_interpreter(self)
 
     def look_after(self, work: MessageWork) -> None:
         """Make sure that ``work`` gets done, and its tensors live until then, even if it is dropped."""
@@ -212,8 +215,14 @@ class Messages:
                 time.sleep(PATIENCE_S)
         self._pending = []
 
+    def leave(self) -> list[threading.Thread]:
+        """Ask the thread to end, whatever is still under way; the process exits."""
+        self._leaving = True
+        self._left.put(None)
+        return [] if self._thread is None else [self._thread]
+
     def _serve(self) -> None:
-        while not self.closed:
+        while not (self.closed or self._leaving):
             new = not self._pending
             if new:
                 self._take(self._left.get())
@@ -221,7 +230,7 @@ class Messages:
                 # Most messages are waited for at once by their own thread; then this one only gets in the way.
                 time.sleep(PATIENCE_S)
             self._pending = [work for work in self._pending if not work.attend()]
-            if self._pending and not self.closed:
+            if self._pending and not (self.closed or self._leaving):
                 self._communicator.rest()
 
     def _take(self, work: MessageWork | None) -> None:

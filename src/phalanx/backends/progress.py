@@ -19,7 +19,6 @@ interrupts itself. Between the lock and ``busy`` a handler does no harm, whereve
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import queue
@@ -33,12 +32,12 @@ from typing import Any
 import torch
 
 from phalanx.backends import call_site
+from phalanx.backends.leaving import end_before_the_interpreter
 from phalanx.errors import BackendError, ClosedError, ReentryError
 
 __all__ = ["Operation", "Progress"]
 
 NAP_S = 0.001
-LEAVING_S = 0.3  # how long a process that ends waits for its groups' threads
 _NOW, _SOON, _END = "now", "soon", "end"  # what the thread is told
 
 
@@ -139,6 +138,7 @@ class Progress:
         self._in_callbacks = 0
         self._counting = threading.Lock()
         _groups.add(self)
+        end_before_the_interpreter(self)
 
     def run(self, body: Callable[..., None], *arguments: Any) -> None:
         """Run ``body(*arguments)`` here and now, after everything queued before it."""
@@ -217,6 +217,12 @@ class Progress:
             self.run(setattr, self, "_closed", True)
             self.run(self.queue.appendleft, None)  # at the head: behind it nothing runs any more
         self._end_threads()
+
+    def leave(self) -> list[threading.Thread]:
+        """Ask the threads to end after the operation they run, if any; the process exits."""
+        for _ in self._threads:
+            self._calls.put(_END)
+        return list(self._threads)
 
     def _end_threads(self) -> None:
         threads, self._threads = self._threads, []
@@ -331,21 +337,4 @@ def _after_fork_in_child() -> None:
         group._threads = []
 
 
-def _at_exit() -> None:
-    """End the threads of groups that nobody destroyed.
-
-    One that is still on its way out of torch's C++ when the interpreter finalises is ended there by Python, and C++
-    ends the process for it: "terminate called without an active exception". One that waits for a lost rank is left
-    alone.
-    """
-    threads = [thread for group in list(_groups) for thread in group._threads]
-    for group in list(_groups):
-        for _ in group._threads:
-            group._calls.put(_END)
-    deadline = time.monotonic() + LEAVING_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
 os.register_at_fork(after_in_child=_after_fork_in_child)
-atexit.register(_at_exit)
