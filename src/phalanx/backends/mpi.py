@@ -9,6 +9,7 @@ order of sums is the library's. Messages are MPI_Isend and MPI_Irecv (``mpi_mess
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import time
 from collections.abc import Sequence
@@ -25,22 +26,24 @@ from phalanx.backends.mpi_check import (
     ALL_TO_ALL,
     BARRIER,
     BROADCAST,
-    DTYPE_NUMBERS,
     GATHER,
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
     Agreement,
+    fingerprint,
 )
 from phalanx.backends.mpi_messages import Mail
 from phalanx.backends.mpi_runtime import Runtime
 from phalanx.backends.mpi_types import HALVES, Types, span
 from phalanx.errors import CollectiveMismatch, PhalanxError
+from phalanx.native.core import library
 
 __all__ = ["MpiCommunicator"]
 
 _AVG = dist.ReduceOp.AVG.value
 REST_S = 0.0005
+MOST_PREPARED = 1024  # kinds of all_reduce; a program that never repeats a shape must not fill the memory
 LIMIT = 2**31  # elements, from here on MPI's classic calls cannot count them
 
 
@@ -65,15 +68,9 @@ class MpiCommunicator(Communicator):
         self._reductions = self._types.reductions
         self._agreement = Agreement(runtime, comm, members, key, timeout.total_seconds())
         self._meet = self._agreement.meet
-        # What the core calls by itself: all but averages and 16-bit floats, which take more than MPI's call.
-        self._direct: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
-        words = self._agreement.words
-        if self._agreement.checks and words.direct:
-            self._core_all_reduce, self._words = words.all_reduce, words.address
-            for (dtype, op), (kind, mpi_op) in self._reductions.items():
-                if op != _AVG and dtype not in HALVES:
-                    handles = runtime.mpi._handleof(kind), runtime.mpi._handleof(mpi_op)
-                    self._direct[dtype, op] = DTYPE_NUMBERS[dtype], *handles
+        # What the core does by itself, by dtype, operation and shape: an address, and what lies there.
+        self._prepared: dict[tuple[torch.dtype, int, torch.Size], tuple[int, Any]] = {}
+        self._core_all_reduce = library().phx_mpi_all_reduce
         self._mail = Mail(runtime, comm, self._types, self._agreement)
         self._closed = False
 
@@ -83,17 +80,14 @@ class MpiCommunicator(Communicator):
     # -- reductions --------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        direct = self._direct.get((tensor.dtype, op))
-        count = tensor.numel()
-        if direct is not None and count < LIMIT:
-            # The usual call, in as few steps as it can be: compare and reduce in one call of the core.
+        # The usual call, in as few steps as it can be: compare and reduce in one call of the core.
+        prepared = self._prepared.get((tensor.dtype, op, tensor.shape)) or self._prepare(tensor, op)
+        if prepared is not None:
             agreement = self._agreement
             if agreement.broken is not None:
                 raise agreement.broken
-            number, datatype, mpi_op = direct
-            call = hash((ALL_REDUCE, number, op, -1, tensor.shape))
             agreement.sequence += 1
-            met = self._core_all_reduce(self._words, call, tensor.data_ptr(), count, datatype, mpi_op)
+            met = self._core_all_reduce(prepared[0], tensor.data_ptr())
             if met:
                 agreement.unmet(met, ALL_REDUCE, tensor, op, -1)
                 self._all_reduce(tensor, tensor, op)
@@ -105,6 +99,20 @@ class MpiCommunicator(Communicator):
             tensor.copy_(wide)
         else:
             self._all_reduce(tensor, tensor, op)
+
+    def _prepare(self, tensor: torch.Tensor, op: int) -> tuple[int, Any] | None:
+        """Have an all_reduce of such tensors made by the core from now on; None if it takes more than MPI's call."""
+        words, count = self._agreement.words, tensor.numel()
+        if not (self._agreement.checks and words.direct) or op == _AVG or tensor.dtype in HALVES or count >= LIMIT:
+            return None
+        kind, mpi_op = self._reductions[tensor.dtype, op]
+        call = fingerprint(ALL_REDUCE, tensor, op, -1)
+        reduction = words.prepare(call, count, self._runtime.mpi._handleof(kind), self._runtime.mpi._handleof(mpi_op))
+        if len(self._prepared) >= MOST_PREPARED:
+            self._prepared.clear()
+        prepared = ctypes.addressof(reduction), reduction
+        self._prepared[tensor.dtype, op, tensor.shape] = prepared
+        return prepared
 
     def _all_reduce(self, buffer: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
         kind, mpi_op = self._reductions[buffer.dtype, op]

@@ -29,13 +29,13 @@ from phalanx.backends.mpi_runtime import Runtime
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import Status
 
-__all__ = ["DTYPE_NUMBERS", "Agreement", "pause"]
+__all__ = ["Agreement", "fingerprint", "pause"]
 
 KINDS = ("", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all")
 KINDS += ("barrier",)
 ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(1, 10)
 _ROOT_NAMES = {REDUCE: "dst", GATHER: "dst", BROADCAST: "src", SCATTER: "src"}
-DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
 
 TEXT_BYTES = 512
 SPINS = 2000  # some 300 µs, as MPI itself spins for ever; with more ranks than cores a hundredth of that
@@ -85,13 +85,9 @@ class Agreement:
             raise self.broken
         if not self.checks:
             return
-        if tensor is None:
-            call = hash((kind, op, root))
-        else:
-            call = hash((kind, DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
         self.sequence += 1
         try:
-            met = self.words.meet(call)
+            met = self.words.meet(fingerprint(kind, tensor, op, root))
         except self._runtime.mpi.Exception as error:
             raise self.failed(error, kind, tensor, op, root) from None
         if met != Status.OK:
@@ -282,6 +278,13 @@ class Agreement:
     def _text(self, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> str:
         who = {_ROOT_NAMES[kind]: root} if root >= 0 else {}
         return call_text(KINDS[kind], tensor, op if op >= 0 else None, **who) + _site()
+
+
+def fingerprint(kind: int, tensor: torch.Tensor | None, op: int, root: int) -> int:
+    """What the ranks compare of a call: the same number on all that call the same."""
+    if tensor is None:
+        return hash((kind, op, root))
+    return hash((kind, _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
 
 
 def pause(began: float) -> float:

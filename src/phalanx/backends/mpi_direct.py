@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.backends.mpi_runtime import Runtime
-from phalanx.native.core import MpiGroup, Status, library
+from phalanx.native.core import MpiGroup, MpiReduction, Status, library
 
 __all__ = ["Words"]
 
@@ -64,13 +64,23 @@ class Words:
         for name, symbol in (("start", "Start"), ("test", "Test"), ("all_reduce", "Allreduce")):
             setattr(group, name, ctypes.cast(runtime.symbols[f"MPI_{symbol}"], ctypes.c_void_p))
         group.request, group.in_place, group.comm = mpi._addressof(request), int(mpi.IN_PLACE), mpi._handleof(comm)
-        self._meet, self.all_reduce, self.address = core.phx_mpi_meet, core.phx_mpi_all_reduce, ctypes.addressof(group)
+        self._meet, self._address = core.phx_mpi_meet, ctypes.addressof(group)
         self.direct = True
+
+    def prepare(self, call: int, count: int, datatype: int, op: int) -> MpiReduction:
+        """An all_reduce as the core knows it, to be kept alive while its address is used.
+
+        Args:
+            call: what is compared.
+            count: number of elements.
+            datatype, op: MPI's handles.
+        """
+        return MpiReduction(self._address, call, datatype, op, count)
 
     def meet(self, call: int) -> int:
         """Compare: ``Status.OK``, or ``MISMATCH``; ``UNDER_WAY`` if somebody has not come yet; ``SYSTEM``."""
         if self.direct:
-            status: int = self._meet(self.address, call)
+            status: int = self._meet(self._address, call)
             return status
         self._own[0], self._own[1] = call, ~call
         self._start()

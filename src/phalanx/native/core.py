@@ -21,6 +21,7 @@ __all__ = [
     "TEXT_BYTES",
     "Breakage",
     "MpiGroup",
+    "MpiReduction",
     "Poll",
     "Status",
     "library",
@@ -83,6 +84,18 @@ class MpiGroup(Structure):
     ]
 
 
+class MpiReduction(Structure):
+    """One kind of all_reduce of such a group (``struct phx_mpi_reduction``)."""
+
+    _fields_ = [
+        ("group", c_void_p),
+        ("call", c_int64),
+        ("datatype", c_ssize_t),
+        ("op", c_ssize_t),
+        ("count", c_int),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL:
     """Load the core once, check that it is the one these signatures describe, and declare them.
@@ -139,7 +152,7 @@ def library() -> ctypes.CDLL:
         ("phx_mpi_hopeless", None, []),
         ("phx_mpi_ended", None, []),
         ("phx_mpi_meet", c_int, [group, c_int64]),
-        ("phx_mpi_all_reduce", c_int, [group, c_int64, data, c_int, c_ssize_t, c_ssize_t]),
+        ("phx_mpi_all_reduce", c_int, [group, data]),
     ):
         function = getattr(core, name)
         function.restype = result

@@ -27,10 +27,13 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
     return group->common[0] == ~group->common[1] ? PHX_OK : PHX_MISMATCH;
 }
 
-PHX_API int phx_mpi_all_reduce(phx_mpi_group *group, int64_t call, void *data, int count, intptr_t datatype, intptr_t op)
+PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data)
 {
-    int status = phx_mpi_meet(group, call);
+    phx_mpi_group *group = reduction->group;
+    int status = phx_mpi_meet(group, reduction->call);
     if (status != PHX_OK)
         return status;
-    return group->all_reduce(group->in_place, data, count, datatype, op, group->comm) ? PHX_SYSTEM : PHX_OK;
+    int failed =
+        group->all_reduce(group->in_place, data, reduction->count, reduction->datatype, reduction->op, group->comm);
+    return failed ? PHX_SYSTEM : PHX_OK;
 }

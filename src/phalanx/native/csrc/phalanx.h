@@ -221,8 +221,16 @@ typedef struct phx_mpi_group {
  * is to be tested further), PHX_SYSTEM for an error of MPI's. */
 PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call);
 
-/* The same, and if it is PHX_OK the all_reduce of `count` elements in place. */
-PHX_API int phx_mpi_all_reduce(phx_mpi_group *group, int64_t call, void *data, int count, intptr_t datatype, intptr_t op);
+/* One kind of all_reduce of a group, prepared when it is first called. Filled in by backends/mpi_direct.py. */
+typedef struct phx_mpi_reduction {
+    phx_mpi_group *group;
+    int64_t call;
+    intptr_t datatype, op;
+    int count;
+} phx_mpi_reduction;
+
+/* phx_mpi_meet, and if that is PHX_OK the all_reduce of `data`, in place. */
+PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data);
 
 /* For glibc's on_exit: end MPI by the process's exit code. */
 PHX_API void phx_mpi_end(int code, void *unused);
