@@ -87,10 +87,17 @@ class MpiCommunicator(Communicator):
             if agreement.broken is not None:
                 raise agreement.broken
             agreement.sequence += 1
-            met = self._core_all_reduce(prepared[0], tensor.data_ptr())
-            if met:
-                agreement.unmet(met, ALL_REDUCE, tensor, op, -1)
-                self._all_reduce(tensor, tensor, op)
+            try:
+                met = self._core_all_reduce(prepared[0], tensor.data_ptr())
+                if met:
+                    agreement.unmet(met, ALL_REDUCE, tensor, op, -1)
+                    self._all_reduce(tensor, tensor, op)
+                    agreement.words.done()
+            except BaseException as error:
+                # A signal handler raised. What it fell into may have ended all the same.
+                if agreement.words.under_way:
+                    agreement.interrupted(error, ALL_REDUCE, tensor, op, -1)
+                raise
             return
         self._meet(ALL_REDUCE, tensor, op)
         if tensor.dtype in HALVES:

@@ -2,9 +2,10 @@
 
 MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
 makes is waited for without end. So the ranks first reduce one number, a fingerprint of the call, to its minimum and its
-maximum. When those agree everybody has come with the same call, and MPI's own blocking operation follows, which nothing
-can keep waiting but a death, and that mpiexec notices. The reduction is a persistent one (MPI 4): it takes about a
-microsecond, and since it is tested for and not waited for, a timeout and Ctrl-C end it.
+maximum. When those agree everybody has come with the same call. One may have given up waiting since: it has told so by
+a notice, which is looked for now (a moment is left, while a notice is on its way). Then MPI's own blocking operation
+follows, which nothing can keep waiting but a death, and that mpiexec notices. The reduction is a persistent one (of MPI
+4): it takes about a microsecond, and since it is tested for and not waited for, a timeout and Ctrl-C end it.
 
 PHALANX_MPI_CHECK=0, on rank 0, leaves all this out.
 """
@@ -71,7 +72,7 @@ class Agreement:
         self.broken: PhalanxError | None = None
         self.timeout_s = timeout_s
         self.aborted = False
-        self.words = Words(runtime, comm, SPINS if comm.size <= len(os.sched_getaffinity(0)) else SPINS // 100)
+        self.words = Words(runtime, comm, SPINS if runtime.has_cores(members) else SPINS // 100)
         runtime.notices.sequences[key] = self
 
     def meet(self, kind: int, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
@@ -88,23 +89,23 @@ class Agreement:
         self.sequence += 1
         try:
             met = self.words.meet(fingerprint(kind, tensor, op, root))
+            if met != Status.OK:
+                self.unmet(met, kind, tensor, op, root)
         except self._runtime.mpi.Exception as error:
             raise self.failed(error, kind, tensor, op, root) from None
-        if met != Status.OK:
-            self.unmet(met, kind, tensor, op, root)
+        except BaseException as error:
+            self.interrupted(error, kind, tensor, op, root)
+            raise
 
     def unmet(self, met: int, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
         """What follows when the ranks have not met at once: wait for the late ones, or raise why not."""
         if met == Status.SYSTEM:
             raise self.failed(RuntimeError("it reported an error"), kind, tensor, op, root)
         if met == Status.UNDER_WAY:
-            try:
-                self._wait(kind, tensor, op, root)
-            except PhalanxError:
-                raise
-            except BaseException as error:
-                self._interrupted(error, self._text(kind, tensor, op, root))
-                raise
+            self._wait(kind, tensor, op, root)
+        if met in (Status.UNDER_WAY, Status.NOTICE):
+            # All have come. But one may have given up before, and would be waited for without end.
+            self.look(lambda: self._text(kind, tensor, op, root), 0.0, came_late=True)
         if not self.words.agree():
             raise self.differ(self._text(kind, tensor, op, root))
 
@@ -120,7 +121,10 @@ class Agreement:
         own = sum(count * _weight(rank * size + peer) for peer, count in enumerate(sent))
         own -= sum(count * _weight(peer * size + rank) for peer, count in enumerate(expected))
         words, total = bytearray((own % 2**64).to_bytes(8, sys.byteorder)), bytearray(8)
-        self._comm.Allreduce([words, 1, mpi.UINT64_T], [total, 1, mpi.UINT64_T], mpi.SUM)
+        try:
+            self._comm.Allreduce([words, 1, mpi.UINT64_T], [total, 1, mpi.UINT64_T], mpi.SUM)
+        except mpi.Exception as error:
+            raise self.failed(error, ALL_TO_ALL, None) from None
         if any(total):
             raise self.differ(
                 f"all_to_all({dtype_name(dtype)}, sends {list(sent)}, expects {list(expected)} elements){_site()}"
@@ -132,7 +136,10 @@ class Agreement:
         own, all_ = bytearray(TEXT_BYTES), bytearray(TEXT_BYTES * self._size)
         text = call.encode()[: TEXT_BYTES - 1]
         own[: len(text)] = text
-        self._comm.Allgather([own, mpi.BYTE], [all_, TEXT_BYTES, mpi.BYTE])
+        try:
+            self._comm.Allgather([own, mpi.BYTE], [all_, TEXT_BYTES, mpi.BYTE])
+        except mpi.Exception as error:
+            raise BackendError(f"the ranks of a group called different operations, here {call}; {error}") from None
         texts = [all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for at in range(0, len(all_), 512)]
         self.broken = CollectiveMismatch(
             f"the ranks of a group called different operations:\n{listed(dict(enumerate(texts)), self._size)}\n"
@@ -169,15 +176,20 @@ class Agreement:
             looked = began + waited
             self.look(lambda: self._text(kind, tensor, op, root), waited)
 
-    def look(self, call: Callable[[], str], waited: float) -> None:
+    def look(self, call: Callable[[], str], waited: float, *, came_late: bool = False) -> None:
         """Whether the operation that this rank waits in can still be answered.
+
+        Args:
+            call: what this rank waits in.
+            waited: for how long, in seconds.
+            came_late: all ranks have come, so who has given up did so before this one came.
 
         Raises:
             PeerLost: a rank has left, or gave up. CollectiveTimeout: the group's timeout has passed.
         """
         notice = self._runtime.notices.about(self.key, self.sequence, self._members)
         if notice is not None:
-            self.broken = self._lost(notice, call())
+            self.broken = self._lost(notice, call(), came_late)
             self._leave_unanswered()
             raise self.broken
         if self.aborted:
@@ -211,7 +223,7 @@ class Agreement:
                     group_rank=peer,
                 )
 
-    def _lost(self, notice: Notice, call: str) -> PhalanxError:
+    def _lost(self, notice: Notice, call: str, came_late: bool) -> PhalanxError:
         """The error for what another rank told."""
         rank = self._members.index(notice.rank)
         if notice.kind == "left":
@@ -220,8 +232,19 @@ class Agreement:
                 f"must make the same calls; has rank {rank} less data, or did it end early?",
                 group_rank=rank,
             )
+        if notice.kind == "timeout" and not came_late:
+            self._give_up("timeout", call)
+            missing = self._missing()
+            if missing:
+                return self._did_not_come(missing, rank, notice.call, self.timeout_s)
         if notice.kind == "timeout":
-            return self._late(call, self.timeout_s, rank)
+            return CollectiveTimeout(
+                f"rank {rank} of the group had waited {self.timeout_s:g} s in {notice.call} and given up when rank "
+                f"{self._rank} came to {call}. Was it in other code, or is it much slower? A longer timeout is set "
+                f"with phalanx.init(timeout_s=...) or init_process_group(timeout=...)",
+                group_rank=self._rank,
+                elapsed_s=self.timeout_s,
+            )
         what = "was interrupted in" if notice.kind == "interrupted" else "aborted the group in"
         return PeerLost(
             f"rank {rank} of the group {what} {notice.call}, while rank {self._rank} was in {call}; the ranks are out "
@@ -229,27 +252,41 @@ class Agreement:
             group_rank=rank,
         )
 
-    def _late(self, call: str, waited: float, first: int | None = None) -> PhalanxError:
-        """The error of a timeout: who was waiting too is told by notices, and the rest is missing."""
+    def _late(self, call: str, waited: float) -> PhalanxError:
+        """The error of this rank's own timeout."""
         self._give_up("timeout", call)
+        self.broken = self._did_not_come(self._missing(), self._rank, call, waited)
+        return self.broken
+
+    def _missing(self) -> list[int]:
+        """The ranks of the group that are not in this operation: who waits in it gives up too, and tells so."""
         members, waiting = self._members, {self._rank}
         deadline = time.monotonic() + PATIENCE_S
-        while len(waiting) < self._size - 1 and time.monotonic() < deadline:
+        while True:
             told = self._runtime.notices.who_waits(self.key, self.sequence)
             waiting.update(members.index(rank) for rank in told)
+            if len(waiting) >= self._size - 1 or time.monotonic() > deadline:
+                return sorted(set(range(self._size)) - waiting)
             time.sleep(LOOK_S)
-        missing = sorted(set(range(self._size)) - waiting)
+
+    def _did_not_come(self, missing: Sequence[int], waiting: int, call: str, waited: float) -> PhalanxError:
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
-        self.broken = CollectiveTimeout(
-            f"{names} did not come within {self.timeout_s:g} s while rank {first if first is not None else self._rank} "
-            f"was in {call}. Is it in other code, or much slower? A longer timeout is set with "
-            f"phalanx.init(timeout_s=...) or init_process_group(timeout=...)",
+        return CollectiveTimeout(
+            f"{names} did not come within {self.timeout_s:g} s while rank {waiting} was in {call}. Is it in other "
+            f"code, or much slower? A longer timeout is set with phalanx.init(timeout_s=...) or "
+            f"init_process_group(timeout=...)",
             group_rank=missing[0] if missing else -1,
             elapsed_s=waited,
         )
-        return self.broken
 
-    def _interrupted(self, error: BaseException, call: str) -> None:
+    def interrupted(self, error: BaseException, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
+        """This rank leaves an operation by an exception of its own, a signal handler's: the group is broken.
+
+        Does nothing where the exception is what says that the group is broken.
+        """
+        if self.broken is not None:
+            return
+        call = self._text(kind, tensor, op, root)
         self.broken = PeerLost(
             f"rank {self._rank} of the group was interrupted in {call} ({type(error).__name__}); the ranks are out of "
             f"step",

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from phalanx.backends.mpi_notices import TAG as NOTICE_TAG
 from phalanx.backends.mpi_runtime import Runtime
 from phalanx.native.core import MpiGroup, MpiReduction, Status, library
 
@@ -38,6 +40,7 @@ class Words:
         mpi = runtime.mpi
         self._group = group = MpiGroup(spins=spins)
         self._own, self._common, self._spins = group.own, group.common, spins
+        self._told = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
         own, common = (
             [mpi.buffer.fromaddress(ctypes.addressof(group) + field.offset, field.size), 2, mpi.INT64_T]
             for field in (MpiGroup.own, MpiGroup.common)
@@ -61,9 +64,10 @@ class Words:
         self._start, self.test, self.free = request.Start, request.Test, request.Free
         if runtime.symbols is None or platform.machine() not in _MACHINES:
             return
-        for name, symbol in (("start", "Start"), ("test", "Test"), ("all_reduce", "Allreduce")):
+        for name, symbol in (("start", "Start"), ("test", "Test"), ("all_reduce", "Allreduce"), ("probe", "Iprobe")):
             setattr(group, name, ctypes.cast(runtime.symbols[f"MPI_{symbol}"], ctypes.c_void_p))
         group.request, group.in_place, group.comm = mpi._addressof(request), int(mpi.IN_PLACE), mpi._handleof(comm)
+        group.world, group.any_source, group.notice_tag = mpi._handleof(runtime.world), mpi.ANY_SOURCE, NOTICE_TAG
         self._meet, self._address = core.phx_mpi_meet, ctypes.addressof(group)
         self.direct = True
 
@@ -78,7 +82,10 @@ class Words:
         return MpiReduction(self._address, call, datatype, op, count)
 
     def meet(self, call: int) -> int:
-        """Compare: ``Status.OK``, or ``MISMATCH``; ``UNDER_WAY`` if somebody has not come yet; ``SYSTEM``."""
+        """Compare: ``Status.OK``, or ``MISMATCH``; ``UNDER_WAY`` if somebody has not come yet; ``SYSTEM``.
+
+        ``NOTICE``: all have come, but somebody has told something, perhaps that it does not wait any more.
+        """
         if self.direct:
             status: int = self._meet(self._address, call)
             return status
@@ -86,8 +93,19 @@ class Words:
         self._start()
         for _ in range(self._spins):
             if self.test():
+                if self._told():
+                    return Status.NOTICE
                 return Status.OK if self.agree() else Status.MISMATCH
         return Status.UNDER_WAY
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an all_reduce of the core has begun, and neither the core nor :meth:`done` has said it has ended."""
+        return bool(self._group.under_way)
+
+    def done(self) -> None:
+        """The all_reduce that was under way has ended."""
+        self._group.under_way = 0
 
     def agree(self) -> bool:
         """Whether all ranks had the same call: the minimum, and the complement of the maximum."""

@@ -97,6 +97,7 @@ class MpiMessage(Message):
         self._error: PhalanxError | None = None
         self._lock = threading.Lock()
         self._since: float | None = None
+        mail.runtime.messages.add(self)
 
     def test(self, watch: bool = True) -> bool:
         if self._request is not None and self._lock.acquire(timeout=GLANCE_S):
@@ -182,9 +183,15 @@ class MpiMessage(Message):
                 raise agreement.broken
             agreement.look_for_message(self._words, self._peer, waited, LAST_CALL_S)
         except PhalanxError as error:
-            mail.runtime.kept.append(self._tensor)
+            mail.runtime.keep(self._tensor)
             self._give_up()
             self._settle(error)
+
+    def keep(self) -> None:
+        """Never free what MPI may still read or write: the process ends, and MPI after it."""
+        request, tensor = self._request, self._tensor
+        if request is not None:
+            self._mail.runtime.keep((request, tensor))
 
     def _give_up(self) -> None:
         """Take it back where that is possible; MPI may read or write the tensor until then, so it is kept."""
@@ -196,9 +203,9 @@ class MpiMessage(Message):
                 request.Cancel()
                 request.Wait()
             else:
-                mail.runtime.kept.append((request, self._tensor))
+                mail.runtime.keep((request, self._tensor))
         except mail.mpi.Exception:
-            mail.runtime.kept.append((request, self._tensor))
+            mail.runtime.keep((request, self._tensor))
 
     def _explained(self, error: Any) -> PhalanxError:
         mpi = self._mail.mpi

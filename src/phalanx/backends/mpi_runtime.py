@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import TracebackType
@@ -50,7 +51,7 @@ class Runtime:
         notices: what ranks tell each other beside the groups' operations.
         check: whether collectives are compared before they run; rank 0's setting holds.
         symbols: MPI's functions, or None if they cannot be reached but through mpi4py.
-        kept: what MPI may still read or write although nobody waits for it.
+        messages: those under way.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -72,8 +73,10 @@ class Runtime:
         self.notices = Notices(mpi, self.world)
         self.check = bool(self.world.bcast(_wants_check(), 0))
         self._hosts = self._first_ranks()
-        self.kept: list[Any] = []
-        atexit.register(self._leave)
+        self.messages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._keeps = self._exiting = False
+        _before_exit_handlers(self._exit)
+        atexit.register(self._leave_process)
 
     @property
     def usable(self) -> bool:
@@ -83,6 +86,12 @@ class Runtime:
     def one_host(self, members: Sequence[int]) -> bool:
         """Whether these ranks of the world are on one host, so far as MPI can tell."""
         return len({self._hosts[rank] for rank in members}) == 1
+
+    def has_cores(self, members: Sequence[int]) -> bool:
+        """Whether this host has a core for each of these ranks of the world that are on it, bound to them or not."""
+        own = self._hosts[self.world.rank]
+        neighbours = [rank for rank in members if self._hosts[rank] == own]
+        return len(neighbours) <= (os.cpu_count() or 1)
 
     def _first_ranks(self) -> list[int]:
         """For each rank of the world the first of those that share memory with it."""
@@ -97,9 +106,27 @@ class Runtime:
         Args:
             what: the objects of which MPI may still use the memory.
         """
-        self.kept.append(what)
+        self.keep(what)
         self._hopeless = True
         self._core.phx_mpi_hopeless()
+
+    def keep(self, what: object) -> None:
+        """MPI may read or write this object's memory until it ends, which is after the interpreter: never free it."""
+        self._keeps = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
+
+    def _exit(self) -> None:
+        """The process is about to end, and its exit handlers will run. The exit code decides how MPI ends."""
+        self._exiting = True
+
+    def _leave_process(self) -> None:
+        """Among the last exit handlers."""
+        self._exiting = True
+        if self.usable:
+            # What nobody has waited for may still be on its way when the interpreter takes its memory back.
+            for message in list(self.messages):
+                message.keep()
+        self._leave()
 
     def begin(self) -> None:
         """The world's group is being made."""
@@ -110,17 +137,18 @@ class Runtime:
         """The world's group is destroyed: end MPI, unless an exception is on its way.
 
         A ``finally`` that destroys the group runs before anybody hears of the exception, and MPI_Finalize waits for the
-        other ranks, which may wait for this one. So then the end of the process decides.
+        other ranks, which may wait for this one. So then the end of the process decides; as for an exit handler that
+        destroys it, which cannot know of a ``sys.exit(3)``.
         """
-        if not self.usable or sys.exc_info()[0] is not None:
+        if not self.usable or self._exiting or sys.exc_info()[0] is not None:
             return
         self._leave()
-        if self._owned and not self.failed and not self.kept:
+        if self._owned and not self.failed and not self._keeps:
             self.mpi.Finalize()
             self._core.phx_mpi_ended()
 
     def _leave(self) -> None:
-        """Tell those who may wait for this rank that it calls nothing any more; also when the process ends."""
+        """Tell those who may wait for this rank that it calls nothing any more."""
         if self._in_world and self.usable and not self.failed:
             self._in_world = False
             if self._hopeless:
@@ -268,11 +296,19 @@ def _symbols(mpi: Any) -> ctypes.CDLL | None:
     """
     try:
         symbols = ctypes.CDLL(mpi.__file__)
-        for name in ("Abort", "Allreduce", "Finalize", "Finalized", "Start", "Test"):
+        for name in ("Abort", "Allreduce", "Finalize", "Finalized", "Iprobe", "Start", "Test"):
             symbols[f"MPI_{name}"]
     except (AttributeError, OSError):
         return None
     return symbols
+
+
+def _before_exit_handlers(call: Callable[[], None]) -> None:
+    """Have this called when the interpreter begins to end, before the first exit handler, whenever that was registered.
+
+    The standard library's own threads are ended so; without it the order of registration decides.
+    """
+    getattr(threading, "_register_atexit", atexit.register)(call)
 
 
 @cache

@@ -27,7 +27,7 @@ __all__ = [
     "library",
 ]
 
-ABI = 8
+ABI = 9
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -37,6 +37,7 @@ Poll = CFUNCTYPE(c_int)
 class Status:
     """What a call of the core returns (``enum phx_status``)."""
 
+    NOTICE = -2
     UNDER_WAY = -1
     OK = 0
     BAD_ARGUMENT = 1
@@ -77,10 +78,15 @@ class MpiGroup(Structure):
         ("start", c_void_p),
         ("test", c_void_p),
         ("all_reduce", c_void_p),
+        ("probe", c_void_p),
         ("request", c_void_p),
         ("in_place", c_void_p),
         ("comm", c_ssize_t),
+        ("world", c_ssize_t),
+        ("any_source", c_int),
+        ("notice_tag", c_int),
         ("spins", c_uint32),
+        ("under_way", c_uint32),
     ]
 
 

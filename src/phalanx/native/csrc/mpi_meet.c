@@ -12,7 +12,7 @@
 PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
 {
     char status[256]; /* an MPI_Status; the largest known has 40 bytes */
-    int done = 0;
+    int done = 0, told = 0;
     group->own[0] = call;
     group->own[1] = ~call;
     if (group->start(group->request))
@@ -23,6 +23,14 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
         if (group->test(group->request, &done, status))
             return PHX_SYSTEM;
     }
+    /* A rank that gave up has come as well, before that. Then the operation would wait for it without end. Twice: MPICH
+     * looks first and then for what is new. */
+    for (int look = 0; look < 2; look++) {
+        if (group->probe(group->any_source, group->notice_tag, group->world, &told, status))
+            return PHX_SYSTEM;
+        if (told)
+            return PHX_NOTICE;
+    }
     /* The minimum, and the complement of the maximum. */
     return group->common[0] == ~group->common[1] ? PHX_OK : PHX_MISMATCH;
 }
@@ -30,10 +38,12 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
 PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data)
 {
     phx_mpi_group *group = reduction->group;
+    group->under_way = 1;
     int status = phx_mpi_meet(group, reduction->call);
     if (status != PHX_OK)
         return status;
-    int failed =
-        group->all_reduce(group->in_place, data, reduction->count, reduction->datatype, reduction->op, group->comm);
-    return failed ? PHX_SYSTEM : PHX_OK;
+    if (group->all_reduce(group->in_place, data, reduction->count, reduction->datatype, reduction->op, group->comm))
+        return PHX_SYSTEM;
+    group->under_way = 0;
+    return PHX_OK;
 }

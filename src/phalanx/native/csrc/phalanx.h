@@ -12,11 +12,12 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 8
+#define PHX_ABI 9
 #define PHX_API __attribute__((visibility("default")))
 
 /* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
 enum phx_status {
+    PHX_NOTICE = -2,      /* of MPI: all have come, and somebody has told something (mpi_notices.py) */
     PHX_UNDER_WAY = -1,   /* of a message: neither done nor failed yet */
     PHX_OK = 0,
     PHX_BAD_ARGUMENT = 1, /* a dtype, operation, rank or segment this core does not know */
@@ -206,19 +207,23 @@ PHX_API void phx_mpi_hopeless(void);
 PHX_API void phx_mpi_ended(void);
 
 /* What mpi_meet.c knows of one group over MPI: words that are reduced to their minimum by a persistent request, MPI's
- * functions and handles. Filled in by backends/mpi_direct.py; `spins` tests come before PHX_UNDER_WAY. */
+ * functions and handles. Filled in by backends/mpi_direct.py; `spins` tests come before PHX_UNDER_WAY. Notices come on
+ * the communicator `world` with the tag `notice_tag`. */
 typedef struct phx_mpi_group {
     int64_t own[2], common[2];
     int (*start)(void *request);
     int (*test)(void *request, int *done, void *status);
     int (*all_reduce)(const void *send, void *receive, int count, intptr_t datatype, intptr_t op, intptr_t comm);
+    int (*probe)(int source, int tag, intptr_t comm, int *flag, void *status);
     void *request, *in_place;
-    intptr_t comm;
+    intptr_t comm, world;
+    int any_source, notice_tag;
     uint32_t spins;
+    uint32_t under_way; /* an all_reduce has begun and has not come to its end: interrupting it breaks the group */
 } phx_mpi_group;
 
 /* Whether every rank calls the same: PHX_OK, PHX_MISMATCH, PHX_UNDER_WAY if somebody has not come yet (then the request
- * is to be tested further), PHX_SYSTEM for an error of MPI's. */
+ * is to be tested further), PHX_NOTICE if one that came may have given up since, PHX_SYSTEM for an error of MPI's. */
 PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call);
 
 /* One kind of all_reduce of a group, prepared when it is first called. Filled in by backends/mpi_direct.py. */
@@ -229,7 +234,8 @@ typedef struct phx_mpi_reduction {
     int count;
 } phx_mpi_reduction;
 
-/* phx_mpi_meet, and if that is PHX_OK the all_reduce of `data`, in place. */
+/* phx_mpi_meet, and if that is PHX_OK the all_reduce of `data`, in place. `under_way` is cleared when it has ended; after
+ * any other status the caller does that, at the end of the operation. */
 PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data);
 
 /* For glibc's on_exit: end MPI by the process's exit code. */
