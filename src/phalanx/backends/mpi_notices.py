@@ -94,6 +94,10 @@ class Notices:
             members: the group's ranks in the world.
         """
         self._receive()
+        # Before who has left: that one gave up is why it left.
+        for notice in self._received:
+            if notice.group == group:
+                return notice
         for rank in members:
             if rank in self._left:
                 sequences, call, when = self._left[rank]
@@ -103,9 +107,6 @@ class Notices:
                     if time.monotonic() - when < GRACE_S:
                         return None
                     return Notice(rank, "left", group, sequences.get(group, -1), call)
-        for notice in self._received:
-            if notice.group == group:
-                return notice
         return None
 
     def who_waits(self, group: str, sequence: int) -> dict[int, str]:

@@ -1,0 +1,148 @@
+"""What is left unfinished over MPI: operations given up, interrupted by a signal handler, messages nobody waits for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.mpi.environments import SETTINGS, MpiEnvironment
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120
+
+LATE = """
+import time, torch, torch.distributed as dist
+from datetime import timedelta
+from phalanx.errors import CollectiveTimeout
+
+dist.init_process_group("mpi", timeout=timedelta(seconds=1))
+rank, size = dist.get_rank(), dist.get_world_size()
+dist.barrier()
+time.sleep(3 * (rank == size - 1))
+began = time.monotonic()
+try:
+    dist.all_reduce(torch.ones(4))
+except CollectiveTimeout as error:
+    print(rank, "in time" if time.monotonic() - began < 2.5 else "late", error, flush=True)
+time.sleep(6)  # nobody ends the job for the others
+"""
+
+INTERRUPTED = """
+import signal, sys, time, torch, torch.distributed as dist
+
+class Alarm(Exception): pass
+def raises(*_): raise Alarm
+signal.signal(signal.SIGALRM, raises)
+dist.init_process_group("mpi")
+rank = dist.get_rank()
+dist.all_reduce(torch.ones(1))
+dist.barrier()
+if rank == 0:
+    begun = dist.group.WORLD._communicator._agreement.sequence
+    # On a busy machine the signal may fall before the call begins, where it does no harm.
+    while dist.group.WORLD._communicator._agreement.sequence == begun:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
+            dist.all_reduce(torch.ones(1))
+        except Alarm:
+            print(0, "interrupted", flush=True)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        print(0, "then", type(error).__name__, error, flush=True)
+    dist.destroy_process_group()
+    print(0, "destroyed", flush=True)
+    time.sleep(2)
+else:
+    time.sleep(1)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        print(rank, type(error).__name__, error, flush=True)
+"""
+
+NOT_WAITED_FOR = """
+import sys, time, torch, torch.distributed as dist
+
+dist.init_process_group("mpi")
+rank, numbers = dist.get_rank(), 1 << 22
+dist.barrier()
+if rank == 0:
+    work = dist.isend(torch.full((numbers,), 7.0), 1)
+    if sys.argv[1] == "destroy":
+        dist.destroy_process_group()
+elif rank == 1:
+    time.sleep(1)
+    got = torch.zeros(numbers)
+    dist.recv(got, 0)
+    print(got.min().item(), got.max().item())
+"""
+
+EXIT_HANDLER = """
+import atexit, sys, torch, torch.distributed as dist
+
+atexit.register(dist.destroy_process_group)
+dist.init_process_group("mpi")
+dist.barrier()
+if dist.get_rank() == 1:
+    sys.exit(3)
+dist.all_reduce(torch.ones(1000))
+"""
+
+
+def run(mpi: MpiEnvironment, ranks: int, folder: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(text)
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [mpi.mpiexec, "-n", str(ranks), mpi.python, script, *arguments],
+        env={**own, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_comes_when_others_have_given_up_is_told_at_once(
+    mpi: MpiEnvironment, ranks: int, tmp_path: Path
+) -> None:
+    ended = run(mpi, ranks, tmp_path, LATE)
+    for rank in range(ranks):
+        assert f"{rank} in time" in ended.stdout, ended.stdout + ended.stderr
+    assert f"rank {ranks - 1} of the group did not come within 1 s" in ended.stdout
+    assert f"given up when rank {ranks - 1} came to all_reduce(float32[4], sum)" in ended.stdout
+    assert ended.returncode == 1  # an operation is unanswered, and MPI could not end in order
+
+
+@pytest.mark.parametrize("after_s", ["0.00006", "0.0001", "0.01"])
+def test_a_group_that_a_signal_handler_has_interrupted_is_broken_everywhere(
+    mpi: MpiEnvironment, after_s: str, tmp_path: Path
+) -> None:
+    ended = run(mpi, 2, tmp_path, INTERRUPTED, after_s)
+    for said in (
+        "0 interrupted",
+        "0 then PeerLost",
+        "0 destroyed",
+        "1 PeerLost rank 0 of the group was interrupted in",
+    ):
+        assert said in ended.stdout, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("end", ["destroy", "end"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_message_that_nobody_waits_for_arrives_whole(
+    mpi: MpiEnvironment, ranks: int, end: str, tmp_path: Path
+) -> None:
+    ended = run(mpi, ranks, tmp_path, NOT_WAITED_FOR, end)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["7.0", "7.0"]), ended.stdout + ended.stderr
+
+
+def test_an_exit_handler_that_destroys_the_group_keeps_the_exit_code(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    ended = run(mpi, 3, tmp_path, EXIT_HANDLER)
+    assert ended.returncode == 3, ended.stdout + ended.stderr
