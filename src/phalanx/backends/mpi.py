@@ -86,7 +86,6 @@ class MpiCommunicator(Communicator):
             agreement = self._agreement
             if agreement.broken is not None:
                 raise agreement.broken
-            agreement.sequence += 1
             try:
                 met = self._core_all_reduce(prepared[0], tensor.data_ptr())
                 if met:

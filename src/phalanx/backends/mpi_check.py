@@ -57,7 +57,6 @@ class Agreement:
         key: what the group is called in notices; equal on every member.
 
     Attributes:
-        sequence: how many operations this rank has begun in the group.
         broken: the error after which the ranks are out of step; every further call raises it.
         timeout_s: how long to wait for the others.
         words: what is compared.
@@ -68,12 +67,16 @@ class Agreement:
         self._runtime, self._comm, self._members, self.key = runtime, comm, tuple(members), key
         self._rank, self._size = comm.rank, comm.size
         self.checks = runtime.check
-        self.sequence = 0
         self.broken: PhalanxError | None = None
         self.timeout_s = timeout_s
         self.aborted = False
         self.words = Words(runtime, comm, SPINS if runtime.has_cores(members) else SPINS // 100)
         runtime.notices.sequences[key] = self
+
+    @property
+    def sequence(self) -> int:
+        """How many operations this rank has begun in the group."""
+        return self.words.sequence
 
     def meet(self, kind: int, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
         """Return when every rank has come here with the same call.
@@ -86,7 +89,6 @@ class Agreement:
             raise self.broken
         if not self.checks:
             return
-        self.sequence += 1
         try:
             met = self.words.meet(fingerprint(kind, tensor, op, root))
             if met != Status.OK:

@@ -90,6 +90,7 @@ class Words:
             status: int = self._meet(self._address, call)
             return status
         self._own[0], self._own[1] = call, ~call
+        self._group.sequence += 1
         self._start()
         for _ in range(self._spins):
             if self.test():
@@ -97,6 +98,11 @@ class Words:
                     return Status.NOTICE
                 return Status.OK if self.agree() else Status.MISMATCH
         return Status.UNDER_WAY
+
+    @property
+    def sequence(self) -> int:
+        """How many comparisons this rank has begun."""
+        return int(self._group.sequence)
 
     @property
     def under_way(self) -> bool:

@@ -75,6 +75,7 @@ class MpiGroup(Structure):
     _fields_ = [
         ("own", c_int64 * 2),
         ("common", c_int64 * 2),
+        ("sequence", c_uint64),
         ("start", c_void_p),
         ("test", c_void_p),
         ("all_reduce", c_void_p),

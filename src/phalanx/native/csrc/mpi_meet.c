@@ -15,6 +15,7 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
     int done = 0, told = 0;
     group->own[0] = call;
     group->own[1] = ~call;
+    group->sequence++;
     if (group->start(group->request))
         return PHX_SYSTEM;
     for (uint32_t spin = 0; !done; spin++) {

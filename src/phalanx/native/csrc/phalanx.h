@@ -211,6 +211,7 @@ PHX_API void phx_mpi_ended(void);
  * the communicator `world` with the tag `notice_tag`. */
 typedef struct phx_mpi_group {
     int64_t own[2], common[2];
+    uint64_t sequence; /* how many comparisons have begun */
     int (*start)(void *request);
     int (*test)(void *request, int *done, void *status);
     int (*all_reduce)(const void *send, void *receive, int count, intptr_t datatype, intptr_t op, intptr_t comm);
