@@ -61,8 +61,11 @@ def _spare_finalisers(preloader: int) -> None:
 
 
 def _runs_alone() -> bool:
-    """Whether this is the process's only thread."""
-    return len(os.listdir("/proc/self/task")) == 1
+    """Whether this is the process's only thread. Not, if a script has used up its descriptors: then nobody can tell."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:
+        return False
 
 
 def _leave_alone(preloader: int) -> None:

@@ -9,6 +9,7 @@ not the program; and the machine's own name (``socket.gethostname()``) stays wha
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -64,7 +65,11 @@ class Rehearsal:
 
     def environment(self, node_rank: int) -> dict[str, str]:
         """What a rank on this host is given beside what every launcher gives."""
+        # torch's store asks the name server for the name of 127.0.0.1, for a line of a log. Hundreds of ranks ask at
+        # once, and where it drops some of the questions, each of those ranks would wait 5 s before it asks again.
+        patience = {} if "RES_OPTIONS" in os.environ else {"RES_OPTIONS": "timeout:1 attempts:5"}
         return {
+            **patience,
             VARIABLE: self.host(node_rank),
             REHEARSAL: self.given,
             "PHALANX_DEVICE": "cpu",
