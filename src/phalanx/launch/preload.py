@@ -7,7 +7,7 @@ so files that it left open are written out and its objects' finalisers run.
 
 What may hold a process group is emptied too. Of what is left, half is torch's own finalisers, which take its operators
 out of its tables as exit handlers. A rank that runs no other thread when it ends, as after ``phalanx.close()``, leaves
-both to the kernel as well: 5,000 faults are left. Others keep them: a thread of Gloo's that has just ended an operation
+both to the kernel as well: 5,400 faults are left. Others keep them: a thread of Gloo's that has just ended an operation
 still needs the interpreter for a moment, and aborts the process (as it does under torchrun) if it finds that ended.
 """
 
@@ -72,10 +72,12 @@ def _leave_alone(preloader: int) -> None:
     if os.getpid() == preloader:
         return
     alone = _runs_alone()
-    for name, module in _preloaded:
-        if name.startswith(_HOLD_GROUPS) and not alone:
-            continue
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
+    _preloaded[:] = [
+        (name, module)
+        for name, module in _preloaded
+        if sys.modules.get(name) is module and (alone or not name.startswith(_HOLD_GROUPS))
+    ]
+    for name, _ in _preloaded:
+        del sys.modules[name]
     # One reference that nothing gives back: this module is emptied too.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_preloaded))
