@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,13 @@ class Session:
     def __init__(self, device_types: frozenset[str]) -> None:
         self.closed = False
         self.device_types = device_types
+        self.groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """Close all groups. They let go of torch's, so that its threads and memory go even if a script keeps them."""
+        self.closed = True
+        for group in list(self.groups):
+            group._let_go()
 
 
 class Group:
@@ -45,8 +53,9 @@ class Group:
     """
 
     def __init__(self, process_group: dist.ProcessGroup, ranks: Sequence[int], session: Session) -> None:
-        self._process_group = process_group
+        self._process_group: dist.ProcessGroup | None = process_group
         self._session = session
+        session.groups.add(self)
         self._sum_in_place: Callable[[torch.Tensor], bool] | None = getattr(process_group, "sum_in_place", None)
         self.ranks = tuple(ranks)
         self.rank: int = process_group.rank()
@@ -194,8 +203,8 @@ class Group:
 
     def _use(self, *tensors: torch.Tensor) -> dist.ProcessGroup:
         """The process group, once the world is known to be open and the tensors to be where it serves."""
-        session = self._session
-        if session.closed:
+        session, group = self._session, self._process_group
+        if session.closed or group is None:
             raise ClosedError("this group was used after phalanx.close(); move the call before it")
         for tensor in tensors:
             if tensor.device.type not in session.device_types:
@@ -204,7 +213,10 @@ class Group:
                     f"serves {' and '.join(sorted(session.device_types))}. Move it with .to(...) first, or "
                     f"choose another backend in phalanx.init()"
                 )
-        return self._process_group
+        return group
+
+    def _let_go(self) -> None:
+        self._process_group = self._sum_in_place = None
 
     def _member(self, rank: int) -> int:
         if not 0 <= rank < self.size:

@@ -20,7 +20,7 @@ from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
 from phalanx.topology import device as devices
 from phalanx.topology.arguments import place_with
-from phalanx.topology.hosts import this_host
+from phalanx.topology.hosts import REHEARSAL, this_host
 from phalanx.topology.place import Place
 from phalanx.topology.rendezvous import meet
 from phalanx.topology.table import RankRow, format_rank_table
@@ -202,7 +202,8 @@ class World(Group):
                 threads=torch.get_num_threads(),
             ),
         )
-        title = f"{self.size} rank{'s' if self.size > 1 else ''}, started by {self.launcher}"
+        rehearsed = ", rehearsed on one host in shared memory" if os.environ.get(REHEARSAL) else ""
+        title = f"{self.size} rank{'s' if self.size > 1 else ''}{rehearsed}, started by {self.launcher}"
         return format_rank_table(rows, title=title, backend=self.backend)
 
 
@@ -299,7 +300,7 @@ def close() -> None:
     world, _world = _world, None
     if world is None:
         return
-    world._session.closed = True
+    world._session.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

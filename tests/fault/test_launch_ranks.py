@@ -190,3 +190,36 @@ def test_dry_run_describes_and_starts_nothing(launcher: Launcher) -> None:
     text = launcher.run("-n", "2", "--dry-run", script).out.decode()
     assert len(text.splitlines()) == 4
     assert not made.exists()
+
+
+LEAVES_CLOSED = """
+import atexit, os, weakref
+import torch, phalanx
+class Thing:
+    pass
+thing = Thing()
+weakref.finalize(thing, print, "own finaliser")
+library = torch.library.Library("phalanx_test", "DEF")
+weakref.finalize(library, print, "library finaliser")
+atexit.register(lambda: print(len(os.listdir("/proc/self/task")), "thread"))
+unfinished = open(os.environ["LEFT"] + os.environ["RANK"], "w")
+unfinished.write("written at the end")
+world = phalanx.init()
+world.all_reduce(torch.ones(3))
+inner = world.subgroup(range(world.size))
+inner.barrier()
+phalanx.close()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_closed_world_leaves_no_thread_and_the_script_still_ends_as_always(
+    launcher: Launcher, tmp_path: Path, ranks: int
+) -> None:
+    """What was imported before the fork is then left to the kernel; what is the script's own is not."""
+    script = launcher.script(LEAVES_CLOSED)
+    left = tmp_path / "left-"
+    outcome = launcher.run("-q", "--no-prefix", "-n", str(ranks), script, environment={"LEFT": str(left)})
+    assert outcome.code == 0, outcome.err_text
+    assert sorted(outcome.out_lines) == sorted(["own finaliser", "library finaliser", "1 thread"] * ranks)
+    assert [Path(f"{left}{rank}").read_text() for rank in range(ranks)] == ["written at the end"] * ranks

@@ -12,11 +12,13 @@ import click
 
 import phalanx
 from phalanx.errors import LauncherEnvironmentError, LaunchError
+from phalanx.launch.binding import Bind
 from phalanx.launch.hosts import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.launch.mpi.launchers import find_mpi_launcher
 from phalanx.launch.plan import Plan, make_plan
 from phalanx.launch.rank import Place, become
+from phalanx.launch.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.supervisor import launch
 from phalanx.launch.target import find_target
 
@@ -63,6 +65,35 @@ def command() -> None:
     help="How many ranks (processes) to start.  [default: 1, or as many as the hosts take]",
 )
 @click.option("-m", "module", is_flag=True, help="TARGET is a module, as with python -m.")
+@click.option(
+    "--rehearse",
+    metavar="NODESxRANKS",
+    help="As if on that many hosts with so many ranks each, or on hosts of 1,3,2 ranks: all here, on the CPU.",
+)
+@click.option(
+    "--placement",
+    type=click.Choice(["block", "cyclic"]),
+    help="With --rehearse: fill one host after the other, or all in turn.  [default: block]",
+)
+@click.option(
+    "--bind",
+    type=click.Choice(["none", "core", "numa"]),
+    default="none",
+    show_default=True,
+    help="Bind each rank to a share of the cores of its own, or to the cores of one NUMA node. Only where the machine "
+    "is yours alone: two jobs that bind crowd onto the same cores, and a data loader's workers onto their rank's.",
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Where ranks compute: cpu, cuda, xpu, npu, … (PHALANX_DEVICE); phalanx.init(device=...) overrides it.  "
+    "[default: the accelerator of each local rank, or cpu]",
+)
+@click.option(
+    "--pass-local-rank",
+    is_flag=True,
+    help="Give TARGET --local_rank=R before its arguments, as torch.distributed.launch did.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still told.")
 @click.option("--no-prefix", is_flag=True, help="Do not write '[rank 3]' before each line of output.")
 @click.option(
@@ -94,6 +125,11 @@ def command() -> None:
 def run(
     ranks: int | None,
     module: bool,
+    rehearse: str | None,
+    placement: Placement | None,
+    bind: Bind,
+    device: str | None,
+    pass_local_rank: bool,
     quiet: bool,
     no_prefix: bool,
     grace: float,
@@ -116,6 +152,7 @@ def run(
       phalanx run -n 4 train.py --lr 0.1      four ranks of a script
       phalanx run -n 2 -m package.train       two ranks of a module
       phalanx run -n 8 --dry-run train.py     who would run where
+      phalanx run --rehearse 32x8 train.py    256 ranks, as if on 32 hosts
       phalanx run -n 2 ./simulate --fast      a program that is not Python
       phalanx run -n 4 --mpi mpiexec mpi.py   four ranks that can use MPI
       phalanx run --mpi mpiexec -H h1:4,h2:4 mpi.py
@@ -128,6 +165,10 @@ def run(
     on others that it can reach and that see the same files; everything else is as without. Such ranks can use MPI
     (init_process_group("mpi"), mpi4py). They import torch each for itself. Open MPI is told that root may start it.
 
+    With --rehearse ranks have the node ranks, local ranks, hosts and groups that they would have on such hosts. They
+    compute on the CPU, talk through shared memory, and share this machine's cores: what fails there for its size or
+    its placement fails here, but nothing is as fast.
+
     OMP_NUM_THREADS is each rank's share of the cores unless you set it. Rank 0 reads the launcher's standard
     input, unless that is a terminal; the others read nothing.
 
@@ -135,6 +176,10 @@ def run(
     Exit codes: 0 when every rank ends well; otherwise that of the rank that failed first (128 + signal if it
     was killed); 2 for a mistake on the command line; 130 after Ctrl-C. A second Ctrl-C kills at once.
     """
+    if placement is not None and rehearse is None:
+        raise LaunchError(
+            f"--placement {placement}: is for hosts that are rehearsed; add --rehearse 2x4, or leave it out"
+        )
     plan = make_plan(
         ranks,
         find_target(target, arguments, module=module),
@@ -145,6 +190,10 @@ def run(
         hosts=_hosts(hosts, hostfile),
         ppn=ppn,
         address=address,
+        rehearsal=parse_rehearsal(rehearse, placement or "block") if rehearse is not None else None,
+        bind=bind,
+        device=device,
+        pass_local_rank=pass_local_rank,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")
@@ -172,6 +221,9 @@ def _describe(plan: Plan, as_json: bool) -> None:
             "cores": plan.cores,
             "target": {"kind": plan.target.kind, "path": plan.target.path, "argv": list(plan.target.argv)},
             "mpi": plan.mpi.command(plan.ranks, plan.hosts, ["RANK"], "HOSTS") if plan.mpi is not None else None,
+            "rehearsal": asdict(plan.rehearsal) if plan.rehearsal is not None else None,
+            "bind": plan.bind,
+            "cpus": list(map(list, plan.cpus)) if plan.cpus else None,
             "ranks": [asdict(row) for row in plan.rows()],
             "notes": plan.warnings(),
         }
@@ -179,8 +231,7 @@ def _describe(plan: Plan, as_json: bool) -> None:
         return
     from phalanx.topology.table import format_rank_table
 
-    count = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
-    click.echo(format_rank_table(plan.rows(), title=f"phalanx run: {count} of {plan.target.name}"), nl=False)
+    click.echo(format_rank_table(plan.rows(), title=plan.title()), nl=False)
     if plan.mpi is not None:
         words = plan.mpi.command(plan.ranks, plan.hosts, [plan.target.name, *plan.target.argv[1:]], "HOSTS")
         click.echo(f"started by {plan.mpi.title}: {shlex.join(words)}")

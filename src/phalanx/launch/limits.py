@@ -7,6 +7,7 @@ below are read from the kernel, and the error names the limit that is too small 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -23,9 +24,9 @@ FILES_BESIDE = 32
 TASKS_PER_RANK = 3
 TASKS_BESIDE = 8
 # Memory of its own that a forked rank has when it ends, after a process group, a backward pass and the
-# interpreter's finalisation: 80 MiB, measured by benchmarks/start_ranks.py --memory. What the script's own data
-# adds, nobody can know.
-BYTES_PER_RANK = 80 << 20
+# interpreter's finalisation: 59 MiB, and 35 if it closes its groups first, measured by benchmarks/start_ranks.py
+# --memory. Not all ranks end at once, which is the reserve. What the script's own data adds, nobody can know.
+BYTES_PER_RANK = 60 << 20
 BYTES_BESIDE = 400 << 20
 
 
@@ -54,8 +55,14 @@ class Limit:
 
 
 def usable_cores() -> int:
-    """Number of cores this process may run on (its affinity, not what the machine has)."""
-    return len(os.sched_getaffinity(0))
+    """Number of cores this process may keep busy: by its affinity and its cgroup's quota, not what the machine has."""
+    cores = len(os.sched_getaffinity(0))
+    for directory in _cgroups():
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(directory, "cpu.max")) as file:
+            quota, period = file.read().split()
+            if quota != "max":
+                cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
+    return cores
 
 
 def raise_file_limit() -> tuple[int, int]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phalanx.errors import LaunchError
+from phalanx.launch.binding import Bind, bind_ranks, usable_cpus
 from phalanx.launch.hosts import HostSlots, address_towards, fill_hosts, own_address
 from phalanx.launch.limits import usable_cores
 from phalanx.launch.mpi.launchers import MpiLauncher
+from phalanx.launch.rehearsal import Rehearsal
 from phalanx.launch.target import Target
+from phalanx.topology.device_files import accelerator_files
 from phalanx.topology.table import RankRow
 
 __all__ = ["Plan", "make_plan", "threads_per_rank"]
@@ -37,6 +42,11 @@ class Plan:
         mpi: what starts the ranks; None for the built-in launcher.
         hosts: where they run, each with its number of ranks; empty for this host, or where the MPI launcher decides.
         address: where the ranks find the launcher, and the store.
+        rehearsal: the hosts that the ranks are told they are on; None for where they are.
+        bind: how ranks are bound to cores.
+        cpus: the logical cores of each rank; empty if they are not bound.
+        device: ``PHALANX_DEVICE`` of the ranks; None for what the user's environment says, or the machine has.
+        pass_local_rank: give the target ``--local_rank``, before its own arguments.
     """
 
     ranks: int
@@ -51,6 +61,24 @@ class Plan:
     mpi: MpiLauncher | None = None
     hosts: tuple[HostSlots, ...] = ()
     address: str = MASTER_ADDR
+    rehearsal: Rehearsal | None = None
+    bind: Bind = "none"
+    cpus: tuple[tuple[int, ...], ...] = ()
+    device: str | None = None
+    pass_local_rank: bool = False
+
+    def title(self) -> str:
+        """The line above the rank table."""
+        count = f"{self.ranks} rank" + ("s" if self.ranks > 1 else "")
+        title = f"phalanx run: {count} of {self.target.name}"
+        return title if self.rehearsal is None else f"{title}, {self.rehearsal.title(self.host)}"
+
+    def target_of(self, local_rank: int) -> Target:
+        """What the rank with this local rank runs."""
+        if not self.pass_local_rank:
+            return self.target
+        first, *own = self.target.argv
+        return replace(self.target, argv=(first, f"--local_rank={local_rank}", *own))
 
     def rows(self) -> list[RankRow]:
         """The rank table of this job, as far as it is known before anything has been started."""
@@ -62,10 +90,34 @@ class Plan:
                 for local in range(host.slots or 0)
             ]
             return [
-                RankRow(rank, node, name, local, "cpu", None, None, threads)
+                RankRow(rank, node, name, local, self.device_of(local), None, None, threads)
                 for rank, (node, name, local) in enumerate(seats)
             ]
-        return [RankRow(rank, 0, self.host, rank, "cpu", None, self.cores, threads) for rank in range(self.ranks)]
+        cores = [len(cpus) for cpus in self.cpus] or [self.cores] * self.ranks
+        if self.rehearsal is not None:
+            return [
+                RankRow(
+                    rank,
+                    seat.node_rank,
+                    self.rehearsal.host(seat.node_rank),
+                    seat.local_rank,
+                    "cpu",
+                    None,
+                    cores[rank],
+                    threads,
+                )
+                for rank, seat in enumerate(self.rehearsal.seats())
+            ]
+        return [
+            RankRow(rank, 0, self.host, rank, self.device_of(rank), None, cores[rank], threads)
+            for rank in range(self.ranks)
+        ]
+
+    def device_of(self, local_rank: int) -> str:
+        """What the rank will compute on, as far as that can be told without torch."""
+        if self.device is None:
+            return "?" if accelerator_files() else "cpu"
+        return self.device if self.device == "cpu" or ":" in self.device else f"{self.device}:{local_rank}"
 
     def environment(self, rank: int, *, port: int, rows: Sequence[RankRow] | None = None) -> dict[str, str]:
         """What is added to the environment of ``rank``: everything torchrun sets, and Phalanx's own.
@@ -73,8 +125,10 @@ class Plan:
         Args:
             rank: the process, from 0 to ``ranks - 1``.
             port: where the store listens, or will be opened by rank 0 of a program that is not Python.
-            rows: where the ranks are, in their order; by default all on this host.
+            rows: where the ranks are, in their order; by default as planned.
         """
+        if rows is None and self.mpi is None:
+            rows = self.rows()
         world = str(self.ranks)
         local_rank, node_rank, beside, nodes, threads = rank, 0, self.ranks, 1, self.threads
         if rows is not None:
@@ -108,16 +162,19 @@ class Plan:
             "PHALANX_RUN_ID": self.run_id,
             # So that phalanx.init() does not print the table a second time.
             "PHALANX_TABLE_SHOWN": "1",
+            **({} if self.device is None else {"PHALANX_DEVICE": self.device}),
+            **({} if self.rehearsal is None else self.rehearsal.environment(node_rank)),
         }
 
     def warnings(self) -> list[str]:
         """What the user should know before the job runs, one line each."""
+        warnings = [] if self.rehearsal is None else [self.rehearsal.note()]
         if self.mpi is None and self.ranks > self.cores:
-            return [
+            warnings.append(
                 f"{self.ranks} ranks share {self.cores} cores; they will take turns, "
                 f"and a timing says little about a machine with a core each"
-            ]
-        return []
+            )
+        return warnings
 
 
 def threads_per_rank(ranks: int, cores: int, environment: Mapping[str, str]) -> str:
@@ -145,6 +202,10 @@ def make_plan(
     hosts: Sequence[HostSlots] = (),
     ppn: int | None = None,
     address: str | None = None,
+    rehearsal: Rehearsal | None = None,
+    bind: Bind = "none",
+    device: str | None = None,
+    pass_local_rank: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> Plan:
     """Lay out ``ranks`` processes.
@@ -159,13 +220,19 @@ def make_plan(
         hosts: where they may run; only with ``mpi``.
         ppn: the most that a host takes.
         address: where ranks on other hosts reach this one; found out by default.
+        rehearsal: the hosts to place them on in words only; it says how many ranks there are.
+        bind: how ranks are bound to cores.
+        device: where they compute: ``cpu``, ``cuda``, ``cuda:1``, …
+        pass_local_rank: give the target ``--local_rank``.
         environment: where the user's own settings are read; ``os.environ`` by default.
 
     Raises:
-        LaunchError: the number of ranks or of threads makes no sense, or the hosts do not take them.
+        LaunchError: the number of ranks or of threads makes no sense, the hosts do not take them, there are fewer cores
+            than ranks to bind, or two options contradict each other.
     """
     if environment is None:
         environment = os.environ
+    _check_together(ranks, mpi, rehearsal, bind, device)
     if ranks is not None and ranks < 1:
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
     if mpi is None and (hosts or ppn is not None or address is not None):
@@ -177,8 +244,12 @@ def make_plan(
         raise LaunchError(f"--ppn {ppn}: is how many ranks each host of --hosts or --hostfile takes, at least 1")
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
+    count = count if rehearsal is None else rehearsal.ranks
     cores = usable_cores()
-    threads = threads_per_rank(count, cores, environment)
+    cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" else []
+    shared = Counter(cpus)
+    # A rank's threads are as many as its cores, divided by the ranks that are bound to the same ones.
+    threads = threads_per_rank(1, min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if mpi is not None and not environment.get("OMP_NUM_THREADS"):
         threads = ""
     return Plan(
@@ -194,7 +265,37 @@ def make_plan(
         mpi=mpi,
         hosts=filled,
         address=address or _address(mpi, filled, environment),
+        rehearsal=rehearsal,
+        bind=bind,
+        cpus=tuple(cpus),
+        device=device or ("cpu" if rehearsal is not None else environment.get("PHALANX_DEVICE") or None),
+        pass_local_rank=pass_local_rank,
     )
+
+
+def _check_together(
+    ranks: int | None, mpi: MpiLauncher | None, rehearsal: Rehearsal | None, bind: Bind, device: str | None
+) -> None:
+    """Refuse options that cannot both be carried out."""
+    if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
+        raise LaunchError(f"--device {device}: is no device. Say cpu, cuda, cuda:1 or the like, as torch does")
+    if mpi is not None and bind != "none":
+        raise LaunchError(
+            f"--bind {bind}: an MPI launcher binds its ranks by options of its own: --mpi 'mpiexec -bind-to {bind}' "
+            f"for MPICH, --mpi 'mpirun --bind-to {bind}' for Open MPI, I_MPI_PIN_DOMAIN={bind} for Intel MPI"
+        )
+    if rehearsal is None:
+        return
+    if mpi is not None:
+        raise LaunchError(
+            "--rehearse places ranks on hosts that are not there, which an MPI launcher cannot; leave one"
+        )
+    if ranks is not None and ranks != rehearsal.ranks:
+        raise LaunchError(
+            f"-n {ranks} contradicts --rehearse {rehearsal.given}, which is {rehearsal.ranks} ranks; leave -n out"
+        )
+    if device not in (None, "cpu"):
+        raise LaunchError(f"--device {device}: a rehearsal has the CPU in place of devices; leave one of the two out")
 
 
 def _address(mpi: MpiLauncher | None, hosts: Sequence[HostSlots], environment: Mapping[str, str]) -> str:

@@ -47,6 +47,7 @@ class Place:
         spec: what ``__main__.__spec__`` will be; None for a plain script.
         parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
         pid: this process; a child that the script forks is not the rank.
+        cpus: the logical cores it is bound to; empty for those of its parent.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Place:
     spec: importlib.machinery.ModuleSpec | None
     parent: int
     pid: int = 0
+    cpus: tuple[int, ...] = ()
 
 
 def enter_rank(place: Place, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
@@ -74,6 +76,8 @@ def enter_rank(place: Place, handlers: dict[int, Any], file_limit: tuple[int, in
     # a process without a terminal is not, and everything it starts can be found by its session.
     os.setsid()
     set_name(f"rank-{place.rank}")
+    if place.cpus:
+        os.sched_setaffinity(0, place.cpus)
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -176,11 +176,11 @@ class _Supervisor:
         plan, err = self.plan, self.console.err
         if plan.quiet:
             return
-        count = f"{plan.ranks} rank" + ("s" if plan.ranks > 1 else "")
         width = err.columns() if err.terminal else None
-        title = f"phalanx run: {count} of {plan.target.name}"
         backend = f"started by {plan.mpi.title}" if plan.mpi is not None else None
-        err.write(format_rank_table(self.rows, title=title, backend=backend, width=width, color=err.color).encode())
+        err.write(
+            format_rank_table(self.rows, title=plan.title(), backend=backend, width=width, color=err.color).encode()
+        )
         for warning in [*plan.warnings(), *notes]:
             self._say(f"note: {warning}")
 

@@ -143,14 +143,17 @@ class _Zygote:
         # Rank 0 of another program opens the port itself; it is free from here on.
         self.wires.listener.close()
         code, spec = compiled
+        rows = self.plan.rows()
         for rank in range(self.plan.ranks):
             pid = self._fork(f"only {rank} of {self.plan.ranks} ranks could be started")
             if pid == 0:
                 self.wires.zygote.close()
                 self.wires.close_rank_ends(but=rank)
-                own = self.plan.environment(rank, port=port)
+                own = self.plan.environment(rank, port=port, rows=rows)
                 ends = self.wires.ranks[rank]
-                place = Place(rank, self.plan.target, self.plan.run_id, own, ends, code, spec, zygote)
+                target = self.plan.target_of(rows[rank].local_rank)
+                place = Place(rank, target, self.plan.run_id, own, ends, code, spec, zygote)
+                place.cpus = self.plan.cpus[rank] if self.plan.cpus else ()
                 enter_rank(place, self.inheritance.handlers, self.inheritance.file_limit)
                 if code is not None:
                     leave_siblings()

@@ -8,11 +8,13 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["VARIABLE", "Host", "this_host"]
+__all__ = ["REHEARSAL", "VARIABLE", "Host", "this_host"]
 
 # Says what the process shall report instead of looking: for rehearsals on one machine, and for ranks in containers of
 # their own that share a host all the same.
 VARIABLE = "PHALANX_HOST"
+# Set beside it where the hosts are rehearsed: 2x4, or 1,3,2.
+REHEARSAL = "PHALANX_REHEARSAL"
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def place_ranks(plan: Plan, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
         cores = len(said["cpus"])
         # Ranks that may run on the same cores share them; one that was bound to cores of its own has them alone.
         threads = int(plan.threads.partition(",")[0]) if plan.threads else max(1, cores // masks.count(masks[rank]))
-        rows.append(RankRow(rank, node, said["host"], local, "cpu", None, cores, threads))
+        rows.append(RankRow(rank, node, said["host"], local, plan.device_of(local), None, cores, threads))
     return rows
 
 

@@ -227,7 +227,7 @@ class _Relay:
             if rank.channel is not None:
                 rank.channel.say(
                     do="become",
-                    target=asdict(self.plan.target),
+                    target=asdict(self.plan.target_of(self.rows[rank.number].local_rank)),
                     run_id=self.plan.run_id,
                     environment=self.plan.environment(rank.number, port=self.wires.port, rows=self.rows),
                     carried=dict(os.environ),

@@ -1,0 +1,113 @@
+"""``--bind``: which cores each rank may run on.
+
+Not bound by default, as with torchrun, Hydra and srun. Open MPI and Intel MPI bind by default, and what their users
+learn the hard way is that two jobs on one machine are then bound to the same cores while others idle, and that the
+workers of a data loader, which inherit the binding, crowd onto their rank's share. Who has the machine to himself can
+bind: a rank's threads then stay near their caches and its memory.
+
+Cores are the logical ones that this process may use (affinity, and with it cpuset); ranks get whole physical cores as
+long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node by NUMA node.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from phalanx.errors import LaunchError
+
+__all__ = ["Bind", "Core", "bind_ranks", "parse_cpu_list", "usable_cpus"]
+
+Bind = Literal["none", "core", "numa"]
+
+
+@dataclass(frozen=True, order=True)
+class Core:
+    """One logical core, in the order in which cores lie beside each other.
+
+    Attributes:
+        numa_node: whose memory is near.
+        physical: the first logical core of the same physical one.
+        cpu: its number.
+    """
+
+    numa_node: int
+    physical: int
+    cpu: int
+
+
+def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
+    """The logical cores that this process may run on.
+
+    Args:
+        system: where the kernel describes the machine. What it does not say counts as one NUMA node, and as one
+            physical core for each logical one.
+    """
+    node_of: dict[int, int] = {}
+    for directory in Path(system, "node").glob("node[0-9]*"):
+        for cpu in parse_cpu_list(_read(directory / "cpulist")):
+            node_of[cpu] = int(directory.name.removeprefix("node"))
+    found = []
+    for cpu in os.sched_getaffinity(0):
+        siblings = parse_cpu_list(_read(Path(system, "cpu", f"cpu{cpu}", "topology", "thread_siblings_list")))
+        found.append(Core(node_of.get(cpu, 0), min(siblings, default=cpu), cpu))
+    return sorted(found)
+
+
+def bind_ranks(bind: Bind, ranks: int, cores: Sequence[Core], most: int | None = None) -> list[tuple[int, ...]]:
+    """The logical cores of each rank; empty if ranks are not bound.
+
+    Args:
+        bind: ``core`` divides the cores among the ranks, none belongs to two. ``numa`` gives a rank all usable cores of
+            one NUMA node, and each node as many ranks as its share of the cores.
+        ranks: how many ranks share this host.
+        cores: what there is.
+        most: how many of them may be busy at a time, if a cgroup allows fewer than all.
+
+    Raises:
+        LaunchError: there are fewer cores than ranks, for ``core``.
+    """
+    if bind == "none":
+        return []
+    cores = sorted(cores)
+    if bind == "numa":
+        # The node in which the middle of the rank's share lies.
+        homes = [cores[(2 * rank + 1) * len(cores) // (2 * ranks)].numa_node for rank in range(ranks)]
+        return [tuple(core.cpu for core in cores if core.numa_node == home) for home in homes]
+    available = min(len(cores), most or len(cores))
+    if ranks > available:
+        raise LaunchError(
+            f"--bind core: {ranks} ranks need a core each, and this process may use {available} (its affinity and its "
+            f"cgroup say so). Start at most {available} ranks, or let them share: --bind none"
+        )
+    physical: dict[int, list[int]] = {}
+    for core in cores:
+        physical.setdefault(core.physical, []).append(core.cpu)
+    units = list(physical.values()) if ranks <= len(physical) else [[core.cpu] for core in cores]
+    bounds = [rank * len(units) // ranks for rank in range(ranks + 1)]
+    return [tuple(cpu for unit in units[low:high] for cpu in unit) for low, high in pairwise(bounds)]
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """The numbers in a list of the kernel's: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    numbers: list[int] = []
+    for part in text.strip().split(","):
+        low, _, high = part.partition("-")
+        if low.isdigit() and (high or low).isdigit():
+            numbers += _span(int(low), int(high or low))
+    return numbers
+
+
+def _span(low: int, high: int) -> Iterable[int]:
+    return range(low, high + 1)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

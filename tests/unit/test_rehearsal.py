@@ -1,0 +1,102 @@
+"""Hosts that are not there: how they are written, who sits where, and what each rank is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.errors import LaunchError
+from phalanx.launch.plan import Plan, make_plan
+from phalanx.launch.rehearsal import Placement, parse_rehearsal
+from phalanx.launch.target import Target
+
+SCRIPT = Target("script", "train.py", "/train.py", ("train.py", "--lr", "1"))
+
+
+def rehearse(text: str, placement: Placement = "block") -> Plan:
+    return make_plan(None, SCRIPT, rehearsal=parse_rehearsal(text, placement), environment={})
+
+
+@pytest.mark.parametrize(
+    ("text", "placement", "seats"),
+    [
+        ("2x4", "block", ["00", "01", "02", "03", "10", "11", "12", "13"]),
+        ("2x4", "cyclic", ["00", "10", "01", "11", "02", "12", "03", "13"]),
+        ("2x2", "block", ["00", "01", "10", "11"]),
+        ("1,3,2", "block", ["00", "10", "11", "12", "20", "21"]),
+        ("1,3,2", "cyclic", ["00", "10", "20", "11", "21", "12"]),
+        (" 3 x 1 ", "block", ["00", "10", "20"]),
+        ("2, 1", "block", ["00", "01", "10"]),
+        ("1x3", "cyclic", ["00", "01", "02"]),
+    ],
+)
+def test_who_sits_where(text: str, placement: Placement, seats: list[str]) -> None:
+    """Each seat is its node rank and its local rank."""
+    plan = rehearse(text, placement)
+    assert plan.ranks == len(seats)
+    assert [f"{row.node_rank}{row.local_rank}" for row in plan.rows()] == seats
+    for rank, (row, seat) in enumerate(zip(plan.rows(), seats, strict=True)):
+        told = plan.environment(rank, port=1)
+        beside = [other for other in seats if other[0] == seat[0]]
+        assert row.host == told["PHALANX_HOST"] == f"node{seat[0]}"
+        assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), str(len(seats)))
+        assert (told["GROUP_RANK"], told["LOCAL_RANK"]) == (seat[0], seat[1])
+        assert told["LOCAL_WORLD_SIZE"] == str(len(beside))
+        assert told["GROUP_WORLD_SIZE"] == str(len({other[0] for other in seats}))
+
+
+@pytest.mark.parametrize("text", ["0x4", "4x0", "2x", "x4", "4", "", "2x4x2", "1,,2", "1,0", "1,2,", "-1x2", "2x4,1"])
+def test_what_is_no_cluster_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(LaunchError, match="Say --rehearse 2x4") as caught:
+        parse_rehearsal(text)
+    assert f"--rehearse {text}:" in str(caught.value)
+
+
+def test_the_number_of_ranks_must_agree() -> None:
+    plan = make_plan(8, SCRIPT, rehearsal=parse_rehearsal("2x4"), environment={})
+    assert plan.ranks == 8
+    with pytest.raises(LaunchError, match=r"-n 6 contradicts --rehearse 2x4, which is 8 ranks; leave -n out"):
+        make_plan(6, SCRIPT, rehearsal=parse_rehearsal("2x4"), environment={})
+
+
+def test_the_cpu_is_in_place_of_devices() -> None:
+    plan = make_plan(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), environment={"PHALANX_DEVICE": "cuda"})
+    assert [row.device for row in plan.rows()] == ["cpu"] * 4
+    assert plan.environment(3, port=1)["PHALANX_DEVICE"] == "cpu"
+    assert plan.environment(3, port=1)["CUDA_VISIBLE_DEVICES"] == ""
+    with pytest.raises(LaunchError, match="has the CPU in place of devices"):
+        make_plan(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), device="cuda", environment={})
+
+
+def test_title_and_notes_say_that_it_is_a_rehearsal() -> None:
+    plan = rehearse("2x4")
+    assert plan.title() == f"phalanx run: 8 ranks of train.py, rehearsed: 2 hosts on {plan.host}"
+    assert "shared memory in place of the network" in plan.warnings()[0]
+    assert "network" not in rehearse("1x2").warnings()[0]
+    assert "rehearse" not in make_plan(2, SCRIPT, environment={}).title()
+
+
+@pytest.mark.parametrize("wanted", ["", "3", "cuda:", "cuda:x", "cuda 1", "CUDA"])
+def test_what_is_no_device_is_refused(wanted: str) -> None:
+    with pytest.raises(LaunchError, match="is no device"):
+        make_plan(1, SCRIPT, device=wanted, environment={})
+
+
+def test_the_device_of_each_rank() -> None:
+    def devices(device: str | None, **environment: str) -> list[str]:
+        plan = make_plan(2, SCRIPT, device=device, environment=environment)
+        told = {plan.environment(rank, port=1).get("PHALANX_DEVICE") for rank in range(2)}
+        assert told == {device or environment.get("PHALANX_DEVICE")}
+        return [row.device for row in plan.rows()]
+
+    assert devices("cuda") == ["cuda:0", "cuda:1"]
+    assert devices("cpu") == ["cpu", "cpu"]
+    assert devices("xpu:1") == ["xpu:1", "xpu:1"]
+    assert devices(None, PHALANX_DEVICE="npu") == ["npu:0", "npu:1"]
+
+
+def test_the_local_rank_stands_before_the_targets_own_arguments() -> None:
+    plan = make_plan(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), pass_local_rank=True, environment={})
+    assert [plan.target_of(row.local_rank).argv[1:] for row in plan.rows()] == [
+        (f"--local_rank={local_rank}", "--lr", "1") for local_rank in (0, 1, 0, 1)
+    ]
+    assert rehearse("2x2").target_of(1) == SCRIPT
