@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.backends.replace import VARIABLE as REPLACE_VARIABLE
 from phalanx.errors import LaunchError
 from phalanx.launch.hosts import HostSlots, address_towards, fill_hosts, own_address
 from phalanx.launch.limits import usable_cores
@@ -37,6 +38,7 @@ class Plan:
         mpi: what starts the ranks; None for the built-in launcher.
         hosts: where they run, each with its number of ranks; empty for this host, or where the MPI launcher decides.
         address: where the ranks find the launcher, and the store.
+        replace: the backends for which Phalanx's stands in.
     """
 
     ranks: int
@@ -51,6 +53,7 @@ class Plan:
     mpi: MpiLauncher | None = None
     hosts: tuple[HostSlots, ...] = ()
     address: str = MASTER_ADDR
+    replace: tuple[str, ...] = ()
 
     def rows(self) -> list[RankRow]:
         """The rank table of this job, as far as it is known before anything has been started."""
@@ -108,7 +111,12 @@ class Plan:
             "PHALANX_RUN_ID": self.run_id,
             # So that phalanx.init() does not print the table a second time.
             "PHALANX_TABLE_SHOWN": "1",
+            **self.before_torch(),
         }
+
+    def before_torch(self) -> dict[str, str]:
+        """What must be in the environment when torch is imported, which may be before there are ranks."""
+        return {REPLACE_VARIABLE: ",".join(self.replace)} if self.replace else {}
 
     def warnings(self) -> list[str]:
         """What the user should know before the job runs, one line each."""
@@ -145,6 +153,7 @@ def make_plan(
     hosts: Sequence[HostSlots] = (),
     ppn: int | None = None,
     address: str | None = None,
+    replace: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Plan:
     """Lay out ``ranks`` processes.
@@ -159,6 +168,7 @@ def make_plan(
         hosts: where they may run; only with ``mpi``.
         ppn: the most that a host takes.
         address: where ranks on other hosts reach this one; found out by default.
+        replace: the backends for which Phalanx's stands in.
         environment: where the user's own settings are read; ``os.environ`` by default.
 
     Raises:
@@ -194,6 +204,7 @@ def make_plan(
         mpi=mpi,
         hosts=filled,
         address=address or _address(mpi, filled, environment),
+        replace=tuple(replace),
     )
 
 
