@@ -134,7 +134,7 @@ def _stand_in_for(wanted: str) -> None:
     def monitored_barrier(
         group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """As torch's own, which asks whether the backend is named gloo; ours has a Gloo attached that answers."""
+        """As torch's own, which asks whether the backend is named gloo; ours says who is missing too."""
         if c10d._rank_not_in_group(group) or c10d.get_backend(group) != NAME:
             own_barrier(group, timeout, wait_all_ranks)
             return

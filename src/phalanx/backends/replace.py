@@ -9,8 +9,7 @@ Decisions.
 
 - ``dist.get_backend()`` says ``phalanx``: it is what serves the group, and what is known of Gloo (no AVG, no float16
   reduce-scatter) is not true of it. Scripts that compare with ``"gloo"`` do so to work around one of those, or for
-  ``monitored_barrier``, which torch refuses to every other name; that one call is let through to the Gloo group that
-  every group of ours has attached.
+  ``monitored_barrier``, which torch refuses to every other name; that one call is let through to our own.
 - Only names are rewritten, never classes: who makes a ``ProcessGroupGloo`` itself, as our groups do for what they
   leave to Gloo, gets Gloo.
 - nccl, xccl and the like are not replaced. They move tensors between devices; Phalanx's transport moves CPU tensors.
