@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
+from phalanx.backends import vendor
 from phalanx.backends.replace import VARIABLE, names_to_replace, replaces, stand_in
-from phalanx.errors import ArgumentError
+from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.launch.plan import make_plan
 from phalanx.launch.target import Target
 
@@ -68,6 +74,30 @@ def test_ranks_get_the_variable() -> None:
     environment = make_plan(2, TARGET, replace=("gloo", "mpi"), environment={}).environment(1, port=1)
     assert environment[VARIABLE] == "gloo,mpi"
     assert VARIABLE not in make_plan(2, TARGET, environment={}).environment(1, port=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "replaced", "serves"),
+    [
+        ("cpu:phalanx", "gloo", "gloo"),
+        ("cpu:phalanx,cuda:phalanx", "gloo", "gloo"),
+        ("cpu:phalanx,cuda:nccl", "gloo", "nccl"),
+        ("cpu:phalanx", "mpi", None),
+        ("cpu:phalanx", "", None),
+    ],
+)
+def test_tensors_of_a_gpu_stay_with_gloo(
+    config: str, replaced: str, serves: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setenv(VARIABLE, replaced)
+    member = vendor.Membership(HashStore(), 0, 1, timedelta(seconds=1), "group", [0])
+    group: Any = None
+    if serves is not None:
+        assert vendor._name(group, torch.device("cuda"), member) == serves
+    else:
+        with pytest.raises(DeviceMismatch, match=r"Move it with .cpu\(\)"):
+            vendor._name(group, torch.device("cuda"), member)
 
 
 @pytest.mark.parametrize(("name", "words"), [("nccl", "moves tensors between devices"), ("glo", "choose gloo or mpi")])
