@@ -14,14 +14,13 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from phalanx.backends.replace import VARIABLE, names_to_replace, stand_in
-
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "REPLACE_VARIABLE", "register"]
 
 NAME = "phalanx"
+REPLACE_VARIABLE = "PHALANX_REPLACE"  # see replace.py, which is loaded only where it is set
 
 
 def register() -> None:
@@ -35,9 +34,9 @@ def register() -> None:
         _fill_mpi_slot()
     with contextlib.suppress(Exception):
         _name_successors()
-    if os.environ.get(VARIABLE):
+    if os.environ.get(REPLACE_VARIABLE):
         with contextlib.suppress(Exception):
-            _stand_in_for(os.environ[VARIABLE])
+            _stand_in_for(os.environ[REPLACE_VARIABLE])
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
@@ -125,6 +124,8 @@ def _stand_in_for(wanted: str) -> None:
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
+
+    from phalanx.backends.replace import names_to_replace, stand_in
 
     own_new, own_barrier = c10d.Backend.__new__, c10d.monitored_barrier
 

@@ -23,13 +23,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 
+from phalanx.backends.register import NAME, REPLACE_VARIABLE
 from phalanx.errors import ArgumentError
 
 __all__ = ["REPLACEABLE", "VARIABLE", "names_to_replace", "replaces", "stand_in"]
 
-VARIABLE = "PHALANX_REPLACE"
+VARIABLE = REPLACE_VARIABLE
 REPLACEABLE = ("gloo", "mpi")
-STAND_IN = "phalanx"
 _CHOICES = " or ".join(REPLACEABLE)
 _VENDORS = ("nccl", "xccl", "hccl", "ucc", "rccl", "cncl", "mccl")
 
@@ -82,5 +82,5 @@ def stand_in(backend: str, names: Collection[str]) -> str:
     entries = []
     for entry in backend.split(","):
         device, colon, name = entry.rpartition(":")
-        entries.append(f"{device}{colon}{STAND_IN}" if name.strip().lower() in names else entry)
+        entries.append(f"{device}{colon}{NAME}" if name.strip().lower() in names else entry)
     return ",".join(entries)
