@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MPI := .venv-mpi
+FRAMEWORKS := .venv-frameworks
 RANKS ?= 2
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint types unit mpi benchmark sanitize conformance clean
+.PHONY: help run test lint types unit mpi frameworks benchmark sanitize conformance clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,6 +31,9 @@ unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
 mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI tests with MPICH, Open MPI and Intel MPI (ARGS="-k tutorials")
 	@cat $(MPI)/*/.skipped 2>/dev/null || true
 	PHALANX_MPI_VENVS=$$(printf '%s:' $(patsubst %/.installed,%,$(abspath $(wildcard $(MPI)/*/.installed)))) $(BIN)/python -m pytest tests/mpi $(ARGS)
+
+frameworks: $(FRAMEWORKS)/.installed  ## Hugging Face Trainer, Accelerate and Lightning Fabric on Phalanx (ARGS="-k trainer")
+	PHALANX_FRAMEWORKS_VENV=$(abspath $(FRAMEWORKS)) $(BIN)/python -m pytest tests/frameworks $(ARGS)
 
 benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured here
 	$(BIN)/phalanx bench all --against gloo --patience 120
@@ -59,6 +63,17 @@ $(MPI)/%/.tried: $(VENV)/.installed requirements/mpi-%.txt requirements/constrai
 	else \
 		echo "$* is skipped, it could not be installed: $$(grep -m 1 ERROR $(MPI)/$*/log || tail -n 1 $(MPI)/$*/log) ($(MPI)/$*/log)" >$(MPI)/$*/.skipped; \
 	fi
+
+# Their environment sees the main one's packages before anything is installed, so that pip takes the torch there for
+# the one that they ask for; the constraints would allow no other.
+$(FRAMEWORKS)/.installed: $(VENV)/.installed requirements/frameworks.txt requirements/constraints.txt
+	@echo "Installing the frameworks into $(FRAMEWORKS) (once; a minute or two)"
+	@$(BIN)/python -m venv --clear $(FRAMEWORKS)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$(FRAMEWORKS)/paths
+	@echo "$(CURDIR)/src" >>$(FRAMEWORKS)/paths
+	@cp $(FRAMEWORKS)/paths "$$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/phalanx-main.pth"
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/frameworks.txt
+	@touch $@
 
 clean:  ## Remove what the build made (not the environment)
 	rm -rf build dist src/*.egg-info src/phalanx/native/*.so .mypy_cache .pytest_cache .ruff_cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,6 +20,7 @@ from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
 from phalanx.topology import device as devices
 from phalanx.topology.arguments import place_with
+from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.hosts import REHEARSAL, this_host
 from phalanx.topology.place import Place
 from phalanx.topology.rendezvous import meet
@@ -63,6 +64,23 @@ class World(Group):
         self.launcher = place.launcher
         self._node_group: Group | None = None
         self._peers_group: Group | None = None
+        self._changed: dict[str, str | None] = {}  # of the environment, to be undone by close()
+
+    def _announce(self, store: Store) -> None:
+        """Set torchrun's variables: frameworks look for the world there, and know few launchers."""
+        where = second_meeting_point(store, self.rank, one_host=self.num_nodes == 1)
+        told = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.num_nodes),
+            **where,
+        }
+        if self.device.type == "cpu":
+            told |= cpu_settings({**os.environ, **told, "PHALANX_DEVICE": "cpu"})
+        self._changed = announce(told)
 
     @property
     def node_group(self) -> Group:
@@ -223,6 +241,12 @@ def init(
     ``mpiexec``, ``srun`` and others need no arguments here. Rank 0 prints the rank table; ``phalanx run`` has printed
     it already.
 
+    From here to ``close()`` this process's environment has the variables that torchrun sets (RANK, WORLD_SIZE,
+    LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), whatever launcher started
+    it, and ACCELERATE_USE_CPU where the ranks compute on the CPU: by them Hugging Face Trainer, Accelerate and
+    Lightning find the world. Processes that the script starts meanwhile inherit them, as they do under torchrun. A
+    world of one changes nothing.
+
     Args:
         backend: any backend name torch knows; by default ``phalanx`` for the CPU, the device's own otherwise.
         device: where this rank computes; by default what ``PHALANX_DEVICE`` says, else the accelerator with the index
@@ -271,6 +295,8 @@ def init(
         )
         session = Session(frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(",")))
         _world = world = World(place, topology, chosen, session)
+        if place.world_size > 1:
+            world._announce(store)
         if chosen.type != "cpu":
             _refuse_shared_devices(world, devices.physical_device(chosen, accelerator), wanted=device is not None)
         if place.rank == 0 and not quiet:
@@ -283,6 +309,8 @@ def init(
                 print(table, file=sys.stderr, flush=True)
     except BaseException:
         # Nobody has been given the world: leave nothing that would stand in the way of another attempt.
+        if _world is not None:
+            withdraw(_world._changed)
         _world = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -301,6 +329,7 @@ def close() -> None:
     if world is None:
         return
     world._session.close()
+    withdraw(world._changed)
     if dist.is_initialized():
         dist.destroy_process_group()
 

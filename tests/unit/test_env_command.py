@@ -65,6 +65,8 @@ def test_an_environment_that_describes_no_process_exits_2_with_one_line() -> Non
 def test_the_older_argument_can_be_given() -> None:
     shown = json.loads(phalanx_env("--json", "--local_rank", "-1").stdout)
     assert (shown["launcher"], shown["world_size"]) == ("none", 1)
+    shown = json.loads(phalanx_env("--json", RANK="", WORLD_SIZE="-1", LOCAL_RANK="-1").stdout)
+    assert (shown["launcher"], shown["rank"], shown["world_size"]) == ("none", 0, 1)
     shown = json.loads(phalanx_env("--json", "--local-rank=1", RANK="1", WORLD_SIZE="2").stdout)
     assert (shown["launcher"], shown["local_rank"]) == ("env", 1)
 

@@ -32,6 +32,20 @@ def test_a_script_gives_its_place_itself() -> None:
     assert place({}, None, 0, 1).local_rank == 0
 
 
+@pytest.mark.parametrize(
+    "given", [(None, -1, -1), (None, -1, None), (None, None, -1), ("env://", -1, -1), (None, -1, 1)]
+)
+def test_minus_one_is_not_given(given: tuple[Any, ...]) -> None:
+    found = place({}, *given)
+    assert (found.rank, found.world_size, found.local_rank) == (0, 1, 0)
+
+
+def test_minus_one_leaves_it_to_the_launcher() -> None:
+    assert place(HYDRA, None, -1, -1) == place(HYDRA, None, None, None)
+    with pytest.raises(InitializationError, match="pass both rank and world_size"):
+        place({}, None, -1, 4)
+
+
 def test_under_a_launcher_it_completes_what_is_missing() -> None:
     assert place(HYDRA, "tcp://h1:29500", 1, 4).launcher == "mpich"
     assert place(HYDRA, "tcp://h1:29500", None, None).master_addr == "h1"

@@ -6,6 +6,7 @@ an accelerator at hand the tests marked ``gpu`` show that too.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -116,3 +117,18 @@ def test_tensors_of_a_real_accelerator_beside_those_of_the_cpu(size: int) -> Non
 
     total = size * (size + 1) / 2
     assert on_ranks(body, size) == [([total] * 3, [total] * 3 * size)] * size
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not DEVICES or not torch.cuda.is_available(), reason="no GPU here")
+def test_where_ours_stands_in_for_gloo_tensors_of_a_gpu_go_over_gloo() -> None:
+    def body(place: Place) -> tuple[list[float], list[float]]:
+        os.environ["PHALANX_REPLACE"] = "gloo"
+        place.join()
+        near, far = torch.full((3,), place.rank + 1.0), torch.full((3,), place.rank + 1.0, device="cuda:0")
+        dist.all_reduce(near)
+        dist.all_reduce(far)
+        dist.destroy_process_group()
+        return near.tolist(), far.cpu().tolist()
+
+    assert on_ranks(body, 2) == [([3.0] * 3, [3.0] * 3)] * 2

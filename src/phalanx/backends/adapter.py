@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -400,6 +401,31 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if not opts.asyncOp:
             return self._progress.run(self._communicator.barrier)
         return self._start(True, [], self._communicator.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier with a timeout of its own, in Gloo's words; every barrier here says who is missing.
+
+        C++ would ask the attached Gloo, which waits for ever to connect to a rank that does not come.
+
+        Args:
+            timeout: for this barrier alone; the group's by default.
+            wait_all_ranks: of no effect: the first rank that is missing is named, on every rank that has come.
+
+        Raises:
+            CollectiveTimeout: a rank did not come in time. The group cannot be used afterwards.
+        """
+        own = self._gloo.options._timeout
+        if timeout is None or timeout == own:
+            self._progress.run(self._communicator.barrier)
+        else:
+            self._progress.run(self._barrier_within, timeout, own)
+
+    def _barrier_within(self, timeout: timedelta, own: timedelta) -> None:
+        self._communicator.set_timeout(timeout)
+        try:
+            self._communicator.barrier()
+        finally:
+            self._communicator.set_timeout(own)
 
     # -- point to point ----------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 
@@ -135,6 +136,9 @@ class Communicator(ABC):
     ) -> None:
         """``all_to_all`` of the parts of one tensor into those of another; part r has ``counts[r]`` elements."""
         self.all_to_all(pieces(output, output_counts), pieces(tensor, input_counts))
+
+    def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027 - the transports that wait for nobody have none
+        """Let every operation that starts from now on wait this long for the others."""
 
     @abstractmethod
     def barrier(self) -> None:

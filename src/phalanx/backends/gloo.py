@@ -124,6 +124,9 @@ class GlooCommunicator(Communicator):
         for output, piece in zip(outputs, received.split(sizes[0]), strict=True):
             output.view(-1).copy_(piece)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._gloo._set_default_timeout(timeout)
+
     def barrier(self) -> None:
         self._gloo.barrier().wait()
 

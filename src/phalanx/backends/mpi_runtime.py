@@ -188,6 +188,13 @@ class Runtime:
                     f"mpiexec started {told} ranks ({variable}), and this one found a world of one: that mpiexec does "
                     f"not belong to the MPI library that mpi4py loads ({_version(self.mpi)}); use the library's own"
                 )
+        told = os.environ.get("WORLD_SIZE", "1")
+        if told.isdigit() and int(told) > 1:
+            raise InitializationError(
+                f"WORLD_SIZE is {told}, but MPI has started this rank alone: the launcher is not MPI's. Start the "
+                f"script with mpiexec or phalanx run --mpi mpiexec; or give it Phalanx's own backend in MPI's place: "
+                f"phalanx run --replace mpi"
+            )
 
     def _end_with_the_process(self) -> None:
         """Have MPI ended by the exit code, which is known only when Python has finalised (``mpi_end.c``)."""

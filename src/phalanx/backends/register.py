@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["NAME", "register"]
+__all__ = ["NAME", "REPLACE_VARIABLE", "register"]
 
 NAME = "phalanx"
+REPLACE_VARIABLE = "PHALANX_REPLACE"  # see replace.py, which is loaded only where it is set
 
 
 def register() -> None:
@@ -32,6 +34,9 @@ def register() -> None:
         _fill_mpi_slot()
     with contextlib.suppress(Exception):
         _name_successors()
+    if os.environ.get(REPLACE_VARIABLE):
+        with contextlib.suppress(Exception):
+            _stand_in_for(os.environ[REPLACE_VARIABLE])
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
@@ -49,6 +54,9 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
 
 
 # -- MPI -----------------------------------------------------------------------------------------------
+
+# By one of these an MPI launcher tells a process its rank.
+_MPI_RANKS = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 class ProcessGroupMPI:
@@ -80,16 +88,65 @@ def _fill_mpi_slot() -> None:
 
     if c10d._MPI_AVAILABLE or hasattr(c10d, "ProcessGroupMPI"):
         return  # built with its own
+    import torch.distributed as dist
+
+    installed = importlib.util.find_spec("mpi4py") is not None
     c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[misc]
-    if importlib.util.find_spec("mpi4py") is not None:
-        c10d._MPI_AVAILABLE = True
-        return
+    c10d._MPI_AVAILABLE = installed
 
     def is_mpi_available() -> bool:
-        """No; but where torch asks in order to say that it should be built anew, let ``create`` say what to install."""
-        return sys._getframe(1).f_code.co_name == "_new_process_group_helper"
+        """Whether mpi4py is installed and this rank can be one of MPI's.
 
-    c10d.is_mpi_available = is_mpi_available
+        Frameworks choose by the answer: Accelerate takes MPI for the CPU wherever it is available. Ranks that were not
+        started by an MPI would each get a world of one.
+
+        Where torch asks in order to say that it should be built anew, yes: ``create`` says what is missing.
+        """
+        if sys._getframe(1).f_code.co_name == "_new_process_group_helper":
+            return True
+        return installed and not _is_rank_without_mpi()
+
+    c10d.is_mpi_available = dist.is_mpi_available = is_mpi_available
+
+
+def _is_rank_without_mpi() -> bool:
+    world_size = os.environ.get("WORLD_SIZE", "").strip()
+    return world_size.isdigit() and int(world_size) > 1 and not any(name in os.environ for name in _MPI_RANKS)
+
+
+# -- other backends' names --------------------------------------------------------------------------------
+
+
+def _stand_in_for(wanted: str) -> None:
+    """Rewrite the names of backends where torch takes them in: every path to a group goes through ``Backend(name)``.
+
+    A list that makes no sense is told when a name is first used: ``import torch`` must not fail.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    from phalanx.backends.replace import names_to_replace, stand_in
+
+    own_new, own_barrier = c10d.Backend.__new__, c10d.monitored_barrier
+
+    def new(cls: type[dist.Backend], name: str) -> Any:
+        return own_new(cls, stand_in(name, names_to_replace(wanted)) if isinstance(name, str) else name)
+
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """As torch's own, which asks whether the backend is named gloo; ours says who is missing too."""
+        if c10d._rank_not_in_group(group) or c10d.get_backend(group) != NAME:
+            own_barrier(group, timeout, wait_all_ranks)
+            return
+        served: Any = c10d._get_default_group() if group is None else group
+        served.monitored_barrier(
+            c10d._get_default_timeout(c10d.Backend(NAME)) if timeout is None else timeout,
+            wait_all_ranks=wait_all_ranks,
+        )
+
+    c10d.Backend.__new__ = new
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
 
 
 # -- names that torch has removed ----------------------------------------------------------------------

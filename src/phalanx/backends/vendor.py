@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
 from phalanx.backends.adapter import PhalanxProcessGroup
+from phalanx.backends.replace import replaces
 from phalanx.errors import DeviceMismatch
 
 __all__ = ["Membership", "MixedProcessGroup"]
@@ -180,6 +181,8 @@ def _device(arguments: Sequence[Any]) -> torch.device | None:
 def _name(group: dist.ProcessGroup, device: torch.device, member: Membership) -> str:
     names = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     name = names.get(device.type)
+    if device.type == "cuda" and replaces("gloo") and name in (None, names.get("cpu")):
+        return "gloo"  # what the script asked for, and what we do not stand in for
     if name is None or name == names.get("cpu"):
         own = dist.Backend.default_device_backend_map.get(device.type, "BACKEND")
         raise DeviceMismatch(

@@ -11,7 +11,9 @@ from importlib import import_module
 import click
 
 import phalanx
-from phalanx.errors import LauncherEnvironmentError, LaunchError
+from phalanx.backends.replace import VARIABLE as REPLACE_VARIABLE
+from phalanx.backends.replace import names_to_replace
+from phalanx.errors import ArgumentError, LauncherEnvironmentError, LaunchError
 from phalanx.launch.binding import Bind
 from phalanx.launch.hosts import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.limits import check_limits, machine_limits, raise_file_limit
@@ -118,6 +120,12 @@ def command() -> None:
     metavar="ADDR",
     help="With --mpi: this host's address on the ranks' network, if another is found.",
 )
+@click.option(
+    "--replace",
+    metavar="NAME,...",
+    envvar=REPLACE_VARIABLE,
+    help="Give scripts that ask for this backend (gloo, mpi) the backend phalanx in its place.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object instead of the table.")
 @click.argument("target", metavar="TARGET")
@@ -138,6 +146,7 @@ def run(
     hostfile: str | None,
     ppn: int | None,
     address: str | None,
+    replace: str | None,
     dry_run: bool,
     as_json: bool,
     target: str,
@@ -156,6 +165,7 @@ def run(
       phalanx run -n 2 ./simulate --fast      a program that is not Python
       phalanx run -n 4 --mpi mpiexec mpi.py   four ranks that can use MPI
       phalanx run --mpi mpiexec -H h1:4,h2:4 mpi.py
+      phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in
     its environment, so scripts written for torchrun run unchanged. Scripts of Python are forked from one
@@ -168,6 +178,11 @@ def run(
     With --rehearse ranks have the node ranks, local ranks, hosts and groups that they would have on such hosts. They
     compute on the CPU, talk through shared memory, and share this machine's cores: what fails there for its size or
     its placement fails here, but nothing is as fast.
+
+    With --replace gloo, whatever asks torch for gloo gets Phalanx's shared memory, unmodified: a script with
+    init_process_group("gloo") or "cpu:gloo,cuda:nccl", torch's own default for the CPU, new_group(backend="gloo"),
+    Hugging Face Trainer, Accelerate, Lightning. torch.distributed.get_backend() then says phalanx. It is the same as
+    PHALANX_REPLACE=gloo in the environment, which also holds under torchrun and others. nccl cannot be replaced.
 
     OMP_NUM_THREADS is each rank's share of the cores unless you set it. Rank 0 reads the launcher's standard
     input, unless that is a terminal; the others read nothing.
@@ -194,6 +209,7 @@ def run(
         bind=bind,
         device=device,
         pass_local_rank=pass_local_rank,
+        replace=names_to_replace(replace, source="--replace") if replace else (),
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")
@@ -253,7 +269,7 @@ def main() -> int | None:
         outcome = command(prog_name="phalanx", standalone_mode=False)
         if isinstance(outcome, Plan):
             outcome = launch(outcome)
-    except (LaunchError, LauncherEnvironmentError) as error:
+    except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return 2
     except click.ClickException as error:

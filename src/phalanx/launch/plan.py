@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import secrets
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from phalanx.backends.replace import VARIABLE as REPLACE_VARIABLE
 from phalanx.errors import LaunchError
 from phalanx.launch.binding import Bind, bind_ranks, usable_cpus
 from phalanx.launch.hosts import HostSlots, address_towards, fill_hosts, own_address
@@ -47,6 +49,7 @@ class Plan:
         cpus: the logical cores of each rank; empty if they are not bound.
         device: ``PHALANX_DEVICE`` of the ranks; None for what the user's environment says, or the machine has.
         pass_local_rank: give the target ``--local_rank``, before its own arguments.
+        replace: the backends for which Phalanx's stands in.
     """
 
     ranks: int
@@ -66,6 +69,7 @@ class Plan:
     cpus: tuple[tuple[int, ...], ...] = ()
     device: str | None = None
     pass_local_rank: bool = False
+    replace: tuple[str, ...] = ()
 
     def title(self) -> str:
         """The line above the rank table."""
@@ -78,7 +82,7 @@ class Plan:
         if not self.pass_local_rank:
             return self.target
         first, *own = self.target.argv
-        return replace(self.target, argv=(first, f"--local_rank={local_rank}", *own))
+        return dataclasses.replace(self.target, argv=(first, f"--local_rank={local_rank}", *own))
 
     def rows(self) -> list[RankRow]:
         """The rank table of this job, as far as it is known before anything has been started."""
@@ -164,7 +168,12 @@ class Plan:
             "PHALANX_TABLE_SHOWN": "1",
             **({} if self.device is None else {"PHALANX_DEVICE": self.device}),
             **({} if self.rehearsal is None else self.rehearsal.environment(node_rank)),
+            **self.before_torch(),
         }
+
+    def before_torch(self) -> dict[str, str]:
+        """What must be in the environment when torch is imported, which may be before there are ranks."""
+        return {REPLACE_VARIABLE: ",".join(self.replace)} if self.replace else {}
 
     def warnings(self) -> list[str]:
         """What the user should know before the job runs, one line each."""
@@ -206,6 +215,7 @@ def make_plan(
     bind: Bind = "none",
     device: str | None = None,
     pass_local_rank: bool = False,
+    replace: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Plan:
     """Lay out ``ranks`` processes.
@@ -224,6 +234,7 @@ def make_plan(
         bind: how ranks are bound to cores.
         device: where they compute: ``cpu``, ``cuda``, ``cuda:1``, …
         pass_local_rank: give the target ``--local_rank``.
+        replace: the backends for which Phalanx's stands in.
         environment: where the user's own settings are read; ``os.environ`` by default.
 
     Raises:
@@ -270,6 +281,7 @@ def make_plan(
         cpus=tuple(cpus),
         device=device or ("cpu" if rehearsal is not None else environment.get("PHALANX_DEVICE") or None),
         pass_local_rank=pass_local_rank,
+        replace=tuple(replace),
     )
 
 

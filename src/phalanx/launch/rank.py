@@ -29,6 +29,7 @@ from typing import Any, TextIO, cast
 from phalanx.launch.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.launch.target import Target
 from phalanx.launch.wires import RankEnds
+from phalanx.topology.frameworks import cpu_settings
 
 __all__ = ["Place", "become", "enter_rank", "leave_siblings"]
 
@@ -93,6 +94,7 @@ def enter_rank(place: Place, handlers: dict[int, Any], file_limit: tuple[int, in
     # Scripts that call select() cannot use the high descriptors a raised limit hands out.
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(place.environment)
+    os.environ.update(cpu_settings(os.environ))
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{place.pid}/fd/{wires.report}"
     if place.code is None:
         # What the program starts may write the report too, as torch's @record does.

@@ -112,6 +112,7 @@ class _Zygote:
         if not self.plan.target.is_python:
             return None, None
         os.environ["OMP_NUM_THREADS"] = self.plan.threads
+        os.environ.update(self.plan.before_torch())
         try:
             compiled = compile_target(self.plan.target)
         except SyntaxError as error:

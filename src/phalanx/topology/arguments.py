@@ -19,7 +19,7 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
     Args:
         reading: what the environment says; read from ``os.environ`` by default.
         init_method: ``tcp://host:port``, with ``?rank=…&world_size=…`` if wanted, ``env://``, or None.
-        rank, world_size: the place; None to leave it to the launcher.
+        rank, world_size: the place; None, or -1 as in torch, to leave it to the launcher.
 
     Raises:
         InitializationError: ``init_method`` is of another kind, or only one of rank and world size is known.
@@ -31,6 +31,10 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
         address, port, query = _parse(init_method)
         rank = query.get("rank") if rank is None else rank
         world_size = query.get("world_size") if world_size is None else world_size
+    # -1 is how torch and the scripts written for it say "not given", and "not distributed".
+    rank, world_size = (None if number == -1 else number for number in (rank, world_size))
+    if rank is None and world_size == 1 and reading.launcher is None:
+        rank = 0
     place = _agree(reading, rank, world_size)
     if address is None:
         return place

@@ -261,11 +261,14 @@ def _world_of_one() -> Reading:
 
 
 def _not_distributed(environment: Environment) -> bool:
-    """Whether the older convention says so: a rank of -1, and no world of several."""
+    """Whether the older convention says so: a rank of -1, or a variable that was emptied, and no world of several."""
     if any(launcher.recognised(environment) for launcher in LAUNCHERS if launcher.kind != "hand"):
         return False
-    ranks = [environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
-    return "-1" in ranks[:2] and ranks[0] in ("", "-1") and ranks[1] in ("", "-1", "1")
+    said = {name: environment[name].strip() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment}
+    alone = {"RANK": ("", "-1"), "WORLD_SIZE": ("", "-1", "1"), "LOCAL_RANK": ("", "-1", "0")}
+    return all(value in alone[name] for name, value in said.items()) and any(
+        value in ("", "-1") for value in said.values()
+    )
 
 
 def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> dict[str, Finding]:

@@ -1,0 +1,87 @@
+"""What training frameworks look for in the environment, where it is not what launchers set.
+
+torchrun's variables are what Hugging Face Trainer, Accelerate and Lightning understand. Two things they do not tell:
+
+- Accelerate, and Trainer with it, takes several processes without an accelerator for as many jobs of one process each,
+  unless ACCELERATE_USE_CPU is set (``accelerate launch --cpu`` does). Nothing is said; every rank trains alone.
+- Ranks that an MPI or a batch system started do not have torchrun's variables at all. ``phalanx.init()`` knows what
+  would be in them, and :func:`announce` puts it there for as long as the world exists.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from phalanx.topology.device_files import accelerator_files
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["announce", "cpu_settings", "second_meeting_point", "withdraw"]
+
+
+def cpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What tells frameworks that this rank of several computes on the CPU; nothing if it may have an accelerator.
+
+    Args:
+        environment: the rank's: WORLD_SIZE, PHALANX_DEVICE, and the user's own ACCELERATE_USE_CPU, which holds.
+    """
+    alone = environment.get("WORLD_SIZE", "1") == "1"
+    on_cpu = environment.get("PHALANX_DEVICE", "").partition(":")[0] == "cpu" or not accelerator_files()
+    if alone or not on_cpu or "ACCELERATE_USE_CPU" in environment:
+        return {}
+    return {"ACCELERATE_USE_CPU": "true"}
+
+
+def second_meeting_point(store: Store, rank: int, *, one_host: bool) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT for what opens a store of its own beside the world's (``torch.distributed.rpc``).
+
+    Every rank calls it. A rank that has both in its environment keeps them. The others get rank 0's host and a port
+    that is free there now; the world's own store listens on another.
+
+    Args:
+        store: the world's.
+        rank: this process's.
+        one_host: whether all ranks are on one host, so that loopback is enough.
+    """
+    given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            free = str(probe.getsockname()[1])
+        own = given.get("MASTER_ADDR") or ("127.0.0.1" if one_host else _address(store))
+        store.set("second", f"{given.get('MASTER_PORT', free)} {own}")
+    if len(given) == 2:
+        return given
+    port, _, address = store.get("second").decode().partition(" ")
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}
+
+
+def _address(store: Any) -> str:
+    """Where the others have found rank 0's store; its host's name if the store does not say."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", "") or socket.gethostname())
+
+
+def announce(values: Mapping[str, str]) -> dict[str, str | None]:
+    """Put these variables into this process's environment, and so into that of the processes it will start.
+
+    Returns:
+        What :func:`withdraw` needs: the variables that were changed, with what they said before.
+    """
+    before = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
+    os.environ.update(values)
+    return before
+
+
+def withdraw(before: Mapping[str, str | None]) -> None:
+    """Undo :func:`announce`."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,164 @@
+"""Programs of torch and of training frameworks, unmodified, on two ranks: over Gloo, and over Phalanx in its place.
+
+torch's needs nothing else. The others need their packages: ``make frameworks`` installs them into an environment of
+their own and names it in PHALANX_FRAMEWORKS_VENV; without it they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+VARIABLE = "PHALANX_FRAMEWORKS_VENV"
+PROGRAMS = Path(__file__).parent / "programs"
+SOURCES = str(Path(__file__).parents[2] / "src")
+FOLDER = os.environ.get(VARIABLE)
+PYTHON = str(Path(FOLDER, "bin", "python")) if FOLDER else sys.executable
+SIZE = 2
+OURS = "PhalanxProcessGroup"
+
+# Each with the ways in which it is asked for gloo: by default, and by the framework's own setting.
+FRAMEWORKS = [
+    pytest.param("hf_trainer", "transformers", (), id="trainer"),
+    pytest.param("hf_trainer", "transformers", ("gloo",), id="trainer, ddp_backend=gloo"),
+    pytest.param("accelerate_loop", "accelerate", (), id="accelerate"),
+    pytest.param("fabric_loop", "lightning", (), id="fabric"),
+    pytest.param("fabric_loop", "lightning", ("gloo",), id="fabric, process_group_backend=gloo"),
+]
+
+
+@cache
+def installed(python: str, module: str) -> bool:
+    question = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", question], check=False).returncode == 0
+
+
+def need(module: str) -> None:
+    if not installed(PYTHON, module):
+        pytest.skip(f"{module} is not installed; make frameworks installs it, or name an environment in {VARIABLE}")
+
+
+def run(folder: Path, command: list[str], **variables: str) -> list[dict[str, Any]]:
+    """Run a job whose ranks leave their results in ``folder``; what each has left, in rank order."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "PHALANX_REPLACE"))}
+    path = os.pathsep.join([SOURCES, *filter(None, [own.get("PYTHONPATH")])])
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        # Nothing is downloaded; and one thread, since a sum's order must not depend on how many there are.
+        env={**own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = sorted(folder.glob("*.pt"), key=lambda file: int(file.stem))
+    results = [torch.load(file) for file in found]
+    assert [result["rank"] for result in results] == list(range(len(results)))
+    return results
+
+
+def phalanx_run(
+    folder: Path, program: str, *arguments: str, options: tuple[str, ...] = (), size: int = SIZE, python: str = PYTHON
+) -> list[dict[str, Any]]:
+    folder.mkdir()
+    launch = [python, "-m", "phalanx", "run", "-q", "-n", str(size), *options]
+    return run(folder, [*launch, str(PROGRAMS / f"{program}.py"), str(folder), *arguments])
+
+
+def check_in_step(results: list[dict[str, Any]], group: str, size: int = SIZE) -> None:
+    """All ranks of one world, the loss fallen, and the same parameters everywhere."""
+    assert [result["world_size"] for result in results] == [size] * size
+    assert [result["group"] for result in results] == [group] * size
+    for result in results:
+        losses = result["losses"]
+        assert sum(losses[-4:]) < 0.2 * sum(losses[:4])
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+
+
+def check_same_training(results: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """What two transports gave: the same but for the order of a sum."""
+    for result, other in zip(results, others, strict=True):
+        torch.testing.assert_close(result["parameters"], other["parameters"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(other["losses"]), rtol=1e-4, atol=1e-5)
+        for name in {"evaluated", "gathered", "mean"} & set(result):
+            assert result[name] == pytest.approx(other[name], rel=1e-4)
+
+
+@pytest.mark.parametrize(("program", "module", "arguments"), FRAMEWORKS)
+def test_a_framework_trains_over_gloo_and_over_phalanx(
+    program: str, module: str, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    need(module)
+    by_gloo = phalanx_run(tmp_path / "gloo", program, *arguments)
+    check_in_step(by_gloo, "ProcessGroup")
+    ours = phalanx_run(tmp_path / "ours", program, *arguments, options=("--replace", "gloo"))
+    check_in_step(ours, OURS)
+    check_same_training(ours, by_gloo)
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [("hf_trainer", "transformers"), ("accelerate_loop", "accelerate"), ("fabric_loop", "lightning")],
+)
+def test_a_script_under_a_bare_mpiexec_trains_once_it_calls_init(program: str, module: str, tmp_path: Path) -> None:
+    need(module)
+    mpiexec = Path(PYTHON).parent / "mpiexec"
+    if not os.access(mpiexec, os.X_OK):
+        pytest.skip(f"no mpiexec beside {PYTHON}; make frameworks installs one")
+    script = tmp_path / "train.py"
+    script.write_text(f"import phalanx\n\nphalanx.init()\n{(PROGRAMS / f'{program}.py').read_text()}")
+    by_mpiexec = tmp_path / "mpiexec"
+    by_mpiexec.mkdir()
+    results = run(by_mpiexec, [str(mpiexec), "-n", str(SIZE), PYTHON, str(script), str(by_mpiexec)])
+    check_in_step(results, OURS)
+    check_same_training(results, phalanx_run(tmp_path / "gloo", program))
+
+
+# -- torch alone ---------------------------------------------------------------------------------------
+
+
+def trained_by_one_process(ranks: int) -> torch.Tensor:
+    """What plain_ddp.py must come to: one process that sees the batches of all ranks as one."""
+    torch.manual_seed(0)
+    features = torch.randn(64, 8)
+    targets = features @ torch.randn(8, 1)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(5):
+        for x, y in zip(features.split(8 * ranks), targets.split(8 * ranks), strict=True):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("options", "group"), [((), "ProcessGroup"), (("--replace", "gloo"), OURS)])
+def test_torchs_own_ddp_trains_as_one_process_does(
+    options: tuple[str, ...], group: str, size: int, tmp_path: Path
+) -> None:
+    results = phalanx_run(tmp_path / "out", "plain_ddp", options=options, size=size, python=sys.executable)
+    for result in results:
+        assert result["world_size"] == size
+        assert (result["group"], result["second_group"]) == (group, group)
+        assert result["losses"][-1] < result["losses"][0]
+        assert torch.equal(result["parameters"], results[0]["parameters"])
+        torch.testing.assert_close(result["parameters"], trained_by_one_process(size), rtol=1e-4, atol=1e-5)
+
+
+def test_torchrun_with_the_variable_trains_as_one_process_does(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(PROGRAMS / "plain_ddp.py")]
+    results = run(tmp_path, [*launch, str(tmp_path)], PHALANX_REPLACE="gloo")
+    assert [result["group"] for result in results] == [OURS] * 2
+    for result in results:
+        torch.testing.assert_close(result["parameters"], trained_by_one_process(2), rtol=1e-4, atol=1e-5)
