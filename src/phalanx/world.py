@@ -259,7 +259,7 @@ def init(
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
-        _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet=quiet)
+        _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
         # What an earlier attempt or world left in a launcher's store must not be read.
         store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
         topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)

@@ -87,6 +87,11 @@ def command() -> None:
     metavar="ADDR",
     help="With --mpi: this host's address on the ranks' network, if another is found.",
 )
+@click.option(
+    "--interface",
+    metavar="NAME",
+    help="The network interface of every rank's host that ranks talk over (ib0), if another is found.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object instead of the table.")
 @click.argument("target", metavar="TARGET")
@@ -102,6 +107,7 @@ def run(
     hostfile: str | None,
     ppn: int | None,
     address: str | None,
+    interface: str | None,
     dry_run: bool,
     as_json: bool,
     target: str,
@@ -145,6 +151,7 @@ def run(
         hosts=_hosts(hosts, hostfile),
         ppn=ppn,
         address=address,
+        interface=interface,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")

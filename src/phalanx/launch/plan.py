@@ -6,13 +6,15 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.errors import LaunchError
 from phalanx.launch.hosts import HostSlots, address_towards, fill_hosts, own_address
 from phalanx.launch.limits import usable_cores
 from phalanx.launch.mpi.launchers import MpiLauncher
 from phalanx.launch.target import Target
+from phalanx.topology import interfaces
+from phalanx.topology import key as keys
 from phalanx.topology.table import RankRow
 
 __all__ = ["Plan", "make_plan", "threads_per_rank"]
@@ -37,6 +39,8 @@ class Plan:
         mpi: what starts the ranks; None for the built-in launcher.
         hosts: where they run, each with its number of ranks; empty for this host, or where the MPI launcher decides.
         address: where the ranks find the launcher, and the store.
+        interface: the network interface that ranks use; empty for the one that routes to the others.
+        key: what proves that a process is one of this job's ranks.
     """
 
     ranks: int
@@ -51,6 +55,8 @@ class Plan:
     mpi: MpiLauncher | None = None
     hosts: tuple[HostSlots, ...] = ()
     address: str = MASTER_ADDR
+    interface: str = ""
+    key: str = field(default="", repr=False)
 
     def rows(self) -> list[RankRow]:
         """The rank table of this job, as far as it is known before anything has been started."""
@@ -84,8 +90,15 @@ class Plan:
             threads = self.threads or str(rows[rank].threads or 1)
         # A Python target's streams are set to line buffering directly; its own children are left alone.
         unbuffered = {} if self.target.is_python else {"PYTHONUNBUFFERED": "1"}
+        own: dict[str, str] = {}
+        if self.interface:
+            own[interfaces.VARIABLE] = self.interface
+            own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or self.interface
+        if self.key:
+            own[keys.VARIABLE] = self.key
         return {
             **unbuffered,
+            **own,
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": world,
@@ -145,6 +158,7 @@ def make_plan(
     hosts: Sequence[HostSlots] = (),
     ppn: int | None = None,
     address: str | None = None,
+    interface: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Plan:
     """Lay out ``ranks`` processes.
@@ -159,6 +173,7 @@ def make_plan(
         hosts: where they may run; only with ``mpi``.
         ppn: the most that a host takes.
         address: where ranks on other hosts reach this one; found out by default.
+        interface: the network interface that ranks use; by default the one that routes to the others.
         environment: where the user's own settings are read; ``os.environ`` by default.
 
     Raises:
@@ -175,6 +190,11 @@ def make_plan(
         )
     if ppn is not None and (ppn < 1 or not hosts):
         raise LaunchError(f"--ppn {ppn}: is how many ranks each host of --hosts or --hostfile takes, at least 1")
+    if interface is not None and mpi is None and interface not in interfaces.interface_addresses():
+        raise LaunchError(
+            f"--interface {interface}: this host has none of that name; its interfaces are "
+            f"{interfaces.describe_interfaces()}"
+        )
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
     cores = usable_cores()
@@ -194,6 +214,8 @@ def make_plan(
         mpi=mpi,
         hosts=filled,
         address=address or _address(mpi, filled, environment),
+        interface=interface or "",
+        key=keys.new_key(),
     )
 
 

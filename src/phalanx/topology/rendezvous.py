@@ -35,7 +35,7 @@ Broadcast = Callable[[str | None], str]
 
 
 def meet(
-    place: Place, timeout_s: float, opening: int, broadcast: Broadcast | None = None, *, quiet: bool = False
+    place: Place, timeout_s: float, opening: int, broadcast: Broadcast | None = None, quiet: bool = False
 ) -> Store:
     """The store in which the ranks of this world find each other. Every rank calls it.
 
