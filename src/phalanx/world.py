@@ -206,7 +206,8 @@ class World(Group):
             ),
         )
         title = f"{self.size} rank{'s' if self.size > 1 else ''}, started by {self.launcher}"
-        return format_rank_table(rows, title=title, backend=self.backend)
+        engine = getattr(_default_group(), "engine", "")
+        return format_rank_table(rows, title=title, backend=f"{self.backend} over {engine}" if engine else self.backend)
 
 
 def init(

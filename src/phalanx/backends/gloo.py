@@ -77,6 +77,8 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
 class GlooCommunicator(Communicator):
     """Gloo's TCP connections as a communicator, for ranks that share no memory. Sums are in Gloo's order."""
 
+    engine = "Gloo"
+
     def __init__(self, gloo: ProcessGroupGloo) -> None:
         self.rank = gloo.rank()
         self.size = gloo.size()

@@ -31,7 +31,7 @@ _ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """The addresses of every interface of this host by its name, IPv4 first."""
+    """The addresses of every interface of this host by its name: IPv4, IPv6, IPv6 of the link alone."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, addresses in found.items():
@@ -44,6 +44,8 @@ def interface_addresses() -> dict[str, list[str]]:
             address = str(ipaddress.IPv6Address(int(digits, 16)))
             zone = f"%{name}" if ipaddress.IPv6Address(address).is_link_local else ""
             found.setdefault(name, []).append(address + zone)
+    for addresses in found.values():
+        addresses.sort(key=lambda address: (":" in address, "%" in address))  # those that hold everywhere first
     return found
 
 
@@ -82,7 +84,9 @@ def is_loopback(address: str) -> bool:
 def is_own_name(name: str) -> bool:
     """Whether this host calls itself by this name."""
     own = socket.gethostname()
-    return name.lower() in (own.lower(), own.partition(".")[0].lower(), socket.getfqdn().lower())
+    if name.lower() in (own.lower(), own.partition(".")[0].lower()):
+        return True
+    return "." in name and name.lower() == socket.getfqdn().lower()  # which may ask a name server
 
 
 def resolve(name: str) -> list[str]:
