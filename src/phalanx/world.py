@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
+from phalanx.backends.mpi_broadcast import mpi_broadcast
 from phalanx.data.loader import sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
@@ -23,7 +24,7 @@ from phalanx.topology.arguments import place_with
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.hosts import REHEARSAL, this_host
 from phalanx.topology.place import Place
-from phalanx.topology.rendezvous import meet
+from phalanx.topology.rendezvous import leave, meet
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 
@@ -32,6 +33,8 @@ __all__ = ["World", "close", "init"]
 _world: World | None = None
 # A world that is closed and opened again meets under new keys of the same store.
 _openings = 0
+# Where the ranks of the open world met. torch keeps only what is C++ of a store.
+_store: Store | None = None
 
 
 class World(Group):
@@ -222,7 +225,8 @@ class World(Group):
         )
         rehearsed = ", rehearsed on one host in shared memory" if os.environ.get(REHEARSAL) else ""
         title = f"{self.size} rank{'s' if self.size > 1 else ''}{rehearsed}, started by {self.launcher}"
-        return format_rank_table(rows, title=title, backend=self.backend)
+        engine = getattr(_default_group(), "engine", "")
+        return format_rank_table(rows, title=title, backend=f"{self.backend} over {engine}" if engine else self.backend)
 
 
 def init(
@@ -266,7 +270,7 @@ def init(
         InitializationError: called twice without ``close()``, after ``init_process_group``, or a rank did not
             come.
     """
-    global _world, _openings
+    global _world, _openings, _store
     if _world is not None:
         raise InitializationError(
             "phalanx.init() was called twice in this process; keep the world it returned, or call phalanx.close() first"
@@ -281,7 +285,9 @@ def init(
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
-        store = PrefixStore(f"phalanx/world/{_openings}", meet(place, timeout_s, _openings))
+        _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
+        # What an earlier attempt or world left in a launcher's store must not be read.
+        store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
         topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
         neighbours = topology.node_of(place.rank).ranks
         chosen = devices.choose_device(place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator)
@@ -314,6 +320,7 @@ def init(
         _world = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        _leave_store()
         raise
     return world
 
@@ -332,6 +339,14 @@ def close() -> None:
     withdraw(world._changed)
     if dist.is_initialized():
         dist.destroy_process_group()
+    _leave_store()
+
+
+def _leave_store() -> None:
+    global _store
+    store, _store = _store, None
+    if store is not None:
+        leave(store)
 
 
 def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ class Holdings:
     def now() -> Holdings:
         children: set[int] = set()
         for task in Path("/proc/self/task").iterdir():
-            children.update(int(pid) for pid in (task / "children").read_text().split())
+            with contextlib.suppress(FileNotFoundError):  # a thread that was joined, and is gone by now
+                children.update(int(pid) for pid in (task / "children").read_text().split())
         return Holdings(
             children=frozenset(children),
             threads=frozenset(thread.name for thread in threading.enumerate()),

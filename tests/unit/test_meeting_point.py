@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
 from phalanx.topology.environment import find_place
 from phalanx.topology.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
 from phalanx.topology.place import Place
-from phalanx.topology.rendezvous import meet, meet_by_broadcast
-from phalanx.topology.signpost import answer_ranks, ask
+from phalanx.topology.rendezvous import Broadcast, leave, meet
 
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -35,10 +32,48 @@ HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRA
 HERE = Place("slurm", 0, 2, 0, 2, 0, 1, master_addr="127.0.0.1", job="job 1")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _first_store() -> None:
-    """libuv keeps a pipe for the process from its first loop on, which is no leak of a test's."""
-    TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+class Meetings:
+    """Ranks as threads of this process, and what came of each."""
+
+    def __init__(self) -> None:
+        self.stores: dict[object, Store] = {}
+        self.errors: dict[object, BaseException] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, place: Place, name: object = None, broadcast: Broadcast | None = None) -> None:
+        """Have ``place`` meet the others, under its rank or another name."""
+        name = place.rank if name is None else name
+
+        def run() -> None:
+            try:
+                self.stores[name] = meet(place, 20.0, 0, broadcast)
+            except BaseException as error:
+                self.errors[name] = error
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+
+    def join(self) -> dict[object, Store]:
+        for thread in self.threads:
+            thread.join(30)
+        assert not self.errors
+        return self.stores
+
+    def end(self) -> None:
+        for thread in self.threads:
+            thread.join(30)
+        for store in reversed(list(self.stores.values())):
+            leave(store)
+        until = time.monotonic() + 20
+        while any(thread.name == "phalanx-store" for thread in threading.enumerate()) and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def meetings() -> Iterator[Meetings]:
+    them = Meetings()
+    yield them
+    them.end()
 
 
 def where(environment: Mapping[str, str]) -> str | None:
@@ -85,37 +120,33 @@ def test_a_given_port_is_taken_as_it_is() -> None:
     assert (point.ports, point.fixed) == ((29501,), True)
 
 
-def both(place: Place, **options: Any) -> list[Store]:
-    """Two ranks, as two threads: the stores they found, rank 0's first."""
-    stores: dict[int, Store] = {}
-    threads = []
-    for rank in (1, 0):  # rank 0 is late
-        one = replace(place, rank=rank)
-        threads.append(
-            threading.Thread(target=lambda one=one: stores.update({one.rank: meet(one, 20.0, 0, **options)}))
-        )
-        threads[-1].start()
-        time.sleep(0.05)
-    for thread in threads:
-        thread.join(30)
-    return [stores[0], stores[1]]
-
-
 def test_ranks_meet_at_the_first_free_port_and_pass_by_what_listens_on_the_others(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, meetings: Meetings
 ) -> None:
-    monkeypatch.setattr("phalanx.topology.signpost.ANSWER_S", 0.3)
-    ports = derived_ports("job 1")
-    others = socket.create_server(("127.0.0.1", ports[1]))
-    # A server that says nothing, and rank 0 of another job, which waits for its rank 1.
+    monkeypatch.setattr("phalanx.topology.search.ANSWER_S", 0.3)
+    monkeypatch.setattr("phalanx.topology.opening.ANSWER_S", 0.3)
+    monkeypatch.setattr("phalanx.topology.meeting_point.derived_ports", lambda _: derived_ports("the same"))
+    ports = derived_ports("the same")
+    # A server that says nothing, and rank 0 of another job that comes to the same ports, and waits for its rank 1.
     with socket.create_server(("127.0.0.1", ports[0])):
-        other = threading.Thread(target=answer_ranks, args=(others, "another-word", 2, ("127.0.0.1", 9), 20.0))
-        other.start()
-        mine, theirs = both(HERE)
-        mine.set("a", "b")
-        assert theirs.get("a") == b"b"
-        assert ask("127.0.0.1", ports[:2], "another-word", 1, 2, 20.0) == ("127.0.0.1", 9)
-        other.join(20)
+        other = replace(HERE, job="job 2")
+        meetings.start(other, "other 0")
+        until = time.monotonic() + 20
+        while not _listens(ports[1]) and time.monotonic() < until:
+            time.sleep(0.01)
+        meetings.start(replace(HERE, rank=1))  # rank 0 is late
+        time.sleep(0.05)
+        meetings.start(HERE)
+        meetings.start(replace(other, rank=1), "other 1")
+        stores = meetings.join()
+    for mine, theirs, word in ((0, 1, "b"), ("other 0", "other 1", "c")):
+        stores[mine].set("a", word)
+        assert stores[theirs].get("a") == word.encode()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_rank_that_finds_no_rank_0_says_where_it_looked() -> None:
@@ -124,7 +155,7 @@ def test_a_rank_that_finds_no_rank_0_says_where_it_looked() -> None:
 
 
 def test_rank_0_names_the_ranks_that_did_not_come() -> None:
-    with pytest.raises(InitializationError, match="after 0 s ranks 1-2 had not come to rank 0"):
+    with pytest.raises(InitializationError, match="after 0 s ranks 1-2 of 3 had not come to rank 0"):
         meet(replace(HERE, world_size=3, local_world_size=3, job="a lonely one's"), 0.2, 0)
 
 
@@ -136,29 +167,32 @@ def test_rank_0_names_the_ranks_that_did_not_come() -> None:
         ({"rank": 2, "world_size": 4}, r"rank 2 \(pid .* was started for a world of 4, rank 0 \(pid .* for 3"),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused_and_the_others_still_meet(change: dict[str, int], words: str) -> None:
-    stores: dict[int, Store] = {}
+def test_a_rank_that_cannot_be_is_refused_and_the_others_still_meet(
+    change: dict[str, int],
+    words: str,
+    meetings: Meetings,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("phalanx.topology.opening.REMIND_S", 0.1)
     place = replace(HERE, world_size=3, local_world_size=3, job="with a stranger")
-    point = meeting_point(place)
-    assert point is not None
-
-    def join(rank: int) -> None:
-        stores[rank] = meet(replace(place, rank=rank), 20.0, 0)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    threads[1].join(20)
-    word = hashlib.sha256(f"{point.job}/0".encode()).hexdigest()
-    wrong = {"rank": 1, "world_size": 3, **change}
+    meetings.start(place)
+    meetings.start(replace(place, rank=1))
+    # Both must have come before a second one can be told from the first.
+    told, until = "", time.monotonic() + 20
+    while "phalanx: waiting for rank 2 of 3, " not in told and time.monotonic() < until:
+        told += capfd.readouterr().err
+        time.sleep(0.01)
+    wrong = replace(place, **{"rank": 1, **change})  # type: ignore[arg-type]
     started = time.monotonic()
     with pytest.raises(InitializationError, match=words):
-        ask("127.0.0.1", point.ports, word, wrong["rank"], wrong["world_size"], 20.0)
+        meet(replace(wrong, local_world_size=wrong.world_size), 20.0, 0)
     assert time.monotonic() - started < 1
-    join(2)
-    threads[0].join(20)
+    meetings.start(replace(place, rank=2))
+    stores = meetings.join()
     stores[0].set("a", "b")
     assert stores[1].get("a") == stores[2].get("a") == b"b"
+    assert "phalanx: refused a process: " in capfd.readouterr().err
 
 
 def test_rank_0_on_another_host_than_the_list_says_is_told() -> None:
@@ -167,7 +201,7 @@ def test_rank_0_on_another_host_than_the_list_says_is_told() -> None:
         meet(elsewhere, 1.0, 0)
 
 
-def test_a_broadcast_serves_where_no_variable_does() -> None:
+def test_a_broadcast_serves_where_no_variable_does(meetings: Meetings) -> None:
     place = replace(find_place(HYDRA, []), world_size=2)
     heard: list[str] = []
     told = threading.Event()
@@ -179,11 +213,8 @@ def test_a_broadcast_serves_where_no_variable_does() -> None:
         told.wait(20)
         return heard[0]
 
-    stores: list[Store] = []
-    server = threading.Thread(target=lambda: stores.append(meet_by_broadcast(replace(place, rank=0), 20.0, broadcast)))
-    server.start()
-    client = meet(replace(place, rank=1), 20.0, 0, broadcast)
-    server.join(30)
+    for rank in (0, 1):
+        meetings.start(replace(place, rank=rank), broadcast=broadcast)
+    stores = meetings.join()
     stores[0].set("a", "b")
-    assert client.get("a") == b"b"
-    stores.clear()
+    assert stores[1].get("a") == b"b"

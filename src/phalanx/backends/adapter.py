@@ -90,6 +90,11 @@ class PhalanxProcessGroup(dist.ProcessGroup):
     def name(self) -> str:
         return self._backend_name
 
+    @property
+    def engine(self) -> str:
+        """What carries the bytes, where that is not the backend itself: ``Gloo``; else empty."""
+        return self._communicator.engine
+
     # -- reductions --------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:

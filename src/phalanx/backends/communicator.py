@@ -76,10 +76,12 @@ class Communicator(ABC):
     Attributes:
         rank: this process's rank within the group.
         size: the number of ranks.
+        engine: whose connections carry the bytes, for people; empty for its own.
     """
 
     rank: int
     size: int
+    engine = ""
 
     @abstractmethod
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:

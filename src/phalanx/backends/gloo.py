@@ -6,6 +6,8 @@ Python. It connects to a peer when it first has something to send to it.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ from torch._C._distributed_c10d import (
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.reductions import FLOATS, OP_NAMES, reducible
 from phalanx.errors import ClosedError, PhalanxError, RankError
+from phalanx.topology.interfaces import chosen_interface, outward_address
 
 __all__ = ["AttachedGloo", "GlooCommunicator", "lazy_gloo"]
 
@@ -53,21 +56,28 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
         store: where its ranks exchange addresses.
         rank, size: this process's place in the group.
         timeout: for connecting and for every operation.
-        one_host: listen on loopback, where nobody else can reach it. Otherwise on the address that the host's
-            name resolves to, or on the interface that GLOO_SOCKET_IFNAME names.
+        one_host: listen on loopback, where nobody else can reach it. Otherwise on the interface that
+            GLOO_SOCKET_IFNAME or PHALANX_INTERFACE names, or on the address by which others reach this host.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [
-        ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
-        if one_host
-        else ProcessGroupGloo.create_default_device(lazy_init=True)
-    ]
+    if one_host:
+        device = ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
+    elif os.environ.get("GLOO_SOCKET_IFNAME"):
+        device = ProcessGroupGloo.create_default_device(lazy_init=True)
+    elif (chosen := chosen_interface()) is not None:
+        device = ProcessGroupGloo.create_device(interface=chosen[0], lazy_init=True)
+    else:
+        # Not Gloo's default, which is what the host's name means: that may be loopback.
+        device = ProcessGroupGloo.create_device(hostname=outward_address(socket.gethostname()), lazy_init=True)
+    options._devices = [device]
     return AttachedGloo(store, rank, size, options)
 
 
 class GlooCommunicator(Communicator):
     """Gloo's TCP connections as a communicator, for ranks that share no memory. Sums are in Gloo's order."""
+
+    engine = "Gloo"
 
     def __init__(self, gloo: ProcessGroupGloo) -> None:
         self.rank = gloo.rank()

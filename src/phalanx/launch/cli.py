@@ -126,6 +126,11 @@ def command() -> None:
     envvar=REPLACE_VARIABLE,
     help="Give scripts that ask for this backend (gloo, mpi) the backend phalanx in its place.",
 )
+@click.option(
+    "--interface",
+    metavar="NAME",
+    help="The network interface of every rank's host that ranks talk over (ib0), if another is found.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object instead of the table.")
 @click.argument("target", metavar="TARGET")
@@ -147,6 +152,7 @@ def run(
     ppn: int | None,
     address: str | None,
     replace: str | None,
+    interface: str | None,
     dry_run: bool,
     as_json: bool,
     target: str,
@@ -210,6 +216,7 @@ def run(
         device=device,
         pass_local_rank=pass_local_rank,
         replace=names_to_replace(replace, source="--replace") if replace else (),
+        interface=interface,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")

@@ -9,7 +9,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.backends.replace import VARIABLE as REPLACE_VARIABLE
 from phalanx.errors import LaunchError
@@ -19,6 +19,8 @@ from phalanx.launch.limits import usable_cores
 from phalanx.launch.mpi.launchers import MpiLauncher
 from phalanx.launch.rehearsal import Rehearsal
 from phalanx.launch.target import Target
+from phalanx.topology import interfaces
+from phalanx.topology import key as keys
 from phalanx.topology.device_files import accelerator_files
 from phalanx.topology.table import RankRow
 
@@ -50,6 +52,8 @@ class Plan:
         device: ``PHALANX_DEVICE`` of the ranks; None for what the user's environment says, or the machine has.
         pass_local_rank: give the target ``--local_rank``, before its own arguments.
         replace: the backends for which Phalanx's stands in.
+        interface: the network interface that ranks use; empty for the one that routes to the others.
+        key: what proves that a process is one of this job's ranks.
     """
 
     ranks: int
@@ -70,6 +74,8 @@ class Plan:
     device: str | None = None
     pass_local_rank: bool = False
     replace: tuple[str, ...] = ()
+    interface: str = ""
+    key: str = field(default="", repr=False)
 
     def title(self) -> str:
         """The line above the rank table."""
@@ -142,8 +148,15 @@ class Plan:
             threads = self.threads or str(rows[rank].threads or 1)
         # A Python target's streams are set to line buffering directly; its own children are left alone.
         unbuffered = {} if self.target.is_python else {"PYTHONUNBUFFERED": "1"}
+        own: dict[str, str] = {}
+        if self.interface:
+            own[interfaces.VARIABLE] = self.interface
+            own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or self.interface
+        if self.key:
+            own[keys.VARIABLE] = self.key
         return {
             **unbuffered,
+            **own,
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": world,
@@ -216,6 +229,7 @@ def make_plan(
     device: str | None = None,
     pass_local_rank: bool = False,
     replace: Sequence[str] = (),
+    interface: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Plan:
     """Lay out ``ranks`` processes.
@@ -235,6 +249,7 @@ def make_plan(
         device: where they compute: ``cpu``, ``cuda``, ``cuda:1``, …
         pass_local_rank: give the target ``--local_rank``.
         replace: the backends for which Phalanx's stands in.
+        interface: the network interface that ranks use; by default the one that routes to the others.
         environment: where the user's own settings are read; ``os.environ`` by default.
 
     Raises:
@@ -253,6 +268,11 @@ def make_plan(
         )
     if ppn is not None and (ppn < 1 or not hosts):
         raise LaunchError(f"--ppn {ppn}: is how many ranks each host of --hosts or --hostfile takes, at least 1")
+    if interface is not None and mpi is None and interface not in interfaces.interface_addresses():
+        raise LaunchError(
+            f"--interface {interface}: this host has none of that name; its interfaces are "
+            f"{interfaces.describe_interfaces()}"
+        )
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
     count = count if rehearsal is None else rehearsal.ranks
@@ -282,6 +302,8 @@ def make_plan(
         device=device or ("cpu" if rehearsal is not None else environment.get("PHALANX_DEVICE") or None),
         pass_local_rank=pass_local_rank,
         replace=tuple(replace),
+        interface=interface or "",
+        key=keys.new_key(),
     )
 
 

@@ -69,7 +69,7 @@ def _agree(reading: Reading, rank: int | None, world_size: int | None) -> Place:
                 f"{finding.source}, but {reading.name} says {reading.said(name)}; leave it out, or correct the one "
                 f"that is wrong"
             )
-    return _checked(Reading(reading.launcher, {**given, **reading.found}, reading.signs, reading.notes).place(), given)
+    return _checked(replace(reading, found={**given, **reading.found}).place(), given)
 
 
 def _checked(place: Place, given: dict[str, Finding]) -> Place:

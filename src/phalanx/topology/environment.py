@@ -41,12 +41,14 @@ class Reading:
         found: the facts, by the names of ``Place``.
         signs: the variables by which the row was recognised.
         notes: what the user should know.
+        hosts: the hosts by node rank, where the launcher lists them.
     """
 
     launcher: Launcher | None
     found: Mapping[str, Finding]
     signs: str = ""
     notes: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -88,6 +90,8 @@ class Reading:
             master_addr=self.word("master_addr"),
             master_port=self.number("master_port"),
             job=self.word("job"),
+            attempt=self.number("attempt") or 0,
+            hosts=self.hosts,
             sources={field: found.source for field, found in self.found.items()},
             notes=self.notes,
         )
@@ -153,7 +157,8 @@ def _read(launcher: Launcher, environment: Environment, more: Mapping[str, Findi
         alone = {"local_rank": 0, "local_world_size": 1, "node_rank": 0, "num_nodes": 1}
         found = {**{field: Finding(value, "a world of one") for field, value in alone.items()}, **found}
     note = launcher.note(environment)
-    reading = Reading(launcher, found, launcher.signs(environment), (note,) if note else ())
+    hosts = () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment))
+    reading = Reading(launcher, found, launcher.signs(environment), (note,) if note else (), hosts)
     _check(reading)
     return reading
 

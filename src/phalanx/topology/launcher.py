@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.topology.readers import Environment, Reader, host_of, port
+from phalanx.topology.readers import Environment, ListOf, Reader, host_of, number, port
 
 __all__ = ["FIELDS", "MASTER_ADDR", "MASTER_PORT", "Launcher"]
 
@@ -20,11 +20,13 @@ FIELDS = (
     "master_addr",
     "master_port",
     "job",
+    "attempt",
 )
 
 
 MASTER_ADDR = host_of("MASTER_ADDR")
 MASTER_PORT = port("MASTER_PORT")
+SLURM_RESTARTS = number("SLURM_RESTART_COUNT")
 
 
 def _always(_: Environment) -> bool:
@@ -46,6 +48,8 @@ class Launcher:
         none_of: variables that must not be set.
         when: what else must hold.
         rank, world_size, …: how each fact is read; None where this launcher does not say.
+        attempt: how often the job was started anew; by default how often Slurm has put it back into its queue.
+        hosts: the list of exactly the hosts of this world, by node rank.
         always: the facts that it sets for every rank, so that one missing is an error.
         unknown_world: what to do if the world size cannot be known from the variables.
         note: a word for the user, given the environment; empty for none.
@@ -67,6 +71,8 @@ class Launcher:
     master_addr: Reader | None = MASTER_ADDR
     master_port: Reader | None = MASTER_PORT
     job: Reader | None = None
+    attempt: Reader | None = SLURM_RESTARTS
+    hosts: ListOf | None = None
     always: tuple[str, ...] = ("rank", "world_size")
     unknown_world: str = ""
     note: Callable[[Environment], str] = lambda _: ""

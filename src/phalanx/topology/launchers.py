@@ -60,6 +60,7 @@ TORCHRUN = Launcher(
     node_rank=number("GROUP_RANK"),
     num_nodes=number("GROUP_WORLD_SIZE"),
     job=text("TORCHELASTIC_RUN_ID"),
+    attempt=number("TORCHELASTIC_RESTART_COUNT"),
     always=FIELDS[:6],
 )
 
@@ -244,6 +245,7 @@ SLURM = Launcher(
     num_nodes=first(number("SLURM_STEP_NUM_NODES"), length_of(node_list("SLURM_STEP_NODELIST"))),
     master_addr=first(MASTER_ADDR, first_host(node_list("SLURM_STEP_NODELIST"), node_list("SLURM_JOB_NODELIST"))),
     job=together("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    hosts=node_list("SLURM_STEP_NODELIST"),
 )
 
 

@@ -23,6 +23,8 @@ class Place:
         master_addr: where the ranks can meet.
         master_port: the port there, where it is fixed.
         job: what no other job has, from which the ranks can derive a port.
+        attempt: how often the launcher has started the job anew.
+        hosts: the hosts by node rank, where the launcher lists just those.
         sources: for each fact the variable that said so.
         notes: what the user should know, one line each.
     """
@@ -37,5 +39,7 @@ class Place:
     master_addr: str | None = None
     master_port: int | None = None
     job: str | None = None
+    attempt: int = 0
+    hosts: tuple[str, ...] = field(default=(), compare=False)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)

@@ -161,6 +161,7 @@ SAGEMAKER = Launcher(
     num_nodes=length_of(_SM_HOSTS),
     master_addr=first(MASTER_ADDR, first_host(_SM_HOSTS)),
     job=together("SM_HOSTS", "TRAINING_JOB_NAME"),
+    hosts=_SM_HOSTS,
     note=_more_wanted("SM_NUM_GPUS", "distribution={'torch_distributed': {'enabled': True}} of the estimator"),
     local_rank=_FIRST,
     local_world_size=_ONLY,

@@ -1,0 +1,164 @@
+"""Another rank's side of the meeting: find rank 0, prove that this process belongs to the job, and join.
+
+A port that follows from the job's id may be another's, so what does not know this job is passed by there. A given port
+is believed: who answers there with another key is an error at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+from torch.distributed import DistStoreError
+
+from phalanx.errors import InitializationError
+from phalanx.topology.addresses import Unresolved, addresses_of_rank_0, source_address
+from phalanx.topology.interfaces import is_loopback
+from phalanx.topology.key import FILE_VARIABLE, Key
+from phalanx.topology.meeting_point import MeetingPoint
+from phalanx.topology.opening import REMIND_S
+from phalanx.topology.place import Place
+from phalanx.topology.proof import Claim, NoProof, WrongKey
+from phalanx.topology.store_client import Connections, JobStore, connect
+from phalanx.topology.store_server import tell
+
+__all__ = ["find_store"]
+
+# Who has been connected to and says nothing is not waited for longer, before the next port is tried.
+ANSWER_S = 2.0
+# Between two rounds: an eighth of the time it has taken so far, so that little is lost when rank 0 has come.
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
+
+
+def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float) -> JobStore:
+    """Look for rank 0 until it is found, join, and wait until every rank has.
+
+    Args:
+        place, point: this process, and where rank 0 should listen.
+        key: the job's.
+        claim: who this process is.
+        timeout_s: how long to wait, in seconds.
+
+    Raises:
+        InitializationError: rank 0 refuses this process, knows another key, was not found in time, or waited for
+            others in vain.
+    """
+    deadline = time.monotonic() + timeout_s
+    sock, where, pass_word = _find(place, point, key, claim, timeout_s)
+    known = replace(claim, pass_word=pass_word)
+    connections = Connections(sock, where, key, known, source_address(where[0]))
+    store = JobStore(connections, timedelta(seconds=timeout_s))
+    try:
+        missing = store.wait_for_all(max(0.001, deadline - time.monotonic()))
+    except DistStoreError as error:
+        store.end()
+        raise InitializationError(f"rank {place.rank} had joined, but {error}") from error
+    except BaseException:
+        store.end()
+        raise
+    if missing:
+        store.end()
+        raise InitializationError(
+            f"rank {place.rank} had joined, but after {timeout_s:.0f} s {missing} had not come to rank 0 at "
+            f"{where[0]} port {where[1]}; look whether they were started, and what they print"
+        )
+    return store
+
+
+def _find(
+    place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float
+) -> tuple[socket.socket, tuple[str, int], str]:
+    start = time.monotonic()
+    remind = start + REMIND_S
+    while True:
+        trouble, addresses = "nothing listens there", [point.address]
+        try:
+            addresses = addresses_of_rank_0(place, point)
+        except Unresolved as error:
+            if not error.may_pass:
+                raise
+            trouble, addresses = str(error), []
+        for port in point.ports:
+            for address in addresses:
+                limit = min(ANSWER_S, max(0.05, start + timeout_s - time.monotonic()))
+                try:
+                    return _try(place, point, (address, port), key, claim, limit)
+                except ConnectionRefusedError:
+                    continue
+                except TimeoutError:
+                    trouble = f"no rank 0 answers at port {port}"
+                except OSError as error:
+                    trouble = error.strerror or str(error)
+                except _NotHere as error:
+                    trouble = str(error)
+        now = time.monotonic()
+        if now - start >= timeout_s:
+            raise InitializationError(
+                f"rank {place.rank} on {claim.host} waited {timeout_s:.0f} s for rank 0 at "
+                f"{_where(point, addresses)}: {trouble}. {_advice(place, addresses)}"
+            )
+        if now >= remind:
+            remind += REMIND_S
+            hint = _advice(place, addresses) if addresses and all(map(is_loopback, addresses)) else ""
+            tell(
+                f"rank {place.rank} on {claim.host} looks for rank 0 at {_where(point, addresses)} ({point.source}): "
+                f"{trouble}; {now - start:.0f} s so far{f'. {hint}' if hint else ''}"
+            )
+        time.sleep(min(max(SHORTEST_PAUSE_S, (now - start) / 8), LONGEST_PAUSE_S))
+
+
+class _NotHere(Exception):
+    """What listens there is not, or not yet, rank 0 of this job."""
+
+
+def _try(
+    place: Place, point: MeetingPoint, where: tuple[str, int], key: Key, claim: Claim, limit_s: float
+) -> tuple[socket.socket, tuple[str, int], str]:
+    """Knock at one port.
+
+    Raises:
+        OSError, _NotHere: rank 0 is not there; it may be elsewhere, or come.
+        InitializationError: it is, and this process cannot join it.
+    """
+    at = f"{where[0]} port {where[1]}"
+    try:
+        sock, verdict = connect(where, key, claim, limit_s, source_address(where[0]))
+    except NoProof:
+        if point.fixed:
+            raise InitializationError(
+                f"rank {place.rank}: what listens on {at} ({point.source}) is no rank 0 of Phalanx. Set MASTER_PORT to "
+                f"a port that is free on rank 0's host, for all ranks"
+            ) from None
+        raise _NotHere(f"something else listens on port {where[1]}") from None
+    except WrongKey:
+        if point.fixed:
+            raise InitializationError(
+                f"rank {place.rank} was refused: rank 0 at {at} proves another key than this process has "
+                f"({key.source or 'none'}). Give every rank the same {FILE_VARIABLE}, or none"
+            ) from None
+        raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
+    if verdict.word == "welcome":
+        sock.settimeout(None)
+        return sock, where, verdict.said
+    sock.close()
+    if verdict.word == "refused":
+        raise InitializationError(
+            f"rank {place.rank} was refused: {verdict.said}. Start each rank once, with one world size"
+        )
+    raise _NotHere(verdict.said or f"another job's rank 0 listens on port {where[1]}")
+
+
+def _where(point: MeetingPoint, addresses: list[str]) -> str:
+    meaning = "" if addresses in ([], [point.address]) else f" ({', '.join(addresses)})"
+    return f"{point.address}{meaning}, port{'s' if len(point.ports) > 1 else ''} {', '.join(map(str, point.ports))}"
+
+
+def _advice(place: Place, addresses: list[str]) -> str:
+    if addresses and all(map(is_loopback, addresses)):
+        return (
+            f"That is {socket.gethostname()} itself (loopback): if rank 0 is on another host, set MASTER_ADDR to its "
+            f"name or address, and MASTER_PORT, for all ranks"
+        )
+    return "Look whether rank 0 was started, and on the host that MASTER_ADDR names; a firewall may be between"

@@ -1,0 +1,148 @@
+"""Hosts on one machine for a test: each has its own network, host name, process ids and /dev/shm.
+
+They hang on one switch, in a network namespace of their own, so this machine's network is left as it is. Every host is
+held by a pipe of this process: when that closes, whatever the reason, the kernel ends all that runs there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["TestHosts", "running_hosts", "why_no_hosts"]
+
+PROGRAMS = ("ip", "unshare", "nsenter", "mount", "hostname")
+NET, NET6 = "10.213.77", "fd77:a:b"
+_HOLD = "echo ready; exec cat >/dev/null"
+_HOST = (
+    "set -e; hostname {name}; mount --make-rprivate /; mount -t tmpfs -o size=1g tmpfs /dev/shm; "
+    "mount --bind {names} /etc/hosts; mount --bind {order} /etc/nsswitch.conf; ip link set lo up; " + _HOLD
+)
+
+
+def why_no_hosts() -> str:
+    """Why there can be no such hosts here; empty if there can."""
+    missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
+    if missing:
+        return f"needs iproute2 and util-linux: no {', '.join(missing)}"
+    if os.geteuid() != 0:
+        return "needs root, to make networks"
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "ip", "link", "add", "x", "type", "bridge"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": _path()},
+        check=False,
+    )
+    return "" if tried.returncode == 0 else f"no network can be made here: {tried.stderr.strip()}"
+
+
+def _path() -> str:
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+class TestHosts:
+    """h0, h1, … with the addresses 10.213.77.1, … and fd77:a:b::1, …; names resolve on all of them."""
+
+    __test__ = False
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.count = count
+        self._folder = folder
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self._inside: list[int] = []
+        self.reset_names()
+
+    def address(self, host: int) -> str:
+        return f"{NET}.{host + 1}"
+
+    def reset_names(self) -> None:
+        """Every name means the same on every host."""
+        for host in range(self.count):
+            self.set_names(host, {f"h{other}": self.address(other) for other in range(self.count)})
+
+    def set_names(self, host: int, names: Mapping[str, str]) -> None:
+        """What names mean on one host."""
+        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in names.items())]
+        # Written in place: the file is mounted.
+        (self._folder / f"names-{host}").write_text("\n".join(lines) + "\n")
+
+    def up(self) -> None:
+        switch = self._hold(["unshare", "--net", "sh", "-c", f"ip link add sw type bridge; ip link set sw up; {_HOLD}"])
+        order = self._folder / "nsswitch.conf"
+        order.write_text("hosts: files\n")  # no name server can be reached from there
+        for host in range(self.count):
+            words = _HOST.format(name=f"h{host}", names=self._folder / f"names-{host}", order=order)
+            namespaces = ["--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc"]
+            holder = self._hold(["unshare", *namespaces, "sh", "-c", words])
+            children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
+            inside = int(children[0])
+            self._inside.append(inside)
+            end = f"sw{host}"
+            self._ip(switch.pid, f"link add {end} type veth peer name eth0 netns {inside}")
+            self._ip(switch.pid, f"link set {end} master sw up")
+            self._ip(inside, f"addr add {self.address(host)}/24 dev eth0")
+            self._ip(inside, f"addr add {NET6}::{host + 1}/64 dev eth0 nodad")
+            self._ip(inside, "link set eth0 up")
+
+    def _hold(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PATH": _path()}
+        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"ready\n"
+        return holder
+
+    def _ip(self, pid: int, words: str) -> None:
+        environment = {**os.environ, "PATH": _path()}
+        subprocess.run(["nsenter", "-t", str(pid), "-n", "ip", *words.split()], check=True, env=environment)
+
+    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Start a command on a host, in this directory."""
+        entry = ["nsenter", "-t", str(self._inside[host]), "-m", "-u", "-n", "-p", f"--wd={os.getcwd()}", "--"]
+        return subprocess.Popen(
+            [*entry, *command],
+            env={**os.environ, "PATH": _path(), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end_processes(self) -> None:
+        """Kill everything on all hosts but the hosts."""
+        for inside in self._inside:
+            # The first process of a namespace is spared by a signal to all from within.
+            entry = ["nsenter", "-t", str(inside), "-p", "-m", "--", "sh", "-c", "kill -KILL -1"]
+            subprocess.run(entry, capture_output=True, check=False)
+
+    def down(self) -> None:
+        for holder in self._holders:
+            for pipe in (holder.stdin, holder.stdout):
+                if pipe is not None:
+                    pipe.close()
+        for holder in self._holders:
+            try:
+                holder.wait(20)
+            except subprocess.TimeoutExpired:
+                holder.kill()
+                holder.wait()
+        until = time.monotonic() + 20
+        while any(os.path.exists(f"/proc/{pid}") for pid in self._inside) and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def running_hosts(count: int, folder: Path) -> Iterator[TestHosts]:
+    """``count`` hosts, gone afterwards."""
+    hosts = TestHosts(count, folder)
+    try:
+        hosts.up()
+        yield hosts
+    finally:
+        hosts.down()

@@ -1,0 +1,83 @@
+"""Rank 0's store and the ranks that join it, in one process."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from phalanx.topology.key import Key
+from phalanx.topology.opening import bind
+from phalanx.topology.proof import Claim, Verdict
+from phalanx.topology.seats import Seats
+from phalanx.topology.store_client import Connections, JobStore, connect
+from phalanx.topology.store_server import StoreServer
+
+__all__ = ["KEY", "Job", "claim"]
+
+KEY = Key(b"the key of the tests", "a test")
+
+
+def claim(rank: int, world_size: int, **more: Any) -> Claim:
+    return Claim(**{"rank": rank, "world_size": world_size, "pid": 1000 + rank, "host": f"h{rank}", **more})
+
+
+class Job:
+    """A store for ``size`` ranks; ``ranks`` has those that have joined, by rank, rank 0's own first."""
+
+    def __init__(self, size: int, key: Key = KEY, address: str = "127.0.0.1", **more: Any) -> None:
+        self.said: list[str] = []
+        self.key = key
+        self.size = size
+        listener = bind(address, 0)
+        self.where: tuple[str, int] = listener.getsockname()[:2]
+        self.seats = Seats(claim(0, size, **more))
+        self.server = StoreServer(listener, key, self.seats, self.said.append)
+        self.ranks = {0: JobStore(self.server, timedelta(seconds=20))}
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for store in reversed(list(self.ranks.values())):
+            store.end()
+        self.server.end()
+        self.server._thread.join(20)
+
+    def knock(self, who: Claim, key: Key | None = None) -> Verdict:
+        """What rank 0 says to ``who``, who goes away again."""
+        sock, verdict = connect(self.where, key or self.key, who, 20.0)
+        sock.close()
+        return verdict
+
+    def join(self, rank: int, **more: Any) -> JobStore:
+        """Let ``rank`` join."""
+        who = claim(rank, self.size, **more)
+        sock, verdict = connect(self.where, self.key, who, 20.0)
+        assert verdict.word == "welcome", verdict.said
+        known = Claim(**{**who.__dict__, "pass_word": verdict.said})
+        self.ranks[rank] = JobStore(Connections(sock, self.where, self.key, known), timedelta(seconds=20))
+        return self.ranks[rank]
+
+    def everybody(self) -> list[JobStore]:
+        """Let all ranks join."""
+        return [self.ranks[rank] if rank in self.ranks else self.join(rank) for rank in range(self.size)]
+
+    def stranger(self) -> socket.socket:
+        """A connection that has not said anything."""
+        return socket.create_connection(self.where, timeout=20)
+
+    def heard(self, words: str, timeout_s: float = 20.0) -> bool:
+        """Whether rank 0 says a line with these words in it, soon."""
+        return soon(lambda: any(words in line for line in self.said), timeout_s)
+
+
+def soon(true: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    until = time.monotonic() + timeout_s
+    while not true():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.005)
+    return True

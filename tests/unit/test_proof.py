@@ -1,0 +1,231 @@
+"""Who is let in: the key is proven by both sides before a byte counts as a request."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from dataclasses import asdict
+
+import pytest
+from tests.support.stores import KEY, Job, claim
+
+from phalanx.topology import proof, store_server
+from phalanx.topology import store_wire as wire
+from phalanx.topology.key import Key
+from phalanx.topology.store_client import connect
+
+OTHER = Key(b"another key than it", "another test")
+
+
+def closed(sock: socket.socket) -> bool:
+    """Whether the other side closes the connection, having said nothing after its greeting."""
+    with sock:
+        heard = b""
+        try:
+            while data := sock.recv(4096):
+                heard += data
+        except ConnectionResetError:
+            pass
+    return len(heard) <= proof.GREETING_BYTES
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_who_knows_the_key_comes_in_and_uses_the_store(size: int) -> None:
+    with Job(size) as job:
+        stores = job.everybody()
+        for rank, store in enumerate(stores):
+            store.set(f"rank {rank}", str(rank))
+        assert [store.multi_get([f"rank {rank}" for rank in range(size)]) for store in stores] == [
+            [str(rank).encode() for rank in range(size)]
+        ] * size
+        assert job.said == []
+
+
+def test_without_a_key_the_same_is_spoken() -> None:
+    with Job(2, Key()) as job:
+        job.join(1).set("a", "b")
+        assert job.ranks[0].get("a") == b"b"
+        with pytest.raises(proof.WrongKey):
+            job.knock(claim(1, 2), KEY)
+
+
+def test_a_wrong_key_is_told_on_both_sides() -> None:
+    with Job(2) as job:
+        with pytest.raises(proof.WrongKey):
+            job.knock(claim(1, 2), OTHER)
+        assert job.heard("refused a connection from 127.0.0.1, which proves another key than rank 0's (a test)")
+        # Its seat is still free for the one who knows it.
+        job.join(1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 200,
+        b"\x80\x04\x95" + b"x" * 500,  # a pickle's beginning
+        proof.GREETING + b"x" * 64 + struct.pack("!H", 60000) + b"x" * 60000,
+        wire.pack(wire.SET, 0, [b"key", b"value"]),
+    ],
+)
+def test_garbage_is_refused_unread(said: bytes) -> None:
+    with Job(2) as job:
+        sock = job.stranger()
+        sock.sendall(said)
+        assert closed(sock)
+        assert job.heard("sent no proof that it belongs to the job")
+        assert job.ranks[0].num_keys() == 0
+        job.join(1).set("a", "b")
+
+
+def test_a_silent_stranger_is_sent_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "PATIENCE_S", 0.3)
+    with Job(2) as job:
+        strangers = [job.stranger() for _ in range(5)]
+        strangers[1].sendall(proof.GREETING)
+        started = time.monotonic()
+        job.join(1).set("a", "b")
+        assert time.monotonic() - started < 0.3
+        for stranger in strangers:
+            assert closed(stranger)
+        assert job.heard("was silent for 0 s")
+
+
+def test_a_port_scan_is_told_of_a_few_times_only() -> None:
+    with Job(2) as job:
+        for _ in range(40):
+            with job.stranger() as sock:
+                sock.sendall(b"hello?" * 20)
+                sock.recv(4096)
+                closed(sock)
+        job.join(1)
+        assert len(job.said) == store_server.MOST_COMPLAINTS
+        assert job.said[-1].endswith("others are not told of")
+
+
+class Recorder:
+    """A relay before a store, which keeps what each side says."""
+
+    def __init__(self, job: Job) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.where = self.listener.getsockname()
+        self.said: dict[str, bytes] = {}
+        self.thread = threading.Thread(target=self.relay, args=(job,))
+        self.thread.start()
+
+    def relay(self, job: Job) -> None:
+        with self.listener, self.listener.accept()[0] as rank, job.stranger() as store:
+            for name, source, sink in (("greeting", store, rank), ("proof", rank, store), ("verdict", store, rank)):
+                self.said[name] = source.recv(8192)
+                sink.sendall(self.said[name])
+            rank.recv(1)
+
+
+def test_a_recorded_proof_is_worth_nothing_to_another_connection() -> None:
+    with Job(3) as job:
+        recorder = Recorder(job)
+        sock, verdict = connect(recorder.where, KEY, claim(1, 3), 20.0)
+        assert verdict.word == "welcome"
+        sock.close()
+        recorder.thread.join(20)
+        with job.stranger() as again:
+            assert again.recv(4096) != recorder.said["greeting"]
+            again.sendall(recorder.said["proof"])
+            answer = again.recv(4096)
+        assert job.heard("proves another key")
+        # What it hears proves nothing to it either, and lets it in nowhere.
+        with pytest.raises(proof.WrongKey):
+            proof.read_verdict(OTHER, recorder.said["greeting"], b"x" * 32, answer)
+
+
+def test_rank_0_must_prove_the_key_too() -> None:
+    """Somebody listens where rank 0 should, and repeats what a real rank 0 has once said, or what it is told."""
+    for liar in (lambda proven: proven[proof.GREETING_BYTES :], lambda _: b"x" * 34):
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def pretend(listener: socket.socket = listener, liar: object = liar) -> None:
+            with listener, listener.accept()[0] as sock:
+                sock.sendall(proof.greeting())
+                said = sock.recv(8192)
+                words = json.dumps(asdict(proof.Verdict("welcome", "word"))).encode()
+                digest = liar(said)[:32]  # type: ignore[operator]
+                sock.sendall(digest + struct.pack("!H", len(words)) + words)
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(proof.WrongKey):
+            connect(listener.getsockname(), KEY, claim(1, 2), 20.0)
+        thread.join(20)
+
+
+@pytest.mark.parametrize("greeting", [b"SSH-2.0-OpenSSH_9.2\r\n", b"\0" * 100])
+def test_something_else_that_listens_there_is_no_rank_0(greeting: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with listener.accept()[0] as sock:
+                sock.sendall(greeting)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(proof.NoProof):
+            connect(listener.getsockname(), KEY, claim(1, 2), 20.0)
+        thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("who", "word", "said"),
+    [
+        (claim(1, 3), "refused", "rank 1 (pid 1001 on h1) was started for a world of 3, rank 0 (pid 1000 on h0) for 2"),
+        (claim(0, 2, pid=7), "refused", "there are two of rank 0: pid 7 on h0 and pid 1000 on h0"),
+        (claim(2, 2), "refused", "there is no rank 2 in a world of 2 (pid 1002 on h2)"),
+        (claim(-1, 2), "refused", "there is no rank -1"),
+        (claim(1, 2, attempt=0, opening=1), "refused", "is of attempt 0, which is over; rank 0 (pid 1000 on h0) is of"),
+        (claim(1, 2, attempt=1, opening=0), "refused", "opens its world number 0, and rank 0 (pid 1000 on h0) its"),
+        (claim(1, 2, attempt=2, opening=0), "earlier", "is still in attempt 1"),
+        (claim(1, 2, attempt=1, opening=2), "earlier", "is still in attempt 1, world 1"),
+        (claim(1, 2, job="another"), "other", ""),
+        (claim(1, 2, attempt=1, opening=1, pass_word="guessed"), "welcome", ""),
+    ],
+)
+def test_who_belongs_elsewhere_is_told_in_words(who: proof.Claim, word: str, said: str) -> None:
+    if who.attempt == 0 and who.opening == 0 and not who.job:
+        who = proof.Claim(**{**asdict(who), "attempt": 1, "opening": 1})
+    with Job(2, attempt=1, opening=1) as job:
+        verdict = job.knock(who)
+        assert verdict.word == word
+        assert said in verdict.said
+        assert (word == "refused") == job.heard(f"refused a process: {verdict.said}", 20.0 if word == "refused" else 0)
+
+
+def test_a_second_process_of_a_rank_is_refused_at_once_naming_both() -> None:
+    with Job(3) as job:
+        job.join(1)
+        started = time.monotonic()
+        verdict = job.knock(claim(1, 3, pid=77, host="elsewhere"))
+        assert time.monotonic() - started < 1
+        assert verdict.said == "there are two of rank 1: pid 77 on elsewhere and pid 1001 on h1"
+        assert job.heard(verdict.said)
+        assert job.knock(claim(1, 3, pid=77, pass_word="guessed")).word == "refused"
+
+
+def test_a_rank_that_leaves_before_all_have_come_may_come_again() -> None:
+    with Job(3) as job:
+        job.join(1)
+        job.ranks.pop(1).end()
+        assert job.heard("rank 1 (pid 1001 on h1) has left again before everybody had come")
+        job.everybody()
+        assert job.server.wait_for_all(0)
+        job.ranks.pop(2).end()
+        assert job.knock(claim(2, 3, pid=5)).word == "refused"
+
+
+def test_a_host_that_is_printed_cannot_move_the_cursor() -> None:
+    with Job(2) as job:
+        verdict = job.knock(claim(0, 2, host="h\x1b[2J\n1"))
+        assert verdict.said.startswith("there are two of rank 0: pid 1000 on h[2J1 and")
+        with pytest.raises((proof.NoProof, ConnectionError)):
+            job.knock(proof.Claim(**{**asdict(claim(1, 2)), "rank": "one"}))

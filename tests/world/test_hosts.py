@@ -1,0 +1,313 @@
+"""Two hosts, each with its own network, process ids and name: how ranks meet, and what is said when they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+
+SCRIPT = """
+import json, os, sys, torch, phalanx
+world = phalanx.init(timeout_s=float(os.environ.get("TIMEOUT_S", "60")))
+def total(group):
+    x = torch.tensor([10.0 ** world.rank])
+    group.all_reduce(x)
+    return x.item()
+evens = world.subgroup(range(0, world.world_size, 2))
+answers = [None] * world.world_size
+world.all_gather_object(answers, dict(
+    place=[world.rank, world.local_rank, world.local_world_size, world.node_rank, world.num_nodes],
+    inside=[list(world.node_group.ranks), total(world.node_group)],
+    across=[list(world.peers_group.ranks), total(world.peers_group)],
+    evens=None if evens is None else [list(evens.ranks), evens.rank, total(evens)],
+    everybody=total(world), host=world.nodes[world.node_rank].host))
+if world.rank == 0:
+    print(json.dumps(answers))
+phalanx.close()
+"""
+PORT = 29511
+
+
+@dataclass
+class Ended:
+    """How a process ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Run:
+    """A process under way; what it prints is read at once."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+    out: str = ""
+
+    def __post_init__(self) -> None:
+        self.readers = [threading.Thread(target=self._hear), threading.Thread(target=self._read)]
+        for reader in self.readers:
+            reader.start()
+
+    def _hear(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as stream:
+            for line in stream:
+                self.lines.append(line)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as stream:
+            self.out = stream.read()
+
+    @property
+    def err(self) -> str:
+        return "".join(self.lines)
+
+    def heard(self, words: str, timeout_s: float = 60.0) -> float:
+        """How many seconds it took to print a line with these words on standard error."""
+        start = time.monotonic()
+        while words not in self.err:
+            assert time.monotonic() - start < timeout_s, f"no {words!r} in:\n{self.err}"
+            time.sleep(0.02)
+        return time.monotonic() - start
+
+    def end(self) -> Ended:
+        code = self.process.wait(90)
+        for reader in self.readers:
+            reader.join(20)
+        return Ended(code, self.out, self.err)
+
+
+class Pair:
+    """Two hosts, and the processes that a test starts there."""
+
+    def __init__(self, hosts: TestHosts, folder: Path) -> None:
+        self.hosts = hosts
+        self.folder = folder
+        self.script = folder / "script.py"
+        self.script.write_text(SCRIPT)
+        self.runs: list[Run] = []
+
+    def start(self, host: int, command: Sequence[str], **environment: str) -> Run:
+        clean = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self.runs.append(Run(self.hosts.start(host, command, {**clean, **environment})))
+        return self.runs[-1]
+
+    def rank(self, host: int, rank: int, world_size: int = 2, /, **environment: str) -> Run:
+        """Start one rank by hand."""
+        at = {"MASTER_ADDR": "h0", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        return self.start(host, [sys.executable, str(self.script)], **{**at, **environment})
+
+    def clean(self) -> None:
+        self.hosts.end_processes()
+        for run in self.runs:
+            run.end()
+        self.hosts.reset_names()
+
+
+@pytest.fixture(scope="module")
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
+    with running_hosts(2, tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def pair(two_hosts: TestHosts, tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(two_hosts, tmp_path)
+    yield pair
+    pair.clean()
+
+
+def node(number: int, local_rank: int = 0, local_world_size: int = 1) -> dict[str, str]:
+    """What a launcher of one's own may set beside RANK and WORLD_SIZE."""
+    return {
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "NODE_RANK": str(number),
+        "NNODES": "2",
+    }
+
+
+def check(answers: Sequence[Mapping[str, object]], hosts: Sequence[int]) -> None:
+    """Whether every rank has found its place and reached its peers, given the host of each."""
+    first = list(dict.fromkeys(hosts))
+    ranks = {host: [rank for rank, at in enumerate(hosts) if at == host] for host in first}
+    evens = list(range(0, len(hosts), 2))
+    for rank, (answer, host) in enumerate(zip(answers, hosts, strict=True)):
+        local_rank = ranks[host].index(rank)
+        across = [own[local_rank] for own in ranks.values() if local_rank < len(own)]
+        assert answer == {
+            "place": [rank, local_rank, len(ranks[host]), first.index(host), len(first)],
+            "inside": [ranks[host], sum(10.0**member for member in ranks[host])],
+            "across": [across, sum(10.0**member for member in across)],
+            "evens": [evens, evens.index(rank), sum(10.0**member for member in evens)] if rank in evens else None,
+            "everybody": sum(10.0**member for member in range(len(hosts))),
+            "host": f"h{host}",
+        }
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 0), (0, 0, 1, 1, 1)])
+def test_started_by_hand_on_each_host(pair: Pair, hosts: Sequence[int]) -> None:
+    runs = [pair.rank(host, rank, len(hosts)) for rank, host in enumerate(hosts)]
+    ended = [run.end() for run in runs]
+    assert [one.code for one in ended] == [0] * len(hosts), "".join(one.err for one in ended)
+    check(json.loads(ended[0].out), hosts)
+    assert f"{len(hosts)} ranks, started by env, phalanx over Gloo" in ended[0].err
+    assert f"phalanx: note: the join is open: whoever reaches 10.213.77.1 port {PORT} can join" in ended[0].err
+    assert "PHALANX_KEY_FILE" not in ended[1].err
+
+
+def test_torchrun_once_on_each_host(pair: Pair) -> None:
+    words = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    words += ["--master-addr", "h0", "--master-port", str(PORT)]
+    runs = [pair.start(host, [sys.executable, *words, "--node-rank", str(host), str(pair.script)]) for host in (0, 1)]
+    ended = [run.end() for run in runs]
+    assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
+    check(json.loads(ended[0].out), (0, 0, 1, 1))
+    assert "4 ranks, started by torchrun, phalanx over Gloo" in ended[0].err
+
+
+@pytest.mark.parametrize("address", ["10.213.77.1", "fd77:a:b::1"])
+def test_by_number_on_the_chosen_interface_with_a_key(pair: Pair, address: str) -> None:
+    key = pair.folder / "key"
+    key.write_text("a key that nobody guesses\n")
+    key.chmod(0o600)
+    given = {"MASTER_ADDR": address, "PHALANX_INTERFACE": "eth0", "PHALANX_KEY_FILE": str(key)}
+    runs = [pair.rank(rank, rank, 2, **given, **node(rank)) for rank in (0, 1)]
+    ended = [run.end() for run in runs]
+    assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
+    check(json.loads(ended[0].out), (0, 1))
+    assert "the join is open" not in ended[0].err
+
+
+def test_a_host_that_is_missing_is_named_within_10_s(pair: Pair) -> None:
+    run = pair.rank(0, 0, 3, **node(0))
+    run.heard("the join is open")
+    assert run.heard("phalanx: waiting for ranks 1-2 of 3; nobody has come from node 1, 5 s so far") < 10
+
+
+def test_a_rank_says_where_it_looks_for_rank_0(pair: Pair) -> None:
+    run = pair.rank(1, 1, TIMEOUT_S="7")
+    run.heard(f"phalanx: rank 1 on h1 looks for rank 0 at h0 (10.213.77.1), port {PORT} (MASTER_ADDR=h0, MASTER_PORT=")
+    assert re.search(r"rank 1 on h1 waited 7 s for rank 0 at h0 .*nothing listens there", run.end().err)
+
+
+def test_an_address_of_another_host_is_refused_on_rank_0(pair: Pair) -> None:
+    ended = pair.rank(0, 0, MASTER_ADDR="h1").end()
+    assert ended.code != 0
+    assert "rank 0 runs on h0 and cannot listen on h1, which means 10.213.77.2, (MASTER_ADDR=h1" in ended.err
+    assert "whose interfaces are lo 127.0.0.1 ::1, eth0 10.213.77.1 fd77:a:b::1" in ended.err
+
+
+def test_a_name_that_means_nothing_is_refused_everywhere(pair: Pair) -> None:
+    for rank in (0, 1):
+        ended = pair.rank(rank, rank, MASTER_ADDR="h7").end()
+        assert ended.code != 0
+        assert f"h7 (MASTER_ADDR=h7, MASTER_PORT={PORT}) does not resolve on h{rank}, where rank {rank} r" in ended.err
+
+
+def test_a_host_that_calls_itself_loopback_is_found_all_the_same(pair: Pair) -> None:
+    """As on Debian, where a host's own name means 127.0.1.1 to itself."""
+    for host in (0, 1):
+        others = {f"h{other}": pair.hosts.address(other) for other in (0, 1)}
+        pair.hosts.set_names(host, {**others, f"h{host}": "127.0.1.1"})
+    runs = [pair.rank(host, rank, 3) for rank, host in enumerate((0, 0, 1))]
+    ended = [run.end() for run in runs]
+    assert [one.code for one in ended] == [0, 0, 0], "".join(one.err for one in ended)
+    check(json.loads(ended[0].out), (0, 0, 1))
+
+
+def test_a_name_that_means_loopback_on_another_host_is_refused(pair: Pair) -> None:
+    pair.hosts.set_names(1, {"h0": "127.0.1.1", "h1": pair.hosts.address(1)})
+    ended = pair.rank(1, 1, 2, **node(1)).end()
+    assert ended.code != 0
+    assert f"h0 (MASTER_ADDR=h0, MASTER_PORT={PORT}) means loopback (127.0.1.1) on h1, which is node 1" in ended.err
+    # Where nothing says on which host rank 0 is, the rank looks there, and says what it found.
+    ended = pair.rank(1, 1, TIMEOUT_S="1").end()
+    assert "That is h1 itself (loopback): if rank 0 is on another host, set MASTER_ADDR to its name" in ended.err
+
+
+def test_a_port_that_is_taken_is_named_with_who_holds_it(pair: Pair) -> None:
+    code = f"import socket, time; s = socket.create_server(('', {PORT})); print('up', flush=True); time.sleep(600)"
+    holder = pair.start(0, [sys.executable, "-c", f"import sys; sys.stdout = sys.stderr; {code}"])
+    holder.heard("up")
+    ended = pair.rank(0, 0).end()
+    assert ended.code != 0
+    assert re.search(rf"cannot listen on 10.213.77.1 port {PORT} .*taken by pid \d+ \(\S*python\S* -c", ended.err)
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(pair: Pair) -> None:
+    ended = pair.rank(0, 0, PHALANX_INTERFACE="ib0").end()
+    assert "PHALANX_INTERFACE=ib0: h0 has no interface of that name; its interfaces are lo 127.0.0.1" in ended.err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_processes_of_one_rank_are_both_named(pair: Pair, rank: int) -> None:
+    first = pair.rank(0, 0, 3)
+    first.heard("the join is open")
+    pair.rank(1, 1, 3)
+    first.heard("phalanx: waiting for rank 2 of 3")
+    second = pair.rank(0, rank, 3).end()
+    assert second.code != 0
+    words = re.compile(rf"there are two of rank {rank}: pid \d+ on h0 and pid \d+ on h{rank}")
+    assert words.search(second.err)
+    assert words.search(first.err)
+
+
+def test_different_world_sizes_are_refused_naming_both(pair: Pair) -> None:
+    first = pair.rank(0, 0, 2)
+    first.heard("the join is open")
+    second = pair.rank(1, 1, 3).end()
+    assert second.code != 0
+    words = re.compile(r"rank 1 \(pid \d+ on h1\) was started for a world of 3, rank 0 \(pid \d+ on h0\) for 2")
+    assert words.search(second.err)
+    assert words.search(first.err)
+
+
+def test_a_stranger_and_a_rank_with_another_key_stay_outside(pair: Pair) -> None:
+    keys = []
+    for name in ("ours", "theirs"):
+        keys.append(pair.folder / name)
+        keys[-1].write_text(f"a key, which is {name}\n")
+        keys[-1].chmod(0o600)
+    first = pair.rank(0, 0, PHALANX_KEY_FILE=str(keys[0]))
+    knock = (
+        "import socket, sys, time\n"
+        "while True:\n"
+        "    try:\n"
+        f"        s = socket.create_connection(('h0', {PORT}))\n"
+        "        break\n"
+        "    except ConnectionRefusedError:\n"
+        "        time.sleep(0.05)\n"
+        "s.sendall(b'GET / HTTP/1.0\\r\\n\\r\\n' * 9)\n"
+        "heard = b''\n"
+        "while data := s.recv(99): heard += data\n"
+        "print(heard[:9].decode(), len(heard))\n"
+    )
+    assert pair.start(1, [sys.executable, "-c", knock]).end().out == "phalanx 1 42\n"
+    first.heard("phalanx: refused a connection from 10.213.77.2, which sent no proof that it belongs to the job")
+    for environment in ({"PHALANX_KEY_FILE": str(keys[1])}, {}):
+        second = pair.rank(1, 1, 2, **environment).end()
+        assert second.code != 0
+        assert f"rank 1 was refused: rank 0 at 10.213.77.1 port {PORT} proves another key than this" in second.err
+    first.heard("phalanx: refused a connection from 10.213.77.2, which proves another key than rank 0's (PHALANX_KEY_F")
+    third = pair.rank(1, 1, PHALANX_KEY_FILE=str(keys[0]))
+    assert third.end().code == 0
+    ended = first.end()
+    assert ended.code == 0
+    check(json.loads(ended.out), (0, 1))
+    assert "a key, which is" not in ended.err
