@@ -19,12 +19,12 @@ from phalanx.data.loader import sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
+from phalanx.rendezvous.meet import leave, meet
 from phalanx.topology import device as devices
 from phalanx.topology.arguments import place_with
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.hosts import REHEARSAL, this_host
 from phalanx.topology.place import Place
-from phalanx.topology.rendezvous import leave, meet
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from phalanx.topology.key import Key
-from phalanx.topology.opening import bind
-from phalanx.topology.proof import Claim, Verdict
-from phalanx.topology.seats import Seats
-from phalanx.topology.store_client import Connections, JobStore, connect
-from phalanx.topology.store_server import StoreServer
+from phalanx.rendezvous.key import Key
+from phalanx.rendezvous.opening import bind
+from phalanx.rendezvous.proof import Claim, Verdict
+from phalanx.rendezvous.seats import Seats
+from phalanx.rendezvous.store_client import Connections, JobStore, connect
+from phalanx.rendezvous.store_server import StoreServer
 
 __all__ = ["KEY", "Job", "claim"]
 

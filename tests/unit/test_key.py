@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import InitializationError
 from phalanx.launch.plan import make_plan
 from phalanx.launch.target import Target
-from phalanx.topology.key import job_key, new_key
+from phalanx.rendezvous.key import job_key, new_key
 
 SECRET = "0123456789abcdef"
 

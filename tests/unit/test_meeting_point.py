@@ -13,10 +13,10 @@ import pytest
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
+from phalanx.rendezvous.meet import Broadcast, leave, meet
+from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
 from phalanx.topology.environment import find_place
-from phalanx.topology.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
 from phalanx.topology.place import Place
-from phalanx.topology.rendezvous import Broadcast, leave, meet
 
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -123,9 +123,9 @@ def test_a_given_port_is_taken_as_it_is() -> None:
 def test_ranks_meet_at_the_first_free_port_and_pass_by_what_listens_on_the_others(
     monkeypatch: pytest.MonkeyPatch, meetings: Meetings
 ) -> None:
-    monkeypatch.setattr("phalanx.topology.search.ANSWER_S", 0.3)
-    monkeypatch.setattr("phalanx.topology.opening.ANSWER_S", 0.3)
-    monkeypatch.setattr("phalanx.topology.meeting_point.derived_ports", lambda _: derived_ports("the same"))
+    monkeypatch.setattr("phalanx.rendezvous.search.ANSWER_S", 0.3)
+    monkeypatch.setattr("phalanx.rendezvous.opening.ANSWER_S", 0.3)
+    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports("the same"))
     ports = derived_ports("the same")
     # A server that says nothing, and rank 0 of another job that comes to the same ports, and waits for its rank 1.
     with socket.create_server(("127.0.0.1", ports[0])):
@@ -174,7 +174,7 @@ def test_a_rank_that_cannot_be_is_refused_and_the_others_still_meet(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("phalanx.topology.opening.REMIND_S", 0.1)
+    monkeypatch.setattr("phalanx.rendezvous.opening.REMIND_S", 0.1)
     place = replace(HERE, world_size=3, local_world_size=3, job="with a stranger")
     meetings.start(place)
     meetings.start(replace(place, rank=1))

@@ -12,10 +12,10 @@ from dataclasses import asdict
 import pytest
 from tests.support.stores import KEY, Job, claim
 
-from phalanx.topology import proof, store_server
-from phalanx.topology import store_wire as wire
-from phalanx.topology.key import Key
-from phalanx.topology.store_client import connect
+from phalanx.rendezvous import proof, store_server
+from phalanx.rendezvous import store_wire as wire
+from phalanx.rendezvous.key import Key
+from phalanx.rendezvous.store_client import connect
 
 OTHER = Key(b"another key than it", "another test")
 

@@ -21,11 +21,11 @@ from tests.support.stores import Job, soon
 from torch._C._distributed_c10d import PrefixStore
 
 import phalanx
-from phalanx.topology import store_wire as wire
+from phalanx.rendezvous import store_wire as wire
+from phalanx.rendezvous.meet import leave, meet
+from phalanx.rendezvous.store_client import JobStore
+from phalanx.rendezvous.store_table import Table
 from phalanx.topology.place import Place as LauncherPlace
-from phalanx.topology.rendezvous import leave, meet
-from phalanx.topology.store_client import JobStore
-from phalanx.topology.store_table import Table
 
 SOON = timedelta(milliseconds=100)
 KEYS = ("a", "b", "c", "")

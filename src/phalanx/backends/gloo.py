@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import (
 from phalanx.backends.communicator import Communicator, Message
 from phalanx.backends.reductions import FLOATS, OP_NAMES, reducible
 from phalanx.errors import ClosedError, PhalanxError, RankError
-from phalanx.topology.interfaces import chosen_interface, outward_address
+from phalanx.rendezvous.interfaces import chosen_interface, outward_address
 
 __all__ = ["AttachedGloo", "GlooCommunicator", "lazy_gloo"]
 

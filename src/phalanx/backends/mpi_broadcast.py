@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 from phalanx.errors import InitializationError
+from phalanx.rendezvous.meet import Broadcast
 from phalanx.topology.place import Place
-from phalanx.topology.rendezvous import Broadcast
 
 __all__ = ["mpi_broadcast"]
 

@@ -19,8 +19,8 @@ from phalanx.launch.limits import usable_cores
 from phalanx.launch.mpi.launchers import MpiLauncher
 from phalanx.launch.rehearsal import Rehearsal
 from phalanx.launch.target import Target
-from phalanx.topology import interfaces
-from phalanx.topology import key as keys
+from phalanx.rendezvous import interfaces
+from phalanx.rendezvous import key as keys
 from phalanx.topology.device_files import accelerator_files
 from phalanx.topology.table import RankRow
 

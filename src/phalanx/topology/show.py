@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.rendezvous.meeting_point import meeting_point
 from phalanx.topology.device_files import accelerator_files
 from phalanx.topology.environment import Reading
-from phalanx.topology.meeting_point import meeting_point
 
 __all__ = ["View", "as_text", "view"]
 

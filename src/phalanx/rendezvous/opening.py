@@ -8,15 +8,15 @@ import time
 from datetime import timedelta
 
 from phalanx.errors import InitializationError
-from phalanx.topology.addresses import listening_addresses
-from phalanx.topology.interfaces import describe_interfaces, holder_of_port, is_loopback
-from phalanx.topology.key import FILE_VARIABLE, Key
-from phalanx.topology.meeting_point import MeetingPoint
+from phalanx.rendezvous.addresses import listening_addresses
+from phalanx.rendezvous.interfaces import describe_interfaces, holder_of_port, is_loopback
+from phalanx.rendezvous.key import FILE_VARIABLE, Key
+from phalanx.rendezvous.meeting_point import MeetingPoint
+from phalanx.rendezvous.proof import Claim, NoProof, WrongKey
+from phalanx.rendezvous.seats import Seats
+from phalanx.rendezvous.store_client import JobStore, connect
+from phalanx.rendezvous.store_server import StoreServer, tell
 from phalanx.topology.place import Place
-from phalanx.topology.proof import Claim, NoProof, WrongKey
-from phalanx.topology.seats import Seats
-from phalanx.topology.store_client import JobStore, connect
-from phalanx.topology.store_server import StoreServer, tell
 
 __all__ = ["REMIND_S", "bind", "open_store", "serve", "wait_for_all"]
 

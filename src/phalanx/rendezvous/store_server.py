@@ -24,11 +24,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.topology import store_wire as wire
-from phalanx.topology.key import Key
-from phalanx.topology.proof import CHALLENGE_BYTES, Claim, NoProof, Verdict, WrongKey, claimed, greeting, verdict
-from phalanx.topology.seats import Seats
-from phalanx.topology.store_table import Parked, Table
+from phalanx.rendezvous import store_wire as wire
+from phalanx.rendezvous.key import Key
+from phalanx.rendezvous.proof import CHALLENGE_BYTES, Claim, NoProof, Verdict, WrongKey, claimed, greeting, verdict
+from phalanx.rendezvous.seats import Seats
+from phalanx.rendezvous.store_table import Parked, Table
 
 __all__ = ["StoreServer", "tell"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from phalanx.topology.proof import Claim, Verdict
+from phalanx.rendezvous.proof import Claim, Verdict
 from phalanx.topology.table import format_spans
 
 __all__ = ["Seats"]

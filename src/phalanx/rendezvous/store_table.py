@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from phalanx.topology import store_wire as wire
+from phalanx.rendezvous import store_wire as wire
 
 __all__ = ["Answer", "Parked", "Table"]
 

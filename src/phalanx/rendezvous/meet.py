@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from phalanx.errors import InitializationError
-from phalanx.topology.interfaces import outward_address
-from phalanx.topology.key import job_key
-from phalanx.topology.meeting_point import LOOPBACK, MeetingPoint, meeting_point
-from phalanx.topology.opening import bind, open_store, serve, wait_for_all
+from phalanx.rendezvous.interfaces import outward_address
+from phalanx.rendezvous.key import job_key
+from phalanx.rendezvous.meeting_point import LOOPBACK, MeetingPoint, meeting_point
+from phalanx.rendezvous.opening import bind, open_store, serve, wait_for_all
+from phalanx.rendezvous.proof import Claim, own_claim
+from phalanx.rendezvous.search import find_store
+from phalanx.rendezvous.store_client import JobStore
 from phalanx.topology.place import Place
-from phalanx.topology.proof import Claim, own_claim
-from phalanx.topology.search import find_store
-from phalanx.topology.store_client import JobStore
 
 __all__ = ["Broadcast", "leave", "meet", "meet_by_broadcast"]
 

@@ -14,15 +14,15 @@ from datetime import timedelta
 from torch.distributed import DistStoreError
 
 from phalanx.errors import InitializationError
-from phalanx.topology.addresses import Unresolved, addresses_of_rank_0, source_address
-from phalanx.topology.interfaces import is_loopback
-from phalanx.topology.key import FILE_VARIABLE, Key
-from phalanx.topology.meeting_point import MeetingPoint
-from phalanx.topology.opening import REMIND_S
+from phalanx.rendezvous.addresses import Unresolved, addresses_of_rank_0, source_address
+from phalanx.rendezvous.interfaces import is_loopback
+from phalanx.rendezvous.key import FILE_VARIABLE, Key
+from phalanx.rendezvous.meeting_point import MeetingPoint
+from phalanx.rendezvous.opening import REMIND_S
+from phalanx.rendezvous.proof import Claim, NoProof, WrongKey
+from phalanx.rendezvous.store_client import Connections, JobStore, connect
+from phalanx.rendezvous.store_server import tell
 from phalanx.topology.place import Place
-from phalanx.topology.proof import Claim, NoProof, WrongKey
-from phalanx.topology.store_client import Connections, JobStore, connect
-from phalanx.topology.store_server import tell
 
 __all__ = ["find_store"]
 

@@ -10,8 +10,8 @@ import ipaddress
 import socket
 
 from phalanx.errors import InitializationError
-from phalanx.topology.interfaces import VARIABLE, chosen_interface, is_loopback, is_own_name, outward_address, resolve
-from phalanx.topology.meeting_point import LOOPBACK, MeetingPoint
+from phalanx.rendezvous.interfaces import VARIABLE, chosen_interface, is_loopback, is_own_name, outward_address, resolve
+from phalanx.rendezvous.meeting_point import LOOPBACK, MeetingPoint
 from phalanx.topology.place import Place
 
 __all__ = ["Unresolved", "addresses_of_rank_0", "listening_addresses", "source_address"]

@@ -22,9 +22,9 @@ from typing import NoReturn
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from phalanx.topology import store_wire as wire
-from phalanx.topology.key import Key
-from phalanx.topology.proof import (
+from phalanx.rendezvous import store_wire as wire
+from phalanx.rendezvous.key import Key
+from phalanx.rendezvous.proof import (
     GREETING,
     GREETING_BYTES,
     Claim,
@@ -34,7 +34,7 @@ from phalanx.topology.proof import (
     read_verdict,
     verdict_length,
 )
-from phalanx.topology.store_server import KEEPALIVE, StoreServer
+from phalanx.rendezvous.store_server import KEEPALIVE, StoreServer
 
 __all__ = ["Connections", "JobStore", "connect"]
 

@@ -21,7 +21,7 @@ import socket
 import struct
 from dataclasses import asdict, dataclass, replace
 
-from phalanx.topology.key import Key
+from phalanx.rendezvous.key import Key
 
 __all__ = [
     "CHALLENGE_BYTES",
