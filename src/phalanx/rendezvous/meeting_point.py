@@ -3,7 +3,7 @@
 Where no port is given, one is derived from what only this job has, so every rank comes to the same without a word
 having passed; if it is taken, the next one is, and each rank tries them in the same order. Ranks on one host of a
 launcher that names no job go by the process that started them all. Over MPI none of this is needed: rank 0 binds any
-port and tells it by a broadcast (``rendezvous.meet_by_broadcast``).
+port and tells it by a broadcast (``meet.meet_by_broadcast``).
 """
 
 from __future__ import annotations
