@@ -6,9 +6,9 @@ ranks share: 22,800 page faults, 0.1 s of each rank's end. What was imported her
 so files that it left open are written out and its objects' finalisers run.
 
 What may hold a process group is emptied too. Of what is left, half is torch's own finalisers, which take its operators
-out of its tables as exit handlers. A rank that runs no other thread when it ends, as after ``phalanx.close()``, leaves
-both to the kernel as well: 5,400 faults are left. Others keep them: a thread of Gloo's that has just ended an operation
-still needs the interpreter for a moment, and aborts the process (as it does under torchrun) if it finds that ended.
+out of its tables as exit handlers. A rank in which no other thread does anything when it ends leaves both to the kernel
+as well: 5,400 faults are left. Others keep them: a thread of Gloo's that has just ended an operation still needs the
+interpreter for a moment, and aborts the process (as it does under torchrun) if it finds that ended.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import atexit
 import ctypes
 import os
 import sys
+import threading
+import time
 import weakref
 from types import ModuleType
 
 __all__ = ["preload"]
 
 _HOLD_GROUPS = ("torch.distributed", "phalanx")
+# How often, and at what distance in time, other threads are looked at.
+LOOKS, LOOK_S = 2, 0.001
 
 _preloaded: list[tuple[str, ModuleType]] = []
 _finalisers: list[weakref.finalize[..., object]] = []
@@ -55,27 +59,46 @@ def _all_finalisers() -> list[weakref.finalize[..., object]]:
 
 
 def _spare_finalisers(preloader: int) -> None:
-    if os.getpid() != preloader and _runs_alone():
+    if os.getpid() != preloader and _others_rest():
         for finaliser in _finalisers:
             finaliser.atexit = False
 
 
-def _runs_alone() -> bool:
-    """Whether this is the process's only thread. Not, if a script has used up its descriptors: then nobody can tell."""
+def _others_rest() -> bool:
+    """Whether every other thread of this process sleeps, and went on sleeping while it could have had the interpreter.
+
+    Not, if a script has used up its descriptors: then nobody can tell.
+    """
+    own = str(threading.get_native_id())
     try:
-        return len(os.listdir("/proc/self/task")) == 1
+        for _ in range(LOOKS):
+            others = [task for task in os.listdir("/proc/self/task") if task != own]
+            if not others:
+                return True
+            time.sleep(LOOK_S)
+            if not all(_sleeps(task) for task in others):
+                return False
     except OSError:
         return False
+    return True
+
+
+def _sleeps(task: str) -> bool:
+    try:
+        with open(f"/proc/self/task/{task}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "S"
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # it has ended since
 
 
 def _leave_alone(preloader: int) -> None:
     if os.getpid() == preloader:
         return
-    alone = _runs_alone()
+    rest = _others_rest()
     _preloaded[:] = [
         (name, module)
         for name, module in _preloaded
-        if sys.modules.get(name) is module and (alone or not name.startswith(_HOLD_GROUPS))
+        if sys.modules.get(name) is module and (rest or not name.startswith(_HOLD_GROUPS))
     ]
     for name, _ in _preloaded:
         del sys.modules[name]
