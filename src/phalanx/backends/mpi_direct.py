@@ -38,7 +38,7 @@ class Words:
 
     def __init__(self, runtime: Runtime, comm: Any, spins: int) -> None:
         mpi = runtime.mpi
-        self._group = group = MpiGroup(spins=spins)
+        self._group = group = MpiGroup(spins=spins, looks=2 if "MPICH" in mpi.Get_library_version() else 1)
         self._own, self._common, self._spins = group.own, group.common, spins
         self._told = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
         own, common = (

@@ -24,9 +24,8 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
         if (group->test(group->request, &done, status))
             return PHX_SYSTEM;
     }
-    /* A rank that gave up has come as well, before that. Then the operation would wait for it without end. Twice: MPICH
-     * looks first and then for what is new. */
-    for (int look = 0; look < 2; look++) {
+    /* A rank that gave up has come as well, before that. Then the operation would wait for it without end. */
+    for (uint32_t look = 0; look < group->looks; look++) {
         if (group->probe(group->any_source, group->notice_tag, group->world, &told, status))
             return PHX_SYSTEM;
         if (told)

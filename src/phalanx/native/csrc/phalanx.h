@@ -220,6 +220,7 @@ typedef struct phx_mpi_group {
     intptr_t comm, world;
     int any_source, notice_tag;
     uint32_t spins;
+    uint32_t looks; /* how often to probe for notices: MPICH looks first, and then for what is new */
     uint32_t under_way; /* an all_reduce has begun and has not come to its end: interrupting it breaks the group */
 } phx_mpi_group;
 
