@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from phalanx.rendezvous.interfaces import outward_address
 from phalanx.topology.device_files import accelerator_files
 
 if TYPE_CHECKING:
@@ -52,19 +53,12 @@ def second_meeting_point(store: Store, rank: int, *, one_host: bool) -> dict[str
         with socket.socket() as probe:
             probe.bind(("", 0))
             free = str(probe.getsockname()[1])
-        own = given.get("MASTER_ADDR") or ("127.0.0.1" if one_host else _address(store))
+        own = given.get("MASTER_ADDR") or ("127.0.0.1" if one_host else outward_address(socket.gethostname()))
         store.set("second", f"{given.get('MASTER_PORT', free)} {own}")
     if len(given) == 2:
         return given
     port, _, address = store.get("second").decode().partition(" ")
     return {"MASTER_ADDR": address, "MASTER_PORT": port}
-
-
-def _address(store: Any) -> str:
-    """Where the others have found rank 0's store; its host's name if the store does not say."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return str(getattr(store, "host", "") or socket.gethostname())
 
 
 def announce(values: Mapping[str, str]) -> dict[str, str | None]:
