@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.launch_support import Launcher
 from tests.mpi.environments import MpiEnvironment, mpi_parameters
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -20,6 +21,17 @@ def mpi(request: pytest.FixtureRequest) -> MpiEnvironment:
     """Each MPI that there is; skipped with a reason where there is none."""
     environment: MpiEnvironment = request.param
     return environment
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, mpi: MpiEnvironment) -> Iterator[Launcher]:
+    """``phalanx run --mpi mpiexec``, which must leave nothing behind."""
+    made = Launcher(tmp_path, mpi.python, ("--mpi", "mpiexec"))
+    try:
+        yield made
+        made.check()
+    finally:
+        made.close()
 
 
 @pytest.fixture(autouse=True)

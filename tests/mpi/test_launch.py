@@ -28,16 +28,6 @@ world.Barrier()
 WAIT = MEET + "while True: time.sleep(300)\n"
 
 
-@pytest.fixture
-def launcher(tmp_path: Path, mpi: MpiEnvironment) -> Iterator[Launcher]:
-    made = Launcher(tmp_path, mpi.python, ("--mpi", "mpiexec"))
-    try:
-        yield made
-        made.check()
-    finally:
-        made.close()
-
-
 def shared_memory(lines: list[str]) -> set[Path]:
     """What the ranks of a job said they have mapped."""
     return {Path(word) for line in lines for word in line.split() if word.startswith("/dev/shm/")}

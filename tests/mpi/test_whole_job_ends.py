@@ -10,10 +10,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from tests.launch_support import MARK, Launcher, marked, wait_for
 from tests.mpi.environments import SETTINGS, MpiEnvironment
 
@@ -31,16 +29,6 @@ if dist.get_rank() == 1:
 dist.all_reduce(torch.ones(1000))
 time.sleep(300)
 """
-
-
-@pytest.fixture
-def launcher(tmp_path: Path, mpi: MpiEnvironment) -> Iterator[Launcher]:
-    made = Launcher(tmp_path, mpi.python, ("--mpi", "mpiexec"))
-    try:
-        yield made
-        made.check()
-    finally:
-        made.close()
 
 
 def test_under_phalanx_run(launcher: Launcher) -> None:

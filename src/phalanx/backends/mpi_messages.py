@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from phalanx.backends.calls import dtype_name
-from phalanx.backends.communicator import Message
+from phalanx.backends.communicator import SENT, Message
 from phalanx.backends.mpi_check import LOOK_S, Agreement, pause
 from phalanx.backends.mpi_runtime import Runtime
 from phalanx.backends.mpi_types import Types
@@ -46,7 +46,7 @@ class Mail:
         self._refuse(tag)
         request = self.comm.Isend(self._types.tensor(tensor), peer, tag)
         if request.Test():
-            return _SENT
+            return SENT
         return MpiMessage(self, request, tensor, "send to", peer)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
@@ -63,25 +63,6 @@ class Mail:
             raise self.agreement.broken
         if not 0 <= tag <= self._largest_tag:
             raise ArgumentError(f"tag {tag}: this MPI library takes tags from 0 to {self._largest_tag}")
-
-
-class _Sent(Message):
-    """A send that was done when it was called."""
-
-    done = True
-
-    def test(self, watch: bool = True) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return True
-
-    @property
-    def source(self) -> int:
-        return -1
-
-
-_SENT = _Sent()
 
 
 class MpiMessage(Message):

@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.backends.call_site import CallSite, call_site, capture
-from phalanx.backends.communicator import Communicator, Message
+from phalanx.backends.communicator import SENT, Communicator, Message
 from phalanx.backends.meeting import meet
 from phalanx.backends.reductions import OP_NAMES, REDUCIBLE, reducible
 from phalanx.backends.tuning import Tuning, load_tuning
@@ -226,7 +226,7 @@ class SharedMemoryCommunicator(Communicator):
                 raise self.closed()
             what = (self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], peer, tag & 0xFFFFFFFF)
             if self._core.phx_send_now(*what):
-                return _SENT
+                return SENT
             return _ShmMessage(self, self._core.phx_send(*what), tensor, "send to", peer)
         finally:
             inside.pop()
@@ -316,25 +316,6 @@ class SharedMemoryCommunicator(Communicator):
             place, text, arguments, who = before
             call, site = text(*arguments, **who), f"{place[0]}:{place[1]}" if place else ""
         return explain(comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
-
-
-class _Sent(Message):
-    """A send that was done when it was called."""
-
-    done = True
-
-    def test(self, watch: bool = True) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return True
-
-    @property
-    def source(self) -> int:
-        return -1
-
-
-_SENT = _Sent()
 
 
 class _ShmMessage(Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 
+from phalanx.backends.calls import listed
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Status, library
 
@@ -32,7 +33,7 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
     if why.status == Status.MISMATCH:
         calls = _calls(comm, range(size))
         return CollectiveMismatch(
-            f"the ranks of a group called different operations:\n{_listed(calls, size)}\n"
+            f"the ranks of a group called different operations:\n{listed(calls, size)}\n"
             f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an "
             f"`if` that depends on the rank, or data of different sizes"
         )
@@ -75,14 +76,3 @@ def _calls(comm: int, ranks: range | list[int]) -> dict[int, str]:
         if len(calls) == len(ranks) or time.monotonic() > deadline:
             return calls
         time.sleep(0.001)
-
-
-def _listed(calls: dict[int, str], size: int) -> str:
-    """One line per different call, with the ranks that made it."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank in range(size):
-        ranks_of.setdefault(calls.get(rank, "has not called anything yet"), []).append(rank)
-    return "\n".join(
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {call}"
-        for call, ranks in ranks_of.items()
-    )

@@ -5,7 +5,9 @@
  * int or a pointer, depending on the library, and is passed in a register either way on the machines that
  * mpi_direct.py allows.
  *
- * A phx_mpi_group is one rank's own memory; whoever holds the group's lock in Python calls these.
+ * A phx_mpi_group is one rank's own memory; whoever holds the group's lock in Python calls these, and writes it. Other
+ * threads of the rank read `sequence` when they abort the group or leave; a value that is one too old does no harm there,
+ * since it only says in which operation.
  */
 #include "phalanx.h"
 
