@@ -49,7 +49,7 @@ def measure_once(cluster: str, script: str) -> tuple[float, float, float]:
     watcher = threading.Thread(target=watch)
     used, begin = os.times(), time.perf_counter()
     watcher.start()
-    line = [sys.executable, "-m", "phalanx.launch.cli", "run", "-q", "--rehearse", cluster, script]
+    line = [sys.executable, "-m", "phalanx", "run", "-q", "--rehearse", cluster, script]
     done = subprocess.run(line, capture_output=True, check=False)
     elapsed = time.perf_counter() - begin
     ended.set()

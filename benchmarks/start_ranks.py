@@ -39,7 +39,7 @@ print(os.getpid())
 def command(launcher: str, ranks: int, script: str) -> list[str]:
     """The command line that starts ``ranks`` processes with ``launcher``."""
     if launcher == "phalanx":
-        return [sys.executable, "-m", "phalanx.launch.cli", "run", "-n", str(ranks), script]
+        return [sys.executable, "-m", "phalanx", "run", "-n", str(ranks), script]
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), script]
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "text_classification.py"
-PHALANX_RUN = ("phalanx.launch.cli", "run", "--no-prefix", "-n")
+PHALANX_RUN = ("phalanx", "run", "--no-prefix", "-n")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 
 

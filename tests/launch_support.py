@@ -162,7 +162,7 @@ class Launcher:
         temporary = Path(tempfile.mkdtemp(prefix="phx-"))
         own = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "NO_COLOR")}
         process = subprocess.Popen(
-            [self.python, "-m", "phalanx.launch.cli", "run", *self.options, *arguments],
+            [self.python, "-m", "phalanx", "run", *self.options, *arguments],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,

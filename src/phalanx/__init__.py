@@ -1,7 +1,7 @@
 """Run one PyTorch program as many processes.
 
 The public names, and nothing else. They are resolved on first use, because this module is imported by every
-``import torch`` on a machine where Phalanx is installed (see ``backends/register.py``) and must cost nothing.
+``import torch`` on a machine where Phalanx is installed (see ``c10d/register.py``) and must cost nothing.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 import sys
 
-from phalanx.launch.cli import main
+from phalanx.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

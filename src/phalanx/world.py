@@ -14,19 +14,20 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from phalanx.backends.mpi_broadcast import mpi_broadcast
+from phalanx import settings
 from phalanx.data.loader import sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
+from phalanx.place.arguments import place_with
+from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
+from phalanx.system.host import this_host
 from phalanx.topology import device as devices
-from phalanx.topology.arguments import place_with
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
-from phalanx.topology.hosts import REHEARSAL, this_host
-from phalanx.topology.place import Place
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
+from phalanx.transports.mpi.broadcast import mpi_broadcast
 
 __all__ = ["World", "close", "init"]
 
@@ -82,7 +83,7 @@ class World(Group):
             **where,
         }
         if self.device.type == "cpu":
-            told |= cpu_settings({**os.environ, **told, "PHALANX_DEVICE": "cpu"})
+            told |= cpu_settings({**os.environ, **told, settings.DEVICE: "cpu"})
         self._changed = announce(told)
 
     @property
@@ -223,7 +224,7 @@ class World(Group):
                 threads=torch.get_num_threads(),
             ),
         )
-        rehearsed = ", rehearsed on one host in shared memory" if os.environ.get(REHEARSAL) else ""
+        rehearsed = ", rehearsed on one host in shared memory" if os.environ.get(settings.REHEARSAL) else ""
         title = f"{self.size} rank{'s' if self.size > 1 else ''}{rehearsed}, started by {self.launcher}"
         engine = getattr(_default_group(), "engine", "")
         return format_rank_table(rows, title=title, backend=f"{self.backend} over {engine}" if engine else self.backend)
@@ -309,7 +310,7 @@ def init(
             hint = devices.hint_for_one_process(place.launcher, chosen, accelerator)
             for note in (*place.notes, *topology.notes, *([hint] if hint else [])):
                 print(f"phalanx: note: {note}", file=sys.stderr, flush=True)
-        if place.world_size > 1 and not quiet and "PHALANX_TABLE_SHOWN" not in os.environ:
+        if place.world_size > 1 and not quiet and settings.TABLE_SHOWN not in os.environ:
             table = world.describe()
             if world.rank == 0:
                 print(table, file=sys.stderr, flush=True)

@@ -384,7 +384,7 @@ def test_a_grandchild_that_holds_the_output_is_ended_with_its_rank(launcher: Lau
 
 
 def test_children_that_the_launcher_inherited_are_left_alone(launcher: Launcher) -> None:
-    shell = f"sleep 300 & echo $!; exec {sys.executable} -m phalanx.launch.cli run -q true"
+    shell = f"sleep 300 & echo $!; exec {sys.executable} -m phalanx run -q true"
     with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         stranger = int(process.stdout.readline())

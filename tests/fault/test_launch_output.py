@@ -147,7 +147,7 @@ def test_a_launcher_without_standard_streams(launcher: Launcher) -> None:
     job = launcher.start("-n", "1", "-q", "true")
     job.finish()
     code = subprocess.call(
-        ["sh", "-c", f"exec {sys.executable} -m phalanx.launch.cli run -q {script} <&- >&- 2>&-"],
+        ["sh", "-c", f"exec {sys.executable} -m phalanx run -q {script} <&- >&- 2>&-"],
         env={**os.environ, "MADE": str(made)},
         timeout=60,
     )

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from phalanx.backends import create
-from phalanx.backends.create import create_process_group
-from phalanx.backends.meeting import NotOneHost
-from phalanx.backends.shm import SharedMemoryCommunicator
+from phalanx.c10d import create
+from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.segment import NotOneHost
 
 SOON = timedelta(seconds=20)
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks, run_ranks
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.backends.meeting import NotOneHost
-from phalanx.backends.shm import SharedMemoryCommunicator
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, InitializationError, PeerLost
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.segment import NotOneHost
 
 OPERATIONS: dict[str, Callable[[Place], object]] = {
     "all_reduce small": lambda place: dist.all_reduce(torch.ones(4)),

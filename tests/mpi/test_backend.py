@@ -271,13 +271,13 @@ def test_without_a_library_torch_imports_silently_and_says_what_to_install(tmp_p
 def test_a_torch_with_its_own_mpi_is_left_alone() -> None:
     script = (
         "import sys\n"
-        "sys.modules['phalanx.backends.register'] = type(sys)('phalanx.backends.register')\n"
-        "sys.modules['phalanx.backends.register'].register = lambda: None\n"
+        "sys.modules['phalanx.c10d.register'] = type(sys)('phalanx.c10d.register')\n"
+        "sys.modules['phalanx.c10d.register'].register = lambda: None\n"
         "import torch.distributed.distributed_c10d as c10d\n"
         "class Own: pass\n"
         "c10d.ProcessGroupMPI, c10d._MPI_AVAILABLE = Own, True\n"
-        "del sys.modules['phalanx.backends.register']\n"
-        "from phalanx.backends.register import register\n"
+        "del sys.modules['phalanx.c10d.register']\n"
+        "from phalanx.c10d.register import register\n"
         "register()\n"
         "print(c10d.ProcessGroupMPI is Own)\n"
     )

@@ -50,7 +50,7 @@ dist.all_reduce(tensor, op=dist.reduce_op.SUM)
 print('Rank {} has {}'.format(rank, tensor))
 """
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
-RUN = ("-m", "phalanx.launch.cli", "run", "--mpi", "mpiexec", "--no-prefix", "-q")
+RUN = ("-m", "phalanx", "run", "--mpi", "mpiexec", "--no-prefix", "-q")
 
 
 def start(

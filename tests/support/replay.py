@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backends.tuning import Tuning, tuning_in_force
+from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 from tests.support.oracle import FILL, buffers
 from tests.support.programs import GROUPS, Group, Program, Step
 from tests.support.ranks import Place

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from phalanx.rendezvous.key import Key
 from phalanx.rendezvous.opening import bind
-from phalanx.rendezvous.proof import Claim, Verdict
-from phalanx.rendezvous.seats import Seats
-from phalanx.rendezvous.store_client import Connections, JobStore, connect
-from phalanx.rendezvous.store_server import StoreServer
+from phalanx.store.client import Connections, JobStore, connect
+from phalanx.store.seats import Seats
+from phalanx.store.server import StoreServer
+from phalanx.wire.key import Key
+from phalanx.wire.proof import Claim, Verdict
 
 __all__ = ["KEY", "Job", "claim"]
 

@@ -10,9 +10,7 @@ from dataclasses import asdict
 import pytest
 from click.testing import CliRunner
 
-from phalanx.bench.cli import bench
-from phalanx.bench.operations import make_operation
-from phalanx.bench.plan import (
+from phalanx.bench.cases import (
     OPERATIONS,
     Case,
     Plan,
@@ -21,6 +19,8 @@ from phalanx.bench.plan import (
     parse_operations,
     parse_sizes,
 )
+from phalanx.bench.operations import make_operation
+from phalanx.commands.bench import bench
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_help_shows_examples_and_every_operation() -> None:
 
 def test_the_command_line_loads_neither_the_bench_nor_torch_before_they_are_needed() -> None:
     code = (
-        "import sys, phalanx.launch.cli; print('phalanx.bench' in sys.modules);"
-        "import phalanx.bench.cli; print('torch' in sys.modules)"
+        "import sys, phalanx.commands.main; print('phalanx.bench' in sys.modules);"
+        "import phalanx.commands.bench; print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

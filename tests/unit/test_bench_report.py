@@ -13,11 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 from phalanx.bench import plot
-from phalanx.bench.cli import bench
 from phalanx.bench.machine import cpu_model
 from phalanx.bench.noise import Noise, Usage, load_reason, parse_cpu_times, probe_spread, reasons, severity, worst
 from phalanx.bench.report import format_report, format_row, format_time, format_verdict
 from phalanx.bench.samples import Summary, ratio
+from phalanx.commands.bench import bench
 
 QUIET = {"probe_spread": 0.01, "stolen": 0.0, "others": 0.0}
 

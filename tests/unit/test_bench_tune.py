@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.backends.tuning import Tuning
 from phalanx.bench import tune as tuning_run
-from phalanx.bench.plan import Plan, tuning_label
+from phalanx.bench.cases import Plan, tuning_label
+from phalanx.transports.shm.tuning import Tuning
 
 QUIET = {"probe_spread": 0.0, "stolen": 0.0, "others": 0.0}
 LOUD = {"probe_spread": 0.9, "stolen": 0.0, "others": 0.0}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.binding import Core, bind_ranks, parse_cpu_list, usable_cpus
-from phalanx.launch.mpi.launchers import MpiLauncher
-from phalanx.launch.plan import make_plan
-from phalanx.launch.target import Target
+from phalanx.launch.job.binding import Core, bind_ranks, parse_cpu_list, usable_cpus
+from phalanx.launch.job.job import make_plan
+from phalanx.launch.job.mpi_launcher import MpiLauncher
+from phalanx.launch.job.target import Target
 
 # Two NUMA nodes of two physical cores with two threads each, numbered as Linux does: siblings are 4 apart.
 TWO_SOCKETS = [Core(cpu % 4 // 2, cpu % 4, cpu) for cpu in range(8)]
@@ -84,8 +84,8 @@ def test_only_cores_that_the_launcher_may_use(bind: str) -> None:
 
 
 def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.plan.usable_cpus", lambda: TWO_SOCKETS)
-    monkeypatch.setattr("phalanx.launch.plan.usable_cores", lambda: 8)
+    monkeypatch.setattr("phalanx.launch.job.job.usable_cpus", lambda: TWO_SOCKETS)
+    monkeypatch.setattr("phalanx.launch.job.job.usable_cores", lambda: 8)
 
     def table(ranks: int, bind: str, **environment: str) -> list[tuple[int | None, int | None]]:
         target = Target("script", "t", "/t", ("t",))

@@ -12,8 +12,8 @@ from tests.support.ranks import Place, on_ranks
 
 import phalanx
 from phalanx.errors import InitializationError, LauncherEnvironmentError
-from phalanx.topology.arguments import place_with
-from phalanx.topology.environment import read_environment
+from phalanx.place.arguments import place_with
+from phalanx.place.environment import read_environment
 
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 

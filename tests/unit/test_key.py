@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import InitializationError
-from phalanx.launch.plan import make_plan
-from phalanx.launch.target import Target
-from phalanx.rendezvous.key import job_key, new_key
+from phalanx.launch.job.job import make_plan
+from phalanx.launch.job.target import Target
+from phalanx.wire.key import job_key, new_key
 
 SECRET = "0123456789abcdef"
 

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 
-from phalanx.launch.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
+from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
 
 
 def report(name: str = "builtins.ValueError", *, time: float | None = 1.0, text: str = "bad") -> Report:

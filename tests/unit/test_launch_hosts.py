@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.hosts import HostSlots, address_towards, fill_hosts, parse_hosts, read_hostfile
+from phalanx.launch.job.host_slots import HostSlots, address_towards, fill_hosts, parse_hosts, read_hostfile
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:

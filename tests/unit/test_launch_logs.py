@@ -9,7 +9,7 @@ import select
 
 import pytest
 
-from phalanx.launch.logs import LONGEST_LINE, Console, LineAssembler, Sink, fit, make_prefixes, visible_state
+from phalanx.launch.output.logs import LONGEST_LINE, Console, LineAssembler, Sink, fit, make_prefixes, visible_state
 
 
 def assemble(data: bytes, cuts: list[int], prefix: bytes = b"> ") -> bytes:

@@ -14,15 +14,15 @@ import pytest
 from tests.launch_support import Launcher, launcher
 
 from phalanx.errors import LaunchError
-from phalanx.launch.hosts import HostSlots
-from phalanx.launch.mpi import launchers
-from phalanx.launch.mpi.launchers import MpiLauncher, carried_environment, find_mpi_launcher, place_of
+from phalanx.launch.job import mpi_launcher as launchers
+from phalanx.launch.job.host_slots import HostSlots
+from phalanx.launch.job.job import Plan, make_plan
+from phalanx.launch.job.mpi_launcher import MpiLauncher, carried_environment, find_mpi_launcher, place_of
+from phalanx.launch.job.target import Target
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.placing import RollCall, find_contradiction, place_ranks
 from phalanx.launch.mpi.wire import OUT, Channel, Door, Lost, join, new_key
-from phalanx.launch.plan import Plan, make_plan
-from phalanx.launch.target import Target
-from phalanx.launch.wires import open_wires
+from phalanx.launch.rank.wires import open_wires
 
 __all__ = ["launcher"]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.limits import Limit, check_limits, machine_limits, usable_cores
-from phalanx.launch.plan import make_plan, threads_per_rank
-from phalanx.launch.target import Target, compile_target, find_target
+from phalanx.launch.job.job import make_plan, threads_per_rank
+from phalanx.launch.job.target import Target, compile_target, find_target
+from phalanx.system.limits import Limit, check_limits, machine_limits, usable_cores
 from phalanx.topology.table import RankRow, format_rank_table
 
 

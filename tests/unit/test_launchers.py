@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.topology.environment import find_place, read_environment
-from phalanx.topology.hosts import Host
-from phalanx.topology.launchers import LAUNCHERS
-from phalanx.topology.place import Place
+from phalanx.place.environment import find_place, read_environment
+from phalanx.place.launchers import LAUNCHERS
+from phalanx.place.place import Place
+from phalanx.system.host import Host
 from phalanx.topology.topology import Report, arrange
 
 FOLDER = Path(__file__).parents[1] / "data" / "launchers"

@@ -13,10 +13,10 @@ import pytest
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
+from phalanx.place.environment import find_place
+from phalanx.place.place import Place
 from phalanx.rendezvous.meet import Broadcast, leave, meet
 from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
-from phalanx.topology.environment import find_place
-from phalanx.topology.place import Place
 
 SLURM = {
     "SLURM_JOB_ID": "77",

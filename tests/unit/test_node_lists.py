@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.topology.node_lists import expand_node_list, expand_task_counts
+from phalanx.place.node_lists import expand_node_list, expand_task_counts
 
 
 @pytest.mark.parametrize(

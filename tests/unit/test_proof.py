@@ -12,10 +12,11 @@ from dataclasses import asdict
 import pytest
 from tests.support.stores import KEY, Job, claim
 
-from phalanx.rendezvous import proof, store_server
-from phalanx.rendezvous import store_wire as wire
-from phalanx.rendezvous.key import Key
-from phalanx.rendezvous.store_client import connect
+from phalanx.store import requests as wire
+from phalanx.store import server as store_server
+from phalanx.store.client import connect
+from phalanx.wire import proof
+from phalanx.wire.key import Key
 
 OTHER = Key(b"another key than it", "another test")
 

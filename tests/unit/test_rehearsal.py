@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.plan import Plan, make_plan
-from phalanx.launch.rehearsal import Placement, parse_rehearsal
-from phalanx.launch.target import Target
+from phalanx.launch.job.job import Plan, make_plan
+from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
+from phalanx.launch.job.target import Target
 
 SCRIPT = Target("script", "train.py", "/train.py", ("train.py", "--lr", "1"))
 

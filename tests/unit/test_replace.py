@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from phalanx.backends import vendor
-from phalanx.backends.replace import VARIABLE, names_to_replace, replaces, stand_in
+from phalanx import settings
+from phalanx.c10d import vendor
+from phalanx.c10d.replace import names_to_replace, replaces, stand_in
 from phalanx.errors import ArgumentError, DeviceMismatch
-from phalanx.launch.plan import make_plan
-from phalanx.launch.target import Target
+from phalanx.launch.job.job import make_plan
+from phalanx.launch.job.target import Target
 
 TARGET = Target("program", "true", "/bin/true", ("true",))
 
@@ -65,15 +66,15 @@ def test_only_the_named_backend_is_rewritten(asked: str, given: str) -> None:
 
 
 def test_whether_a_name_is_replaced_is_asked_without_errors() -> None:
-    assert replaces("gloo", {VARIABLE: "mpi,GLOO"})
-    assert not replaces("gloo", {VARIABLE: "nonsense"})
+    assert replaces("gloo", {settings.REPLACE: "mpi,GLOO"})
+    assert not replaces("gloo", {settings.REPLACE: "nonsense"})
     assert not replaces("gloo", {})
 
 
 def test_ranks_get_the_variable() -> None:
     environment = make_plan(2, TARGET, replace=("gloo", "mpi"), environment={}).environment(1, port=1)
-    assert environment[VARIABLE] == "gloo,mpi"
-    assert VARIABLE not in make_plan(2, TARGET, environment={}).environment(1, port=1)
+    assert environment[settings.REPLACE] == "gloo,mpi"
+    assert settings.REPLACE not in make_plan(2, TARGET, environment={}).environment(1, port=1)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_tensors_of_a_gpu_stay_with_gloo(
     config: str, replaced: str, serves: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    monkeypatch.setenv(VARIABLE, replaced)
+    monkeypatch.setenv(settings.REPLACE, replaced)
     member = vendor.Membership(HashStore(), 0, 1, timedelta(seconds=1), "group", [0])
     group: Any = None
     if serves is not None:
@@ -104,7 +105,7 @@ def test_tensors_of_a_gpu_stay_with_gloo(
 def test_a_mistake_on_the_command_line_exits_2_with_one_line(name: str, words: str) -> None:
     for done in (
         phalanx_run("--replace", name, "true"),
-        phalanx_run("true", **{VARIABLE: name}),
+        phalanx_run("true", **{settings.REPLACE: name}),
     ):
         assert done.returncode == 2
         assert words in done.stderr
@@ -129,7 +130,7 @@ def test_a_variable_that_makes_no_sense_is_told_by_the_first_group_and_not_by_th
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, VARIABLE: "nccl"}, capture_output=True, text=True, check=True, timeout=120,
+        env={**os.environ, settings.REPLACE: "nccl"}, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     imported, message = done.stdout.splitlines()
     assert imported == "imported"

@@ -21,11 +21,11 @@ from tests.support.stores import Job, soon
 from torch._C._distributed_c10d import PrefixStore
 
 import phalanx
-from phalanx.rendezvous import store_wire as wire
+from phalanx.place.place import Place as LauncherPlace
 from phalanx.rendezvous.meet import leave, meet
-from phalanx.rendezvous.store_client import JobStore
-from phalanx.rendezvous.store_table import Table
-from phalanx.topology.place import Place as LauncherPlace
+from phalanx.store import requests as wire
+from phalanx.store.client import JobStore
+from phalanx.store.table import Table
 
 SOON = timedelta(milliseconds=100)
 KEYS = ("a", "b", "c", "")

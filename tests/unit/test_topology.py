@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.topology.hosts import Host, this_host
+from phalanx.system.host import Host, this_host
 from phalanx.topology.topology import Report, arrange
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.backends import tuning as tunings
-from phalanx.backends.tuning import Tuning, load_tuning, save_tuning, tuning_in_force
+from phalanx.transports.shm import tuning as tunings
+from phalanx.transports.shm.tuning import Tuning, load_tuning, save_tuning, tuning_in_force
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from tests.launch_support import MARK, marked
 
+from phalanx.bench.cases import OPERATIONS
 from phalanx.bench.mpi import installed_mpi
-from phalanx.bench.plan import OPERATIONS
 
 PATIENCE_S = 60
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
 from tests.world.test_reductions import BITWISE, FLOATS, INTEGERS, OPS, given
 
-from phalanx.backends.tuning import Tuning, tuning_in_force
+from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 
 TUNINGS = ((64, 0), (1024, 0), (4096, 4096), (65536, 100), (256 * 1024, 16 * 1024), (1 << 20, 1 << 20))
 EDGES = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-39, 5e-324, 65504.0, 3e38, 1.0, -1.0)

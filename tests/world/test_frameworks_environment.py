@@ -13,7 +13,7 @@ from tests.support.ranks import Place, on_ranks
 from torch.distributed.rendezvous import rendezvous
 
 import phalanx
-from phalanx.topology.device_files import accelerator_files
+from phalanx.system.device_files import accelerator_files
 from phalanx.topology.frameworks import announce, cpu_settings, withdraw
 
 __all__ = ["launcher"]

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from phalanx.backends.adapter import PhalanxProcessGroup
-from phalanx.backends.gloo import GlooCommunicator, lazy_gloo
+from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import ClosedError, CollectiveMismatch, RankError
+from phalanx.transports.gloo.communicator import GlooCommunicator
+from phalanx.transports.gloo.engine import lazy_gloo
 
 SIZES = [2, 3]
 

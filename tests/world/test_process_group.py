@@ -424,4 +424,13 @@ def test_scripts_need_no_import_of_phalanx() -> None:
 def test_import_torch_loads_only_the_registration() -> None:
     script = "import sys, torch; print(sorted(m for m in sys.modules if m.startswith('phalanx')))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == str(["phalanx", "phalanx.backends", "phalanx.backends.register", "phalanx.errors"])
+    assert done.stdout.strip() == str(
+        [
+            "phalanx",
+            "phalanx.c10d",
+            "phalanx.c10d.mpi_slot",
+            "phalanx.c10d.register",
+            "phalanx.errors",
+            "phalanx.settings",
+        ]
+    )

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.launch_support import Launcher, launcher
 from tests.support.ranks import Place, on_ranks
 
-from phalanx.backends.adapter import PhalanxProcessGroup
-from phalanx.backends.shm import SharedMemoryCommunicator
+from phalanx.c10d.process_group import PhalanxProcessGroup
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 __all__ = ["launcher"]
 

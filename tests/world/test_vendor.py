@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.support.ranks import Place, on_ranks
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
 
-from phalanx.backends.vendor import MixedProcessGroup
+from phalanx.c10d.vendor import MixedProcessGroup
 from phalanx.errors import DeviceMismatch
 
 

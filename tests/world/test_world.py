@@ -27,8 +27,8 @@ from phalanx.errors import (
     RankError,
 )
 from phalanx.group import Session
-from phalanx.topology.environment import find_place
-from phalanx.topology.place import Place as LauncherPlace
+from phalanx.place.environment import find_place
+from phalanx.place.place import Place as LauncherPlace
 from phalanx.topology.topology import Node, Topology
 
 SCRIPT = """
@@ -52,7 +52,7 @@ phalanx.close()
 
 WAYS = {
     "none": [],
-    "phalanx": ["-m", "phalanx.launch.cli", "run", "--no-prefix", "-n", "{n}"],
+    "phalanx": ["-m", "phalanx", "run", "--no-prefix", "-n", "{n}"],
     "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "{n}"],
 }
 
@@ -201,7 +201,7 @@ def test_point_to_point_takes_group_ranks(tmp_path: Path) -> None:
         "        print('received')\n"
         "phalanx.close()\n"
     )
-    command = [sys.executable, "-m", "phalanx.launch.cli", "run", "-n", "3", str(script)]
+    command = [sys.executable, "-m", "phalanx", "run", "-n", "3", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[rank 1] received\n"

@@ -24,14 +24,15 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from phalanx.backends.register import NAME, register
-from phalanx.backends.tuning import Tuning, tuning_in_force
+from phalanx import settings
+from phalanx.bench.cases import Case, Plan, format_size, tuning_label
 from phalanx.bench.machine import mpi_description, versions
 from phalanx.bench.mpi_calls import left_out, mpi_call
 from phalanx.bench.noise import CpuClock, Noise, probe, probe_spread, reasons, severity
 from phalanx.bench.operations import Operation, make_operation
-from phalanx.bench.plan import Case, Plan, format_size, tuning_label
-from phalanx.launch.limits import usable_cores
+from phalanx.c10d.register import register
+from phalanx.system.limits import usable_cores
+from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 
 __all__ = ["run_rank"]
 
@@ -59,7 +60,7 @@ def run_rank(rank: int, size: int, folder: Path, plan: Plan, mpi: Any = None) ->
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo's best case on one host, and the fair one
     register()
     store = FileStore(str(folder / "store"), size)
-    dist.init_process_group(NAME, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    dist.init_process_group(settings.BACKEND, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     groups = _groups(plan)
     # Line by line: whoever reads shows each row as soon as it is measured.
     with open(folder / "events" if rank == 0 else os.devnull, "w", buffering=1) as events:
@@ -77,11 +78,11 @@ def run_rank(rank: int, size: int, folder: Path, plan: Plan, mpi: Any = None) ->
 def _groups(plan: Plan) -> dict[str, Any]:
     """What is to be compared: a name, and a group of all ranks."""
     if not plan.tunings:
-        return {name: dist.new_group(backend=name, timeout=TIMEOUT) for name in (NAME, *plan.against)}
+        return {name: dist.new_group(backend=name, timeout=TIMEOUT) for name in (settings.BACKEND, *plan.against)}
     groups = {}
     for values in plan.tunings:
         with tuning_in_force(Tuning(*values)):
-            groups[tuning_label(values)] = dist.new_group(backend=NAME, timeout=TIMEOUT)
+            groups[tuning_label(values)] = dist.new_group(backend=settings.BACKEND, timeout=TIMEOUT)
     return groups
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import phalanx
-from phalanx.launch.processes import descendants_of
+from phalanx.system.processes import descendants_of
 
 __all__ = ["Mpi", "find_mpi", "installed_mpi", "shared_memory_of"]
 

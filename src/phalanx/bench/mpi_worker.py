@@ -9,9 +9,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from phalanx.bench.plan import Plan
-from phalanx.launch.limits import usable_cores
-from phalanx.launch.processes import die_with_parent
+from phalanx.bench.cases import Plan
+from phalanx.system.limits import usable_cores
+from phalanx.system.processes import die_with_parent
 
 __all__ = ["main"]
 

@@ -293,7 +293,7 @@ def make_operation(name: str, rank: int, size: int, dtype: str, nbytes: int) -> 
     """The operation of that name, with buffers of its own.
 
     Args:
-        name: one of ``phalanx.bench.plan.OPERATIONS``.
+        name: one of ``phalanx.bench.cases.OPERATIONS``.
         rank, size: this process's place in the world.
         dtype: torch's name of the dtype; empty for a barrier.
         nbytes: the size, in bytes.

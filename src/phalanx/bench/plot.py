@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.plan import format_size
+from phalanx.bench.cases import format_size
 from phalanx.bench.report import FLOOR, OWN
 from phalanx.bench.samples import Summary
 

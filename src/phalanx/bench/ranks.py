@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.bench.cases import Plan
 from phalanx.bench.mpi import Mpi, shared_memory_of
-from phalanx.bench.plan import Plan
 from phalanx.errors import PhalanxError
-from phalanx.launch.processes import descendants_of, die_with_parent, kill, set_name
+from phalanx.system.processes import descendants_of, die_with_parent, kill, set_name
 
 __all__ = ["Job", "RanksFailed", "run_job"]
 

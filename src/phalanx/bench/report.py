@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.bench.cases import format_size
 from phalanx.bench.noise import Noise, load_reason, reasons, worst
-from phalanx.bench.plan import format_size
 from phalanx.bench.samples import Summary, ratio
 
 __all__ = ["format_report", "format_row", "format_time", "format_verdict", "noise_of"]

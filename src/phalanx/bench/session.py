@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phalanx.bench import plot as plots
+from phalanx.bench.cases import Plan, format_size
 from phalanx.bench.machine import machine, versions
 from phalanx.bench.mpi import Mpi, find_mpi, installed_mpi
-from phalanx.bench.plan import Plan, format_size
 from phalanx.bench.ranks import Job, RanksFailed, run_job
 from phalanx.bench.report import format_report, format_row
 from phalanx.errors import LaunchError
-from phalanx.launch.limits import check_limits, machine_limits
+from phalanx.system.limits import check_limits, machine_limits
 
 __all__ = ["choose_mpis", "load", "measure", "plot", "require_plot", "tables"]
 

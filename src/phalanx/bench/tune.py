@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.backends.tuning import Tuning, save_tuning
+from phalanx.bench.cases import UNBOUNDED, Plan, format_size, tuning_label
 from phalanx.bench.noise import reasons
-from phalanx.bench.plan import UNBOUNDED, Plan, format_size, tuning_label
 from phalanx.bench.report import noise_of
 from phalanx.bench.session import measure
+from phalanx.transports.shm.tuning import Tuning, save_tuning
 
 __all__ = ["Finding", "choose", "choose_switch", "format_finding", "tune"]
 

@@ -29,14 +29,14 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from phalanx.launch import processes
-from phalanx.launch.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
-from phalanx.launch.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
-from phalanx.launch.logs import Console, LineAssembler, Sink, make_prefixes
-from phalanx.launch.plan import Plan
-from phalanx.launch.rank import Place
-from phalanx.launch.wires import Wires, open_wires
+from phalanx.launch.job.job import Plan
+from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
+from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
+from phalanx.launch.rank.start import Place
+from phalanx.launch.rank.wires import Wires, open_wires
 from phalanx.launch.zygote import Inheritance, serve
+from phalanx.system import processes
+from phalanx.system.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
 from phalanx.topology.table import RankRow, format_rank_table
 
 __all__ = ["launch"]
@@ -74,7 +74,7 @@ def launch(plan: Plan) -> Place | int:
 
     Returns:
         In the process that called: the exit code. In each rank, which is a fork of it: its place, to be
-        handed to :func:`phalanx.launch.rank.become` at the top of the interpreter.
+        handed to :func:`phalanx.launch.rank.start.become` at the top of the interpreter.
 
     Raises:
         LaunchError: the machine cannot bear that many ranks. Nothing has been started.

@@ -29,14 +29,15 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch import processes
-from phalanx.launch.plan import MASTER_ADDR, Plan
-from phalanx.launch.preload import preload
-from phalanx.launch.rank import Place, enter_rank, leave_siblings
-from phalanx.launch.store import host_store
-from phalanx.launch.target import compile_target
-from phalanx.launch.wires import Wires, report_name
+from phalanx.launch.job.job import MASTER_ADDR, Plan
+from phalanx.launch.job.target import compile_target
+from phalanx.launch.rank.preload import preload
+from phalanx.launch.rank.start import Place, enter_rank, leave_siblings
+from phalanx.launch.rank.store import host_store
+from phalanx.launch.rank.wires import Wires, report_name
+from phalanx.system import processes
 
 __all__ = ["Inheritance", "serve"]
 
@@ -246,7 +247,7 @@ class _Zygote:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         known = {self.store, *self.pids.values()}
-        marks = [f"PHALANX_RUN_ID={self.plan.run_id}".encode(), f"RANK={rank}".encode()]
+        marks = [f"{settings.RUN_ID}={self.plan.run_id}".encode(), f"RANK={rank}".encode()]
         for orphan in processes.children_of(os.getpid()):
             if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.plan.run_id, rank), marks):
                 for victim in [orphan, *processes.descendants_of([orphan])]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+from phalanx import settings
 from phalanx.errors import InitializationError
-from phalanx.rendezvous.interfaces import VARIABLE, chosen_interface, is_loopback, is_own_name, outward_address, resolve
+from phalanx.place.place import Place
 from phalanx.rendezvous.meeting_point import LOOPBACK, MeetingPoint
-from phalanx.topology.place import Place
+from phalanx.system.interfaces import chosen_interface, is_loopback, is_own_name, outward_address, resolve
 
 __all__ = ["Unresolved", "addresses_of_rank_0", "listening_addresses", "source_address"]
 
@@ -79,8 +80,8 @@ def listening_addresses(place: Place, point: MeetingPoint) -> tuple[list[str], s
     if own:
         return own, ""
     return addresses, (
-        f"rank 0 listens on {addresses[0]} ({VARIABLE}={name}), while {point.address} means {', '.join(found)}: the "
-        f"others must be able to reach it by that"
+        f"rank 0 listens on {addresses[0]} ({settings.INTERFACE}={name}), while {point.address} means "
+        f"{', '.join(found)}: the others must be able to reach it by that"
     )
 
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from phalanx.errors import InitializationError
-from phalanx.rendezvous.interfaces import outward_address
-from phalanx.rendezvous.key import job_key
+from phalanx.place.place import Place
 from phalanx.rendezvous.meeting_point import LOOPBACK, MeetingPoint, meeting_point
 from phalanx.rendezvous.opening import bind, open_store, serve, wait_for_all
-from phalanx.rendezvous.proof import Claim, own_claim
 from phalanx.rendezvous.search import find_store
-from phalanx.rendezvous.store_client import JobStore
-from phalanx.topology.place import Place
+from phalanx.store.client import JobStore
+from phalanx.system.interfaces import outward_address
+from phalanx.wire.key import job_key
+from phalanx.wire.proof import Claim, own_claim
 
 __all__ = ["Broadcast", "leave", "meet", "meet_by_broadcast"]
 

@@ -13,7 +13,7 @@ import hashlib
 import os
 from dataclasses import dataclass
 
-from phalanx.topology.place import Place
+from phalanx.place.place import Place
 
 __all__ = ["MeetingPoint", "meeting_point"]
 

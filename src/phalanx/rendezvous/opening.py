@@ -7,16 +7,18 @@ import socket
 import time
 from datetime import timedelta
 
+from phalanx import settings
 from phalanx.errors import InitializationError
+from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import listening_addresses
-from phalanx.rendezvous.interfaces import describe_interfaces, holder_of_port, is_loopback
-from phalanx.rendezvous.key import FILE_VARIABLE, Key
 from phalanx.rendezvous.meeting_point import MeetingPoint
-from phalanx.rendezvous.proof import Claim, NoProof, WrongKey
-from phalanx.rendezvous.seats import Seats
-from phalanx.rendezvous.store_client import JobStore, connect
-from phalanx.rendezvous.store_server import StoreServer, tell
-from phalanx.topology.place import Place
+from phalanx.store.client import JobStore, connect
+from phalanx.store.seats import Seats
+from phalanx.store.server import StoreServer
+from phalanx.system.interfaces import describe_interfaces, holder_of_port, is_loopback
+from phalanx.wire.key import Key
+from phalanx.wire.proof import Claim, NoProof, WrongKey
+from phalanx.words import tell
 
 __all__ = ["REMIND_S", "bind", "open_store", "serve", "wait_for_all"]
 
@@ -53,7 +55,7 @@ def serve(listener: socket.socket, place: Place, key: Key, claim: Claim, *, quie
     if key.is_open and not quiet and not is_loopback(address):
         tell(
             f"note: the join is open: whoever reaches {address} port {port} can join this job. To keep others out, set "
-            f"{FILE_VARIABLE} for all ranks to a file that only you can read, with a key in it"
+            f"{settings.KEY_FILE} for all ranks to a file that only you can read, with a key in it"
         )
     return StoreServer(listener, key, Seats(claim, place.hosts, place.num_nodes))
 

@@ -13,16 +13,17 @@ from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
+from phalanx import settings
 from phalanx.errors import InitializationError
+from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import Unresolved, addresses_of_rank_0, source_address
-from phalanx.rendezvous.interfaces import is_loopback
-from phalanx.rendezvous.key import FILE_VARIABLE, Key
 from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.rendezvous.opening import REMIND_S
-from phalanx.rendezvous.proof import Claim, NoProof, WrongKey
-from phalanx.rendezvous.store_client import Connections, JobStore, connect
-from phalanx.rendezvous.store_server import tell
-from phalanx.topology.place import Place
+from phalanx.store.client import Connections, JobStore, connect
+from phalanx.system.interfaces import is_loopback
+from phalanx.wire.key import Key
+from phalanx.wire.proof import Claim, NoProof, WrongKey
+from phalanx.words import tell
 
 __all__ = ["find_store"]
 
@@ -136,7 +137,7 @@ def _try(
         if point.fixed:
             raise InitializationError(
                 f"rank {place.rank} was refused: rank 0 at {at} proves another key than this process has "
-                f"({key.source or 'none'}). Give every rank the same {FILE_VARIABLE}, or none"
+                f"({key.source or 'none'}). Give every rank the same {settings.KEY_FILE}, or none"
             ) from None
         raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
     if verdict.word == "welcome":

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from phalanx.backends.register import NAME
+from phalanx import settings
 from phalanx.errors import DeviceError
 
 __all__ = [
@@ -107,7 +107,7 @@ def choose_device(
         DeviceError: what is wanted is not there, or this host has more ranks than devices.
     """
     environment = os.environ if environment is None else environment
-    asked = wanted if wanted is not None else environment.get("PHALANX_DEVICE") or None
+    asked = wanted if wanted is not None else environment.get(settings.DEVICE) or None
     if asked is None:
         if accelerator is None:
             return torch.device("cpu")
@@ -211,8 +211,8 @@ def hint_for_one_process(launcher: str, device: torch.device, accelerator: Accel
 def default_backend(device: torch.device) -> str:
     """The backend for tensors on ``device``: ``phalanx`` on the CPU, the device's own elsewhere."""
     if device.type == "cpu":
-        return NAME
-    return f"cpu:{NAME},{device.type}:{dist.get_default_backend_for_device(device)}"
+        return settings.BACKEND
+    return f"cpu:{settings.BACKEND},{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def _why_none(kind: str, environment: Mapping[str, str]) -> str:

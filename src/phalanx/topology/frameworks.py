@@ -15,8 +15,9 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from phalanx.rendezvous.interfaces import outward_address
-from phalanx.topology.device_files import accelerator_files
+from phalanx import settings
+from phalanx.system.device_files import accelerator_files
+from phalanx.system.interfaces import outward_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -31,7 +32,7 @@ def cpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
         environment: the rank's: WORLD_SIZE, PHALANX_DEVICE, and the user's own ACCELERATE_USE_CPU, which holds.
     """
     alone = environment.get("WORLD_SIZE", "1") == "1"
-    on_cpu = environment.get("PHALANX_DEVICE", "").partition(":")[0] == "cpu" or not accelerator_files()
+    on_cpu = environment.get(settings.DEVICE, "").partition(":")[0] == "cpu" or not accelerator_files()
     if alone or not on_cpu or "ACCELERATE_USE_CPU" in environment:
         return {}
     return {"ACCELERATE_USE_CPU": "true"}

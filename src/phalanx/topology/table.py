@@ -9,7 +9,9 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["RankRow", "format_rank_table", "format_spans"]
+from phalanx.words import format_spans
+
+__all__ = ["RankRow", "format_rank_table"]
 
 # Above this, one line a node says more than one line a rank.
 MOST_RANK_LINES = 16
@@ -126,17 +128,6 @@ def _node_lines(rows: Sequence[RankRow]) -> list[list[str]]:
             ]
         )
     return lines
-
-
-def format_spans(numbers: Sequence[int]) -> str:
-    """``0-3, 8`` for 0, 1, 2, 3, 8."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
 def _number(value: int | None) -> str:

@@ -16,10 +16,11 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
+from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
-from phalanx.topology.hosts import VARIABLE, Host
-from phalanx.topology.place import Place
-from phalanx.topology.table import format_spans
+from phalanx.place.place import Place
+from phalanx.system.host import Host
+from phalanx.words import format_spans
 
 __all__ = ["Node", "Report", "Topology", "arrange", "gather"]
 
@@ -184,8 +185,8 @@ def _by_local_rank(host: Host, members: list[Report]) -> tuple[list[Report], str
     more = ", …" if len(members) > 8 else ""
     raise LauncherEnvironmentError(
         f"{members[0].launcher} contradicts what the ranks see: on {host.name} there {_are(members)}, and by the "
-        f"launcher {said}{more}. If each rank runs in a container of its own, set {VARIABLE} to the same name for all "
-        f"ranks of a host; otherwise look whether a variable was left by another job"
+        f"launcher {said}{more}. If each rank runs in a container of its own, set {settings.HOST} to the same name for "
+        f"all ranks of a host; otherwise look whether a variable was left by another job"
     )
 
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.backends.mpi import MpiCommunicator
-from phalanx.backends.mpi_runtime import running
 from phalanx.errors import ArgumentError, CollectiveMismatch, CollectiveTimeout
+from phalanx.transports.mpi.communicator import MpiCommunicator
+from phalanx.transports.mpi.runtime import running
 
 
 def check_the_world_is_mpis(rank: int, size: int) -> None:

@@ -28,15 +28,16 @@ import time
 import traceback
 from typing import Any, NoReturn
 
+from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch import processes
-from phalanx.launch.mpi.launchers import JOIN, carried_environment, place_of
+from phalanx.launch.job.mpi_launcher import carried_environment, place_of
+from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Lost, join
-from phalanx.launch.rank import Place, enter_rank
-from phalanx.launch.target import Target, compile_target
-from phalanx.launch.wires import RankEnds, report_name
+from phalanx.launch.rank.start import Place, enter_rank
+from phalanx.launch.rank.wires import RankEnds, report_name
+from phalanx.system import processes
 
 __all__ = ["ASKED", "PASSED_ON", "keep"]
 
@@ -69,7 +70,7 @@ def keep(kind: str, shim: int, handlers: dict[int, Any]) -> Place:
     """
     own = _Keeper(kind, shim, handlers)
     try:
-        return own.run(os.environ.pop(JOIN))
+        return own.run(os.environ.pop(settings.MPI_JOIN))
     except LaunchError as error:
         own.give_up(f"phalanx: {error}\n")
     except BaseException:

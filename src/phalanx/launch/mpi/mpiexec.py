@@ -16,12 +16,12 @@ import subprocess
 import sys
 import time
 
-from phalanx.launch import processes
-from phalanx.launch.failure import signal_name
-from phalanx.launch.mpi.launchers import JOIN
+from phalanx import settings
+from phalanx.launch.job.job import Plan
 from phalanx.launch.mpi.wire import Channel, Lost
-from phalanx.launch.plan import Plan
-from phalanx.launch.wires import Control
+from phalanx.launch.output.failure import signal_name
+from phalanx.launch.rank.wires import Control
+from phalanx.system import processes
 
 __all__ = ["Mpiexec"]
 
@@ -58,7 +58,7 @@ class Mpiexec:
         try:
             self._process = subprocess.Popen(
                 self._launcher.command(plan.ranks, plan.hosts, program, f"/dev/fd/{host_list}"),
-                env={**self._launcher.environment(), **os.environ, JOIN: invitation},
+                env={**self._launcher.environment(), **os.environ, settings.MPI_JOIN: invitation},
                 # The relay hands the input on: Open MPI 5 loses it, and the end of it.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

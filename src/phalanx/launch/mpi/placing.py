@@ -8,8 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.plan import Plan
-from phalanx.topology.table import RankRow, format_spans
+from phalanx.launch.job.job import Plan
+from phalanx.topology.table import RankRow
+from phalanx.words import format_spans
 
 __all__ = ["RollCall", "find_contradiction", "place_ranks"]
 

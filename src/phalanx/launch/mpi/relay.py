@@ -27,16 +27,17 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from phalanx.errors import LaunchError
-from phalanx.launch import processes
+from phalanx.launch.job.job import Plan
+from phalanx.launch.job.target import compile_target
 from phalanx.launch.mpi.crew import Member, Pipe
 from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import RollCall, find_contradiction, place_ranks
 from phalanx.launch.mpi.services import Input, StoreOnDemand
 from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Door, Lost, new_key
-from phalanx.launch.plan import Plan
-from phalanx.launch.target import compile_target
-from phalanx.launch.wires import Wires
-from phalanx.topology.table import RankRow, format_spans
+from phalanx.launch.rank.wires import Wires
+from phalanx.system import processes
+from phalanx.topology.table import RankRow
+from phalanx.words import format_spans
 
 __all__ = ["serve_mpi"]
 

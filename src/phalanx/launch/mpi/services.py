@@ -6,9 +6,9 @@ import os
 import selectors
 from collections.abc import Callable
 
-from phalanx.launch.plan import Plan
-from phalanx.launch.store import host_store
-from phalanx.launch.wires import Wires
+from phalanx.launch.job.job import Plan
+from phalanx.launch.rank.store import host_store
+from phalanx.launch.rank.wires import Wires
 
 __all__ = ["Input", "StoreOnDemand"]
 

@@ -33,11 +33,11 @@ def main() -> None:
         home = os.path.dirname(home)
     if home not in sys.path:
         sys.path.append(home)
+    from phalanx import settings
     from phalanx.launch.mpi.keeper import ASKED, PASSED_ON, keep
-    from phalanx.launch.mpi.launchers import JOIN
-    from phalanx.launch.rank import become
+    from phalanx.launch.rank.start import become
 
-    if JOIN not in os.environ:
+    if settings.MPI_JOIN not in os.environ:
         sys.exit("phalanx: this program is for `phalanx run --mpi` to start; start your script with that")
     watched = {*ASKED, *PASSED_ON, signal.SIGCHLD}
     handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in watched}
@@ -52,7 +52,7 @@ def main() -> None:
 
 def _stand_for(keeper: int, tell: int, watched: set[signal.Signals]) -> NoReturn:
     """End as the keeper does, and tell it of signals; this process's own end is the end of the pipe."""
-    from phalanx.launch import processes
+    from phalanx.system import processes
 
     processes.set_name("phalanx-shim")
     with contextlib.suppress(OSError):

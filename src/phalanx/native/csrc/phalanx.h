@@ -207,7 +207,7 @@ PHX_API void phx_mpi_hopeless(void);
 PHX_API void phx_mpi_ended(void);
 
 /* What mpi_meet.c knows of one group over MPI: words that are reduced to their minimum by a persistent request, MPI's
- * functions and handles. Filled in by backends/mpi_direct.py; `spins` tests come before PHX_UNDER_WAY. Notices come on
+ * functions and handles. Filled in by transports/mpi/direct.py; `spins` tests come before PHX_UNDER_WAY. Notices come on
  * the communicator `world` with the tag `notice_tag`. */
 typedef struct phx_mpi_group {
     int64_t own[2], common[2];
@@ -228,7 +228,7 @@ typedef struct phx_mpi_group {
  * is to be tested further), PHX_NOTICE if one that came may have given up since, PHX_SYSTEM for an error of MPI's. */
 PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call);
 
-/* One kind of all_reduce of a group, prepared when it is first called. Filled in by backends/mpi_direct.py. */
+/* One kind of all_reduce of a group, prepared when it is first called. Filled in by transports/mpi/direct.py. */
 typedef struct phx_mpi_reduction {
     phx_mpi_group *group;
     int64_t call;

@@ -1,0 +1,79 @@
+"""From a store and a rank to a process group: choosing the communicator for where the ranks are."""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from phalanx import settings
+from phalanx.c10d.process_group import PhalanxProcessGroup
+from phalanx.transports.contract import Communicator
+from phalanx.transports.gloo.communicator import GlooCommunicator
+from phalanx.transports.gloo.engine import AttachedGloo, lazy_gloo
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.segment import NotOneHost
+from phalanx.transports.solo import SoloCommunicator
+
+__all__ = ["create_process_group"]
+
+
+def create_process_group(
+    store: Store, rank: int, size: int, timeout: timedelta, group_name: str, ranks: Sequence[int]
+) -> PhalanxProcessGroup:
+    """Make one rank's side of a group. Every member calls it.
+
+    Args:
+        store: the group's own part of the job's store.
+        rank: this process's rank within the group.
+        size: the number of ranks.
+        timeout: for joining, and for every collective of the group.
+        group_name: torch's name for the group, equal on every member.
+        ranks: the members' ranks in the world; torch gives none for the world itself.
+
+    Ranks that cannot reach one shared segment (several hosts, or containers with pid namespaces of their own)
+    get a group over Gloo instead, and rank 0 says so, with the reason, as a warning.
+
+    Raises:
+        InitializationError: a rank did not come.
+    """
+    own = PrefixStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store)
+
+    def gloo_of(meeting: str, *, one_host: bool) -> AttachedGloo:
+        # Under keys of this meeting: what an earlier group of this name, or an attempt at it, left must not be read.
+        return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
+
+    def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:
+        if not torch.accelerator.is_available():
+            return PhalanxProcessGroup(settings.BACKEND, communicator, gloo, group_name)
+        from phalanx.c10d.vendor import Membership, MixedProcessGroup
+
+        member = Membership(own, rank, size, timeout, group_name, ranks)
+        return MixedProcessGroup(member, settings.BACKEND, communicator, gloo, group_name)
+
+    communicator: Communicator
+    if size == 1:
+        communicator, gloo = SoloCommunicator(), gloo_of(secrets.token_hex(8), one_host=True)
+        return group_of(communicator, gloo)
+    try:
+        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
+    except NotOneHost as reason:
+        gloo = gloo_of(reason.meeting, one_host=False)
+        communicator = GlooCommunicator(gloo)
+        if rank == 0:
+            warnings.warn(
+                f"backend {settings.BACKEND!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
+                stacklevel=2,
+            )
+        return group_of(communicator, gloo)
+    try:
+        gloo = gloo_of(communicator.meeting, one_host=True)
+        gloo.on_timeout = communicator.set_timeout
+        return group_of(communicator, gloo)
+    except BaseException:
+        communicator.close()
+        raise

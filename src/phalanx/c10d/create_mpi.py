@@ -1,0 +1,78 @@
+"""From MPI's ranks to a process group: the world's, and those that ``new_group`` makes of some of its ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, Store
+
+from phalanx.c10d.process_group import PhalanxProcessGroup
+from phalanx.errors import InitializationError
+from phalanx.transports.gloo.engine import lazy_gloo
+from phalanx.transports.mpi.communicator import MpiCommunicator
+from phalanx.transports.mpi.runtime import Runtime, running, start
+from phalanx.transports.mpi.store import MpiStore
+
+__all__ = ["create_mpi_group"]
+
+NAME = "mpi"
+TAGS = 32767  # the largest tag that every library takes
+
+
+class MpiProcessGroup(PhalanxProcessGroup):
+    """A process group over MPI; with the world's, MPI ends too."""
+
+    runtime: Runtime | None = None
+    store: Store | None = None  # Gloo looks into it again when it connects; what Python adds to a Store dies with it
+
+    def shutdown(self) -> None:
+        """Give back the group. ``destroy_process_group`` calls it, for the world's after all others."""
+        super().shutdown()
+        if self.runtime is not None and not self._progress.inherited:
+            self.runtime.finish()
+
+
+def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) -> MpiProcessGroup:
+    """Make one rank's side of a group. Every member calls it, and nobody else needs to.
+
+    Args:
+        ranks: the members' ranks in the world, in the group's order; empty for the world itself.
+        group_name: torch's name for the group, equal on every member.
+        timeout: for every collective and message of the group.
+
+    Raises:
+        InitializationError: MPI cannot be started; the message says what to install.
+    """
+    runtime = running() if ranks else start()
+    if runtime is None or not runtime.usable:
+        raise InitializationError(
+            "a group with backend 'mpi' needs a world with backend 'mpi': MPI starts on all ranks at once. Call "
+            "init_process_group('mpi'), or leave out new_group's backend"
+        )
+    if not ranks:
+        runtime.begin()
+    try:
+        if ranks:
+            everybody = runtime.world.Get_group()
+            chosen = everybody.Incl(list(ranks))
+            # Called by the members only, so no rank counts how many groups there are: the tag comes from what all know.
+            comm = runtime.world.Create_group(chosen, zlib.crc32(f"{group_name}{list(ranks)}".encode()) % TAGS)
+            chosen.Free()
+            everybody.Free()
+        else:
+            comm = runtime.world.Dup()
+    except runtime.mpi.Exception as error:
+        raise InitializationError(f"MPI could not make the group {group_name!r}: {error}") from None
+    members = list(ranks) or list(range(runtime.world.size))
+    key = f"{runtime.notices.world}/{group_name}/{zlib.crc32(str(members).encode())}"
+    communicator = MpiCommunicator(runtime, comm, members, key, timeout)
+    store = MpiStore(comm) if comm.size > 1 else HashStore()
+    gloo = lazy_gloo(store, comm.rank, comm.size, timeout, one_host=runtime.one_host(members))
+    gloo.on_timeout = communicator.set_timeout
+    group = MpiProcessGroup(NAME, communicator, gloo, group_name)
+    group.store = store
+    if not ranks:
+        group.runtime = runtime
+    return group

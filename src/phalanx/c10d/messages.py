@@ -1,0 +1,245 @@
+"""Point-to-point messages of one group as torch's ``Work``, and the thread that moves those nobody waits for.
+
+A message moves whenever its rank calls into the group's messages. One that is neither done nor waited for after two
+milliseconds is taken over by a thread, so that a rank that computes, or waits in a collective of another group, still
+sends what it has promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.c10d.leaving import end_before_the_interpreter
+from phalanx.errors import ClosedError, CollectiveTimeout, PhalanxError
+from phalanx.transports.contract import Communicator, Message
+from phalanx.watch import call_site
+
+__all__ = ["DoneWork", "MessageWork", "Messages"]
+
+PATIENCE_S = 0.002
+LEAVING_S = 1.0  # how long a group that closes waits for threads that look after a message
+
+
+class DoneWork(dist.Work):
+    """The handle of a send that was done when it was called, as most small ones are."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+
+class MessageWork(dist.Work):
+    """The handle of one send or receive."""
+
+    def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._message = message
+        self._tensors = tensors
+        self._write_back = write_back
+        self._lock = threading.Lock()
+        self._base: torch.futures.Future[Any] | None = None
+        self._completed = False
+        self._site: call_site.CallSite | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message is done; True.
+
+        Raises:
+            CollectiveTimeout: it is still under way after ``timeout``. It goes on; wait again.
+            PhalanxError: the message failed; this is its error.
+        """
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        try:
+            done = self._message.wait(seconds if seconds > 0 else None)
+        except PhalanxError:
+            self._settle(False)
+            raise
+        if not done:
+            raise CollectiveTimeout(
+                f"the message is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
+                elapsed_s=seconds,
+            )
+        self._settle(True)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._look()[0]
+
+    def is_success(self) -> bool:
+        done, error = self._look()
+        return done and error is None
+
+    def exception(self) -> BaseException | None:
+        return self._look()[1]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def source_rank(self) -> int:
+        return self._message.source
+
+    def _source_rank(self) -> int:
+        return self._message.source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the tensors, or of the error, which is raised behind the future that is completed.
+
+        See ``Operation.future`` for why. Whoever has a future waits, so the group's timeout counts from here.
+        """
+        with self._lock:
+            if self._base is None:
+                self._site = call_site.capture(2)
+                self._base = torch.futures.Future()
+            base = self._base
+        outcome = base.then(self._outcome)
+        if not self.is_completed():
+            self._message.expect()
+        return outcome
+
+    def attend(self) -> bool:
+        """Do what can be done now; whether nothing is left. For the thread that looks after it."""
+        call_site.running.site = self._site
+        try:
+            return self._look(watch=self._base is not None)[0]
+        finally:
+            call_site.running.site = None
+
+    def _look(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
+        """Whether it is done, and with what error."""
+        try:
+            done = self._message.test(watch)
+        except PhalanxError as error:
+            self._settle(False)
+            return True, error
+        if done:
+            self._settle(True)
+        return done, None
+
+    def _settle(self, success: bool) -> None:
+        """Once the message is done: bring its data to where the user wants it, and complete the future."""
+        if not self._write_back and (self._base is None or self._completed):
+            return
+        with self._lock:
+            if self._write_back:
+                if success:
+                    tensor, stand_in = self._write_back
+                    tensor.detach().copy_(stand_in)
+                self._write_back = []
+            base = None if self._completed else self._base
+            self._completed = self._base is not None
+        if base is not None:
+            base.set_result(None)
+
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        error = self.exception()
+        if error is not None:
+            raise error
+        return self._tensors
+
+
+class Messages:
+    """The messages of one group that were not done when they were called."""
+
+    def __init__(self, name: str, communicator: Communicator) -> None:
+        self._name = name
+        self._communicator = communicator
+        self._left: queue.SimpleQueue[MessageWork | None] = queue.SimpleQueue()
+        self._pending: list[MessageWork] = []
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._leaving = False  # set by the thread that ends the process, read by the group's
+        self.closed = False
+        end_before_the_interpreter(self)
+
+    def look_after(self, work: MessageWork) -> None:
+        """Make sure that ``work`` gets done, and its tensors live until then, even if it is dropped."""
+        self._left.put(work)
+        if self._thread is None:
+            with self._starting:
+                if self._thread is None and not self.closed:
+                    thread = threading.Thread(target=self._serve, name=f"phalanx-mail-{self._name}", daemon=True)
+                    thread.start()
+                    self._thread = thread
+
+    def refuse_if_closed(self) -> None:
+        if self.closed:
+            raise ClosedError(f"process group {self._name!r} was used after it had been destroyed")
+
+    def close(self) -> None:
+        """End the thread; messages that are not done are given up, and raise ClosedError."""
+        with self._starting:
+            self.closed = True
+        self._communicator.end_messages()
+        self._left.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._take_new()
+        # A thread that waits for a message comes back now, but may need a moment to explain what it found.
+        patience = time.monotonic() + LEAVING_S
+        for work in self._pending:
+            while not work.attend() and time.monotonic() < patience:
+                time.sleep(PATIENCE_S)
+        self._pending = []
+
+    def leave(self) -> list[threading.Thread]:
+        """Ask the thread to end, whatever is still under way; the process exits."""
+        self._leaving = True
+        self._left.put(None)
+        return [] if self._thread is None else [self._thread]
+
+    def _serve(self) -> None:
+        while not (self.closed or self._leaving):
+            new = not self._pending
+            if new:
+                self._take(self._left.get())
+            if self._take_new() or new:
+                # Most messages are waited for at once by their own thread; then this one only gets in the way.
+                time.sleep(PATIENCE_S)
+            self._pending = [work for work in self._pending if not work.attend()]
+            if self._pending and not (self.closed or self._leaving):
+                self._communicator.rest()
+
+    def _take(self, work: MessageWork | None) -> None:
+        if work is not None:
+            self._pending.append(work)
+
+    def _take_new(self) -> bool:
+        before = len(self._pending)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._take(self._left.get_nowait())
+        return len(self._pending) > before

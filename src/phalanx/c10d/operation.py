@@ -1,0 +1,94 @@
+"""One queued call of a process group, and what came of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.watch import call_site
+
+__all__ = ["Operation"]
+
+
+class Operation:
+    """One queued call: what to run, whether it has run, and what came of it."""
+
+    __slots__ = ("_body", "_completed", "_done_event", "_future", "_lock", "_site", "done", "error", "result")
+
+    def __init__(self, body: Callable[[], None], result: list[torch.Tensor]) -> None:
+        self._body: Callable[[], None] | None = body
+        self._site = call_site.capture(3)  # by whoever runs it, the stack of the call is gone
+        self.result = result
+        self._completed = False
+        self.done = False
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._done_event: threading.Event | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def run(self) -> None:
+        """Run the body and wake who waits. Called once, by the holder of the group's lock."""
+        body, self._body = self._body, None  # what the body holds on to must not outlive it
+        assert body is not None
+        call_site.running.site = self._site
+        try:
+            body()
+        except BaseException as error:
+            self.error = error
+        finally:
+            call_site.running.site = None
+        with self._lock:
+            self.done = True
+            event = self._done_event
+        if event is not None:
+            event.set()
+
+    def complete(self) -> None:
+        """Complete the future, which runs its callbacks here. Called once, after ``run``, without the lock."""
+        with self._lock:
+            future, self._completed = self._future, True
+        if future is not None:
+            future.set_result(None)
+
+    def finish(self) -> None:
+        """Complete the future, on the thread that ran the operation, then raise what interrupted that thread.
+
+        A Ctrl-C is this thread's own, whoever called the operation that it fell into.
+        """
+        self.complete()
+        if self.error is not None and not isinstance(self.error, Exception):
+            raise self.error
+
+    def wait_done(self, timeout_s: float | None) -> bool:
+        """Block until the operation has run; False when the timeout came first."""
+        with self._lock:
+            if self.done:
+                return True
+            if self._done_event is None:
+                self._done_event = threading.Event()
+        return self._done_event.wait(timeout_s)
+
+    def future(self) -> torch.futures.Future[Any]:
+        """A future of the result tensors, or of the error.
+
+        An error is raised in a callback behind the future that is completed, not set on it: torch stores an
+        exception set from Python as a value, which C++ callers (DDP) then take for tensors.
+        """
+        base: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:
+            if self._future is None:
+                self._future = base
+                completed = self._completed
+            else:
+                base, completed = self._future, False
+        if completed:
+            base.set_result(None)
+        return base.then(self._outcome)
+
+    def _outcome(self, _: object) -> list[torch.Tensor]:
+        if self.error is not None:
+            raise self.error
+        return self.result

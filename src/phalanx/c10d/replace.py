@@ -1,0 +1,85 @@
+"""Standing in for another backend: scripts that ask for ``gloo`` get ``phalanx``, unmodified.
+
+``phalanx run --replace gloo`` sets PHALANX_REPLACE, and so can anybody by hand, under torchrun for one. The variable is
+read once, at ``import torch`` (``register.py``); from then on every name of a backend that a program or a framework
+gives to torch is rewritten where torch itself takes it in. That covers ``init_process_group("gloo")``,
+``"cpu:gloo,cuda:nccl"``, torch's own default on a machine without accelerators, and ``new_group(backend="gloo")``.
+
+Decisions.
+
+- ``dist.get_backend()`` says ``phalanx``: it is what serves the group, and what is known of Gloo (no AVG, no float16
+  reduce-scatter) is not true of it. Scripts that compare with ``"gloo"`` do so to work around one of those, or for
+  ``monitored_barrier``, which torch refuses to every other name; that one call is let through to our own.
+- Only names are rewritten, never classes: who makes a ``ProcessGroupGloo`` itself, as our groups do for what they
+  leave to Gloo, gets Gloo.
+- nccl, xccl and the like are not replaced. They move tensors between devices; Phalanx's transport moves CPU tensors.
+  CUDA tensors in a group that asked for gloo go over Gloo, as they would have (``vendor.py``).
+
+This module imports nothing of torch: the launcher, which never loads it, checks ``--replace`` with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+
+from phalanx import settings
+from phalanx.errors import ArgumentError
+
+__all__ = ["REPLACEABLE", "names_to_replace", "replaces", "stand_in"]
+
+REPLACEABLE = ("gloo", "mpi")
+_CHOICES = " or ".join(REPLACEABLE)
+_VENDORS = ("nccl", "xccl", "hccl", "ucc", "rccl", "cncl", "mccl")
+
+
+def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str, ...]:
+    """The backends that ``text`` lists, separated by commas; none if it is empty.
+
+    Args:
+        text: ``gloo``, ``mpi`` or ``gloo,mpi``; upper case is as good.
+        source: who says so, for the error.
+
+    Raises:
+        ArgumentError: a name is none of a backend that Phalanx can stand in for.
+    """
+    names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name in _VENDORS:
+            raise ArgumentError(
+                f"{source} {text}: {name} moves tensors between devices, and Phalanx itself moves CPU tensors. "
+                f"Keep {name} for the device (of cpu:gloo,cuda:nccl only gloo is replaced), and replace {_CHOICES}"
+            )
+        if name not in REPLACEABLE:
+            raise ArgumentError(
+                f"{source} {text}: {name!r} is no backend that Phalanx stands in for; choose {_CHOICES}"
+            )
+    return names
+
+
+def replaces(name: str, environment: Mapping[str, str] | None = None) -> bool:
+    """Whether PHALANX_REPLACE lists this backend. A variable that makes no sense lists none.
+
+    Args:
+        name: a backend's, in lower case.
+        environment: where the variable is read; ``os.environ`` by default.
+    """
+    environment = os.environ if environment is None else environment
+    return name in {part.strip().lower() for part in environment.get(settings.REPLACE, "").split(",")}
+
+
+def stand_in(backend: str, names: Collection[str]) -> str:
+    """``backend`` as a program asks for it, with ours in the place of each of ``names``.
+
+    Args:
+        backend: one name, or a list of them by device: ``gloo``, ``cpu:gloo,cuda:nccl``.
+        names: in lower case.
+
+    Returns:
+        The same in which ``phalanx`` stands for them; whatever else is in it is left as it is.
+    """
+    entries = []
+    for entry in backend.split(","):
+        device, colon, name = entry.rpartition(":")
+        entries.append(f"{device}{colon}{settings.BACKEND}" if name.strip().lower() in names else entry)
+    return ",".join(entries)

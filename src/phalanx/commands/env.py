@@ -1,0 +1,149 @@
+"""``phalanx env``: what this process would be, if it called ``phalanx.init()`` now."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import click
+
+from phalanx import settings
+from phalanx.place.environment import Reading, read_environment
+from phalanx.rendezvous.meeting_point import meeting_point
+from phalanx.system.device_files import accelerator_files
+
+__all__ = ["env"]
+
+
+_LATER = "found out together, once the ranks have met"
+
+
+@click.command()
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object; null where only the joined world can tell."
+)
+@click.option(
+    "--local_rank",
+    "--local-rank",
+    "local_rank",
+    metavar="N",
+    help="What an older launcher gives a script as an argument; -1 for not distributed.",
+)
+def env(as_json: bool, local_rank: str | None) -> None:
+    """Say which launcher started this process, and what its place in the world would be.
+
+    Put it where your script stands. Nothing is joined, no port is opened.
+
+    \b
+      phalanx env                             in this shell: usually a world of one
+      mpiexec -n 2 phalanx env                what each rank of an MPI job would be
+      srun -N 2 -n 8 phalanx env --json       one JSON object for each rank
+      torchrun --nproc-per-node 2 --no-python phalanx env
+
+    The variables behind each fact stand beside it. Launchers that do not say on which node a rank is (MPI's say it
+    never) leave that open here: the ranks find it out together when phalanx.init() joins them.
+
+    \b
+    The object of --json has launcher, rank, world_size, local_rank, local_world_size, node_rank, num_nodes,
+    master_addr, master_port, device and backend. launcher is one of torchrun, mpich, intelmpi, openmpi, mvapich,
+    pals, slurm, lsf, kubeflow, sagemaker, azureml, tpu, horovod, pai, phalanx, env (RANK and WORLD_SIZE, set by
+    hand) and none.
+
+    torch is imported only on a machine with an accelerator, to name the device.
+
+    \b
+    Exit codes: 0; 2 if the variables describe no process (half set, no numbers, or two launchers that contradict
+    each other), with the reason on standard error.
+    """
+    shown = view(read_environment(arguments=[] if local_rank is None else ["--local_rank", local_rank]))
+    if as_json:
+        click.echo(json.dumps(shown.values))
+        for note in shown.notes:
+            click.echo(f"phalanx: note: {note}", err=True)
+        return
+    click.echo(as_text(shown), nl=False)
+
+
+@dataclass(frozen=True)
+class View:
+    """The answer, before any rank has met another.
+
+    Attributes:
+        values: what ``phalanx env --json`` prints; None where only the joined world can tell.
+        sources: for each of these values, what it comes from.
+        notes: what the user should know.
+    """
+
+    values: dict[str, int | str | None]
+    sources: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def view(reading: Reading) -> View:
+    """What is known of this process before it joins. Imports torch only where a device file shows up."""
+    values: dict[str, int | str | None] = {"launcher": reading.name}
+    sources = {"launcher": "no variable of a launcher is set"}
+    if reading.launcher is not None:
+        sources["launcher"] = f"{reading.launcher.title}, by {reading.signs}"
+    for name in ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"):
+        values[name] = reading.number(name)
+        sources[name] = reading.said(name) or _LATER
+    values["master_addr"], sources["master_addr"] = reading.word("master_addr"), reading.said("master_addr")
+    values["master_port"], sources["master_port"] = reading.number("master_port"), reading.said("master_port")
+    point = meeting_point(reading.place()) if (values["world_size"] or 1) != 1 else None
+    if point is not None:
+        values["master_addr"], sources["master_addr"] = point.address, point.source
+        values["master_port"], sources["master_port"] = point.ports[0], "" if point.fixed else "the first that is tried"
+    values["device"], sources["device"], values["backend"], sources["backend"] = _device(reading)
+    notes = list(reading.notes)
+    if values["world_size"] is None and reading.launcher is not None:
+        notes.append(f"the world size is not in the variables. {reading.launcher.unknown_world}")
+    return View(values, sources, tuple(notes))
+
+
+def _device(reading: Reading) -> tuple[str | None, str, str | None, str]:
+    if not accelerator_files():
+        return "cpu", "no accelerator on this machine", settings.BACKEND, "the default for the CPU"
+    # What the driver shows may be hidden from this process, or be a display: only torch can tell.
+    from phalanx.topology.device import choose_device, default_backend, find_accelerator
+
+    local_rank = reading.number("local_rank")
+    if local_rank is None:
+        return None, f"needs the local rank, which is {_LATER}", None, "depends on the device"
+    neighbours = reading.number("local_world_size") or local_rank + 1
+    device = choose_device(reading.number("rank") or 0, local_rank, neighbours, None, find_accelerator())
+    return (
+        str(device),
+        "torch.accelerator and the local rank",
+        default_backend(device),
+        f"the default for {device.type}",
+    )
+
+
+def as_text(shown: View) -> str:
+    """The view as lines for people: what, its value, and where it comes from."""
+    values = {name: "?" if value is None else str(value) for name, value in shown.values.items()}
+    lines = [
+        ("launcher", values["launcher"], shown.sources["launcher"]),
+        ("rank", f"{values['rank']} of {values['world_size']}", _both(shown, "rank", "world_size")),
+        (
+            "local rank",
+            f"{values['local_rank']} of {values['local_world_size']}",
+            _both(shown, "local_rank", "local_world_size"),
+        ),
+        ("node", f"{values['node_rank']} of {values['num_nodes']}", _both(shown, "node_rank", "num_nodes")),
+        (
+            "master",
+            f"{values['master_addr']}:{values['master_port']}" if shown.values["master_addr"] else "?",
+            _both(shown, "master_addr", "master_port"),
+        ),
+        ("device", values["device"], shown.sources["device"]),
+        ("backend", values["backend"], shown.sources["backend"]),
+    ]
+    width = max(len(value) for _, value, _ in lines)
+    text = [f"{name:<12}{value:<{width}}  {source}".rstrip() for name, value, source in lines]
+    return "\n".join([*text, *(f"note: {note}" for note in shown.notes)]) + "\n"
+
+
+def _both(shown: View, *names: str) -> str:
+    return ", ".join(dict.fromkeys(shown.sources[name] for name in names if shown.sources[name]))

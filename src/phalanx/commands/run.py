@@ -1,0 +1,230 @@
+"""``phalanx run``: its options, and the job that they describe."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict
+
+import click
+
+from phalanx import settings
+from phalanx.c10d.replace import names_to_replace
+from phalanx.errors import LaunchError
+from phalanx.launch.job.binding import Bind
+from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
+from phalanx.launch.job.job import Plan, make_plan
+from phalanx.launch.job.mpi_launcher import find_mpi_launcher
+from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
+from phalanx.launch.job.target import find_target
+from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
+
+__all__ = ["run"]
+
+# A module name ends the options: everything after it is the module's own, as it is with python -m.
+_RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.command(context_settings=_RUN_SETTINGS)
+@click.option(
+    "-n",
+    "--ranks",
+    type=int,
+    metavar="N",
+    help="How many ranks (processes) to start.  [default: 1, or as many as the hosts take]",
+)
+@click.option("-m", "module", is_flag=True, help="TARGET is a module, as with python -m.")
+@click.option(
+    "--rehearse",
+    metavar="NODESxRANKS",
+    help="As if on that many hosts with so many ranks each, or on hosts of 1,3,2 ranks: all here, on the CPU.",
+)
+@click.option(
+    "--placement",
+    type=click.Choice(["block", "cyclic"]),
+    help="With --rehearse: fill one host after the other, or all in turn.  [default: block]",
+)
+@click.option(
+    "--bind",
+    type=click.Choice(["none", "core", "numa"]),
+    default="none",
+    show_default=True,
+    help="Bind each rank to a share of the cores of its own, or to the cores of one NUMA node. Only where the machine "
+    "is yours alone: two jobs that bind crowd onto the same cores, and a data loader's workers onto their rank's.",
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Where ranks compute: cpu, cuda, xpu, npu, … (PHALANX_DEVICE); phalanx.init(device=...) overrides it.  "
+    "[default: the accelerator of each local rank, or cpu]",
+)
+@click.option(
+    "--pass-local-rank",
+    is_flag=True,
+    help="Give TARGET --local_rank=R before its arguments, as torch.distributed.launch did.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still told.")
+@click.option("--no-prefix", is_flag=True, help="Do not write '[rank 3]' before each line of output.")
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0.0),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long ranks may take to end after they were asked to, before they are killed.",
+)
+@click.option(
+    "--mpi",
+    metavar="COMMAND",
+    help="Let this MPI launcher start the ranks: mpiexec, mpirun, srun, or a path to one; with its own options in "
+    "quotes: --mpi 'mpiexec -iface ib0'.",
+)
+@click.option("-H", "--hosts", metavar="HOST:N,...", help="With --mpi: where, and how many on each; in rank order.")
+@click.option("--hostfile", metavar="FILE", help="With --mpi: the same from a file, a host a line (h1:4, h1 slots=4).")
+@click.option("--ppn", type=int, metavar="N", help="With --hosts or --hostfile: the most ranks a host takes.")
+@click.option(
+    "--address",
+    metavar="ADDR",
+    help="With --mpi: this host's address on the ranks' network, if another is found.",
+)
+@click.option(
+    "--replace",
+    metavar="NAME,...",
+    envvar=settings.REPLACE,
+    help="Give scripts that ask for this backend (gloo, mpi) the backend phalanx in its place.",
+)
+@click.option(
+    "--interface",
+    metavar="NAME",
+    help="The network interface of every rank's host that ranks talk over (ib0), if another is found.",
+)
+@click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object instead of the table.")
+@click.argument("target", metavar="TARGET")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
+def run(
+    ranks: int | None,
+    module: bool,
+    rehearse: str | None,
+    placement: Placement | None,
+    bind: Bind,
+    device: str | None,
+    pass_local_rank: bool,
+    quiet: bool,
+    no_prefix: bool,
+    grace: float,
+    mpi: str | None,
+    hosts: str | None,
+    hostfile: str | None,
+    ppn: int | None,
+    address: str | None,
+    replace: str | None,
+    interface: str | None,
+    dry_run: bool,
+    as_json: bool,
+    target: str,
+    arguments: tuple[str, ...],
+) -> Plan | None:
+    """Start TARGET as N processes that know their place.
+
+    TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
+    other program. Options for the launcher stand before it; everything after it is its own.
+
+    \b
+      phalanx run -n 4 train.py --lr 0.1      four ranks of a script
+      phalanx run -n 2 -m package.train       two ranks of a module
+      phalanx run -n 8 --dry-run train.py     who would run where
+      phalanx run --rehearse 32x8 train.py    256 ranks, as if on 32 hosts
+      phalanx run -n 2 ./simulate --fast      a program that is not Python
+      phalanx run -n 4 --mpi mpiexec mpi.py   four ranks that can use MPI
+      phalanx run --mpi mpiexec -H h1:4,h2:4 mpi.py
+      phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
+
+    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in
+    its environment, so scripts written for torchrun run unchanged. Scripts of Python are forked from one
+    process that has imported torch, so starting many costs little more than starting one.
+
+    With --mpi the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or
+    on others that it can reach and that see the same files; everything else is as without. Such ranks can use MPI
+    (init_process_group("mpi"), mpi4py). They import torch each for itself. Open MPI is told that root may start it.
+
+    With --rehearse ranks have the node ranks, local ranks, hosts and groups that they would have on such hosts. They
+    compute on the CPU, talk through shared memory, and share this machine's cores: what fails there for its size or
+    its placement fails here, but nothing is as fast.
+
+    With --replace gloo, whatever asks torch for gloo gets Phalanx's shared memory, unmodified: a script with
+    init_process_group("gloo") or "cpu:gloo,cuda:nccl", torch's own default for the CPU, new_group(backend="gloo"),
+    Hugging Face Trainer, Accelerate, Lightning. torch.distributed.get_backend() then says phalanx. It is the same as
+    PHALANX_REPLACE=gloo in the environment, which also holds under torchrun and others. nccl cannot be replaced.
+
+    OMP_NUM_THREADS is each rank's share of the cores unless you set it. Rank 0 reads the launcher's standard
+    input, unless that is a terminal; the others read nothing.
+
+    \b
+    Exit codes: 0 when every rank ends well; otherwise that of the rank that failed first (128 + signal if it
+    was killed); 2 for a mistake on the command line; 130 after Ctrl-C. A second Ctrl-C kills at once.
+    """
+    if placement is not None and rehearse is None:
+        raise LaunchError(
+            f"--placement {placement}: is for hosts that are rehearsed; add --rehearse 2x4, or leave it out"
+        )
+    plan = make_plan(
+        ranks,
+        find_target(target, arguments, module=module),
+        grace_s=grace,
+        quiet=quiet,
+        prefix=not no_prefix,
+        mpi=find_mpi_launcher(mpi) if mpi is not None else None,
+        hosts=_hosts(hosts, hostfile),
+        ppn=ppn,
+        address=address,
+        rehearsal=parse_rehearsal(rehearse, placement or "block") if rehearse is not None else None,
+        bind=bind,
+        device=device,
+        pass_local_rank=pass_local_rank,
+        replace=names_to_replace(replace, source="--replace") if replace else (),
+        interface=interface,
+    )
+    if as_json and not dry_run:
+        raise LaunchError("--json describes a job that is not started; add --dry-run")
+    if not dry_run:
+        return plan
+    raise_file_limit()
+    check_limits(plan.ranks, machine_limits(python=plan.target.is_python, forked=plan.mpi is None))
+    _describe(plan, as_json)
+    return None
+
+
+def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:
+    if hosts is not None and hostfile is not None:
+        raise LaunchError("--hosts and --hostfile both say where the ranks run; give one of them")
+    if hosts is not None:
+        return parse_hosts(hosts)
+    return read_hostfile(hostfile) if hostfile is not None else []
+
+
+def _describe(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        description = {
+            "host": plan.host,
+            "world_size": plan.ranks,
+            "cores": plan.cores,
+            "target": {"kind": plan.target.kind, "path": plan.target.path, "argv": list(plan.target.argv)},
+            "mpi": plan.mpi.command(plan.ranks, plan.hosts, ["RANK"], "HOSTS") if plan.mpi is not None else None,
+            "rehearsal": asdict(plan.rehearsal) if plan.rehearsal is not None else None,
+            "bind": plan.bind,
+            "cpus": list(map(list, plan.cpus)) if plan.cpus else None,
+            "ranks": [asdict(row) for row in plan.rows()],
+            "notes": plan.warnings(),
+        }
+        click.echo(json.dumps(description))
+        return
+    from phalanx.topology.table import format_rank_table
+
+    click.echo(format_rank_table(plan.rows(), title=plan.title()), nl=False)
+    if plan.mpi is not None:
+        words = plan.mpi.command(plan.ranks, plan.hosts, [plan.target.name, *plan.target.argv[1:]], "HOSTS")
+        click.echo(f"started by {plan.mpi.title}: {shlex.join(words)}")
+    if not plan.quiet:
+        for warning in plan.warnings():
+            click.echo(f"phalanx: note: {warning}", err=True)

@@ -1,0 +1,341 @@
+"""What is to be started, decided before anything is: pure values, so that a dry run prints the truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx import settings
+from phalanx.errors import LaunchError
+from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
+from phalanx.launch.job.host_slots import HostSlots, address_towards, fill_hosts, own_address
+from phalanx.launch.job.mpi_launcher import MpiLauncher
+from phalanx.launch.job.rehearsal import Rehearsal
+from phalanx.launch.job.target import Target
+from phalanx.system import interfaces
+from phalanx.system.device_files import accelerator_files
+from phalanx.system.limits import usable_cores
+from phalanx.topology.table import RankRow
+from phalanx.wire.key import new_key
+
+__all__ = ["Plan", "make_plan", "threads_per_rank"]
+
+MASTER_ADDR = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job, on this host unless an MPI launcher starts it.
+
+    Attributes:
+        ranks: how many processes to start.
+        target: what each of them runs.
+        run_id: a name no other job has; ``PHALANX_RUN_ID`` in the ranks.
+        host: this machine's name.
+        cores: cores the job may use, all ranks together.
+        threads: ``OMP_NUM_THREADS`` of each rank; empty if its cores, which are not known yet, decide.
+        grace_s: seconds a rank is given to end after it was asked to.
+        quiet: print neither the table nor notices.
+        prefix: write ``[rank 3]`` before each line of output.
+        mpi: what starts the ranks; None for the built-in launcher.
+        hosts: where they run, each with its number of ranks; empty for this host, or where the MPI launcher decides.
+        address: where the ranks find the launcher, and the store.
+        rehearsal: the hosts that the ranks are told they are on; None for where they are.
+        bind: how ranks are bound to cores.
+        cpus: the logical cores of each rank; empty if they are not bound.
+        device: ``PHALANX_DEVICE`` of the ranks; None for what the user's environment says, or the machine has.
+        pass_local_rank: give the target ``--local_rank``, before its own arguments.
+        replace: the backends for which Phalanx's stands in.
+        interface: the network interface that ranks use; empty for the one that routes to the others.
+        key: what proves that a process is one of this job's ranks.
+    """
+
+    ranks: int
+    target: Target
+    run_id: str
+    host: str
+    cores: int
+    threads: str
+    grace_s: float = 1.0
+    quiet: bool = False
+    prefix: bool = True
+    mpi: MpiLauncher | None = None
+    hosts: tuple[HostSlots, ...] = ()
+    address: str = MASTER_ADDR
+    rehearsal: Rehearsal | None = None
+    bind: Bind = "none"
+    cpus: tuple[tuple[int, ...], ...] = ()
+    device: str | None = None
+    pass_local_rank: bool = False
+    replace: tuple[str, ...] = ()
+    interface: str = ""
+    key: str = field(default="", repr=False)
+
+    def title(self) -> str:
+        """The line above the rank table."""
+        count = f"{self.ranks} rank" + ("s" if self.ranks > 1 else "")
+        title = f"phalanx run: {count} of {self.target.name}"
+        return title if self.rehearsal is None else f"{title}, {self.rehearsal.title(self.host)}"
+
+    def target_of(self, local_rank: int) -> Target:
+        """What the rank with this local rank runs."""
+        if not self.pass_local_rank:
+            return self.target
+        first, *own = self.target.argv
+        return dataclasses.replace(self.target, argv=(first, f"--local_rank={local_rank}", *own))
+
+    def rows(self) -> list[RankRow]:
+        """The rank table of this job, as far as it is known before anything has been started."""
+        threads = int(self.threads.partition(",")[0]) if self.threads else None
+        if self.mpi is not None:
+            seats = [
+                (node, host.name, local)
+                for node, host in enumerate(self.hosts or [HostSlots(self.host, self.ranks)])
+                for local in range(host.slots or 0)
+            ]
+            return [
+                RankRow(rank, node, name, local, self.device_of(local), None, None, threads)
+                for rank, (node, name, local) in enumerate(seats)
+            ]
+        cores = [len(cpus) for cpus in self.cpus] or [self.cores] * self.ranks
+        if self.rehearsal is not None:
+            return [
+                RankRow(
+                    rank,
+                    seat.node_rank,
+                    self.rehearsal.host(seat.node_rank),
+                    seat.local_rank,
+                    "cpu",
+                    None,
+                    cores[rank],
+                    threads,
+                )
+                for rank, seat in enumerate(self.rehearsal.seats())
+            ]
+        return [
+            RankRow(rank, 0, self.host, rank, self.device_of(rank), None, cores[rank], threads)
+            for rank in range(self.ranks)
+        ]
+
+    def device_of(self, local_rank: int) -> str:
+        """What the rank will compute on, as far as that can be told without torch."""
+        if self.device is None:
+            return "?" if accelerator_files() else "cpu"
+        return self.device if self.device == "cpu" or ":" in self.device else f"{self.device}:{local_rank}"
+
+    def environment(self, rank: int, *, port: int, rows: Sequence[RankRow] | None = None) -> dict[str, str]:
+        """What is added to the environment of ``rank``: everything torchrun sets, and Phalanx's own.
+
+        Args:
+            rank: the process, from 0 to ``ranks - 1``.
+            port: where the store listens, or will be opened by rank 0 of a program that is not Python.
+            rows: where the ranks are, in their order; by default as planned.
+        """
+        if rows is None and self.mpi is None:
+            rows = self.rows()
+        world = str(self.ranks)
+        local_rank, node_rank, beside, nodes, threads = rank, 0, self.ranks, 1, self.threads
+        if rows is not None:
+            local_rank, node_rank = rows[rank].local_rank, rows[rank].node_rank
+            beside = sum(row.node_rank == node_rank for row in rows)
+            nodes = 1 + max(row.node_rank for row in rows)
+            threads = self.threads or str(rows[rank].threads or 1)
+        # A Python target's streams are set to line buffering directly; its own children are left alone.
+        unbuffered = {} if self.target.is_python else {"PYTHONUNBUFFERED": "1"}
+        own: dict[str, str] = {}
+        if self.interface:
+            own[settings.INTERFACE] = self.interface
+            own["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME") or self.interface
+        if self.key:
+            own[settings.KEY] = self.key
+        return {
+            **unbuffered,
+            **own,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": str(beside),
+            "GROUP_RANK": str(node_rank),
+            "GROUP_WORLD_SIZE": str(nodes),
+            "ROLE_RANK": str(rank),
+            "ROLE_NAME": "default",
+            "ROLE_WORLD_SIZE": world,
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            # "True": the launcher hosts the store, so every rank is a client and rank 0 may leave first.
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.target.is_python or self.mpi is not None),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "OMP_NUM_THREADS": threads,
+            settings.RUN_ID: self.run_id,
+            # So that phalanx.init() does not print the table a second time.
+            settings.TABLE_SHOWN: "1",
+            **({} if self.device is None else {settings.DEVICE: self.device}),
+            **({} if self.rehearsal is None else self.rehearsal.environment(node_rank)),
+            **self.before_torch(),
+        }
+
+    def before_torch(self) -> dict[str, str]:
+        """What must be in the environment when torch is imported, which may be before there are ranks."""
+        return {settings.REPLACE: ",".join(self.replace)} if self.replace else {}
+
+    def warnings(self) -> list[str]:
+        """What the user should know before the job runs, one line each."""
+        warnings = [] if self.rehearsal is None else [self.rehearsal.note()]
+        if self.mpi is None and self.ranks > self.cores:
+            warnings.append(
+                f"{self.ranks} ranks share {self.cores} cores; they will take turns, "
+                f"and a timing says little about a machine with a core each"
+            )
+        return warnings
+
+
+def threads_per_rank(ranks: int, cores: int, environment: Mapping[str, str]) -> str:
+    """``OMP_NUM_THREADS`` for each rank: the user's own value, or an equal share of the cores, at least 1.
+
+    Raises:
+        LaunchError: the user's value is not a number, or a list of numbers, of threads.
+    """
+    own = environment.get("OMP_NUM_THREADS", "")
+    if not own:
+        return str(max(1, cores // ranks))
+    if not all(part.strip().isdigit() and int(part) > 0 for part in own.split(",")):
+        raise LaunchError(f"OMP_NUM_THREADS is {own!r}, which is no number of threads; correct or unset it")
+    return own
+
+
+def make_plan(
+    ranks: int | None,
+    target: Target,
+    *,
+    grace_s: float = 1.0,
+    quiet: bool = False,
+    prefix: bool = True,
+    mpi: MpiLauncher | None = None,
+    hosts: Sequence[HostSlots] = (),
+    ppn: int | None = None,
+    address: str | None = None,
+    rehearsal: Rehearsal | None = None,
+    bind: Bind = "none",
+    device: str | None = None,
+    pass_local_rank: bool = False,
+    replace: Sequence[str] = (),
+    interface: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Plan:
+    """Lay out ``ranks`` processes.
+
+    Args:
+        ranks: how many; at least 1. None for one, or for as many as the hosts take.
+        target: what each runs.
+        grace_s: seconds between asking a rank to end and killing it.
+        quiet: print neither the table nor notices.
+        prefix: write ``[rank 3]`` before each line of output.
+        mpi: what starts them; None for the built-in launcher, on this host.
+        hosts: where they may run; only with ``mpi``.
+        ppn: the most that a host takes.
+        address: where ranks on other hosts reach this one; found out by default.
+        rehearsal: the hosts to place them on in words only; it says how many ranks there are.
+        bind: how ranks are bound to cores.
+        device: where they compute: ``cpu``, ``cuda``, ``cuda:1``, …
+        pass_local_rank: give the target ``--local_rank``.
+        replace: the backends for which Phalanx's stands in.
+        interface: the network interface that ranks use; by default the one that routes to the others.
+        environment: where the user's own settings are read; ``os.environ`` by default.
+
+    Raises:
+        LaunchError: the number of ranks or of threads makes no sense, the hosts do not take them, there are fewer cores
+            than ranks to bind, or two options contradict each other.
+    """
+    if environment is None:
+        environment = os.environ
+    _check_together(ranks, mpi, rehearsal, bind, device)
+    if ranks is not None and ranks < 1:
+        raise LaunchError(f"-n {ranks}: a job has at least one rank")
+    if mpi is None and (hosts or ppn is not None or address is not None):
+        raise LaunchError(
+            "--hosts, --hostfile, --ppn and --address are for an MPI launcher to carry out; the built-in one starts "
+            "ranks on this machine. Add --mpi mpiexec"
+        )
+    if ppn is not None and (ppn < 1 or not hosts):
+        raise LaunchError(f"--ppn {ppn}: is how many ranks each host of --hosts or --hostfile takes, at least 1")
+    if interface is not None and mpi is None and interface not in interfaces.interface_addresses():
+        raise LaunchError(
+            f"--interface {interface}: this host has none of that name; its interfaces are "
+            f"{interfaces.describe_interfaces()}"
+        )
+    filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
+    count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
+    count = count if rehearsal is None else rehearsal.ranks
+    cores = usable_cores()
+    cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" else []
+    shared = Counter(cpus)
+    # A rank's threads are as many as its cores, divided by the ranks that are bound to the same ones.
+    threads = threads_per_rank(1, min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
+    if mpi is not None and not environment.get("OMP_NUM_THREADS"):
+        threads = ""
+    return Plan(
+        ranks=count,
+        target=target,
+        run_id=f"phalanx-{secrets.token_hex(6)}",
+        host=socket.gethostname(),
+        cores=cores,
+        threads=threads,
+        grace_s=grace_s,
+        quiet=quiet,
+        prefix=prefix,
+        mpi=mpi,
+        hosts=filled,
+        address=address or _address(mpi, filled, environment),
+        rehearsal=rehearsal,
+        bind=bind,
+        cpus=tuple(cpus),
+        device=device or ("cpu" if rehearsal is not None else environment.get(settings.DEVICE) or None),
+        pass_local_rank=pass_local_rank,
+        replace=tuple(replace),
+        interface=interface or "",
+        key=new_key(),
+    )
+
+
+def _check_together(
+    ranks: int | None, mpi: MpiLauncher | None, rehearsal: Rehearsal | None, bind: Bind, device: str | None
+) -> None:
+    """Refuse options that cannot both be carried out."""
+    if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
+        raise LaunchError(f"--device {device}: is no device. Say cpu, cuda, cuda:1 or the like, as torch does")
+    if mpi is not None and bind != "none":
+        raise LaunchError(
+            f"--bind {bind}: an MPI launcher binds its ranks by options of its own: --mpi 'mpiexec -bind-to {bind}' "
+            f"for MPICH, --mpi 'mpirun --bind-to {bind}' for Open MPI, I_MPI_PIN_DOMAIN={bind} for Intel MPI"
+        )
+    if rehearsal is None:
+        return
+    if mpi is not None:
+        raise LaunchError(
+            "--rehearse places ranks on hosts that are not there, which an MPI launcher cannot; leave one"
+        )
+    if ranks is not None and ranks != rehearsal.ranks:
+        raise LaunchError(
+            f"-n {ranks} contradicts --rehearse {rehearsal.given}, which is {rehearsal.ranks} ranks; leave -n out"
+        )
+    if device not in (None, "cpu"):
+        raise LaunchError(f"--device {device}: a rehearsal has the CPU in place of devices; leave one of the two out")
+
+
+def _address(mpi: MpiLauncher | None, hosts: Sequence[HostSlots], environment: Mapping[str, str]) -> str:
+    """Loopback as long as every rank is here, so that nobody else can even connect."""
+    if hosts:
+        return address_towards(host.name for host in hosts)
+    if mpi is not None and mpi.may_leave_this_host(environment):
+        return own_address()
+    return MASTER_ADDR

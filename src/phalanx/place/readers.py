@@ -1,0 +1,325 @@
+"""Reading launchers' variables: a value, and which variable said so.
+
+A row of ``launchers.py`` is made of readers. Each knows the names it reads, so that an error can name them, and gives
+None where none of them is set. What is set and makes no sense is an error at once: it names the variable and its value.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import LauncherEnvironmentError
+from phalanx.place.node_lists import expand_node_list, expand_task_counts
+
+__all__ = [
+    "Environment",
+    "Finding",
+    "ListOf",
+    "Reader",
+    "comma_list",
+    "constant",
+    "first",
+    "first_host",
+    "host_of",
+    "host_slots",
+    "index_of",
+    "json_list",
+    "length_of",
+    "lines_of",
+    "node_list",
+    "number",
+    "number_unless",
+    "port",
+    "tasks_on_node",
+    "text",
+    "this_host_in",
+    "together",
+    "whole_number",
+]
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A value, and what it was read from: ``RANK=3``."""
+
+    value: int | str
+    source: str
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How one fact is read.
+
+    Attributes:
+        names: the variables it looks at, for people.
+        read: gives the finding, or None where nothing is set.
+    """
+
+    names: str
+    read: Callable[[Environment], Finding | None]
+
+    def __call__(self, environment: Environment) -> Finding | None:
+        return self.read(environment)
+
+
+def whole_number(name: str, value: str) -> int:
+    """``value`` as a number.
+
+    Raises:
+        LauncherEnvironmentError: it is none.
+    """
+    # int() alone would take 1_000 and digits of other scripts, which no launcher writes.
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
+        raise LauncherEnvironmentError(f"{name}={value!r} is no whole number")
+    return int(value)
+
+
+def number(*names: str) -> Reader:
+    """The first of these variables that is set, as a whole number."""
+
+    def read(environment: Environment) -> Finding | None:
+        for name in names:
+            if name in environment:
+                value = whole_number(name, environment[name])
+                return Finding(value, f"{name}={value}")
+        return None
+
+    return Reader(" or ".join(names), read)
+
+
+def number_unless(name: str, words: str) -> Reader:
+    """A whole number, unless the value is one that says "find out" (a regular expression): then as if not set."""
+    inner = number(name)
+    return Reader(
+        name, lambda environment: None if re.fullmatch(words, environment.get(name, "")) else inner(environment)
+    )
+
+
+def text(*names: str) -> Reader:
+    """The first of these variables that is set and not empty, as it is."""
+
+    def read(environment: Environment) -> Finding | None:
+        for name in names:
+            if environment.get(name):
+                return Finding(environment[name], f"{name}={environment[name]}")
+        return None
+
+    return Reader(" or ".join(names), read)
+
+
+def together(*names: str) -> Reader:
+    """All of these variables as one text, if the first of them is set: what names a job."""
+
+    def read(environment: Environment) -> Finding | None:
+        if not environment.get(names[0]):
+            return None
+        there = [f"{name}={environment[name]}" for name in names if environment.get(name)]
+        return Finding(" ".join(there), " ".join(there))
+
+    return Reader(" and ".join(names), read)
+
+
+def constant(value: int, why: str) -> Reader:
+    """Always ``value``, because ``why``."""
+    return Reader(why, lambda _: Finding(value, why))
+
+
+def first(*readers: Reader) -> Reader:
+    """What the first of these readers finds."""
+
+    def read(environment: Environment) -> Finding | None:
+        for reader in readers:
+            found = reader(environment)
+            if found is not None:
+                return found
+        return None
+
+    return Reader(" or ".join(reader.names for reader in readers), read)
+
+
+def port(name: str) -> Reader:
+    """A TCP port."""
+
+    def read(environment: Environment) -> Finding | None:
+        if name not in environment:
+            return None
+        value = whole_number(name, environment[name])
+        if not 0 < value < 65536:
+            raise LauncherEnvironmentError(f"{name}={value} is no port: they go from 1 to 65535")
+        return Finding(value, f"{name}={value}")
+
+    return Reader(name, read)
+
+
+def host_of(*names: str) -> Reader:
+    """The host in a variable that holds ``host`` or ``host:port``."""
+
+    def read(environment: Environment) -> Finding | None:
+        for name in names:
+            value = environment.get(name, "").strip()
+            if value:
+                host, colon, last = value.rpartition(":")
+                one_colon = bool(colon) and ":" not in host  # two or more: an IPv6 address without a port
+                return Finding(host if one_colon and last.isdigit() else value.strip("[]"), f"{name}={value}")
+        return None
+
+    return Reader(" or ".join(names), read)
+
+
+# -- lists ---------------------------------------------------------------------------------------------
+
+
+def _json_list(name: str, value: str) -> list[str]:
+    try:
+        items = json.loads(value)
+    except ValueError:
+        items = None
+    if not isinstance(items, list) or not items or not all(isinstance(item, str) for item in items):
+        raise LauncherEnvironmentError(f"{name}={value!r} is no JSON list of host names")
+    return items
+
+
+def _comma_list(name: str, value: str) -> list[str]:
+    items = [item.strip() for item in value.split(",") if item.strip()]
+    if not items:
+        raise LauncherEnvironmentError(f"{name}={value!r} names no host")
+    return items
+
+
+# LSF writes a host and its slots in turn: "launch 1 node1 4 node2 4". The first is where the job was launched and takes
+# no rank if it alone has a single slot; where there is no such node, the first is a node as the others.
+def _hosts_with_slots(name: str, value: str) -> list[str]:
+    words = value.split()
+    if not words or len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
+        raise LauncherEnvironmentError(f"{name}={value!r} is no list of hosts, each with its slots")
+    hosts, slots = words[::2], [int(word) for word in words[1::2]]
+    return hosts[1:] if slots[0] == 1 and len(hosts) > 1 and max(slots) > 1 else hosts
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """A variable that holds several hosts.
+
+    Attributes:
+        name: the variable.
+        parse: takes the name and the value, and gives the hosts in order; raises LauncherEnvironmentError. An empty
+            list counts as not set.
+    """
+
+    name: str
+    parse: Callable[[str, str], Sequence[str]]
+
+    def hosts(self, environment: Environment) -> Sequence[str]:
+        value = environment.get(self.name)
+        return self.parse(self.name, value) if value else []
+
+
+def json_list(name: str) -> ListOf:
+    """``["algo-1", "algo-2"]``."""
+    return ListOf(name, _json_list)
+
+
+def comma_list(name: str) -> ListOf:
+    """``h1,h2``."""
+    return ListOf(name, _comma_list)
+
+
+def node_list(name: str) -> ListOf:
+    """Slurm's ``node[01-03,7]``."""
+    return ListOf(name, expand_node_list)
+
+
+def host_slots(name: str) -> ListOf:
+    """LSF's ``h1 4 h2 4``."""
+    return ListOf(name, _hosts_with_slots)
+
+
+def lines_of(name: str, skip: int = 0) -> ListOf:
+    """The name of a file with a host on each line, once for each of its ranks; ``skip`` lines come before them."""
+
+    def parse(_: str, path: str) -> list[str]:
+        try:
+            with open(path) as file:
+                hosts = [line.split()[0] for line in file if line.strip()]
+        except (OSError, UnicodeDecodeError):
+            return []  # on another host, or gone: the ranks find the same together
+        return list(dict.fromkeys(hosts[skip:]))
+
+    return ListOf(name, parse)
+
+
+def first_host(*lists: ListOf) -> Reader:
+    """The first host of the first list that is set."""
+
+    def read(environment: Environment) -> Finding | None:
+        for one in lists:
+            hosts = one.hosts(environment)
+            if hosts:
+                return Finding(hosts[0].rpartition(":")[0] or hosts[0], f"the first of {one.name}")
+        return None
+
+    return Reader(" or ".join(one.name for one in lists), read)
+
+
+def length_of(*lists: ListOf) -> Reader:
+    """How many hosts the first list that is set has."""
+
+    def read(environment: Environment) -> Finding | None:
+        for one in lists:
+            hosts = one.hosts(environment)
+            if hosts:
+                return Finding(len(hosts), f"{len(hosts)} in {one.name}={environment[one.name]}")
+        return None
+
+    return Reader(" or ".join(one.name for one in lists), read)
+
+
+def index_of(name: str, among: ListOf) -> Reader:
+    """Where the host in variable ``name`` stands in a list."""
+
+    def read(environment: Environment) -> Finding | None:
+        hosts = list(among.hosts(environment))
+        own = environment.get(name)
+        if not hosts or own is None:
+            return None
+        if own not in hosts:
+            raise LauncherEnvironmentError(f"{name}={own!r} is not in {among.name}={environment[among.name]}")
+        return Finding(hosts.index(own), f"{name}={own} in {among.name}={environment[among.name]}")
+
+    return Reader(f"{name} and {among.name}", read)
+
+
+def this_host_in(among: ListOf) -> Reader:
+    """Where this very host stands in a list."""
+
+    def read(environment: Environment) -> Finding | None:
+        own = environment.get("HOSTNAME") or platform.node()
+        short = [host.partition(".")[0] for host in among.hosts(environment)]
+        if own.partition(".")[0] not in short:
+            return None  # a node may have several names
+        return Finding(short.index(own.partition(".")[0]), f"{own} in {among.name}")
+
+    return Reader(among.name, read)
+
+
+def tasks_on_node(counts: str, node: str) -> Reader:
+    """The entry of Slurm's compressed ``4(x2),3`` for this node."""
+
+    def read(environment: Environment) -> Finding | None:
+        if counts not in environment or node not in environment:
+            return None
+        tasks = expand_task_counts(counts, environment[counts])
+        index = whole_number(node, environment[node])
+        if not 0 <= index < len(tasks):
+            raise LauncherEnvironmentError(
+                f"{node}={index} is not among the {len(tasks)} node(s) of {counts}={environment[counts]!r}"
+            )
+        return Finding(tasks[index], f"{counts}={environment[counts]} at {node}={index}")
+
+    return Reader(f"{counts} and {node}", read)

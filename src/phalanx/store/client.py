@@ -1,0 +1,304 @@
+"""A rank's side of the store: ``torch.distributed.Store`` in Python, over connections that have proven themselves.
+
+torch calls it from C++ too, and from several threads at once (Gloo does, while it connects), so every call that is
+under way has a connection of its own: a ``get`` that waits holds up nobody. The connections are kept and used again.
+
+Prior art: torch's ``TCPStore``, whose semantics these are. It sends one request at a time for a whole process, trusts
+whoever connects, and listens on every interface.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import NoReturn
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from phalanx.store import requests as wire
+from phalanx.store.server import KEEPALIVE, StoreServer
+from phalanx.wire.key import Key
+from phalanx.wire.proof import (
+    GREETING,
+    GREETING_BYTES,
+    Claim,
+    NoProof,
+    Verdict,
+    answer,
+    read_verdict,
+    verdict_length,
+)
+
+__all__ = ["Connections", "JobStore", "connect"]
+
+# How much longer than rank 0 a rank waits for its answer: the server's word that it took too long should arrive.
+MARGIN_S = 30.0
+LONGEST_WAIT_S = 1e8  # sockets count no further
+_BLOCK = 1 << 18
+_Result = tuple[int, int, Sequence[bytes]]
+
+
+def connect(
+    where: tuple[str, int], key: Key, claim: Claim, patience_s: float, source: str = ""
+) -> tuple[socket.socket, Verdict]:
+    """Connect to rank 0 and join: the connection, and what rank 0 says.
+
+    Args:
+        where: address and port.
+        key: the job's key.
+        claim: who this process is.
+        patience_s: how long each step may take, in seconds.
+        source: the address to come from; any of this host's by default.
+
+    Raises:
+        OSError: nobody answers there. TimeoutError: somebody listens, and says nothing.
+        NoProof: what answers is no rank 0 of Phalanx.
+        WrongKey: it is, and proves another key.
+    """
+    sock = socket.create_connection(where, timeout=patience_s, source_address=(source, 0) if source else None)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        until = time.monotonic() + patience_s
+        greeted = _exactly(sock, b"", GREETING_BYTES, until)
+        words, own = answer(key, greeted, claim)
+        sock.sendall(words)
+        data = _exactly(sock, b"", verdict_length(b""), until)
+        data = _exactly(sock, data, verdict_length(data), until)
+        return sock, read_verdict(key, greeted, own, data)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _exactly(sock: socket.socket, data: bytes, count: int, until: float) -> bytes:
+    while len(data) < count:
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        part = sock.recv(count - len(data))
+        if not part:
+            raise ConnectionResetError("the connection was closed")
+        data += part
+        if count == GREETING_BYTES and not data.startswith(GREETING[: len(data)]):
+            raise NoProof
+    return data
+
+
+class Connections:
+    """Connections to rank 0, one for each request that is under way.
+
+    Args:
+        first: the one with which this process joined.
+        where: address and port of rank 0.
+        key: the job's key.
+        claim: who this process is, with the pass word that rank 0 gave it.
+        source: the address to come from; any by default.
+    """
+
+    def __init__(self, first: socket.socket, where: tuple[str, int], key: Key, claim: Claim, source: str = "") -> None:
+        self._where = where
+        self._key = key
+        self._claim = claim
+        self._source = source
+        self._idle = [first]
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._ended = False
+        _inherited.add(self)
+
+    def call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Result:
+        """Carry out a request on a connection that nobody else uses meanwhile.
+
+        Raises:
+            DistStoreError: rank 0 has gone.
+        """
+        message = wire.pack(code, number, fields)
+        sock = self._take()
+        try:
+            sock.settimeout(None if timeout_s is None else timeout_s + MARGIN_S)
+            sock.sendall(message)
+            data = bytearray()
+            while True:
+                length = wire.length_of(data)
+                if length is not None and len(data) >= length:
+                    break
+                part = sock.recv(_BLOCK if length is None else min(length - len(data), 1 << 22))
+                if not part:
+                    raise ConnectionResetError("it was closed")
+                data += part
+            result = wire.unpack(data, length)
+        except (OSError, wire.Malformed) as error:
+            sock.close()
+            self._lost(error)
+        except BaseException:
+            sock.close()  # an answer may still be on its way
+            raise
+        with self._lock:
+            if not self._ended:
+                self._idle.append(sock)
+                return result
+        sock.close()
+        return result
+
+    def _take(self) -> socket.socket:
+        with self._lock:
+            if self._ended:
+                raise DistStoreError("the store was closed: phalanx.close() was called, or the world was never opened")
+            if self._idle:
+                return self._idle.pop()
+        claim = replace(self._claim, pid=os.getpid())
+        try:
+            sock, verdict = connect(self._where, self._key, claim, MARGIN_S, self._source)
+        except (OSError, NoProof) as error:
+            self._lost(error)
+        if verdict.word != "welcome":
+            sock.close()
+            raise DistStoreError(f"rank {claim.rank} was not let in again: {verdict.said}")
+        return sock
+
+    def _lost(self, error: BaseException) -> NoReturn:
+        raise DistStoreError(
+            f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} ({error}): "
+            f"rank 0 has ended, or the network to it is cut; look what rank 0 printed"
+        ) from error
+
+    def end(self) -> None:
+        """Close them all; those in use when they are done."""
+        with self._lock:
+            self._ended = True
+            idle, self._idle = self._idle, []
+        for sock in idle:
+            sock.close()
+
+    def let_go(self) -> None:
+        """In a forked child: leave the parent's connections to it. The child gets its own when it needs one."""
+        self._lock = threading.Lock()
+        idle, self._idle = self._idle, []
+        for sock in idle:
+            sock.close()
+
+
+_inherited: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for connections in list(_inherited):
+        connections.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class JobStore(Store):
+    """The job's store, as torch takes it. Safe to use from several threads.
+
+    What is waited for by default is :attr:`timeout`, as in torch's stores; 0 means as long as it takes.
+
+    Args:
+        peer: rank 0's own server, or the connections to it.
+        timeout: how long ``get`` and ``wait`` wait.
+    """
+
+    timeout: timedelta  # torch's own property, which its stubs leave out
+
+    def __init__(self, peer: StoreServer | Connections, timeout: timedelta) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        self._peer = peer
+        if isinstance(peer, StoreServer):
+            weakref.finalize(self, peer.retire).atexit = False
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(wire.SET, 0, [key.encode(), _bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        return self._wait_for(wire.READ, [key], self.timeout)[0]
+
+    def add(self, key: str, value: int) -> int:
+        return self._ask(wire.ADD, value, [key.encode()])[0]
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(wire.APPEND, 0, [key.encode(), _bytes(value)])
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._ask(wire.COMPARE_SET, 0, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(wire.DELETE, 0, [key.encode()])[0])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(wire.CHECK, 0, [key.encode() for key in keys])[0])
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._wait_for(wire.WAIT, keys, self.timeout if timeout is None else timeout)
+
+    def num_keys(self) -> int:
+        return self._ask(wire.COUNT, 0, [])[0]
+
+    def list_keys(self) -> list[str]:
+        return [key.decode() for key in self._ask(wire.LIST, 0, [])[1]]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._wait_for(wire.READ, keys, self.timeout))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        fields = [field for key, value in zip(keys, values, strict=True) for field in (key.encode(), _bytes(value))]
+        self._ask(wire.SET, 0, fields)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> JobStore:
+        """The same store: it may be used from several threads as it is."""
+        return self
+
+    # Two methods are called from C++ by the names that they have there.
+    getNumKeys = num_keys  # noqa: N815
+    deleteKey = delete_key  # noqa: N815
+
+    def wait_for_all(self, timeout_s: float) -> str:
+        """Wait until every rank has joined; which have not after that many seconds, empty if all have."""
+        code, _, fields = self._peer.call(wire.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
+        if code == wire.FAILED:
+            raise DistStoreError(fields[0].decode())
+        return fields[0].decode() if code == wire.LATE else ""
+
+    def end(self) -> None:
+        """Use it no more. Rank 0's goes on answering the others until they have ended theirs, or the process ends."""
+        if isinstance(self._peer, StoreServer):
+            self._peer.retire()
+        else:
+            self._peer.end()
+
+    def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
+        timeout_s = timeout.total_seconds()
+        limit = timeout_s if 0 < timeout_s < LONGEST_WAIT_S else None
+        answered, _, fields = self._peer.call(code, _milliseconds(limit or 0.0), [key.encode() for key in keys], limit)
+        if answered == wire.LATE:
+            missing = ", ".join(field.decode() for field in fields[:8]) + (", …" if len(fields) > 8 else "")
+            raise DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {missing}")
+        if answered == wire.FAILED:
+            raise DistStoreError(fields[0].decode())
+        return fields
+
+    def _ask(self, code: int, number: int, fields: Sequence[bytes]) -> tuple[int, Sequence[bytes]]:
+        answered, result, said = self._peer.call(code, number, fields, None)
+        if answered != wire.DONE:
+            raise DistStoreError(said[0].decode())
+        return result, said
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _milliseconds(timeout_s: float) -> int:
+    return max(1, round(timeout_s * 1000)) if timeout_s > 0 else 0

@@ -1,0 +1,94 @@
+"""Who has come: one seat for each rank, and in words why a process gets none."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from phalanx.wire.proof import Claim, Verdict
+from phalanx.words import format_spans
+
+__all__ = ["Seats"]
+
+
+class Seats:
+    """The ranks of one world, as they come.
+
+    Args:
+        own: rank 0's claim, with which the others' must agree.
+        hosts: the hosts of the job by node rank, as far as the launcher names them.
+        num_nodes: how many there are, if that is known.
+    """
+
+    def __init__(self, own: Claim, hosts: Sequence[str] = (), num_nodes: int | None = None) -> None:
+        self.own = own
+        self._hosts = hosts
+        self._num_nodes = num_nodes
+        self._taken: dict[int, tuple[Claim, str]] = {0: (own, secrets.token_hex(16))}
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank in range(self.own.world_size) if rank not in self._taken]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have come."""
+        return len(self._taken) == self.own.world_size
+
+    def describe_missing(self) -> str:
+        """The missing ranks, and the nodes from which nobody has come, if that can be known."""
+        missing = self.missing
+        text = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {self.own.world_size}"
+        nodes = {claim.node_rank for claim, _ in self._taken.values()}
+        if None in nodes or not self._num_nodes:
+            return text
+        absent = [node for node in range(self._num_nodes) if node not in nodes]
+        if not absent:
+            return text
+        if len(self._hosts) == self._num_nodes and len(absent) <= 16:
+            names = ", ".join(f"{node} ({self._hosts[node]})" for node in absent)
+        else:
+            names = format_spans(absent)
+        return f"{text}; nobody has come from node{'s' if len(absent) > 1 else ''} {names}"
+
+    def judge(self, claim: Claim) -> Verdict:
+        """Give ``claim`` its seat, or say why not."""
+        own = self.own
+        if claim.job != own.job:
+            return Verdict("other")
+        if (claim.attempt, claim.opening) > (own.attempt, own.opening):
+            return Verdict("earlier", f"rank 0 ({own.name}) is still in attempt {own.attempt}, world {own.opening}")
+        who = f"rank {claim.rank} ({claim.name})"
+        if claim.attempt != own.attempt:
+            return Verdict(
+                "refused",
+                f"{who} is of attempt {claim.attempt}, which is over; rank 0 ({own.name}) is of attempt {own.attempt}",
+            )
+        if claim.opening != own.opening:
+            return Verdict(
+                "refused",
+                f"{who} opens its world number {claim.opening}, and rank 0 ({own.name}) its number {own.opening}; "
+                f"every rank must call phalanx.init() equally often",
+            )
+        if claim.world_size != own.world_size:
+            return Verdict(
+                "refused",
+                f"{who} was started for a world of {claim.world_size}, rank 0 ({own.name}) for {own.world_size}",
+            )
+        if not 0 <= claim.rank < own.world_size:
+            return Verdict("refused", f"there is no rank {claim.rank} in a world of {own.world_size} ({claim.name})")
+        if claim.rank not in self._taken:
+            self._taken[claim.rank] = (claim, secrets.token_hex(16))
+        elif not self._same(claim):
+            other = self._taken[claim.rank][0]
+            return Verdict("refused", f"there are two of rank {claim.rank}: {claim.name} and {other.name}")
+        return Verdict("welcome", self._taken[claim.rank][1])
+
+    def _same(self, claim: Claim) -> bool:
+        """Whether this is another connection of the process that has the seat."""
+        return secrets.compare_digest(claim.pass_word.encode(), self._taken[claim.rank][1].encode())
+
+    def leave(self, rank: int) -> bool:
+        """Free a seat, while others are free too: nobody has gone on without it. Whether it was freed."""
+        return not self.complete and rank != 0 and self._taken.pop(rank, None) is not None

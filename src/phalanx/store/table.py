@@ -1,0 +1,166 @@
+"""The store itself: keys, values, and who waits for which key. No socket, no thread, no clock of its own.
+
+A request is answered by calling back, at once or when the keys it waits for are there. The semantics are those of
+torch's ``TCPStore``: ``get`` waits, a counter is kept as decimal digits, and comparing with nothing enters a new key.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from phalanx.store import requests as wire
+
+__all__ = ["Answer", "Parked", "Table"]
+
+# Takes the code of the answer, its number, its fields.
+Answer = Callable[[int, int, Sequence[bytes]], None]
+
+_PAIRS = (wire.SET, wire.APPEND)
+
+
+class Parked:
+    """A request that waits.
+
+    Attributes:
+        missing: the keys that are not there yet.
+        over: whether it has been answered, or nobody wants the answer any more.
+    """
+
+    def __init__(self, code: int, keys: Sequence[bytes], missing: set[bytes], answer: Answer) -> None:
+        self.code = code
+        self.keys = keys
+        self.missing = missing
+        self.answer = answer
+        self.over = False
+
+    def finish(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> None:
+        """Answer, unless that has been done."""
+        if not self.over:
+            self.over = True
+            self.answer(code, number, fields)
+
+
+class Table:
+    """The keys of one job."""
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, bytes] = {}
+        self._parked: dict[bytes, list[Parked]] = {}
+        self._deadlines: list[tuple[float, int, Parked]] = []
+        self._most_deadlines = 64
+        self._order = count()
+
+    def handle(self, code: int, number: int, fields: Sequence[bytes], answer: Answer, now: float) -> Parked | None:
+        """Carry out one request.
+
+        Args:
+            code, number, fields: the request, as it came.
+            answer: called once; a request that makes no sense is answered too.
+            now: the time of a clock that only goes forward, in seconds.
+
+        Returns:
+            The request, if it waits; None if it has been answered.
+        """
+        if code in (wire.READ, wire.WAIT):
+            deadline = now + number / 1000 if number > 0 else math.inf
+            parked = Parked(code, fields, set(), answer)
+            self._settle(parked)
+            if parked.over:
+                return None
+            if deadline < math.inf:
+                self._remember(deadline, parked)
+            return parked
+        try:
+            answer(wire.DONE, *self._carry_out(code, number, fields))
+        except (ValueError, IndexError) as error:
+            answer(wire.FAILED, 0, [str(error).encode()])
+        return None
+
+    def _remember(self, deadline: float, parked: Parked) -> None:
+        # Answered requests stay in the heap until their time; not more of them than of those that wait.
+        if len(self._deadlines) >= self._most_deadlines:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].over]
+            heapq.heapify(self._deadlines)
+            self._most_deadlines = max(64, 2 * len(self._deadlines))
+        heapq.heappush(self._deadlines, (deadline, next(self._order), parked))
+
+    def forget(self, parked: Parked) -> None:
+        """Nobody wants this answer any more."""
+        parked.over = True
+        self._leave(parked)
+
+    def _leave(self, parked: Parked) -> None:
+        for key in parked.missing:
+            waiting = self._parked.get(key, [])
+            if parked in waiting:
+                waiting.remove(parked)
+                if not waiting:
+                    del self._parked[key]
+
+    def expire(self, now: float) -> float:
+        """Answer whoever has waited long enough; when to call this again, infinity if nobody waits."""
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].over):
+            _, _, parked = heapq.heappop(self._deadlines)
+            if not parked.over:
+                self._leave(parked)
+                parked.finish(wire.LATE, 0, sorted(parked.missing))
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def end(self, why: str) -> None:
+        """Answer everybody who waits that it is in vain, and why."""
+        for waiting in list(self._parked.values()):
+            for parked in waiting:
+                parked.finish(wire.FAILED, 0, [why.encode()])
+        self._parked.clear()
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def _carry_out(self, code: int, number: int, fields: Sequence[bytes]) -> tuple[int, Sequence[bytes]]:
+        entries = self._entries
+        if code in _PAIRS:
+            if len(fields) % 2:
+                raise ValueError("a key without a value")
+            for key, value in zip(fields[::2], fields[1::2], strict=True):
+                entries[key] = value if code == wire.SET else entries.get(key, b"") + value
+                self._arrived(key)
+            return 0, ()
+        if code == wire.ADD:
+            key = fields[0]
+            total = int(entries.get(key, b"0")) + number
+            if not -(1 << 63) <= total < 1 << 63:
+                raise ValueError("a counter has 64 bits")
+            entries[key] = b"%d" % total
+            self._arrived(key)
+            return total, ()
+        if code == wire.COMPARE_SET:
+            key, expected, desired = fields
+            if entries.get(key, b"") == expected and (key in entries or not expected):
+                entries[key] = desired
+                self._arrived(key)
+            return 0, (entries.get(key, expected),)
+        if code == wire.DELETE:
+            return int(entries.pop(fields[0], None) is not None), ()
+        if code == wire.CHECK:
+            return int(all(key in entries for key in fields)), ()
+        if code == wire.COUNT:
+            return len(entries), ()
+        if code == wire.LIST:
+            return 0, list(entries)
+        raise ValueError(f"no such request: {code}")
+
+    def _arrived(self, key: bytes) -> None:
+        for parked in self._parked.pop(key, ()):
+            parked.missing.discard(key)
+            if not parked.missing and not parked.over:
+                self._settle(parked)
+
+    def _settle(self, parked: Parked) -> None:
+        """Answer it, or let it wait for those keys that are not there: one may have been deleted meanwhile."""
+        parked.missing = {key for key in parked.keys if key not in self._entries}
+        for key in parked.missing:
+            self._parked.setdefault(key, []).append(parked)
+        if not parked.missing:
+            parked.finish(wire.DONE, 0, [self._entries[key] for key in parked.keys] if parked.code == wire.READ else ())

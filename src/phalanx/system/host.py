@@ -1,0 +1,44 @@
+"""Which host is this: what a rank reports of itself, so that nobody has to guess who shares memory and devices."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx import settings
+
+__all__ = ["Host", "this_host"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """Two processes are on one host if all of this is equal.
+
+    A name alone is not enough: images are cloned with their names, and a container can have its host's. A boot id alone
+    is shared by all containers of a machine, which may see different devices and process ids.
+
+    Attributes:
+        name: the host's name.
+        boot_id: of the kernel, new with every start.
+        pid_namespace: in which process ids mean the same.
+    """
+
+    name: str
+    boot_id: str = ""
+    pid_namespace: str = ""
+
+
+def this_host(environment: Mapping[str, str] | None = None) -> Host:
+    """The host of this process, or what ``PHALANX_HOST`` says it is."""
+    given = (os.environ if environment is None else environment).get(settings.HOST)
+    if given:
+        return Host(given)
+    boot_id = pid_namespace = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        boot_id = file.read().strip()
+    with contextlib.suppress(OSError):
+        pid_namespace = os.readlink("/proc/self/ns/pid")
+    return Host(platform.node(), boot_id, pid_namespace)

@@ -1,0 +1,50 @@
+"""Gloo, torch's own engine: which address it listens on, and when it connects."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+from phalanx.system.interfaces import chosen_interface, outward_address
+
+__all__ = ["AttachedGloo", "lazy_gloo"]
+
+
+class AttachedGloo(ProcessGroupGloo):
+    """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` tells it only to the backends it knows."""
+
+    on_timeout: Callable[[timedelta], None] | None = None
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        if self.on_timeout is not None:
+            self.on_timeout(timeout)
+
+
+def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_host: bool) -> AttachedGloo:
+    """A Gloo group that listens on one address and connects when it is used.
+
+    Args:
+        store: where its ranks exchange addresses.
+        rank, size: this process's place in the group.
+        timeout: for connecting and for every operation.
+        one_host: listen on loopback, where nobody else can reach it. Otherwise on the interface that
+            GLOO_SOCKET_IFNAME or PHALANX_INTERFACE names, or on the address by which others reach this host.
+    """
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    if one_host:
+        device = ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
+    elif os.environ.get("GLOO_SOCKET_IFNAME"):
+        device = ProcessGroupGloo.create_default_device(lazy_init=True)
+    elif (chosen := chosen_interface()) is not None:
+        device = ProcessGroupGloo.create_device(interface=chosen[0], lazy_init=True)
+    else:
+        # Not Gloo's default, which is what the host's name means: that may be loopback.
+        device = ProcessGroupGloo.create_device(hostname=outward_address(socket.gethostname()), lazy_init=True)
+    options._devices = [device]
+    return AttachedGloo(store, rank, size, options)

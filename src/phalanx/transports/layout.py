@@ -1,0 +1,65 @@
+"""A contiguous tensor cut into one piece per rank, and what is wrong with pieces that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.errors import ArgumentError
+
+__all__ = [
+    "DTYPES",
+    "even_pieces",
+    "pieces",
+    "same_size",
+    "split_counts",
+]
+
+DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
+
+
+def even_pieces(tensor: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """A contiguous tensor as ``size`` flat pieces of equal length."""
+    return list(tensor.view(size, -1).unbind()) if tensor.numel() else [tensor.view(-1)] * size
+
+
+def pieces(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """A contiguous tensor as flat pieces of ``counts`` elements."""
+    return list(tensor.view(-1).split(list(counts)))
+
+
+def split_counts(name: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """How many elements ``splits`` rows each are, or equally many rows for each rank if there are no splits.
+
+    Raises:
+        ArgumentError: the splits are not one per rank, or do not add up to the rows.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise ArgumentError(f"{name}: {rows} rows do not divide equally among {size} ranks; give split sizes")
+        return [tensor.numel() // size] * size
+    if len(splits) != size:
+        raise ArgumentError(f"{name}: {len(splits)} split sizes for {size} ranks; there must be one for each")
+    if sum(splits) != rows or min(splits) < 0:
+        raise ArgumentError(f"{name}: the split sizes {list(splits)} do not add up to the {rows} rows of the tensor")
+    row = tensor.numel() // rows if rows else 0
+    return [count * row for count in splits]
+
+
+def same_size(name: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, size: int) -> None:
+    """Check a list with one tensor per rank.
+
+    Raises:
+        ArgumentError: there are not ``size`` of them, or one differs from ``like`` in dtype or element count.
+    """
+    if len(tensors) != size:
+        raise ArgumentError(f"{name}: the list has {len(tensors)} tensors, but the group has {size} ranks")
+    dtype, count = like.dtype, like.numel()
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != dtype or tensor.numel() != count:
+            raise ArgumentError(
+                f"{name}: entry {index} of the list is {tensor.dtype}{list(tensor.shape)}, but must have as many "
+                f"elements as {like.dtype}{list(like.shape)}, of the same dtype"
+            )

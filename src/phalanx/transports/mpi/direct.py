@@ -1,0 +1,122 @@
+"""The words that the ranks of an MPI group compare before each collective, and their reduction.
+
+Where it is possible, the core makes the calls of MPI itself (``native/csrc/mpi_meet.c``): through mpi4py they would
+take more time in Python than in MPI. Elsewhere mpi4py makes them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from phalanx.native.core import MpiGroup, MpiReduction, Status, library
+from phalanx.transports.mpi.notices import TAG as NOTICE_TAG
+from phalanx.transports.mpi.runtime import Runtime
+
+__all__ = ["Words"]
+
+# Where an argument of up to eight bytes takes one register, whether it is an int or a pointer.
+_MACHINES = ("x86_64", "aarch64")
+
+
+class Words:
+    """A fingerprint and its complement, reduced over the group to their minima.
+
+    Args:
+        runtime, comm: MPI under way, and the group's communicator.
+        spins: how often to look for the others before :meth:`meet` gives up.
+
+    Attributes:
+        direct: the core makes the calls. Only then: all_reduce, address: ``phx_mpi_all_reduce`` and its first argument:
+        compare, and if the ranks agree, all-reduce in
+            place.
+        test: whether a reduction that was under way is done.
+    """
+
+    def __init__(self, runtime: Runtime, comm: Any, spins: int) -> None:
+        mpi = runtime.mpi
+        self._group = group = MpiGroup(spins=spins, looks=2 if "MPICH" in mpi.Get_library_version() else 1)
+        self._own, self._common, self._spins = group.own, group.common, spins
+        self._told = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
+        own, common = (
+            [mpi.buffer.fromaddress(ctypes.addressof(group) + field.offset, field.size), 2, mpi.INT64_T]
+            for field in (MpiGroup.own, MpiGroup.common)
+        )
+        self.direct = False
+        core = library()
+        self._start: Callable[[], None]
+        self.test: Callable[[], bool]
+        self.free: Callable[[], None]
+        try:
+            request = comm.Allreduce_init(own, common, mpi.MIN)
+        except (NotImplementedError, mpi.Exception):
+            # MPI before 4.0 has no persistent collectives; the same, begun anew each time.
+            latest: list[Any] = [None]
+
+            def start() -> None:
+                latest[0] = comm.Iallreduce(own, common, mpi.MIN)
+
+            self._start, self.test, self.free = start, lambda: bool(latest[0].Test()), _nothing
+            return
+        self._start, self.test, self.free = request.Start, request.Test, request.Free
+        if runtime.symbols is None or platform.machine() not in _MACHINES:
+            return
+        for name, symbol in (("start", "Start"), ("test", "Test"), ("all_reduce", "Allreduce"), ("probe", "Iprobe")):
+            setattr(group, name, ctypes.cast(runtime.symbols[f"MPI_{symbol}"], ctypes.c_void_p))
+        group.request, group.in_place, group.comm = mpi._addressof(request), int(mpi.IN_PLACE), mpi._handleof(comm)
+        group.world, group.any_source, group.notice_tag = mpi._handleof(runtime.world), mpi.ANY_SOURCE, NOTICE_TAG
+        self._meet, self._address = core.phx_mpi_meet, ctypes.addressof(group)
+        self.direct = True
+
+    def prepare(self, call: int, count: int, datatype: int, op: int) -> MpiReduction:
+        """An all_reduce as the core knows it, to be kept alive while its address is used.
+
+        Args:
+            call: what is compared.
+            count: number of elements.
+            datatype, op: MPI's handles.
+        """
+        return MpiReduction(self._address, call, datatype, op, count)
+
+    def meet(self, call: int) -> int:
+        """Compare: ``Status.OK``, or ``MISMATCH``; ``UNDER_WAY`` if somebody has not come yet; ``SYSTEM``.
+
+        ``NOTICE``: all have come, but somebody has told something, perhaps that it does not wait any more.
+        """
+        if self.direct:
+            status: int = self._meet(self._address, call)
+            return status
+        self._own[0], self._own[1] = call, ~call
+        self._group.sequence += 1
+        self._start()
+        for _ in range(self._spins):
+            if self.test():
+                if self._told():
+                    return Status.NOTICE
+                return Status.OK if self.agree() else Status.MISMATCH
+        return Status.UNDER_WAY
+
+    @property
+    def sequence(self) -> int:
+        """How many comparisons this rank has begun."""
+        return int(self._group.sequence)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether an all_reduce of the core has begun, and neither the core nor :meth:`done` has said it has ended."""
+        return bool(self._group.under_way)
+
+    def done(self) -> None:
+        """The all_reduce that was under way has ended."""
+        self._group.under_way = 0
+
+    def agree(self) -> bool:
+        """Whether all ranks had the same call: the minimum, and the complement of the maximum."""
+        return bool(self._common[0] == ~self._common[1])
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,371 @@
+"""The communicator for the ranks of one host: a shared segment and the C core."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import BackendError, ClosedError, PhalanxError
+from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Breakage, Status, library
+from phalanx.native.signals import SignalPoll
+from phalanx.transports.contract import SENT, Communicator, Message
+from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
+from phalanx.transports.shm.explanation import explain
+from phalanx.transports.shm.messages import SharedMemoryMessage
+from phalanx.transports.shm.segment import meet
+from phalanx.transports.shm.tuning import Tuning, load_tuning
+from phalanx.watch.call_site import CallSite, call_site, capture
+
+__all__ = ["SharedMemoryCommunicator"]
+
+# What the core's kernels know, by its numbers (enum phx_dtype).
+_REDUCED = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
+# The rest is only copied; its numbers serve to tell one from another.
+_COPIED = sorted(
+    (value for value in vars(torch).values() if isinstance(value, torch.dtype) and value not in _REDUCED), key=str
+)
+_DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromkeys(_COPIED))}
+
+# The core numbers operations as torch's ReduceOp does in this order (enum phx_op).
+_OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
+
+
+_Pointers = ctypes.Array[ctypes.c_void_p]
+_Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...], dict[str, int]]
+
+LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
+NAP_S = 0.002
+GLANCE_S = 0.001
+
+
+class SharedMemoryCommunicator(Communicator):
+    """Collectives through one shared segment (see ``native/csrc/segment.h`` for its protocol).
+
+    Every rank of the group constructs it, at the same point of its program.
+
+    Args:
+        store: where the ranks meet; keys are left under the given prefix only.
+        rank: this process's rank in the group.
+        size: the number of ranks, at most 1024.
+        timeout: how long to wait for the others, here and in every collective.
+        tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
+            machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. Rank 0's hold.
+
+    Attributes:
+        meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
+
+    Raises:
+        NotOneHost: a rank cannot make or open the segment; the message says which and why.
+        InitializationError: a rank did not come within the timeout.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, tuning: Tuning | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._core = library()
+        self._signals = SignalPoll()
+        self._pointers = (ctypes.c_void_p * size)()
+        self._other_pointers = (ctypes.c_void_p * size)()
+        self._sizes = (ctypes.c_uint64 * size)()
+        self._other_sizes = (ctypes.c_uint64 * size)()
+        cores = len(os.sched_getaffinity(0))
+        # About 4 µs; less with more ranks than cores, where whoever is awaited needs the core that a spin would burn.
+        spin = 100 if size <= cores else 50
+        poll = self._signals.callback
+        self._comm, self.meeting = meet(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
+        self.set_timeout(timeout)
+        # One entry for each thread that is in the core for a message, so that nobody closes under it. A thread enters
+        # first and then looks whether the messages have ended; whoever ends them does both in the other order.
+        self._inside: list[None] = []
+        self._ended = False
+        self._finished = 0
+        # The last call that this rank left without having heard from all others (in a broadcast the root hears
+        # nobody, the others only the root; in an all_to_all it does not hear whether they expected its sizes): should
+        # it not match theirs, that shows in a later call. What it was, and where it was called.
+        # As a function that makes its text, if that is ever needed, with what it needs for it.
+        self._unheard: _Unheard | None = None
+
+    def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
+        return reducible(dtype, op)
+
+    # -- collectives -------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
+        data = tensor.data_ptr()
+        status = self._core.phx_all_reduce(
+            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], hash(tensor.shape)
+        )
+        if status:
+            self._fail(status, "all_reduce", tensor, op=op)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
+        data = tensor.data_ptr()
+        status = self._core.phx_reduce(
+            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], root, hash(tensor.shape)
+        )
+        if status:
+            self._fail(status, "reduce", tensor, op=op, dst=root)
+        if root != self.rank:
+            self._unheard = (capture(2), _text, ("reduce", tensor.dtype, tensor.shape, op), {"dst": root})
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        self._reduce_scatter(_fill(self._pointers, inputs), output, op)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
+        self._reduce_scatter(_fill_evenly(self._pointers, tensor, output.nbytes), output, op)
+
+    def _reduce_scatter(self, inputs: _Pointers, output: torch.Tensor, op: int) -> None:
+        status = self._core.phx_reduce_scatter(
+            self._comm,
+            inputs,
+            output.data_ptr(),
+            output.numel(),
+            _REDUCED[output.dtype],
+            _OPS[op],
+            hash(output.shape),
+        )
+        if status:
+            self._fail(status, "reduce_scatter", output, op=op)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        status = self._core.phx_broadcast(
+            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], root, hash(tensor.shape)
+        )
+        if status:
+            self._fail(status, "broadcast", tensor, src=root)
+        if root == self.rank or self.size > 2:
+            self._unheard = (capture(2), _text, ("broadcast", tensor.dtype, tensor.shape), {"src": root})
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        self._all_gather(_fill(self._pointers, outputs), tensor)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._all_gather(_fill_evenly(self._pointers, output, tensor.nbytes), tensor)
+
+    def _all_gather(self, outputs: _Pointers, tensor: torch.Tensor) -> None:
+        status = self._core.phx_all_gather(
+            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, _DTYPES[tensor.dtype], hash(tensor.shape)
+        )
+        if status:
+            self._fail(status, "all_gather", tensor)
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        status = self._core.phx_gather(
+            self._comm,
+            tensor.data_ptr(),
+            None if outputs is None else _fill(self._pointers, outputs),
+            tensor.nbytes,
+            _DTYPES[tensor.dtype],
+            root,
+            hash(tensor.shape),
+        )
+        if status:
+            self._fail(status, "gather", tensor, dst=root)
+        if root != self.rank:
+            self._unheard = (capture(2), _text, ("gather", tensor.dtype, tensor.shape), {"dst": root})
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        status = self._core.phx_scatter(
+            self._comm,
+            None if inputs is None else _fill(self._pointers, inputs),
+            output.data_ptr(),
+            output.nbytes,
+            _DTYPES[output.dtype],
+            root,
+            hash(output.shape),
+        )
+        if status:
+            self._fail(status, "scatter", output, src=root)
+        if root == self.rank or self.size > 2:
+            self._unheard = (capture(2), _text, ("scatter", output.dtype, output.shape), {"src": root})
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        self._sizes[:] = [tensor.nbytes for tensor in inputs]
+        self._other_sizes[:] = [tensor.nbytes for tensor in outputs]
+        self._all_to_all(_fill(self._other_pointers, outputs), _fill(self._pointers, inputs), outputs[0].dtype)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+    ) -> None:
+        self._all_to_all(
+            _fill_unevenly(self._other_pointers, self._other_sizes, output, output_counts),
+            _fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
+            output.dtype,
+        )
+
+    def _all_to_all(self, outputs: _Pointers, inputs: _Pointers, dtype: torch.dtype) -> None:
+        status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, _DTYPES[dtype])
+        if status:
+            self._fail(status, "all_to_all", None, text=_split_text(dtype, self._sizes, self._other_sizes))
+        # The receiver alone compares the sizes of a pair.
+        self._unheard = (capture(2), _all_to_all_text, (dtype, bytes(self._sizes), bytes(self._other_sizes)), {})
+
+    def barrier(self) -> None:
+        status = self._core.phx_barrier(self._comm)
+        if status:
+            self._fail(status, "barrier", None)
+
+    # -- point to point ----------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        inside = self._inside
+        inside.append(None)
+        try:
+            if self._ended:
+                raise self.closed()
+            what = (self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], peer, tag & 0xFFFFFFFF)
+            if self._core.phx_send_now(*what):
+                return SENT
+            return SharedMemoryMessage(self, self._core.phx_send(*what), tensor, "send to", peer)
+        finally:
+            inside.pop()
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        inside = self._inside
+        inside.append(None)
+        try:
+            if self._ended:
+                raise self.closed()
+            handle = self._core.phx_recv(
+                self._comm,
+                tensor.data_ptr(),
+                tensor.nbytes,
+                _DTYPES[tensor.dtype],
+                ANY_SOURCE if peer is None else peer,
+                tag & 0xFFFFFFFF,
+            )
+            return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
+        finally:
+            inside.pop()
+
+    def rest(self) -> None:
+        inside = self._inside
+        if inside:
+            time.sleep(NAP_S)  # whoever waits moves all messages; two would contend for the core
+            return
+        inside.append(None)
+        try:
+            if not self._ended:
+                self._finished = self._core.phx_messages_rest(self._comm, self._finished)
+        finally:
+            inside.pop()
+
+    def end_messages(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._core.phx_messages_end(self._comm)
+
+    def closed(self) -> ClosedError:
+        return ClosedError("a message of a process group was used after the group had been destroyed")
+
+    # -- lifetime and errors -----------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long every collective and message waits for another rank from now on."""
+        self._timeout_s = timeout.total_seconds()
+        if self._comm:
+            self._core.phx_set_timeout(self._comm, int(self._timeout_s * 1e9))
+
+    def abort(self) -> None:
+        if self._comm:
+            self._core.phx_abort(self._comm)
+
+    def close(self) -> None:
+        if not self._comm:
+            return
+        self.end_messages()
+        comm, self._comm = self._comm, 0
+        patience = time.monotonic() + LEAVING_S
+        while self._inside and time.monotonic() < patience:
+            time.sleep(GLANCE_S)
+        # Whoever is still inside cannot come back before this returns: the group is destroyed by a signal handler that
+        # cut in on the wait. Then the memory stays mapped until the process ends.
+        if not self._inside:
+            self._core.phx_close(comm)
+
+    def _fail(self, status: int, name: str, tensor: torch.Tensor | None, *, text: str = "", **arguments: int) -> None:
+        """Raise what ``status`` means, after telling the other ranks what this one was doing."""
+        if status < BROKEN_FROM:
+            raise BackendError(f"the core refused {name} as malformed (status {status}, rank {self.rank})")
+        self._signals.raise_pending()
+        if tensor is None:
+            raise self.explain(f"{name}({text})")
+        raise self.explain(_text(name, tensor.dtype, tensor.shape, **arguments))
+
+    def explain(self, call: str) -> PhalanxError:
+        """The error for a broken group, given what this rank was doing."""
+        comm = self._comm
+        if not comm:
+            return self.closed()
+        why = Breakage()
+        self._core.phx_breakage(comm, ctypes.byref(why))
+        site = call_site()
+        before = self._unheard
+        if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
+            place, text, arguments, who = before
+            call, site = text(*arguments, **who), f"{place[0]}:{place[1]}" if place else ""
+        return explain(comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
+
+
+def _fill(pointers: _Pointers, tensors: Sequence[torch.Tensor]) -> _Pointers:
+    """The address of each tensor."""
+    for index, tensor in enumerate(tensors):
+        pointers[index] = tensor.data_ptr()
+    return pointers
+
+
+def _fill_evenly(pointers: _Pointers, whole: torch.Tensor, nbytes: int) -> _Pointers:
+    """The addresses of a tensor's pieces of ``nbytes`` each."""
+    at = whole.data_ptr()
+    for index in range(len(pointers)):
+        pointers[index] = at
+        at += nbytes
+    return pointers
+
+
+def _fill_unevenly(
+    pointers: _Pointers, sizes: ctypes.Array[ctypes.c_uint64], whole: torch.Tensor, counts: Sequence[int]
+) -> _Pointers:
+    """The addresses and sizes of a tensor's pieces of so many elements each."""
+    at, itemsize = whole.data_ptr(), whole.element_size()
+    for index, count in enumerate(counts):
+        pointers[index] = at
+        sizes[index] = nbytes = count * itemsize
+        at += nbytes
+    return pointers
+
+
+def _text(name: str, dtype: torch.dtype, shape: torch.Size, op: int | None = None, **who: int) -> str:
+    """A call as its user wrote it: ``all_reduce(float32[4, 2], sum)``."""
+    parts = [f"{_name(dtype)}{list(shape)}"]
+    if op is not None:
+        parts.append(OP_NAMES[op].lower())
+    parts += [f"{key}={value}" for key, value in who.items()]
+    return f"{name}({', '.join(parts)})"
+
+
+def _split_text(dtype: torch.dtype, sent: Any, expected: Any) -> str:
+    """What an all_to_all sends and expects, given its sizes in bytes as the core takes them."""
+    sends, expects = (
+        [n // dtype.itemsize for n in memoryview(sizes).cast("B").cast("Q")] for sizes in (sent, expected)
+    )
+    return f"{_name(dtype)}, sends {sends}, expects {expects} elements"
+
+
+def _all_to_all_text(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:
+    return f"all_to_all({_split_text(dtype, sent, expected)})"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

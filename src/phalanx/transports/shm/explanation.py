@@ -1,0 +1,78 @@
+"""The error for a broken group: what the rank that noticed wrote down, and what each rank says it was doing."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Status, library
+from phalanx.watch.calls import listed
+
+__all__ = ["explain"]
+
+# Ranks that wait in the group are woken by the break and tell within a millisecond or two; one that computes has
+# nothing to tell yet.
+PATIENCE_S = 0.3
+
+
+def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> PhalanxError:
+    """Tell the other ranks what this one was doing, hear what they were doing, and put it into an error.
+
+    Args:
+        comm: the core's handle of the broken group.
+        rank, size: this process's place in the group.
+        call: what this rank was doing, with the line it was called from.
+        timeout_s: the group's timeout.
+    """
+    core = library()
+    core.phx_describe(comm, call.encode()[: TEXT_BYTES - 1])
+    why = Breakage()
+    core.phx_breakage(comm, ctypes.byref(why))
+    peer = f"rank {why.peer} of the group (pid {why.peer_pid})"
+    if why.status == Status.MISMATCH:
+        calls = _calls(comm, range(size))
+        return CollectiveMismatch(
+            f"the ranks of a group called different operations:\n{listed(calls, size)}\n"
+            f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an "
+            f"`if` that depends on the rank, or data of different sizes"
+        )
+    if why.rank == NOBODY:
+        return PeerLost(
+            f"a rank of the group gave up in an operation but did not say why in time; while rank {rank} was in {call}"
+        )
+    noticed = _calls(comm, [why.rank]).get(why.rank, "an operation")
+    where = f"while rank {why.rank} was in {noticed}"
+    if why.status == Status.TIMEOUT:
+        return CollectiveTimeout(
+            f"{peer} did not come within {timeout_s:g} s {where}. It is alive: is it in other code, or much "
+            f"slower? A longer timeout is set with phalanx.init(timeout_s=...)",
+            group_rank=why.peer,
+            elapsed_s=timeout_s,
+        )
+    if why.status == Status.INTERRUPTED:
+        return PeerLost(
+            f"rank {why.rank} of the group (pid {why.peer_pid}) was interrupted in {noticed}; the ranks are out of "
+            f"step",
+            group_rank=why.rank,
+            pid=why.peer_pid,
+        )
+    return PeerLost(
+        f"{peer} has ended {where}. Look at that rank's own output for the cause",
+        group_rank=why.peer,
+        pid=why.peer_pid,
+    )
+
+
+def _calls(comm: int, ranks: range | list[int]) -> dict[int, str]:
+    """What the ranks have told, once all of them have or patience ends."""
+    core, text = library(), ctypes.create_string_buffer(TEXT_BYTES)
+    calls: dict[int, str] = {}
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        for rank in ranks:
+            if rank not in calls and core.phx_description(comm, rank, text):
+                calls[rank] = text.value.decode(errors="replace")
+        if len(calls) == len(ranks) or time.monotonic() > deadline:
+            return calls
+        time.sleep(0.001)

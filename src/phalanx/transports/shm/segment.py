@@ -1,0 +1,180 @@
+"""How the ranks of a group find their common segment, or find that there can be none.
+
+The segment is a memfd that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``: it has no
+name to leak, is not bounded by the size of /dev/shm (64 MB in containers), and is gone when the last process
+is. Who can open it and reads the right cookie is on the same host; no hostname is believed.
+
+The ranks meet under one key, ``offer``, which rank 0 withdraws before it gives its verdict: who has heard the verdict
+finds no offer but that of the next meeting. Every other key carries the offer's cookie. So a meeting that failed leaves
+nothing that the next one could take for its own, however often each rank has tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import secrets
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import InitializationError
+from phalanx.native.core import Status, library
+from phalanx.transports.shm.tuning import Tuning
+
+__all__ = ["NotOneHost", "meet"]
+
+_Attached = tuple[int | None, str]  # the core's handle, or why there is none
+
+VERDICT_GRACE = timedelta(seconds=5)
+MAX_RANKS = 1024  # PHX_MAX_RANKS
+
+
+class NotOneHost(InitializationError):
+    """Some rank cannot reach the segment: the group does not live on one host. Every rank gets it alike.
+
+    Attributes:
+        meeting: the name of the meeting that ended so, equal on every rank and of no other meeting.
+    """
+
+    def __init__(self, message: str, meeting: str = "") -> None:
+        super().__init__(message)
+        self.meeting = meeting
+
+
+def meet(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    tuning: Tuning,
+    spin: int,
+    poll: Callable[[], int],
+) -> tuple[int, str]:
+    """Rank 0 offers a segment, everyone tries to attach, and all act on the one common verdict.
+
+    Returns:
+        The core's handle of this rank's view of the segment, and the name of the meeting: equal on every rank, and of
+        no other meeting.
+
+    Raises:
+        NotOneHost: some rank, perhaps rank 0 itself, could not make or attach the segment.
+        InitializationError: some rank did not come.
+    """
+    comm: int | None = None
+    try:
+        if rank == 0:
+            cookie = secrets.token_bytes(16)
+            descriptor, reason = _make_segment(size, tuning, cookie)
+            try:
+                if not reason:
+                    comm, reason = _attach(descriptor, rank, cookie, spin, poll)
+                missing, apart = _preside(store, size, timeout, descriptor, cookie.hex(), reason)
+            finally:
+                if descriptor >= 0:
+                    os.close(descriptor)
+        else:
+            _wait(store, "offer", timeout, f"rank 0 did not come to a group of {size} ranks")
+            pid, number, name = json.loads(store.get("offer"))
+            cookie, reason = bytes.fromhex(name), ""
+            if number >= 0:
+                comm, reason = _attach_peer(pid, number, rank, cookie, spin, poll)
+            store.set(f"{name}/answer/{rank}", reason)
+            # Longer than rank 0 waits for the others, so that its verdict, which names who is missing, still
+            # arrives.
+            verdict = f"{name}/verdict"
+            _wait(store, verdict, timeout + VERDICT_GRACE, "rank 0 has gone while the group was made")
+            missing, apart = json.loads(store.get(verdict))
+        if missing:
+            raise InitializationError(
+                f"rank {rank}: {missing} within {timeout.total_seconds():.0f} s. Was it started, and does it create "
+                f"the same groups in the same order?"
+            )
+        if apart:
+            raise NotOneHost(apart, cookie.hex())
+        if comm is None:
+            raise InitializationError(f"rank {rank} came back to a group of {size} ranks that had been made ({reason})")
+    except BaseException:
+        if comm is not None:
+            library().phx_close(comm)
+        raise
+    return comm, cookie.hex()
+
+
+def _preside(store: Store, size: int, timeout: timedelta, descriptor: int, name: str, reason: str) -> tuple[str, str]:
+    """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and give the verdict.
+
+    Returns:
+        The verdict: who has not come, and who came but could not attach. Two empty texts when all is well.
+    """
+    try:
+        store.set("offer", json.dumps([os.getpid(), descriptor, name]))
+        verdict = _collect_answers(store, size, timeout, name, reason)
+    except BaseException as error:
+        # The others must neither wait for a verdict nor find this offer at their next attempt; if the store is out of
+        # reach, they learn that from it themselves.
+        with contextlib.suppress(RuntimeError):
+            _give(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", ""))
+        raise
+    _give(store, name, verdict)
+    return verdict
+
+
+def _give(store: Store, name: str, verdict: tuple[str, str]) -> None:
+    store.delete_key("offer")  # first: see above
+    store.set(f"{name}/verdict", json.dumps(verdict))
+
+
+def _make_segment(size: int, tuning: Tuning, cookie: bytes) -> tuple[int, str]:
+    """A formatted segment's descriptor; or -1, and why there is none."""
+    if size > MAX_RANKS:
+        return -1, f"a shared segment serves at most {MAX_RANKS} ranks, not {size}"
+    try:
+        descriptor = os.memfd_create("phalanx", os.MFD_CLOEXEC)
+    except OSError as error:
+        return -1, f"{error.strerror} (memfd_create)"
+    status = library().phx_segment_format(descriptor, size, *tuning.for_size(size), cookie)
+    if not status:
+        return descriptor, ""
+    reason = os.strerror(ctypes.get_errno()) if status == Status.SYSTEM else f"{tuning} does not fit {size} ranks"
+    os.close(descriptor)
+    return -1, f"the shared segment could not be made: {reason}"
+
+
+def _attach(descriptor: int, rank: int, cookie: bytes, spin: int, poll: Callable[[], int]) -> _Attached:
+    comm: int | None = library().phx_open(descriptor, rank, cookie, spin, poll)
+    return comm, "" if comm else os.strerror(ctypes.get_errno())
+
+
+def _attach_peer(pid: int, number: int, rank: int, cookie: bytes, spin: int, poll: Callable[[], int]) -> _Attached:
+    try:
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        return None, f"{error.strerror} (/proc/{pid}/fd)"
+    try:
+        return _attach(descriptor, rank, cookie, spin, poll)
+    finally:
+        os.close(descriptor)
+
+
+def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, reason: str) -> tuple[str, str]:
+    """The verdict, given rank 0's own ``reason``."""
+    keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
+    try:
+        store.wait(list(keys.values()), timeout)  # one deadline for all of them
+    except RuntimeError:
+        absent = [peer for peer, key in keys.items() if not store.check([key])]
+        if absent:
+            return f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))} did not come", ""
+    reasons = {0: reason, **{peer: store.get(key).decode() for peer, key in keys.items()}}
+    return "", "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items() if text)
+
+
+def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
+    try:
+        store.wait([key], timeout)
+    except RuntimeError as error:  # each kind of store has its own subclass for a wait that was in vain
+        raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error

@@ -1,0 +1,96 @@
+"""The job's key: what a process must know to join, wherever it can reach the port.
+
+A launcher that can hand one over makes a new one for each job. Elsewhere a user puts one into a file that all ranks can
+read and nobody else can. It never stands on a command line, which every user of a machine can see; the environment of a
+process is shown only to its own user.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phalanx import settings
+from phalanx.errors import InitializationError
+
+__all__ = ["Key", "job_key", "new_key"]
+
+# Who listens to a join can try guesses at leisure, so a word that people remember will not do.
+SHORTEST, LONGEST = 16, 4096
+_REMEDY = "make one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What proves that a process belongs to the job.
+
+    Attributes:
+        secret: its bytes; empty if there is none, so that everybody proves the same and the join is open.
+        source: where it comes from, for people; empty if there is none.
+    """
+
+    secret: bytes = field(default=b"", repr=False)
+    source: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether whoever reaches the port can join."""
+        return not self.secret
+
+
+def new_key() -> str:
+    """A key that no other job has, in letters and digits."""
+    return secrets.token_hex(32)
+
+
+def job_key(environment: Mapping[str, str] | None = None) -> Key:
+    """The key of this process's job: the user's file, else the launcher's, else none.
+
+    Args:
+        environment: the variables to read; ``os.environ`` by default.
+
+    Raises:
+        InitializationError: the file cannot be read, others can read it, or the key is too short; says what to do.
+    """
+    environment = os.environ if environment is None else environment
+    path = environment.get(settings.KEY_FILE)
+    if path:
+        source = f"{settings.KEY_FILE}={path}"
+        return Key(_long_enough(_read(path, source), source), source)
+    if environment.get(settings.KEY):
+        return Key(_long_enough(environment[settings.KEY].encode(), settings.KEY), settings.KEY)
+    return Key()
+
+
+def _read(path: str, source: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InitializationError(f"{source} is no file; {_REMEDY}")
+            if status.st_uid not in (os.geteuid(), 0):
+                raise InitializationError(
+                    f"{source} belongs to another user (id {status.st_uid}), who knows and can change it; use a file "
+                    f"of your own: {_REMEDY}"
+                )
+            if status.st_mode & 0o077:
+                raise InitializationError(
+                    f"{source} can be read or written by other users (mode {stat.S_IMODE(status.st_mode):04o}), so it "
+                    f"is no secret; make another key and keep it to yourself: chmod 600 {path}"
+                )
+            return file.read(LONGEST + 1).strip()
+    except OSError as error:
+        raise InitializationError(
+            f"{source} cannot be read ({error.strerror}); every rank needs it, on every host"
+        ) from error
+
+
+def _long_enough(secret: bytes, source: str) -> bytes:
+    if not SHORTEST <= len(secret) <= LONGEST:
+        raise InitializationError(
+            f"{source} holds a key of {len(secret)} bytes, and it must have {SHORTEST} to {LONGEST}; {_REMEDY}"
+        )
+    return secret
