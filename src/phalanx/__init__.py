@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from phalanx import settings
 from phalanx.errors import PhalanxError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from phalanx.world import close as close
     from phalanx.world import init as init
 
-__version__ = "0.1.0"
+__version__ = settings.VERSION
 __all__ = ["Group", "PhalanxError", "World", "__version__", "close", "init"]
 
 _HOME = {

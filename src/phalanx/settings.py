@@ -1,4 +1,4 @@
-"""The variables that Phalanx reads or sets, and the name of its backend.
+"""The variables that Phalanx reads or sets, its version, and the name of its backend.
 
 Every ``PHALANX_`` variable stands here with its meaning, and nowhere else in the package: ``settings.DEVICE`` is how
 code says ``PHALANX_DEVICE``. This module imports nothing, because ``import torch`` loads it (``c10d/register.py``).
@@ -6,6 +6,7 @@ code says ``PHALANX_DEVICE``. This module imports nothing, because ``import torc
 
 from __future__ import annotations
 
+VERSION = "0.1.0"
 BACKEND = "phalanx"  # the name under which torch knows the backend
 
 # What users set.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Outcome, Place, run_ranks
+from tests.support.ranks import Member, Outcome, run_ranks
 
 from phalanx.errors import CollectiveTimeout, PeerLost, PhalanxError
 
@@ -36,7 +36,7 @@ Check = tuple[torch.Tensor, float]
 class Call:
     """One operation as a rank makes it: the handle if it is asynchronous, and what must then be in which tensors."""
 
-    place: Place
+    place: Member
     asynchronous: bool
     trapped: bool
 
@@ -180,7 +180,7 @@ MUST_RAISE_AT_ONCE = (
 )
 
 
-def exchange_pids(place: Place) -> list[int]:
+def exchange_pids(place: Member) -> list[int]:
     pids = [torch.zeros(1, dtype=torch.int64) for _ in range(place.size)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
     dist.barrier()
@@ -202,7 +202,7 @@ def run_to_the_end(operation: Callable[[Call], Started], call: Call) -> None:
 
 
 def survive(operation: Callable[[Call], Started], size: int, moment: str, asynchronous: bool) -> list[Outcome]:
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         place.join()
         pids = exchange_pids(place)
         victim = place.size - 1
@@ -273,7 +273,7 @@ def test_a_death_in_the_middle_in_other_worlds(operation: Callable[[Call], Start
 def test_a_rank_that_stands_still_is_named_at_the_timeout(
     operation: Callable[[Call], Started], asynchronous: bool
 ) -> None:
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         place.join(timeout_s=0.3)
         pids = exchange_pids(place)
         victim = place.size - 1
@@ -307,7 +307,7 @@ def test_a_rank_that_stands_still_is_named_at_the_timeout(
 def test_a_death_is_noticed_although_signals_cut_every_sleep_short(operation: Callable[[Call], Started]) -> None:
     """As under a profiler that samples with a timer."""
 
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         place.join()
         exchange_pids(place)
         if place.rank == 1:
@@ -326,7 +326,7 @@ def test_a_death_is_noticed_although_signals_cut_every_sleep_short(operation: Ca
 
 
 def test_a_rank_without_descriptors_does_not_take_a_late_one_for_dead() -> None:
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         place.join()
         dist.barrier()
         tensor = torch.ones(1)

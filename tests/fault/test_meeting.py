@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx.c10d import create
@@ -52,7 +52,7 @@ def forbid_memfds() -> None:
     ],
 )
 def test_when_rank_0_has_no_segment_all_ranks_learn_it_alike(hinder: Callable[[], None], words: str, size: int) -> None:
-    def body(place: Place) -> tuple[str, int]:
+    def body(place: Member) -> tuple[str, int]:
         store = place.store()
         if place.rank == 0:
             hinder()
@@ -66,7 +66,7 @@ def test_when_rank_0_has_no_segment_all_ranks_learn_it_alike(hinder: Callable[[]
 
 @pytest.mark.filterwarnings("ignore:backend 'phalanx'")
 def test_a_group_without_a_segment_works_over_gloo() -> None:
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         if place.rank == 0:
             forbid_memfds()
         place.join()
@@ -110,7 +110,7 @@ def no_gloo(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_meeting_that_fails_leaves_nothing_mapped(size: int) -> None:
-    def body(place: Place) -> tuple[int, int, int]:
+    def body(place: Member) -> tuple[int, int, int]:
         def held() -> tuple[int, int]:
             return mapped(), len(os.listdir("/proc/self/fd"))
 
@@ -130,7 +130,7 @@ def test_a_meeting_that_fails_leaves_nothing_mapped(size: int) -> None:
 def test_all_ranks_together_have_the_timeout_to_come() -> None:
     """Rank 1 comes shortly before its end (of 2 s: a FileStore counts whole seconds begun), rank 2 not at all."""
 
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         started = time.monotonic()
         if place.rank == 1:
             time.sleep(1)
@@ -143,7 +143,7 @@ def test_all_ranks_together_have_the_timeout_to_come() -> None:
 
 
 def test_every_rank_that_did_not_come_is_named() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         if place.rank == 0:
             with pytest.raises(InitializationError, match="ranks 1, 2 did not come"):
                 SharedMemoryCommunicator(place.store(), 0, 3, timedelta(seconds=0.2))
@@ -152,7 +152,7 @@ def test_every_rank_that_did_not_come_is_named() -> None:
     assert on_ranks(body, 3) == [True] * 3
 
 
-def attempt(place: Place, store: Store, timeout_s: float) -> float:
+def attempt(place: Member, store: Store, timeout_s: float) -> float:
     group = create_process_group(store, place.rank, place.size, timedelta(seconds=timeout_s), "group", [])
     tensor = torch.ones(1)
     group.allreduce([tensor])
@@ -163,7 +163,7 @@ def attempt(place: Place, store: Store, timeout_s: float) -> float:
 @pytest.mark.parametrize("late", [0, 1, 2])
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: int) -> None:
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         store = place.store()
         if place.rank == late:
             for rank in {0, 1, 2} - {late}:

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks, run_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks
 
 from phalanx.errors import CollectiveTimeout, PeerLost
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_future_of_a_message_tells_that_its_peer_has_died(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         if place.rank == place.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -43,7 +43,7 @@ def test_the_future_of_a_message_tells_that_its_peer_has_died(size: int) -> None
 
 
 def test_asking_whether_a_message_is_done_finds_that_its_peer_has_died() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         if place.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +58,7 @@ def test_asking_whether_a_message_is_done_finds_that_its_peer_has_died() -> None
 
 
 def test_the_groups_timeout_holds_for_a_future() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join(timeout_s=0.5)
         if place.rank == 1:
             time.sleep(2)
@@ -77,7 +77,7 @@ def test_the_groups_timeout_holds_for_a_future() -> None:
 def test_a_long_message_that_keeps_moving_is_not_late() -> None:
     """The sender is stopped again and again, so that the whole takes several times the group's timeout."""
 
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         place.join()
         communicator = dist.group.WORLD._communicator  # type: ignore[union-attr]
         tensor = torch.full((64_000_000,), float(1 - place.rank))
@@ -103,7 +103,7 @@ def test_a_long_message_that_keeps_moving_is_not_late() -> None:
 
 
 def test_a_message_that_ctrl_c_ended_stays_failed() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         if place.rank == 1:
             time.sleep(1)

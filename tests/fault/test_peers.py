@@ -12,14 +12,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks, run_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, InitializationError, PeerLost
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
-OPERATIONS: dict[str, Callable[[Place], object]] = {
+OPERATIONS: dict[str, Callable[[Member], object]] = {
     "all_reduce small": lambda place: dist.all_reduce(torch.ones(4)),
     "all_reduce large": lambda place: dist.all_reduce(torch.ones(3_000_000)),
     "all_gather": lambda place: dist.all_gather([torch.empty(9) for _ in range(place.size)], torch.ones(9)),
@@ -34,7 +34,7 @@ OPERATIONS: dict[str, Callable[[Place], object]] = {
 def test_a_killed_rank_is_named_by_every_survivor(operation: str, size: int) -> None:
     """The last rank dies before the call; every other one raises within a second and names it and its pid."""
 
-    def body(place: Place) -> tuple[int, float]:
+    def body(place: Member) -> tuple[int, float]:
         place.join()
         pids = [torch.zeros(1, dtype=torch.int64) for _ in range(place.size)]
         dist.all_gather(pids, torch.tensor([os.getpid()]))
@@ -63,7 +63,7 @@ def test_a_killed_rank_is_named_by_every_survivor(operation: str, size: int) -> 
 def test_a_rank_killed_in_the_middle_of_an_all_reduce(size: int) -> None:
     """At whatever point the kill falls, survivors end with PeerLost or whole results, never with garbage."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         victim = place.size - 1
         if place.rank == victim and os.fork() == 0:
@@ -101,7 +101,7 @@ def test_a_rank_killed_in_the_middle_of_an_all_reduce(size: int) -> None:
 def test_different_calls_raise_on_every_rank(
     size: int, mine: Callable[[], object], theirs: Callable[[], object], words: tuple[str, str]
 ) -> None:
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         place.join()
         dist.barrier()
         with pytest.raises(CollectiveMismatch) as caught:
@@ -129,7 +129,7 @@ def test_calls_that_wait_for_nobody_are_compared_by_the_next(
 ) -> None:
     """Rank 0 is the root of its own broadcast, rank 1 waits for nobody either: both return. The next call tells."""
 
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         place.join()
         with pytest.raises(CollectiveMismatch) as caught:
             (mine if place.rank == 0 else theirs)()
@@ -145,7 +145,7 @@ def test_calls_that_wait_for_nobody_are_compared_by_the_next(
 def test_a_rank_that_comes_back_to_a_broken_group_tells_the_call_that_differed() -> None:
     """Ranks 1 and 2 made one broadcast, rank 0 another; ranks 0 and 2 notice before rank 1 calls anything more."""
 
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         place.join()
         noticed = place.folder / "noticed"
         dist.broadcast(torch.ones(4), 0 if place.rank == 0 else 1)
@@ -166,7 +166,7 @@ def test_a_rank_that_comes_back_to_a_broken_group_tells_the_call_that_differed()
 def test_an_all_to_all_whose_sizes_only_the_receiver_can_compare_is_told_by_all(size: int) -> None:
     """Rank 0 sends rank 1 more than that expects, gets what it expects itself, and learns of it at its next call."""
 
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         place.join()
         inputs, outputs = ([torch.ones(2) for _ in range(size)] for _ in range(2))
         if place.rank == 0:
@@ -186,7 +186,7 @@ def test_an_all_to_all_whose_sizes_only_the_receiver_can_compare_is_told_by_all(
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_rank_that_is_behind_finishes_what_the_others_have_finished(size: int) -> None:
-    def body(place: Place) -> tuple[float, str]:
+    def body(place: Member) -> tuple[float, str]:
         place.join()
         tensor = torch.full((1000,), float(place.rank == 0))
         if place.rank == size - 1:
@@ -207,7 +207,7 @@ def test_a_rank_that_is_behind_finishes_what_the_others_have_finished(size: int)
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join(timeout_s=1)
         if place.rank == 1:
             with pytest.raises(CollectiveTimeout, match="rank 0 of the group"):
@@ -223,7 +223,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_torchs_new_timeout_for_a_group_holds(size: int) -> None:
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         place.join(timeout_s=30)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
         dist.barrier()
@@ -239,7 +239,7 @@ def test_torchs_new_timeout_for_a_group_holds(size: int) -> None:
 
 
 def test_joining_names_a_rank_that_does_not_come() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         if place.rank < 2:
             with pytest.raises(InitializationError, match="rank 2 did not come"):
                 SharedMemoryCommunicator(place.store(), place.rank, 3, timedelta(seconds=1))
@@ -251,7 +251,7 @@ def test_joining_names_a_rank_that_does_not_come() -> None:
 def test_a_rank_that_cannot_reach_the_segment_is_named_on_every_rank() -> None:
     """As when it runs in another pid namespace: the offered pid is somebody else's, or nobody's."""
 
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         if place.rank == 1:
             store = place.store()
 
@@ -274,7 +274,7 @@ def test_a_rank_that_cannot_reach_the_segment_is_named_on_every_rank() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_interrupt_ends_a_collective_that_waits(asynchronous: bool) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         dist.barrier()
         if place.rank == 0:

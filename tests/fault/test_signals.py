@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 
 from phalanx.errors import ClosedError, PhalanxError, ReentryError
 
 WAIT_S = 30.0
 
 
-def wait_for(place: Place, name: str) -> None:
+def wait_for(place: Member, name: str) -> None:
     patience = time.monotonic() + WAIT_S
     while not (place.folder / name).exists():
         assert time.monotonic() < patience, name
@@ -34,7 +34,7 @@ def interrupt_after(seconds: float, handler: object) -> None:
 def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int) -> None:
     """The interrupted call ends with an error on every rank, and the memory is given back behind it."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join(timeout_s=WAIT_S)
         group: Any = dist.group.WORLD
         dist.barrier()
@@ -64,7 +64,7 @@ def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int
 def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: int) -> None:
     """It gets the error, and the interrupted call goes on if the handler lets it."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join(timeout_s=WAIT_S)
         dist.barrier()
         told: list[ReentryError] = []
@@ -102,7 +102,7 @@ def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: i
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("leave", [False, True], ids=["barrier", "destroy"])
 def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(leave: bool, size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join(timeout_s=WAIT_S)
         dist.barrier()
         if place.rank:
@@ -125,7 +125,7 @@ def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(le
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_message_waits_on_another_thread_while_a_handler_runs(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join(timeout_s=WAIT_S)
         dist.barrier()
         if place.rank == 0:

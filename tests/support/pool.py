@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from tests.support.ranks import Place, fork_rank, stacks_of
+from tests.support.ranks import Member, fork_rank, stacks_of
 
 __all__ = ["Pool"]
 
@@ -37,7 +37,7 @@ class Pool:
         start: what each rank does first; what it returns is the first argument of every job on that rank.
     """
 
-    def __init__(self, size: int, start: Callable[[Place], Any]) -> None:
+    def __init__(self, size: int, start: Callable[[Member], Any]) -> None:
         self._size, self._start = size, start
         self._patience_s = PATIENCE_S
         self._ranks: list[tuple[int, Connection[Any, Any]]] = []
@@ -95,12 +95,12 @@ class Pool:
             ours, theirs = Pipe()
             others = [pipe for _, pipe in self._ranks] + [ours]
 
-            def serve(place: Place, pipe: Connection[Any, Any] = theirs, others: list[Any] = others) -> None:
+            def serve(place: Member, pipe: Connection[Any, Any] = theirs, others: list[Any] = others) -> None:
                 for other in others:
                     other.close()  # or a rank would not notice when the test ends
                 _serve(place, pipe, self._start)
 
-            pid = fork_rank(serve, Place(rank, self._size, Path(self._folder.name)))
+            pid = fork_rank(serve, Member(rank, self._size, Path(self._folder.name)))
             theirs.close()
             self._ranks.append((pid, ours))
 
@@ -118,7 +118,7 @@ class Pool:
             self._folder.cleanup()
 
 
-def _serve(place: Place, pipe: Connection[Any, Any], start: Callable[[Place], Any]) -> None:
+def _serve(place: Member, pipe: Connection[Any, Any], start: Callable[[Member], Any]) -> None:
     started: Any = None
     with contextlib.suppress(EOFError):
         while (message := pipe.recv()) is not None:

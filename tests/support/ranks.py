@@ -40,7 +40,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Place:
+class Member:
     """What a rank's function gets: who it is, and where it can meet the others."""
 
     rank: int
@@ -61,11 +61,11 @@ class Place:
         )
 
 
-def run_ranks(function: Callable[[Place], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+def run_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Outcome]:
     """Run ``function`` on ``size`` forked ranks; every outcome, in rank order."""
     with tempfile.TemporaryDirectory(prefix="phalanx-test-") as name:
         folder = Path(name)
-        children = [fork_rank(function, Place(rank, size, folder)) for rank in range(size)]
+        children = [fork_rank(function, Member(rank, size, folder)) for rank in range(size)]
         return _collect(children, folder, timeout_s)
 
 
@@ -79,12 +79,12 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     return [outcome.value for outcome in outcomes]
 
 
-def on_ranks(function: Callable[[Place], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def on_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """``run_ranks`` for the usual case that every rank must succeed; what each returned."""
     return values(run_ranks(function, size, timeout_s))
 
 
-def fork_rank(function: Callable[[Place], Any], place: Place) -> int:
+def fork_rank(function: Callable[[Member], Any], place: Member) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 from tests.support.oracle import FILL, buffers
 from tests.support.programs import GROUPS, Group, Program, Step
-from tests.support.ranks import Place
+from tests.support.ranks import Member
 
 __all__ = ["Rank", "Run", "join"]
 
@@ -30,7 +30,7 @@ class Rank:
     gloo: list[dist.ProcessGroup | None]
 
 
-def join(place: Place, gloo: bool = False, timeout_s: float = 300.0) -> Rank:
+def join(place: Member, gloo: bool = False, timeout_s: float = 300.0) -> Rank:
     """Join a world and make its groups; with ``gloo`` the same groups once more over torch's own backend."""
     with _tuned(GROUPS[place.size][0]):
         place.join(timeout_s=timeout_s)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from phalanx.bench import tune as tuning_run
-from phalanx.bench.cases import Plan, tuning_label
+from phalanx.bench.cases import BenchOptions, tuning_label
 from phalanx.transports.shm.tuning import Tuning
 
 QUIET = {"probe_spread": 0.0, "stolen": 0.0, "others": 0.0}
@@ -48,14 +48,14 @@ def test_only_what_a_quiet_machine_showed_is_written(monkeypatch: pytest.MonkeyP
     cases: tuple[tuple[dict[str, float], Path | None], ...] = ((LOUD, None), (QUIET, tmp_path / "tuning.json"))
     for noise, expected in cases:
 
-        def measure(plan: Plan, *_: object, noise: dict[str, float] = noise) -> dict[str, Any]:
-            us = {tuning_label(tuning): 10.0 for tuning in plan.tunings}
-            rows = [row(nbytes, us, noise) for nbytes in plan.sizes]
+        def measure(options: BenchOptions, *_: object, noise: dict[str, float] = noise) -> dict[str, Any]:
+            us = {tuning_label(tuning): 10.0 for tuning in options.tunings}
+            rows = [row(nbytes, us, noise) for nbytes in options.sizes]
             return {"exit_code": 0, "jobs": [{"size": 2, "rows": rows}]}
 
         monkeypatch.setattr(tuning_run, "measure", measure)
-        plan = Plan(("all_reduce",), (4,), ("float32",), (2,), (), 1, 0.01, False, 0.0)
-        finding = tuning_run.tune(plan, [], quiet=True)
+        options = BenchOptions(("all_reduce",), (4,), ("float32",), (2,), (), 1, 0.01, False, 0.0)
+        finding = tuning_run.tune(options, [], quiet=True)
         assert finding.path == expected
         assert finding.tuning == Tuning()
         said = tuning_run.format_finding(finding)

@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Core, bind_ranks, parse_cpu_list, usable_cpus
-from phalanx.launch.job.job import make_plan
+from phalanx.launch.job.job import make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.target import Target
 
@@ -76,11 +76,11 @@ def test_only_cores_that_the_launcher_may_use(bind: str) -> None:
     all_of_them = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {max(all_of_them)})
-        plan = make_plan(1, Target("script", "t", "/t", ("t",)), bind=bind, environment={})  # type: ignore[arg-type]
+        job = make_job(1, Target("script", "t", "/t", ("t",)), bind=bind, environment={})  # type: ignore[arg-type]
     finally:
         os.sched_setaffinity(0, all_of_them)
-    assert plan.cpus == ((max(all_of_them),),)
-    assert [(row.cores, row.threads) for row in plan.rows()] == [(1, 1)]
+    assert job.cpus == ((max(all_of_them),),)
+    assert [(row.cores, row.threads) for row in job.rows()] == [(1, 1)]
 
 
 def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,8 @@ def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pyte
 
     def table(ranks: int, bind: str, **environment: str) -> list[tuple[int | None, int | None]]:
         target = Target("script", "t", "/t", ("t",))
-        plan = make_plan(ranks, target, bind=bind, environment=environment)  # type: ignore[arg-type]
-        return [(row.cores, row.threads) for row in plan.rows()]
+        job = make_job(ranks, target, bind=bind, environment=environment)  # type: ignore[arg-type]
+        return [(row.cores, row.threads) for row in job.rows()]
 
     assert table(2, "none") == [(8, 4)] * 2
     assert table(2, "core") == [(4, 4)] * 2
@@ -104,4 +104,4 @@ def test_threads_are_a_ranks_share_of_the_cores_it_is_bound_to(monkeypatch: pyte
 def test_an_mpi_launcher_binds_itself() -> None:
     target, hydra = Target("script", "t", "/t", ("t",)), MpiLauncher("mpich", "MPICH", "/opt/mpiexec")
     with pytest.raises(LaunchError, match="--mpi 'mpiexec -bind-to core' for MPICH"):
-        make_plan(2, target, mpi=hydra, bind="core", environment={})
+        make_job(2, target, mpi=hydra, bind="core", environment={})

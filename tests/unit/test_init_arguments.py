@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 
 import phalanx
 from phalanx.errors import InitializationError, LauncherEnvironmentError
@@ -74,7 +74,7 @@ def test_ranks_meet_where_the_script_says() -> None:
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         port = chosen.getsockname()[1]
 
-    def body(place: Place) -> tuple[Any, ...]:
+    def body(place: Member) -> tuple[Any, ...]:
         for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "PHALANX", "RANK", "WORLD"))]:
             del os.environ[name]
         method = f"tcp://127.0.0.1:{port}"

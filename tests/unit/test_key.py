@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import InitializationError
-from phalanx.launch.job.job import make_plan
+from phalanx.launch.job.job import make_job
 from phalanx.launch.job.target import Target
 from phalanx.wire.key import job_key, new_key
 
@@ -34,9 +34,9 @@ def test_the_users_file_comes_before_the_launchers_key_and_that_before_none(tmp_
 
 def test_a_key_is_never_printed(tmp_path: Path) -> None:
     assert SECRET not in repr(job_key(key_file(tmp_path)))
-    plan = make_plan(1, Target("program", "true", "/bin/true", ("true",)))
-    assert len(plan.key) == 64
-    assert plan.key not in repr(plan)
+    job = make_job(1, Target("program", "true", "/bin/true", ("true",)))
+    assert len(job.key) == 64
+    assert job.key not in repr(job)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
@@ -72,8 +72,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_every_job_of_the_launcher_has_a_key_of_its_own() -> None:
     target = Target("program", "true", "/bin/true", ("true",))
-    plans = [make_plan(2, target) for _ in range(2)]
-    keys = [{plan.environment(rank, port=1)["PHALANX_KEY"] for rank in range(2)} for plan in plans]
+    plans = [make_job(2, target) for _ in range(2)]
+    keys = [{job.environment(rank, port=1)["PHALANX_KEY"] for rank in range(2)} for job in plans]
     assert keys[0] != keys[1]
     assert all(len(same) == 1 for same in keys)
     assert new_key() != new_key()

@@ -16,7 +16,7 @@ from tests.launch_support import Launcher, launcher
 from phalanx.errors import LaunchError
 from phalanx.launch.job import mpi_launcher as launchers
 from phalanx.launch.job.host_slots import HostSlots
-from phalanx.launch.job.job import Plan, make_plan
+from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.mpi_launcher import MpiLauncher, carried_environment, find_mpi_launcher, place_of
 from phalanx.launch.job.target import Target
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
@@ -190,8 +190,8 @@ def test_a_stranger_is_turned_away_before_anything_is_read(door: Door) -> None:
 # The table.
 
 
-def plan(ranks: int, **changes: object) -> Plan:
-    made = make_plan(ranks, TARGET, mpi=MpiLauncher("mpich", "Hydra", "/bin/mpiexec"), environment={})
+def plan(ranks: int, **changes: object) -> Job:
+    made = make_job(ranks, TARGET, mpi=MpiLauncher("mpich", "Hydra", "/bin/mpiexec"), environment={})
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 

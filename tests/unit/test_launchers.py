@@ -20,7 +20,7 @@ from phalanx.place.environment import find_place, read_environment
 from phalanx.place.launchers import LAUNCHERS
 from phalanx.place.place import Place
 from phalanx.system.host import Host
-from phalanx.topology.topology import Report, arrange
+from phalanx.topology.topology import Whereabouts, arrange
 
 FOLDER = Path(__file__).parents[1] / "data" / "launchers"
 NAMES = {
@@ -71,7 +71,7 @@ def test_the_world_that_the_ranks_find_together(job: Job) -> None:
     for rank, (host, environment) in enumerate(zip(job.hosts, job.environments, strict=True)):
         reading = read_environment(environment, [])
         said = [reading.number(name) for name in ("local_rank", "local_world_size", "node_rank")]
-        reports.append(Report(rank, Host(host), 0, reading.name, *said))
+        reports.append(Whereabouts(rank, Host(host), 0, reading.name, *said))
     topology = arrange(reports)
     firsts = list(dict.fromkeys(job.hosts))
     expected = [tuple(rank for rank, host in enumerate(job.hosts) if host == first) for first in firsts]

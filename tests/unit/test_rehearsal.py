@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.job import Plan, make_plan
+from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.target import Target
 
 SCRIPT = Target("script", "train.py", "/train.py", ("train.py", "--lr", "1"))
 
 
-def rehearse(text: str, placement: Placement = "block") -> Plan:
-    return make_plan(None, SCRIPT, rehearsal=parse_rehearsal(text, placement), environment={})
+def rehearse(text: str, placement: Placement = "block") -> Job:
+    return make_job(None, SCRIPT, rehearsal=parse_rehearsal(text, placement), environment={})
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def rehearse(text: str, placement: Placement = "block") -> Plan:
 )
 def test_who_sits_where(text: str, placement: Placement, seats: list[str]) -> None:
     """Each seat is its node rank and its local rank."""
-    plan = rehearse(text, placement)
-    assert plan.ranks == len(seats)
-    assert [f"{row.node_rank}{row.local_rank}" for row in plan.rows()] == seats
-    for rank, (row, seat) in enumerate(zip(plan.rows(), seats, strict=True)):
-        told = plan.environment(rank, port=1)
+    job = rehearse(text, placement)
+    assert job.ranks == len(seats)
+    assert [f"{row.node_rank}{row.local_rank}" for row in job.rows()] == seats
+    for rank, (row, seat) in enumerate(zip(job.rows(), seats, strict=True)):
+        told = job.environment(rank, port=1)
         beside = [other for other in seats if other[0] == seat[0]]
         assert row.host == told["PHALANX_HOST"] == f"node{seat[0]}"
         assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), str(len(seats)))
@@ -52,41 +52,41 @@ def test_what_is_no_cluster_is_refused_with_an_example(text: str) -> None:
 
 
 def test_the_number_of_ranks_must_agree() -> None:
-    plan = make_plan(8, SCRIPT, rehearsal=parse_rehearsal("2x4"), environment={})
-    assert plan.ranks == 8
+    job = make_job(8, SCRIPT, rehearsal=parse_rehearsal("2x4"), environment={})
+    assert job.ranks == 8
     with pytest.raises(LaunchError, match=r"-n 6 contradicts --rehearse 2x4, which is 8 ranks; leave -n out"):
-        make_plan(6, SCRIPT, rehearsal=parse_rehearsal("2x4"), environment={})
+        make_job(6, SCRIPT, rehearsal=parse_rehearsal("2x4"), environment={})
 
 
 def test_the_cpu_is_in_place_of_devices() -> None:
-    plan = make_plan(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), environment={"PHALANX_DEVICE": "cuda"})
-    assert [row.device for row in plan.rows()] == ["cpu"] * 4
-    assert plan.environment(3, port=1)["PHALANX_DEVICE"] == "cpu"
-    assert plan.environment(3, port=1)["CUDA_VISIBLE_DEVICES"] == ""
+    job = make_job(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), environment={"PHALANX_DEVICE": "cuda"})
+    assert [row.device for row in job.rows()] == ["cpu"] * 4
+    assert job.environment(3, port=1)["PHALANX_DEVICE"] == "cpu"
+    assert job.environment(3, port=1)["CUDA_VISIBLE_DEVICES"] == ""
     with pytest.raises(LaunchError, match="has the CPU in place of devices"):
-        make_plan(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), device="cuda", environment={})
+        make_job(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), device="cuda", environment={})
 
 
 def test_title_and_notes_say_that_it_is_a_rehearsal() -> None:
-    plan = rehearse("2x4")
-    assert plan.title() == f"phalanx run: 8 ranks of train.py, rehearsed: 2 hosts on {plan.host}"
-    assert "shared memory in place of the network" in plan.warnings()[0]
+    job = rehearse("2x4")
+    assert job.title() == f"phalanx run: 8 ranks of train.py, rehearsed: 2 hosts on {job.host}"
+    assert "shared memory in place of the network" in job.warnings()[0]
     assert "network" not in rehearse("1x2").warnings()[0]
-    assert "rehearse" not in make_plan(2, SCRIPT, environment={}).title()
+    assert "rehearse" not in make_job(2, SCRIPT, environment={}).title()
 
 
 @pytest.mark.parametrize("wanted", ["", "3", "cuda:", "cuda:x", "cuda 1", "CUDA"])
 def test_what_is_no_device_is_refused(wanted: str) -> None:
     with pytest.raises(LaunchError, match="is no device"):
-        make_plan(1, SCRIPT, device=wanted, environment={})
+        make_job(1, SCRIPT, device=wanted, environment={})
 
 
 def test_the_device_of_each_rank() -> None:
     def devices(device: str | None, **environment: str) -> list[str]:
-        plan = make_plan(2, SCRIPT, device=device, environment=environment)
-        told = {plan.environment(rank, port=1).get("PHALANX_DEVICE") for rank in range(2)}
+        job = make_job(2, SCRIPT, device=device, environment=environment)
+        told = {job.environment(rank, port=1).get("PHALANX_DEVICE") for rank in range(2)}
         assert told == {device or environment.get("PHALANX_DEVICE")}
-        return [row.device for row in plan.rows()]
+        return [row.device for row in job.rows()]
 
     assert devices("cuda") == ["cuda:0", "cuda:1"]
     assert devices("cpu") == ["cpu", "cpu"]
@@ -95,8 +95,8 @@ def test_the_device_of_each_rank() -> None:
 
 
 def test_the_local_rank_stands_before_the_targets_own_arguments() -> None:
-    plan = make_plan(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), pass_local_rank=True, environment={})
-    assert [plan.target_of(row.local_rank).argv[1:] for row in plan.rows()] == [
+    job = make_job(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), pass_local_rank=True, environment={})
+    assert [job.target_of(row.local_rank).argv[1:] for row in job.rows()] == [
         (f"--local_rank={local_rank}", "--lr", "1") for local_rank in (0, 1, 0, 1)
     ]
     assert rehearse("2x2").target_of(1) == SCRIPT

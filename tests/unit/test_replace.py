@@ -18,7 +18,7 @@ from phalanx import settings
 from phalanx.c10d import vendor
 from phalanx.c10d.replace import names_to_replace, replaces, stand_in
 from phalanx.errors import ArgumentError, DeviceMismatch
-from phalanx.launch.job.job import make_plan
+from phalanx.launch.job.job import make_job
 from phalanx.launch.job.target import Target
 
 TARGET = Target("program", "true", "/bin/true", ("true",))
@@ -72,9 +72,9 @@ def test_whether_a_name_is_replaced_is_asked_without_errors() -> None:
 
 
 def test_ranks_get_the_variable() -> None:
-    environment = make_plan(2, TARGET, replace=("gloo", "mpi"), environment={}).environment(1, port=1)
+    environment = make_job(2, TARGET, replace=("gloo", "mpi"), environment={}).environment(1, port=1)
     assert environment[settings.REPLACE] == "gloo,mpi"
-    assert settings.REPLACE not in make_plan(2, TARGET, environment={}).environment(1, port=1)
+    assert settings.REPLACE not in make_job(2, TARGET, environment={}).environment(1, port=1)
 
 
 @pytest.mark.parametrize(

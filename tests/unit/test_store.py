@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from tests.support.stores import Job, soon
 from torch._C._distributed_c10d import PrefixStore
 
 import phalanx
-from phalanx.place.place import Place as LauncherPlace
+from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
 from phalanx.store import requests as wire
 from phalanx.store.client import JobStore
@@ -347,15 +347,15 @@ def test_a_store_that_nobody_holds_any_more_lets_its_port_go() -> None:
         assert soon(lambda: not job.server._thread.is_alive())
 
 
-def by_hand(place: Place) -> LauncherPlace:
+def by_hand(place: Member) -> Place:
     port = 20_000 + os.getppid() % 10_000
     at = {"master_addr": "127.0.0.1", "master_port": port}
-    return LauncherPlace("env", place.rank, place.size, None, None, None, None, **at)  # type: ignore[arg-type]
+    return Place("env", place.rank, place.size, None, None, None, None, **at)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_gloo_works_over_it_and_the_last_to_leave_may_be_anybody(size: int) -> None:
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         store = meet(by_hand(place), 60.0, 1)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
         sums = []
@@ -378,7 +378,7 @@ def test_gloo_works_over_it_and_the_last_to_leave_may_be_anybody(size: int) -> N
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_world_is_opened_closed_and_opened_again_on_one_port(size: int) -> None:
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         os.environ.update(
             RANK=str(place.rank),
             WORLD_SIZE=str(place.size),
@@ -400,7 +400,7 @@ def test_a_world_is_opened_closed_and_opened_again_on_one_port(size: int) -> Non
 def test_a_forked_child_has_connections_of_its_own_or_none() -> None:
     """A worker of a data loader inherits the parent's descriptors; neither may read the other's answers."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         store = meet(by_hand(place), 60.0, 1)
         assert isinstance(store, JobStore)
         store.set(f"rank {place.rank}", "before")

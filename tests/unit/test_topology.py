@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from phalanx.errors import LauncherEnvironmentError
 from phalanx.system.host import Host, this_host
-from phalanx.topology.topology import Report, arrange
+from phalanx.topology.topology import Whereabouts, arrange
 
 
-def placed(hosts: str, local: Sequence[int | None] | None = None, sizes: bool = False) -> list[Report]:
+def placed(hosts: str, local: Sequence[int | None] | None = None, sizes: bool = False) -> list[Whereabouts]:
     """Reports of ranks on the hosts with these letters, with the local ranks that a launcher gave."""
     given_ranks = [None] * len(hosts) if local is None else local
     return [
-        Report(
+        Whereabouts(
             rank,
             Host(host),
             launcher="mpich",
@@ -78,15 +78,15 @@ def test_any_placement_gives_every_rank_one_place(hosts: list[str], random: obje
         (placed("abab", [0, 1, 0, 1]), "on a there are the ranks 0, 2"),
     ],
 )
-def test_a_contradiction_is_named(reports: list[Report], words: str) -> None:
+def test_a_contradiction_is_named(reports: list[Whereabouts], words: str) -> None:
     with pytest.raises(LauncherEnvironmentError, match=f"mpich contradicts what the ranks see: .*{words}"):
         arrange(reports)
 
 
 def test_each_rank_in_a_container_of_its_own_is_told_how_to_say_so() -> None:
     reports = [
-        Report(0, Host("h", "boot", "pid:[1]"), launcher="slurm", local_rank=0, local_world_size=2, node_rank=0),
-        Report(1, Host("h", "boot", "pid:[2]"), launcher="slurm", local_rank=1, local_world_size=2, node_rank=0),
+        Whereabouts(0, Host("h", "boot", "pid:[1]"), launcher="slurm", local_rank=0, local_world_size=2, node_rank=0),
+        Whereabouts(1, Host("h", "boot", "pid:[2]"), launcher="slurm", local_rank=1, local_world_size=2, node_rank=0),
     ]
     with pytest.raises(LauncherEnvironmentError, match=r"is rank 0 alone, and by the launcher .* set PHALANX_HOST"):
         arrange(reports)
@@ -94,7 +94,7 @@ def test_each_rank_in_a_container_of_its_own_is_told_how_to_say_so() -> None:
 
 def test_two_agents_on_one_host_are_one_node_and_that_is_said() -> None:
     reports = [
-        Report(rank, Host("h"), launcher="torchrun", local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)
+        Whereabouts(rank, Host("h"), launcher="torchrun", local_rank=rank % 2, local_world_size=2, node_rank=rank // 2)
         for rank in range(4)
     ]
     topology = arrange(reports)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 
 COUNTS = (1, 16, 700, 300_000)
 
@@ -25,7 +25,7 @@ def starts(rank: int, size: int, count: int) -> dict[str, int]:
     }
 
 
-def from_one_part(place: Place, operation: Callable[[torch.Tensor, torch.Tensor, int], bool]) -> list[str]:
+def from_one_part(place: Member, operation: Callable[[torch.Tensor, torch.Tensor, int], bool]) -> list[str]:
     """Which cases went wrong of an operation whose input is a part of its output."""
     wrong = []
     for count in COUNTS:
@@ -59,7 +59,7 @@ def test_gathering_from_a_part_of_the_output(size: int) -> None:
         dist.all_gather_single(output, part, async_op=True).wait()
         return True
 
-    def body(place: Place) -> list[list[str]]:
+    def body(place: Member) -> list[list[str]]:
         place.join()
         return [from_one_part(place, operation) for operation in (single, listed, to_one, later)]
 
@@ -68,7 +68,7 @@ def test_gathering_from_a_part_of_the_output(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_scattering_and_reducing_into_a_part_of_the_input(size: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         place.join()
         wrong = []
         for count in COUNTS:
@@ -98,7 +98,7 @@ def test_scattering_and_reducing_into_a_part_of_the_input(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_to_all_in_place_and_shifted(size: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         place.join()
         wrong = []
         for count in COUNTS:
@@ -131,7 +131,7 @@ def test_all_to_all_in_place_and_shifted(size: int) -> None:
 def test_a_tensor_gathered_late_is_read_late() -> None:
     """What an operation before it has queued to be written is what a copy of a view must see."""
 
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         place.join()
         table = torch.zeros(4, 2)
         column = table[:, 0]

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from tests.world.test_reductions import BITWISE, FLOATS, INTEGERS, OPS, given
 
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
@@ -35,7 +35,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_every_reduction_has_the_same_bits_whatever_the_tuning(size: int) -> None:
-    def body(place: Place) -> tuple[int, list[str]]:
+    def body(place: Member) -> tuple[int, list[str]]:
         seen: dict[str, bytes] = {}
         wrong = []
         for chunk_bytes, small_bytes in TUNINGS:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.transports.contract import Communicator
@@ -30,7 +30,7 @@ SUM = dist.ReduceOp.SUM.value
 COUNTS = (0, 1, 3, 15, 64, 1023, 1024, 1025, 5000, 70001)
 
 
-def connect(place: Place, chunk_bytes: int, timeout_s: float = 60) -> Communicator:
+def connect(place: Member, chunk_bytes: int, timeout_s: float = 60) -> Communicator:
     if place.size == 1:
         return SoloCommunicator()
     timeout = timedelta(seconds=timeout_s)
@@ -63,7 +63,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_is_the_rank_order_sum_bit_for_bit(size: int, chunk_bytes: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         communicator = connect(place, chunk_bytes)
         wrong = []
         for dtype in DTYPES:
@@ -98,7 +98,7 @@ def test_half_precision_sums_round_like_torch_at_the_edges(size: int) -> None:
         float("nan"),
     ]
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         communicator = connect(place, 4096)
         same = True
         for dtype in (torch.float16, torch.bfloat16):
@@ -118,7 +118,7 @@ def test_half_precision_sums_round_like_torch_at_the_edges(size: int) -> None:
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
 @pytest.mark.parametrize("size", SIZES)
 def test_broadcast_copies_the_roots_bytes(size: int, chunk_bytes: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         communicator = connect(place, chunk_bytes)
         wrong = []
         for root in range(place.size):
@@ -138,7 +138,7 @@ def test_broadcast_copies_the_roots_bytes(size: int, chunk_bytes: int) -> None:
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)
 @pytest.mark.parametrize("size", SIZES)
 def test_all_gather_collects_every_ranks_bytes(size: int, chunk_bytes: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         communicator = connect(place, chunk_bytes)
         wrong = []
         for count in COUNTS:
@@ -157,7 +157,7 @@ def test_all_gather_collects_every_ranks_bytes(size: int, chunk_bytes: int) -> N
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_no_rank_leaves_a_barrier_before_the_last_has_entered(size: int) -> None:
-    def body(place: Place) -> list[tuple[float, float]]:
+    def body(place: Member) -> list[tuple[float, float]]:
         communicator = connect(place, 4096)
         times = []
         for turn in range(3 * place.size):
@@ -177,7 +177,7 @@ def test_no_rank_leaves_a_barrier_before_the_last_has_entered(size: int) -> None
 def test_mixed_operations_in_a_random_order_stay_in_step(size: int) -> None:
     """Thousands of operations of every kind and many sizes; slots are reused by different kinds."""
 
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         plan = random.Random(7)  # the same plan on every rank
         delays = random.Random(place.rank)
         communicator = connect(place, 256)
@@ -210,7 +210,7 @@ def test_mixed_operations_in_a_random_order_stay_in_step(size: int) -> None:
 
 
 def test_a_hundred_communicators_leave_no_descriptor_or_mapping() -> None:
-    def body(place: Place) -> tuple[int, int]:
+    def body(place: Member) -> tuple[int, int]:
         def held() -> tuple[int, int]:
             with open("/proc/self/maps") as maps:
                 return len(os.listdir("/proc/self/fd")), sum("memfd" in line for line in maps)

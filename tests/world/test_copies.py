@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from tests.world.test_communicator import bits, connect, draw
 
 SIZES = [2, 3, 5, 8]
@@ -15,7 +15,7 @@ COUNTS = (0, 1, 17, 1000, 30001)
 @pytest.mark.parametrize("chunk_bytes", [512, 65536])
 @pytest.mark.parametrize("size", SIZES)
 def test_gather_and_scatter(size: int, chunk_bytes: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         communicator = connect(place, chunk_bytes)
         wrong = []
         for root in range(place.size):
@@ -39,7 +39,7 @@ def test_gather_and_scatter(size: int, chunk_bytes: int) -> None:
 @pytest.mark.parametrize("chunk_bytes", [512, 65536])
 @pytest.mark.parametrize("size", SIZES)
 def test_all_to_all_with_a_size_for_every_pair(size: int, chunk_bytes: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         communicator = connect(place, chunk_bytes)
         wrong = []
         for scale in (0, 1, 40, 3000):
@@ -61,7 +61,7 @@ def test_all_to_all_with_a_size_for_every_pair(size: int, chunk_bytes: int) -> N
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_single_tensor_forms_with_even_and_uneven_splits(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         rank, n = place.rank, place.size
         source = torch.arange(n * 2 * 3).view(n * 2, 3) + 1000 * rank
@@ -93,7 +93,7 @@ def test_every_dtype_of_torch_is_copied() -> None:
     everything = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     dtypes = [d for d in sorted(everything, key=str) if not any(part in str(d) for part in ("bits", "x2", ".q"))]
 
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         place.join()
         wrong = []
         for dtype in dtypes:
@@ -116,7 +116,7 @@ def test_every_dtype_of_torch_is_copied() -> None:
 
 
 def test_lists_that_cannot_be_right_are_refused_before_anything_moves() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         x = torch.ones(4)
         with pytest.raises(ValueError, match="list has 1 tensors, but the group has 2 ranks"):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks, run_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.data.loader import sharded_loader
@@ -40,7 +40,7 @@ def model_of(seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(10, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
 
 
-def train(place: Place, hook: str | None = None, **options: Any) -> torch.Tensor:
+def train(place: Member, hook: str | None = None, **options: Any) -> torch.Tensor:
     """Three epochs at a global batch of 24; all parameters in one tensor."""
     place.join()
     world = dist.group.WORLD
@@ -101,7 +101,7 @@ def test_hooks_by_name_shorten_what_travels(hook: str) -> None:
 
 
 def test_unused_parameters_and_static_graphs() -> None:
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         place.join()
         torch.manual_seed(0)
         results = []
@@ -132,7 +132,7 @@ def test_unused_parameters_and_static_graphs() -> None:
 
 
 def test_a_rank_that_dies_in_training_ends_backward_on_the_others() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         model = DistributedDataParallel(model_of(0))
         for step in range(100):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +34,7 @@ def test_fsdp2_ends_where_one_process_ends(size: int) -> None:
     step(model, data)
     expected = [parameter.detach().clone() for parameter in model.parameters()]
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         model, data = model_and_data()
         mesh = init_device_mesh("cpu", (place.size,))
@@ -53,7 +53,7 @@ def test_fsdp2_ends_where_one_process_ends(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_dtensor_redistributes(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         mesh = init_device_mesh("cpu", (place.size,))
         whole = torch.arange(60.0).view(12, 5)
@@ -71,7 +71,7 @@ def test_dtensor_redistributes(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_functional_collectives_eager_and_compiled(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         group: Any = dist.group.WORLD
         n, rank = place.size, place.rank
@@ -102,7 +102,7 @@ def test_functional_collectives_eager_and_compiled(size: int) -> None:
 
 
 def test_coalescing_manager_and_monitoring_of_groups() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         tensors = [torch.full((k,), 1.0) for k in (1, 5, 3000)]
         with _coalescing_manager(async_ops=True) as manager:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.launch_support import Launcher, launcher
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from torch.distributed.rendezvous import rendezvous
 
 import phalanx
@@ -27,7 +27,7 @@ def forget_launchers() -> None:
         del os.environ[name]
 
 
-def free_port(place: Place) -> str:
+def free_port(place: Member) -> str:
     """A port that is free, the same on every rank."""
     store = place.store("port")
     if place.rank == 0:
@@ -36,7 +36,7 @@ def free_port(place: Place) -> str:
     return str(store.get("port").decode())
 
 
-def become_mpi_rank(place: Place) -> None:
+def become_mpi_rank(place: Member) -> None:
     """What Hydra tells a rank, and where to meet; nothing else of any launcher."""
     forget_launchers()
     os.environ.update(
@@ -52,7 +52,7 @@ def become_mpi_rank(place: Place) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_init_sets_what_torchrun_sets_and_close_undoes_it(size: int) -> None:
-    def body(place: Place) -> tuple[dict[str, str], str, str]:
+    def body(place: Member) -> tuple[dict[str, str], str, str]:
         become_mpi_rank(place)
         before = dict(os.environ)
         phalanx.init(quiet=True, timeout_s=60, device="cpu")
@@ -69,7 +69,7 @@ def test_init_sets_what_torchrun_sets_and_close_undoes_it(size: int) -> None:
 
 
 def test_where_no_port_was_given_a_second_store_can_meet_at_the_one_that_is_set() -> None:
-    def body(place: Place) -> Any:
+    def body(place: Member) -> Any:
         forget_launchers()
         where = f"tcp://127.0.0.1:{free_port(place)}"
         world = phalanx.init(
@@ -91,7 +91,7 @@ def test_where_no_port_was_given_a_second_store_can_meet_at_the_one_that_is_set(
 
 
 def test_a_world_of_one_changes_nothing() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         forget_launchers()
         before = dict(os.environ)
         phalanx.init(quiet=True, device="cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 
 MOST_BYTES_PER_RANK = 4 << 20
 # By hand: PHALANX_RANKS=256 pytest -s tests/world/test_large_worlds.py
@@ -27,7 +27,7 @@ def segment_bytes() -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_operation_in_a_world_of(size: int) -> None:
-    def body(place: Place) -> int:
+    def body(place: Member) -> int:
         place.join(timeout_s=110)
         n, me = place.size, place.rank
         total = n * (n + 1) / 2

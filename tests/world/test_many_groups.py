@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import TCPStore
 
 # The whole ten thousand, two minutes: PHALANX_GROUPS=10000 pytest -s tests/world/test_many_groups.py
@@ -43,7 +43,7 @@ class Held:
         return {field.name: getattr(later, field.name) - getattr(self, field.name) for field in fields(self)}
 
 
-def use(group: dist.ProcessGroup, place: Place) -> None:
+def use(group: dist.ProcessGroup, place: Member) -> None:
     """One operation of each way of running: here, on the group's thread, and as messages."""
     tensor = torch.ones(4)
     dist.all_reduce(tensor, group=group)
@@ -60,7 +60,7 @@ def use(group: dist.ProcessGroup, place: Place) -> None:
 
 
 def test_groups_made_used_and_destroyed_leave_nothing() -> None:
-    def body(place: Place) -> tuple[dict[str, int], int]:
+    def body(place: Member) -> tuple[dict[str, int], int]:
         timeout = timedelta(seconds=60)
         port = place.folder / "port"
         if place.rank == 0:
@@ -102,7 +102,7 @@ def test_groups_made_used_and_destroyed_leave_nothing() -> None:
 def test_hundreds_of_groups_alive_at_once(size: int) -> None:
     """Each with operations under way at the same time, and a thread of its own."""
 
-    def body(place: Place) -> tuple[dict[str, int], int]:
+    def body(place: Member) -> tuple[dict[str, int], int]:
         place.join()
         first = dist.new_group()
         use(first, place)

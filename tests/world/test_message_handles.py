@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from phalanx.c10d.process_group import PhalanxProcessGroup
@@ -34,7 +34,7 @@ def pending(work: dist.Work | None) -> dist.Work:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_failed_message_stays_failed_and_writes_nothing(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         if place.rank == 1:
             dist.barrier()
@@ -69,7 +69,7 @@ def test_a_failed_message_stays_failed_and_writes_nothing(size: int) -> None:
 def test_every_thread_that_waits_for_a_failed_message_is_told() -> None:
     """Also one that comes while another is still asking the ranks what they did."""
 
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         place.join()
         told: list[str] = []
         if place.rank == 0:
@@ -98,7 +98,7 @@ def test_every_thread_that_waits_for_a_failed_message_is_told() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_rank_outside_the_group_is_refused(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         group = dist.group.WORLD
         assert group is not None
@@ -116,7 +116,7 @@ def test_a_rank_outside_the_group_is_refused(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_messages_to_oneself(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         for count in (0, 1, 1_000_000):
             box = torch.zeros(count)
@@ -137,7 +137,7 @@ def test_messages_to_oneself(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_destroyed_group_refuses_and_gives_up_its_messages(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         group = dist.new_group(list(range(place.size)))
         box, done = torch.zeros(4), torch.zeros(4)
@@ -174,7 +174,7 @@ def test_a_destroyed_group_refuses_and_gives_up_its_messages(size: int) -> None:
 
 
 def test_destroying_a_group_ends_the_waits_of_other_threads() -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         place.join()
         group = dist.new_group([0, 1])
         told: list[str] = []
@@ -203,7 +203,7 @@ def test_destroying_a_group_ends_the_waits_of_other_threads() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_future_of_a_message_completes(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         if place.rank == 0:
             work = pending(dist.irecv(torch.zeros(4), 1))
@@ -224,7 +224,7 @@ def test_every_future_of_a_message_completes(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_message_that_does_not_come_holds_up_no_other(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         first, second = torch.zeros(4), torch.zeros(4)
         if place.rank == 0:
@@ -252,7 +252,7 @@ def test_a_message_that_does_not_come_holds_up_no_other(size: int) -> None:
 def test_a_message_that_another_thread_finishes_wakes_its_waiter_at_once() -> None:
     """Rank 1 sends nothing more: only the thread that tests finds the message, and must tell the one that sleeps."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         if place.rank == 0:
             slow = 0
@@ -282,7 +282,7 @@ def test_a_message_that_another_thread_finishes_wakes_its_waiter_at_once() -> No
     assert on_ranks(body, 2) == [True, True]
 
 
-def over_gloo(place: Place) -> tuple[PhalanxProcessGroup, ProcessGroupGloo]:
+def over_gloo(place: Member) -> tuple[PhalanxProcessGroup, ProcessGroupGloo]:
     gloo = lazy_gloo(place.store(), place.rank, place.size, timedelta(seconds=20), one_host=True)
     return PhalanxProcessGroup("phalanx", GlooCommunicator(gloo), gloo, "test"), gloo
 
@@ -291,7 +291,7 @@ def over_gloo(place: Place) -> tuple[PhalanxProcessGroup, ProcessGroupGloo]:
 def test_messages_over_gloo_that_take_their_time(size: int) -> None:
     """Several threads wait for one message; waits time out; futures complete; the connections stay whole."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         group, _ = over_gloo(place)
         if place.rank == 0:
             box = torch.zeros(4)

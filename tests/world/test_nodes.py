@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import Place, on_ranks, run_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 import phalanx
@@ -19,7 +19,7 @@ def on_hosts(
 ) -> list[Any]:
     """Run ``body(world)`` on one rank for each letter, which names its host; with four stand-in devices a host."""
 
-    def rank(place: Place) -> Any:
+    def rank(place: Member) -> Any:
         os.environ.update({"RANK": str(place.rank), "WORLD_SIZE": str(place.size), "PHALANX_HOST": hosts[place.rank]})
         monkeypatch.setattr("phalanx.world.meet", lambda *_: place.store())
         if device is not None:
@@ -124,7 +124,7 @@ def test_the_table_shows_the_hosts_that_were_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_two_processes_that_claim_one_rank_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(place: Place) -> None:
+    def rank(place: Member) -> None:
         os.environ.update({"RANK": "0", "WORLD_SIZE": "2"})
         monkeypatch.setattr("phalanx.world.meet", lambda *_: place.store())
         phalanx.init("phalanx", quiet=True, timeout_s=3)

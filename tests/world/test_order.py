@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 
 TURNS = 150
 
@@ -25,7 +25,7 @@ def overlapping_groups(size: int) -> list[tuple[dist.ProcessGroup, list[int]]]:
 def test_overlapping_groups_with_operations_under_way_in_different_orders(size: int) -> None:
     """Each rank interleaves the groups' operations in an order of its own and waits for them in another."""
 
-    def body(place: Place) -> int:
+    def body(place: Member) -> int:
         place.join()
         groups = overlapping_groups(place.size)
         mine = random.Random(place.rank)
@@ -65,7 +65,7 @@ def test_overlapping_groups_with_operations_under_way_in_different_orders(size: 
 def test_a_thread_for_each_group(size: int) -> None:
     """Blocking calls, a thread and a pace of its own for each of four groups, beside messages of the world."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         groups = [dist.new_group() for _ in range(4)]
         wrong: list[str] = []
@@ -104,7 +104,7 @@ def test_a_thread_for_each_group(size: int) -> None:
 def test_groups_in_turn_on_different_threads(size: int) -> None:
     """Two groups, each used now by this thread and now by that one, the turn passed on after every call."""
 
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         place.join()
         groups = [dist.new_group() for _ in range(2)]
         turns = [threading.Semaphore(1), threading.Semaphore(0)]

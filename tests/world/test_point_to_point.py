@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from tests.world.test_communicator import draw
 
 from phalanx.errors import CollectiveMismatch
@@ -19,7 +19,7 @@ LARGE = 1_000_000  # float32: far more than one ring holds
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_every_pair_exchanges_every_size_both_ways_at_once(size: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         place.join()
         wrong = []
         for count in (0, 1, 1000, 70000, 300000 if place.size < 8 else 100000):
@@ -42,7 +42,7 @@ def test_every_pair_exchanges_every_size_both_ways_at_once(size: int) -> None:
 
 
 def test_tags_find_their_receives_in_any_order() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         if place.rank == 0:
             for tag in (1, 2, 3):
@@ -68,7 +68,7 @@ def test_tags_find_their_receives_in_any_order() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_receiving_from_anyone_tells_from_whom(size: int) -> None:
-    def body(place: Place) -> list[int]:
+    def body(place: Member) -> list[int]:
         place.join()
         sources: list[int] = []
         if place.rank == 0:
@@ -89,7 +89,7 @@ def test_receiving_from_anyone_tells_from_whom(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_batches(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         after, before = (place.rank + 1) % place.size, (place.rank - 1) % place.size
         inbox = torch.zeros(LARGE // 4)
@@ -106,7 +106,7 @@ def test_batches(size: int) -> None:
 def test_a_large_send_goes_on_while_its_rank_is_elsewhere() -> None:
     """In a collective that the receiver has not joined yet, and in no call at all."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         if place.rank == 0:
             work = dist.isend(torch.full((LARGE,), 7.0), 1)
@@ -130,7 +130,7 @@ def test_a_large_send_goes_on_while_its_rank_is_elsewhere() -> None:
 
 
 def test_futures_views_and_completion() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         peer = 1 - place.rank
         box = torch.zeros(4, 6)[:, ::2]
@@ -159,7 +159,7 @@ def test_futures_views_and_completion() -> None:
 
 
 def test_threads_send_and_receive_beside_collectives() -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         place.join()
         wrong = []
 
@@ -192,7 +192,7 @@ def test_threads_send_and_receive_beside_collectives() -> None:
 
 
 def test_messages_of_different_size_raise_on_both_sides() -> None:
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         place.join()
         with pytest.raises(CollectiveMismatch) as caught:
             if place.rank == 0:

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 
 from phalanx.errors import ArgumentError, BackendError, ClosedError
 
 SIZES = (1, 2, 3, 5)
 
 
-def ones(place: Place, count: int = 4) -> torch.Tensor:
+def ones(place: Member, count: int = 4) -> torch.Tensor:
     return torch.full((count,), float(place.rank + 1))
 
 
@@ -33,7 +33,7 @@ def total(size: int) -> float:
 def test_every_collective_of_torch_works(size: int) -> None:
     """Native ones and those that still go to the attached Gloo group, mixed."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         rank, n = place.rank, place.size
         assert dist.get_backend() == "phalanx"
@@ -98,7 +98,7 @@ def test_every_collective_of_torch_works(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_point_to_point(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         after, before = (place.rank + 1) % place.size, (place.rank - 1) % place.size
         inbox = torch.empty(3)
@@ -116,7 +116,7 @@ def test_point_to_point(size: int) -> None:
 def test_tensors_of_every_shape(size: int) -> None:
     """Without elements, without dimensions, transposed, strided, and such that want a gradient."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         r, n = place.rank + 1, place.size
         shapes: tuple[Callable[[float], torch.Tensor], ...] = (
@@ -156,7 +156,7 @@ def test_tensors_of_every_shape(size: int) -> None:
 def test_operations_run_in_the_order_of_the_calls(size: int) -> None:
     """Asynchronous ones behind each other, a synchronous one behind them, one that Gloo serves in between."""
 
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         place.join()
         tensor = torch.tensor([float(place.rank + 1)])
         works = [dist.all_reduce(tensor, async_op=True) for _ in range(5)]
@@ -175,7 +175,7 @@ def test_operations_run_in_the_order_of_the_calls(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(size: int) -> None:
-    def body(place: Place) -> tuple[bool, float]:
+    def body(place: Member) -> tuple[bool, float]:
         place.join()
         dist.barrier()
         if place.rank == 0:
@@ -199,7 +199,7 @@ def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(size: int) ->
 
 
 def test_futures_carry_the_result_and_run_callbacks() -> None:
-    def body(place: Place) -> list[float]:
+    def body(place: Member) -> list[float]:
         place.join()
         tensor = torch.ones(2)
         work = dist.all_reduce(tensor, async_op=True)
@@ -216,7 +216,7 @@ def test_futures_carry_the_result_and_run_callbacks() -> None:
 def test_a_callback_may_wait_for_further_operations_of_its_group() -> None:
     """As PowerSGD's hook does; three deep here."""
 
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         place.join()
 
         def deeper(depth: int, value: torch.Tensor) -> torch.Tensor:
@@ -235,7 +235,7 @@ def test_a_callback_may_wait_for_further_operations_of_its_group() -> None:
 
 
 def test_waiting_with_a_timeout_gives_up_and_can_be_resumed() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         dist.barrier()
         if place.rank == 0:
@@ -254,7 +254,7 @@ def test_waiting_with_a_timeout_gives_up_and_can_be_resumed() -> None:
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_subgroups_that_overlap(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         low = dist.new_group([0, 1])
         odd = dist.new_group([r for r in range(place.size) if r % 2])
@@ -276,7 +276,7 @@ def test_subgroups_that_overlap(size: int) -> None:
 
 
 def test_groups_that_come_and_go_leave_nothing() -> None:
-    def body(place: Place) -> tuple[int, int, int]:
+    def body(place: Member) -> tuple[int, int, int]:
         place.join()
 
         def held() -> tuple[int, int, int]:
@@ -302,7 +302,7 @@ def test_groups_that_come_and_go_leave_nothing() -> None:
 
 
 def test_the_world_can_be_destroyed_and_made_again_over_one_store() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         store = place.store()
         for _ in range(3):
             dist.init_process_group(
@@ -320,7 +320,7 @@ def test_the_world_can_be_destroyed_and_made_again_over_one_store() -> None:
 def test_a_group_name_is_used_again_by_other_ranks() -> None:
     """torch numbers groups anew in every world, so one name can mean other members the second time."""
 
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         store = place.store()
         for members in ([0, 1], [1, 2], [0, 1]):
             dist.init_process_group(
@@ -339,7 +339,7 @@ def test_a_group_name_is_used_again_by_other_ranks() -> None:
 
 
 def test_a_destroyed_group_says_so() -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         group = dist.new_group([0, 1])
         dist.destroy_process_group(group)
@@ -353,7 +353,7 @@ def test_a_destroyed_group_says_so() -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_thread_that_cannot_be_started_leaves_a_group_that_works(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
 
         def refuse(thread: threading.Thread) -> None:
@@ -373,7 +373,7 @@ def test_a_thread_that_cannot_be_started_leaves_a_group_that_works(size: int, mo
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_forked_child_leaves_the_group_to_its_parent(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         group: Any = dist.group.WORLD
         with group._progress.running:
@@ -397,7 +397,7 @@ def test_a_forked_child_leaves_the_group_to_its_parent(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_integers_are_not_scaled_by_fractions(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         op = dist._make_nccl_premul_sum(0.5)  # type: ignore[attr-defined]
         for call in (lambda t: dist.all_reduce(t, op=op), lambda t: dist.reduce(t, 0, op=op)):

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.pool import Pool
 from tests.support.programs import REDUCTIONS, Program, Step, perturbed, programs, steps
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from tests.support.replay import Rank, Run, join
 
 from phalanx.errors import CollectiveMismatch
@@ -84,7 +84,7 @@ def differences_from_gloo(rank: Rank, program: Program) -> list[str]:
     return different
 
 
-def join_both(place: Place) -> Rank:
+def join_both(place: Member) -> Rank:
     return join(place, gloo=True)
 
 
@@ -110,7 +110,7 @@ def test_a_rank_that_calls_something_else_is_told_on_every_rank_of_the_group(siz
         last = Step("barrier", program.steps[at].group)
         program = replace(program, steps=(*program.steps, last))
 
-        def body(place: Place) -> tuple[list[str], list[tuple[int, str]], float]:
+        def body(place: Member) -> tuple[list[str], list[tuple[int, str]], float]:
             rank = join(place, timeout_s=60)
             started = time.monotonic()
             instead = (at, other) if place.rank == odd else None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from tests.world.test_communicator import bits, connect, draw
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
@@ -86,7 +86,7 @@ def expected_floats(name: str, size: int, count: int, dtype: torch.dtype) -> tor
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_reduce_reduce_and_reduce_scatter(size: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         communicator = connect(place, 1024)
         wrong = []
         for dtype in FLOATS + INTEGERS:
@@ -125,7 +125,7 @@ def test_all_reduce_reduce_and_reduce_scatter(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_reduce_scatter_gives_each_rank_its_own_block_also_in_place(size: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         communicator = connect(place, 1024)
         wrong = []
         for count in (1, 64, 700, 5000):
@@ -146,7 +146,7 @@ def test_reduce_scatter_gives_each_rank_its_own_block_also_in_place(size: int) -
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_through_torch_with_complex_numbers_factors_and_views(size: int) -> None:
-    def body(place: Place) -> bool:
+    def body(place: Member) -> bool:
         place.join()
         n, r = place.size, place.rank + 1
         total = n * (n + 1) / 2

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from tests.launch_support import Launcher, launcher
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -116,7 +116,7 @@ def test_a_rank_that_misses_a_monitored_barrier_is_named(launcher: Launcher) -> 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_monitored_barrier_has_its_timeout_for_itself(size: int) -> None:
-    def body(place: Place) -> tuple[list[float], float]:
+    def body(place: Member) -> tuple[list[float], float]:
         place.join(timeout_s=60)
         group = dist.group.WORLD
         assert isinstance(group, PhalanxProcessGroup)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
 
 from phalanx.c10d.vendor import MixedProcessGroup
 from phalanx.errors import DeviceMismatch
 
 
-def join_with_stand_in(place: Place, backend: str = "cpu:phalanx,meta:standin") -> None:
+def join_with_stand_in(place: Member, backend: str = "cpu:phalanx,meta:standin") -> None:
     torch.accelerator.is_available = lambda: True  # in this rank's process only
     dist.Backend.register_backend(
         "standin",
@@ -50,7 +50,7 @@ def calls(size: int, tensor: torch.Tensor) -> list[Any]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_each_device_has_its_backend(size: int) -> None:
-    def body(place: Place) -> list[str]:
+    def body(place: Member) -> list[str]:
         join_with_stand_in(place)
         group = dist.group.WORLD
         assert isinstance(group, MixedProcessGroup)
@@ -81,7 +81,7 @@ def test_each_device_has_its_backend(size: int) -> None:
 
 
 def test_a_device_without_a_backend_is_refused_with_the_list_to_use() -> None:
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         join_with_stand_in(place, "phalanx")
         with pytest.raises(DeviceMismatch) as caught:
             dist.all_reduce(torch.ones(1, device="meta"))
@@ -101,7 +101,7 @@ def test_tensors_of_a_real_accelerator_beside_those_of_the_cpu(size: int) -> Non
     if size > DEVICES:
         pytest.skip(f"{size} ranks need as many devices, and here are {DEVICES}")
 
-    def body(place: Place) -> tuple[list[float], list[float]]:
+    def body(place: Member) -> tuple[list[float], list[float]]:
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         device = torch.device(kind.type, place.rank)
@@ -122,7 +122,7 @@ def test_tensors_of_a_real_accelerator_beside_those_of_the_cpu(size: int) -> Non
 @pytest.mark.gpu
 @pytest.mark.skipif(not DEVICES or not torch.cuda.is_available(), reason="no GPU here")
 def test_where_ours_stands_in_for_gloo_tensors_of_a_gpu_go_over_gloo() -> None:
-    def body(place: Place) -> tuple[list[float], list[float]]:
+    def body(place: Member) -> tuple[list[float], list[float]]:
         os.environ["PHALANX_REPLACE"] = "gloo"
         place.join()
         near, far = torch.full((3,), place.rank + 1.0), torch.full((3,), place.rank + 1.0, device="cuda:0")

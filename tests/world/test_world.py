@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Place, on_ranks
+from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import HashStore
 
 import phalanx
@@ -28,7 +28,7 @@ from phalanx.errors import (
 )
 from phalanx.group import Session
 from phalanx.place.environment import find_place
-from phalanx.place.place import Place as LauncherPlace
+from phalanx.place.place import Place
 from phalanx.topology.topology import Node, Topology
 
 SCRIPT = """
@@ -219,8 +219,8 @@ TORCHRUN = {
 
 
 def test_places_are_read_from_the_launchers_variables() -> None:
-    assert find_place({}) == LauncherPlace()
-    expected = LauncherPlace("torchrun", 5, 8, 1, 4, 1, 2)
+    assert find_place({}) == Place()
+    expected = Place("torchrun", 5, 8, 1, 4, 1, 2)
     assert find_place(TORCHRUN) == replace(expected, job="none")
     assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "none"}).launcher == "phalanx"
     # Nothing but RANK and its like: set by hand, and as good.
@@ -253,7 +253,7 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    def body(place: Place) -> float:
+    def body(place: Member) -> float:
         os.environ.update(
             {
                 "RANK": str(place.rank),
@@ -285,9 +285,9 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
 def test_two_ranks_on_one_device_are_refused_unless_both_asked_for_it(capfd: pytest.CaptureFixture[str]) -> None:
     """The devices are names only: what is compared is what the ranks say they took."""
 
-    def body(place: Place) -> str:
+    def body(place: Member) -> str:
         place.join()
-        launched = LauncherPlace("phalanx", place.rank, place.size, place.rank, place.size)
+        launched = Place("phalanx", place.rank, place.size, place.rank, place.size)
         topology = Topology((Node(0, "here", tuple(range(place.size))),))
         world = phalanx.World(launched, topology, torch.device("cpu"), Session(frozenset({"cpu"})))
         world_module._refuse_shared_devices(world, f"cuda {place.rank}", wanted=False)

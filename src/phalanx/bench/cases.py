@@ -11,8 +11,8 @@ __all__ = [
     "DTYPES",
     "OPERATIONS",
     "UNBOUNDED",
+    "BenchOptions",
     "Case",
-    "Plan",
     "format_size",
     "parse_dtypes",
     "parse_operations",
@@ -67,7 +67,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchOptions:
     """Everything the ranks need to know.
 
     Attributes:
@@ -95,11 +95,11 @@ class Plan:
     tunings: tuple[tuple[int, int, int], ...] = ()
 
     @staticmethod
-    def from_json(fields: dict[str, Any]) -> Plan:
-        """The plan whose fields went through JSON, where tuples become lists."""
+    def from_json(fields: dict[str, Any]) -> BenchOptions:
+        """The options whose fields went through JSON, where tuples become lists."""
         read: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in fields.items()}
         read["tunings"] = tuple(tuple(values) for values in fields.get("tunings", ()))
-        return Plan(**read)
+        return BenchOptions(**read)
 
     def cases(self) -> Iterator[Case]:
         """The rows of one world size, in the order they are measured."""

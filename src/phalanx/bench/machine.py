@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import phalanx
+from phalanx import settings
 
 __all__ = ["cpu_model", "machine", "mpi_description", "versions"]
 
@@ -51,7 +51,7 @@ def _caches() -> list[str]:
 
 def versions() -> dict[str, str]:
     """Of Python and of the packages that matter here."""
-    found = {"python": platform.python_version(), "phalanx": phalanx.__version__}
+    found = {"python": platform.python_version(), "phalanx": settings.VERSION}
     for package in ("torch", "numpy", "mpi4py"):
         with contextlib.suppress(PackageNotFoundError):
             found[package] = version(package)

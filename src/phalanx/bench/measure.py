@@ -1,4 +1,4 @@
-"""What one rank does: every case of the plan, backend by backend and round by round.
+"""What one rank does: every case of the options, backend by backend and round by round.
 
 A round is one backend's turn: a barrier, then as many back-to-back calls as fit the time of a round. That number
 is found by trial and agreed by all ranks. The round's figure is the mean time of a call on the slowest rank, so
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from phalanx import settings
-from phalanx.bench.cases import Case, Plan, format_size, tuning_label
+from phalanx.bench.cases import BenchOptions, Case, format_size, tuning_label
 from phalanx.bench.machine import mpi_description, versions
 from phalanx.bench.mpi_calls import left_out, mpi_call
 from phalanx.bench.noise import CpuClock, Noise, probe, probe_spread, reasons, severity
@@ -47,13 +47,13 @@ GLANCE_S = 0.25
 Call = Callable[[], Any]
 
 
-def run_rank(rank: int, size: int, folder: Path, plan: Plan, mpi: Any = None) -> None:
+def run_rank(rank: int, size: int, folder: Path, options: BenchOptions, mpi: Any = None) -> None:
     """Measure everything; rank 0 writes a line of JSON for each row into the pipe ``folder/events``.
 
     Args:
         rank, size: this process's place in the world.
         folder: where the ranks meet; every rank is given the same.
-        plan: what to measure.
+        options: what to measure.
         mpi: the module ``mpi4py.MPI`` when MPI is to be measured too; its world is this one.
     """
     torch.set_num_threads(1)
@@ -61,39 +61,39 @@ def run_rank(rank: int, size: int, folder: Path, plan: Plan, mpi: Any = None) ->
     register()
     store = FileStore(str(folder / "store"), size)
     dist.init_process_group(settings.BACKEND, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    groups = _groups(plan)
+    groups = _groups(options)
     # Line by line: whoever reads shows each row as soon as it is measured.
     with open(folder / "events" if rank == 0 else os.devnull, "w", buffering=1) as events:
         transport = type(getattr(next(iter(groups.values())), "_communicator", None)).__name__
         started = {"event": "started", "transport": transport, "cores": usable_cores(), "versions": versions()}
         events.write(json.dumps({**started, "mpi": mpi_description(mpi) if mpi else None}) + "\n")
-        bench = _Bench(rank, size, plan, groups, mpi)
-        for case in plan.cases():
+        bench = _Bench(rank, size, options, groups, mpi)
+        for case in options.cases():
             events.write(json.dumps({"event": "case", **asdict(case)}) + "\n")
             events.write(json.dumps({"event": "row", **bench.quiet_row(case)}) + "\n")
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _groups(plan: Plan) -> dict[str, Any]:
+def _groups(options: BenchOptions) -> dict[str, Any]:
     """What is to be compared: a name, and a group of all ranks."""
-    if not plan.tunings:
-        return {name: dist.new_group(backend=name, timeout=TIMEOUT) for name in (settings.BACKEND, *plan.against)}
+    if not options.tunings:
+        return {name: dist.new_group(backend=name, timeout=TIMEOUT) for name in (settings.BACKEND, *options.against)}
     groups = {}
-    for values in plan.tunings:
+    for values in options.tunings:
         with tuning_in_force(Tuning(*values)):
             groups[tuning_label(values)] = dist.new_group(backend=settings.BACKEND, timeout=TIMEOUT)
     return groups
 
 
 class _Bench:
-    def __init__(self, rank: int, size: int, plan: Plan, groups: dict[str, Any], mpi: Any) -> None:
+    def __init__(self, rank: int, size: int, options: BenchOptions, groups: dict[str, Any], mpi: Any) -> None:
         self.rank = rank
         self.size = size
-        self.plan = plan
+        self.options = options
         self.groups = groups
         self.mpi = mpi
-        self.patience_s = plan.patience_s
+        self.patience_s = options.patience_s
         self.row_s = 0.0
         self.crawls: dict[tuple[str, str, str], int] = {}
         self.spread = self._probe()
@@ -133,9 +133,9 @@ class _Bench:
         counts, rounds = {}, {}
         for name, call in calls.items():
             counts[name], mean_s = self._agree(call, first_s.get(name, 0.0))
-            rounds[name] = max(1, min(self.plan.rounds, int(PATIENCE_S / (counts[name] * mean_s))))
+            rounds[name] = max(1, min(self.options.rounds, int(PATIENCE_S / (counts[name] * mean_s))))
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(self.plan.rounds):
+        for turn in range(self.options.rounds):
             for name, call in calls.items():
                 if turn < rounds[name]:
                     samples[name].append(_mean_s(call, counts[name]))
@@ -156,7 +156,7 @@ class _Bench:
         self, case: Case, operation: Operation
     ) -> tuple[dict[str, Call], dict[str, float], dict[str, str], list[str]]:
         """One checked call on each backend: those that work and their time, why others do not, which were wrong."""
-        candidates = {name: operation.call(group, self.plan.asynchronous) for name, group in self.groups.items()}
+        candidates = {name: operation.call(group, self.options.asynchronous) for name, group in self.groups.items()}
         calls: dict[str, Call] = {}
         first_s: dict[str, float] = {}
         skipped: dict[str, str] = {}
@@ -166,7 +166,7 @@ class _Bench:
             if why:
                 skipped["mpi"] = why
             else:
-                candidates["mpi"] = mpi_call(case.operation, operation, self.mpi, self.plan.asynchronous)
+                candidates["mpi"] = mpi_call(case.operation, operation, self.mpi, self.options.asynchronous)
         for name, call in candidates.items():
             crawl = (case.operation, case.dtype, name)
             if crawl in self.crawls and case.nbytes >= self.crawls[crawl]:
@@ -207,7 +207,7 @@ class _Bench:
         if first_s > 1.0:
             return 1, first_s
         _mean_s(call, FEWEST_CALLS)  # connections, fresh pages
-        count, round_s = FEWEST_CALLS, self.plan.round_s
+        count, round_s = FEWEST_CALLS, self.options.round_s
         while True:
             mean_s = self._largest([_mean_s(call, count)])[0]
             if mean_s * count >= round_s / 10 or count == MOST_CALLS:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import phalanx
+from phalanx import settings
 from phalanx.system.processes import descendants_of
 
 __all__ = ["Mpi", "find_mpi", "installed_mpi", "shared_memory_of"]
@@ -48,7 +48,7 @@ class Mpi:
 
     def command(self, ranks: int, folder: Path) -> list[str]:
         """What starts the ranks, which then meet in ``folder``."""
-        home = str(Path(phalanx.__file__).parents[1])
+        home = str(Path(settings.__file__).parents[1])
         return [self.mpiexec, "-n", str(ranks), self.python, "-c", _START, home, str(folder)]
 
     @staticmethod

@@ -9,7 +9,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from phalanx.bench.cases import Plan
+from phalanx.bench.cases import BenchOptions
 from phalanx.system.limits import usable_cores
 from phalanx.system.processes import die_with_parent
 
@@ -17,11 +17,11 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Take the rank from ``MPI.COMM_WORLD`` and measure; the folder with the plan is the one argument."""
+    """Take the rank from ``MPI.COMM_WORLD`` and measure; the folder with the options is the one argument."""
     die_with_parent(os.getppid())
     folder = Path(sys.argv[1])
-    description = json.loads((folder / "plan.json").read_text())
-    plan = Plan.from_json(description["plan"])
+    description = json.loads((folder / "options.json").read_text())
+    options = BenchOptions.from_json(description["options"])
     # Each library at its best. Only the main thread calls MPI here, and asking for no more spares the library its
     # locks; but MPICH gives up the core while it waits only if other threads may call it, and waits for whole time
     # slices (500 times as long, measured) when ranks share cores without.
@@ -38,7 +38,7 @@ def main() -> None:
             )
         from phalanx.bench.measure import run_rank
 
-        run_rank(world.rank, world.size, folder, plan, mpi)
+        run_rank(world.rank, world.size, folder, options, mpi)
     except BaseException:
         (folder / f"error-{world.rank}").write_text(traceback.format_exc())
         world.Abort(1)

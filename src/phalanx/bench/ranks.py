@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.cases import Plan
+from phalanx.bench.cases import BenchOptions
 from phalanx.bench.mpi import Mpi, shared_memory_of
 from phalanx.errors import PhalanxError
 from phalanx.system.processes import descendants_of, die_with_parent, kill, set_name
@@ -55,12 +55,12 @@ class Job:
     mpi: Mpi | None
 
 
-def run_job(job: Job, plan: Plan, handle: Handle) -> None:
+def run_job(job: Job, options: BenchOptions, handle: Handle) -> None:
     """Run one set of ranks to its end.
 
     Args:
         job: which ranks.
-        plan: what they measure.
+        options: what they measure.
         handle: called here with every event that rank 0 reports: ``started``, ``case``, ``row``.
 
     Raises:
@@ -68,7 +68,7 @@ def run_job(job: Job, plan: Plan, handle: Handle) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="phx-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "plan.json").write_text(json.dumps({"plan": asdict(plan), "size": job.size}))
+        (folder / "options.json").write_text(json.dumps({"options": asdict(options), "size": job.size}))
         os.mkfifo(folder / "events")
         # Open for both: so it never ends while nobody writes, and opening does not wait for a writer.
         events = os.open(folder / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -82,7 +82,7 @@ def run_job(job: Job, plan: Plan, handle: Handle) -> None:
 
         try:
             with _signals_blocked():
-                _start(job, plan, folder, events, pids)
+                _start(job, options, folder, events, pids)
             _follow(job, pids, folder, events, look)
         finally:
             with _signals_blocked():
@@ -101,7 +101,7 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(job: Job, plan: Plan, folder: Path, events: int, pids: list[int]) -> None:
+def _start(job: Job, options: BenchOptions, folder: Path, events: int, pids: list[int]) -> None:
     """Start the ranks, or the one ``mpiexec``; their numbers are in ``pids`` even if it fails half way."""
     if job.mpi is None:
         from phalanx.bench.measure import run_rank  # imports torch, once, before the forks
@@ -112,7 +112,7 @@ def _start(job: Job, plan: Plan, folder: Path, events: int, pids: list[int]) -> 
         for rank in range(job.size):
             pid = os.fork()
             if not pid:
-                _become_rank(rank, parent, folder, events, partial(run_rank, rank, job.size, folder, plan))
+                _become_rank(rank, parent, folder, events, partial(run_rank, rank, job.size, folder, options))
             pids.append(pid)
         return
     with open(folder / "log", "ab") as log:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phalanx.bench import plot as plots
-from phalanx.bench.cases import Plan, format_size
+from phalanx.bench.cases import BenchOptions, format_size
 from phalanx.bench.machine import machine, versions
 from phalanx.bench.mpi import Mpi, find_mpi, installed_mpi
 from phalanx.bench.ranks import Job, RanksFailed, run_job
@@ -56,11 +56,11 @@ def choose_mpis(against: Sequence[str], mpiexecs: Sequence[str]) -> list[Mpi]:
     return [found] if found else []
 
 
-def measure(plan: Plan, mpis: Sequence[Mpi], command: Sequence[str], quiet: bool) -> dict[str, Any]:
+def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], quiet: bool) -> dict[str, Any]:
     """Run every set of ranks, one after the other.
 
     Args:
-        plan: what to measure.
+        options: what to measure.
         mpis: with none, the ranks are forked; with several, everything is measured once with each.
         command: the arguments of the command line, to be kept with the results.
         quiet: show no progress.
@@ -72,24 +72,24 @@ def measure(plan: Plan, mpis: Sequence[Mpi], command: Sequence[str], quiet: bool
     Raises:
         LaunchError: this machine has no room for that many ranks with buffers of that size.
     """
-    check_limits(max(plan.ranks), machine_limits(python=True))
-    _check_memory(plan)
+    check_limits(max(options.ranks), machine_limits(python=True))
+    _check_memory(options)
     results: dict[str, Any] = {
         "schema": SCHEMA,
         "command": shlex.join(["phalanx", *command]),
         "date": datetime.now(timezone.utc).astimezone().isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "parameters": {name: getattr(plan, name) for name in Plan.__dataclass_fields__},
+        "parameters": {name: getattr(options, name) for name in BenchOptions.__dataclass_fields__},
         "jobs": [],
         "complete": False,
         "exit_code": 0,
     }
     launchers: list[Mpi | None] = [*mpis] or [None]
-    jobs = [Job(size, mpi) for mpi in launchers for size in plan.ranks]
+    jobs = [Job(size, mpi) for mpi in launchers for size in options.ranks]
     before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        with _Display(len(jobs) * sum(1 for _ in plan.cases()), quiet) as display:
+        with _Display(len(jobs) * sum(1 for _ in options.cases()), quiet) as display:
             for job in jobs:
                 record: dict[str, Any] = {
                     "size": job.size,
@@ -98,7 +98,7 @@ def measure(plan: Plan, mpis: Sequence[Mpi], command: Sequence[str], quiet: bool
                     "rows": [],
                 }
                 results["jobs"].append(record)
-                run_job(job, plan, lambda event, record=record: display.take(event, record))  # type: ignore[misc]
+                run_job(job, options, lambda event, record=record: display.take(event, record))  # type: ignore[misc]
         results["complete"] = True
     except KeyboardInterrupt:
         results["exit_code"] = 130
@@ -134,12 +134,12 @@ def _leave(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _check_memory(plan: Plan) -> None:
-    need = BUFFERS * max(plan.sizes) * max(plan.ranks)
+def _check_memory(options: BenchOptions) -> None:
+    need = BUFFERS * max(options.sizes) * max(options.ranks)
     for limit in machine_limits(python=True):
         if limit.name == "bytes of memory" and need > limit.available:
             raise LaunchError(
-                f"{max(plan.ranks)} ranks with buffers of {format_size(max(plan.sizes))} need about "
+                f"{max(options.ranks)} ranks with buffers of {format_size(max(options.sizes))} need about "
                 f"{need / (1 << 30):.1f} GiB, and {limit.available / (1 << 30):.1f} GiB are left here; choose smaller "
                 f"--sizes or fewer --ranks"
             )

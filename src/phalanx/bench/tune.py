@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.cases import UNBOUNDED, Plan, format_size, tuning_label
+from phalanx.bench.cases import UNBOUNDED, BenchOptions, format_size, tuning_label
 from phalanx.bench.noise import reasons
 from phalanx.bench.report import noise_of
 from phalanx.bench.session import measure
@@ -68,11 +68,11 @@ class _Stopped(Exception):
     """The measurement did not come to its end."""
 
 
-def tune(plan: Plan, command: Sequence[str], quiet: bool) -> Finding:
+def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
     """Measure the candidates and write the best into the file that every later group reads.
 
     Args:
-        plan: its ranks, rounds and patience hold; what is measured is chosen here.
+        options: its ranks, rounds and patience hold; what is measured is chosen here.
         command: the arguments of the command line.
         quiet: show no progress.
 
@@ -87,7 +87,7 @@ def tune(plan: Plan, command: Sequence[str], quiet: bool) -> Finding:
     def rows_of(operations: Sequence[str], sizes: Sequence[int], candidates: Sequence[Tuning]) -> Sequence[Any]:
         nonlocal exit_code
         values = tuple(_values(candidate) for candidate in candidates)
-        each = replace(plan, operations=tuple(operations), sizes=tuple(sizes), tunings=values)
+        each = replace(options, operations=tuple(operations), sizes=tuple(sizes), tunings=values)
         results = measure(each, (), command, quiet)
         exit_code = int(results["exit_code"])
         if exit_code:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from phalanx.bench.cases import DTYPES, OPERATIONS, Plan, parse_dtypes, parse_operations, parse_sizes
+from phalanx.bench.cases import DTYPES, OPERATIONS, BenchOptions, parse_dtypes, parse_operations, parse_sizes
 
 __all__ = ["bench"]
 
@@ -157,7 +157,7 @@ def bench(
     """
     from phalanx.bench import session
 
-    plan = Plan(
+    options = BenchOptions(
         operations=_checked(operations),
         sizes=sizes,
         dtypes=dtypes,
@@ -169,10 +169,12 @@ def bench(
         patience_s=patience,
     )
     if quick:
-        small = tuple(size for size in plan.sizes if size <= 1 << 20) or plan.sizes[:1]
-        plan = replace(plan, sizes=small, ranks=plan.ranks[:1], rounds=min(rounds, 3), round_s=min(0.01, plan.round_s))
+        small = tuple(size for size in options.sizes if size <= 1 << 20) or options.sizes[:1]
+        options = replace(
+            options, sizes=small, ranks=options.ranks[:1], rounds=min(rounds, 3), round_s=min(0.01, options.round_s)
+        )
     if tune:
-        return _tune(plan, operations, as_json, quiet)
+        return _tune(options, operations, as_json, quiet)
     try:
         if plot is not None:
             session.require_plot()
@@ -180,7 +182,7 @@ def bench(
             results = session.load(load)
         else:
             mpis = session.choose_mpis(against, mpiexecs)
-            results = session.measure(plan, mpis, command=sys.argv[1:], quiet=quiet)
+            results = session.measure(options, mpis, command=sys.argv[1:], quiet=quiet)
         if plot is not None:
             session.plot(results, plot)
     except ValueError as error:
@@ -189,14 +191,14 @@ def bench(
     return int(results["exit_code"]) if load is None else 0
 
 
-def _tune(plan: Plan, operations: tuple[str, ...], as_json: bool, quiet: bool) -> int:
+def _tune(options: BenchOptions, operations: tuple[str, ...], as_json: bool, quiet: bool) -> int:
     given = click.get_current_context().get_parameter_source
     for name in ("sizes", "dtypes", "against", "mpiexecs", "asynchronous", "quick", "plot", "load"):
         if operations or given(name) is not ParameterSource.DEFAULT:
             raise click.UsageError("--tune chooses by itself what it measures; give it --ranks, --rounds or --patience")
     from phalanx.bench.tune import format_finding, tune
 
-    finding = tune(plan, command=sys.argv[1:], quiet=quiet)
+    finding = tune(options, command=sys.argv[1:], quiet=quiet)
     click.echo(json.dumps(finding.as_json()) if as_json else format_finding(finding), nl=as_json)
     return finding.exit_code or (0 if finding.path else 1)
 

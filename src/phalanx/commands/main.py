@@ -7,10 +7,10 @@ from importlib import import_module
 
 import click
 
-import phalanx
+from phalanx import settings
 from phalanx.errors import ArgumentError, LauncherEnvironmentError, LaunchError
-from phalanx.launch.job.job import Plan
-from phalanx.launch.rank.start import Place, become
+from phalanx.launch.job.job import Job
+from phalanx.launch.rank.start import RankStart, become
 from phalanx.launch.supervisor import launch
 
 __all__ = ["main"]
@@ -33,7 +33,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(phalanx.__version__, prog_name="phalanx")
+@click.version_option(settings.VERSION, prog_name="phalanx")
 def command() -> None:
     """Run one PyTorch program as many processes.
 
@@ -56,7 +56,7 @@ def main() -> int | None:
     """
     try:
         outcome = command(prog_name="phalanx", standalone_mode=False)
-        if isinstance(outcome, Plan):
+        if isinstance(outcome, Job):
             outcome = launch(outcome)
     except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:
         print(f"phalanx: {error}", file=sys.stderr)
@@ -66,7 +66,7 @@ def main() -> int | None:
         return error.exit_code
     except click.Abort:
         return 130
-    if isinstance(outcome, Place):
+    if isinstance(outcome, RankStart):
         become(outcome)
         return None
     return outcome if isinstance(outcome, int) else 0

@@ -13,7 +13,7 @@ from phalanx.c10d.replace import names_to_replace
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
-from phalanx.launch.job.job import Plan, make_plan
+from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.mpi_launcher import find_mpi_launcher
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.target import find_target
@@ -124,7 +124,7 @@ def run(
     as_json: bool,
     target: str,
     arguments: tuple[str, ...],
-) -> Plan | None:
+) -> Job | None:
     """Start TARGET as N processes that know their place.
 
     TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
@@ -168,7 +168,7 @@ def run(
         raise LaunchError(
             f"--placement {placement}: is for hosts that are rehearsed; add --rehearse 2x4, or leave it out"
         )
-    plan = make_plan(
+    job = make_job(
         ranks,
         find_target(target, arguments, module=module),
         grace_s=grace,
@@ -188,10 +188,10 @@ def run(
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")
     if not dry_run:
-        return plan
+        return job
     raise_file_limit()
-    check_limits(plan.ranks, machine_limits(python=plan.target.is_python, forked=plan.mpi is None))
-    _describe(plan, as_json)
+    check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
+    _describe(job, as_json)
     return None
 
 
@@ -203,28 +203,28 @@ def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:
     return read_hostfile(hostfile) if hostfile is not None else []
 
 
-def _describe(plan: Plan, as_json: bool) -> None:
+def _describe(job: Job, as_json: bool) -> None:
     if as_json:
         description = {
-            "host": plan.host,
-            "world_size": plan.ranks,
-            "cores": plan.cores,
-            "target": {"kind": plan.target.kind, "path": plan.target.path, "argv": list(plan.target.argv)},
-            "mpi": plan.mpi.command(plan.ranks, plan.hosts, ["RANK"], "HOSTS") if plan.mpi is not None else None,
-            "rehearsal": asdict(plan.rehearsal) if plan.rehearsal is not None else None,
-            "bind": plan.bind,
-            "cpus": list(map(list, plan.cpus)) if plan.cpus else None,
-            "ranks": [asdict(row) for row in plan.rows()],
-            "notes": plan.warnings(),
+            "host": job.host,
+            "world_size": job.ranks,
+            "cores": job.cores,
+            "target": {"kind": job.target.kind, "path": job.target.path, "argv": list(job.target.argv)},
+            "mpi": job.mpi.command(job.ranks, job.hosts, ["RANK"], "HOSTS") if job.mpi is not None else None,
+            "rehearsal": asdict(job.rehearsal) if job.rehearsal is not None else None,
+            "bind": job.bind,
+            "cpus": list(map(list, job.cpus)) if job.cpus else None,
+            "ranks": [asdict(row) for row in job.rows()],
+            "notes": job.warnings(),
         }
         click.echo(json.dumps(description))
         return
     from phalanx.topology.table import format_rank_table
 
-    click.echo(format_rank_table(plan.rows(), title=plan.title()), nl=False)
-    if plan.mpi is not None:
-        words = plan.mpi.command(plan.ranks, plan.hosts, [plan.target.name, *plan.target.argv[1:]], "HOSTS")
-        click.echo(f"started by {plan.mpi.title}: {shlex.join(words)}")
-    if not plan.quiet:
-        for warning in plan.warnings():
+    click.echo(format_rank_table(job.rows(), title=job.title()), nl=False)
+    if job.mpi is not None:
+        words = job.mpi.command(job.ranks, job.hosts, [job.target.name, *job.target.argv[1:]], "HOSTS")
+        click.echo(f"started by {job.mpi.title}: {shlex.join(words)}")
+    if not job.quiet:
+        for warning in job.warnings():
             click.echo(f"phalanx: note: {warning}", err=True)

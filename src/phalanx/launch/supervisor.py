@@ -29,10 +29,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from phalanx.launch.job.job import Plan
+from phalanx.launch.job.job import Job
 from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
 from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
-from phalanx.launch.rank.start import Place
+from phalanx.launch.rank.start import RankStart
 from phalanx.launch.rank.wires import Wires, open_wires
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.system import processes
@@ -69,11 +69,11 @@ class _Rank:
     streams: list[_Stream] = field(default_factory=list)
 
 
-def launch(plan: Plan) -> Place | int:
+def launch(job: Job) -> RankStart | int:
     """Run a job.
 
     Returns:
-        In the process that called: the exit code. In each rank, which is a fork of it: its place, to be
+        In the process that called: the exit code. In each rank, which is a fork of it: its start, to be
         handed to :func:`phalanx.launch.rank.start.become` at the top of the interpreter.
 
     Raises:
@@ -84,32 +84,32 @@ def launch(plan: Plan) -> Place | int:
         signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_PASSED_ON, signal.SIGCHLD)
     }
     file_limit = raise_file_limit()
-    check_limits(plan.ranks, machine_limits(python=plan.target.is_python, forked=plan.mpi is None))
-    wires = open_wires(plan.ranks, plan.run_id, plan.address)
+    check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
+    wires = open_wires(job.ranks, job.run_id, job.address)
     for stream in (sys.stdout, sys.stderr):
         # A fork would copy what is still in the buffers.
         if stream is not None:
             stream.flush()
     processes.adopt_orphans()
-    supervisor = _Supervisor(plan, wires)
+    supervisor = _Supervisor(job, wires)
     supervisor.listen_to_signals()
     pid = os.getpid()
     zygote = os.fork()
     if zygote == 0:
         supervisor.forget()
-        if plan.mpi is not None:
+        if job.mpi is not None:
             # Not at the top: it is a room of its own, which only this option enters.
             from phalanx.launch.mpi.relay import serve_mpi
 
-            serve_mpi(plan, wires, handlers)
-        return serve(plan, wires, Inheritance(handlers, file_limit), pid)
+            serve_mpi(job, wires, handlers)
+        return serve(job, wires, Inheritance(handlers, file_limit), pid)
     wires.keep_supervisor_ends()
     return supervisor.run(zygote)
 
 
 class _Supervisor:
-    def __init__(self, plan: Plan, wires: Wires) -> None:
-        self.plan = plan
+    def __init__(self, job: Job, wires: Wires) -> None:
+        self.job = job
         self.wires = wires
         self.zygote = 0
         self.started_at: float | None = None
@@ -118,7 +118,7 @@ class _Supervisor:
         self.settle_until: float | None = None
         self.refusal: tuple[str, int] | None = None
         self.oom_kills = count_oom_kills()
-        self.rows = plan.rows()
+        self.rows = job.rows()
         # Whoever started the launcher with exec may have left it children that are not its own.
         self.strangers = processes.children_of(os.getpid())
         self.wakeup: tuple[int, int] = (-1, -1)
@@ -127,10 +127,10 @@ class _Supervisor:
         self.ranks = self._make_ranks()
 
     def _make_ranks(self) -> list[_Rank]:
-        console, count = self.console, self.plan.ranks
+        console, count = self.console, self.job.ranks
         nothing = [b""] * count
-        out_prefixes = make_prefixes(count, color=console.out.color) if self.plan.prefix else nothing
-        err_prefixes = make_prefixes(count, color=console.err.color) if self.plan.prefix else nothing
+        out_prefixes = make_prefixes(count, color=console.out.color) if self.job.prefix else nothing
+        err_prefixes = make_prefixes(count, color=console.err.color) if self.job.prefix else nothing
         ranks = []
         for rank, wires in enumerate(self.wires.ranks):
             out = _Stream(rank, wires.out_read, console.out, LineAssembler(out_prefixes[rank]))
@@ -163,7 +163,7 @@ class _Supervisor:
         for rank in self.ranks:
             for stream in rank.streams:
                 self.selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-        if self.plan.mpi is None:
+        if self.job.mpi is None:
             self._introduce()
         self.wires.supervisor.send(do="start")
         while self.zygote:
@@ -173,15 +173,15 @@ class _Supervisor:
         return code
 
     def _introduce(self, notes: Iterable[str] = ()) -> None:
-        plan, err = self.plan, self.console.err
-        if plan.quiet:
+        job, err = self.job, self.console.err
+        if job.quiet:
             return
         width = err.columns() if err.terminal else None
-        backend = f"started by {plan.mpi.title}" if plan.mpi is not None else None
+        backend = f"started by {job.mpi.title}" if job.mpi is not None else None
         err.write(
-            format_rank_table(self.rows, title=plan.title(), backend=backend, width=width, color=err.color).encode()
+            format_rank_table(self.rows, title=job.title(), backend=backend, width=width, color=err.color).encode()
         )
-        for warning in [*plan.warnings(), *notes]:
+        for warning in [*job.warnings(), *notes]:
             self._say(f"note: {warning}")
 
     def _say(self, text: str) -> None:
@@ -269,7 +269,7 @@ class _Supervisor:
             if self.interrupted is None:
                 self.wires.supervisor.send(do="go")
         elif message["event"] == "said":
-            if not self.plan.quiet:
+            if not self.job.quiet:
                 self.console.write(self.console.err, f"{message['text']}\n".encode(errors="backslashreplace"))
         elif message["event"] == "refused":
             self.refusal = message["text"], message["code"]
@@ -298,7 +298,7 @@ class _Supervisor:
         self.wires.supervisor.close()
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
-        if self.plan.mpi is not None:
+        if self.job.mpi is not None:
             self._await_keepers()
         # Whatever the zygote could not end has been handed to this process.
         processes.end_descendants(but=self.strangers)
@@ -309,7 +309,7 @@ class _Supervisor:
             how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
             self.refusal = (
                 f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
-                f"  host {self.plan.host}, pid {pid}; "
+                f"  host {self.job.host}, pid {pid}; "
                 f"if nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom\n",
                 128 - code if code < 0 else code,
             )
@@ -335,9 +335,9 @@ class _Supervisor:
         if not again:
             self.interrupted = signum
             self.settle_until = None
-            deadline = time.monotonic() + self.plan.grace_s + STALLED_READER_S / 2
+            deadline = time.monotonic() + self.job.grace_s + STALLED_READER_S / 2
             self.console.out.deadline = self.console.err.deadline = deadline
-        if self.started_at is None and self.plan.mpi is None:
+        if self.started_at is None and self.job.mpi is None:
             # Nothing of the user's runs yet, and the zygote, busy importing, would not hear an order.
             if self.zygote:
                 os.kill(self.zygote, signal.SIGKILL)
@@ -346,7 +346,7 @@ class _Supervisor:
 
     def _order(self, signum: int, spare: list[int] | None = None) -> None:
         self.ending = True
-        grace_s = 0.0 if signum == signal.SIGKILL else self.plan.grace_s
+        grace_s = 0.0 if signum == signal.SIGKILL else self.job.grace_s
         self.wires.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
 
     def _all_ended(self) -> bool:
@@ -357,7 +357,7 @@ class _Supervisor:
 
     def _winding_down(self) -> list[int]:
         """Ranks whose script has failed already; they may finish their exit handlers within the grace."""
-        reports = {rank: self._report(rank) for rank in range(self.plan.ranks)}
+        reports = {rank: self._report(rank) for rank in range(self.job.ranks)}
         return [rank for rank, report in reports.items() if report is not None and report.time is not None]
 
     def _failures(self) -> list[Failure]:
@@ -377,7 +377,7 @@ class _Supervisor:
         self.console.finish()
         if self.interrupted is not None:
             name = signal_name(self.interrupted)
-            count = f"all {self.plan.ranks} ranks have" if self.plan.ranks > 1 else "the rank has"
+            count = f"all {self.job.ranks} ranks have" if self.job.ranks > 1 else "the rank has"
             self._say(f"{name}: {count} been ended" if self.started_at else f"{name}: nothing had been started")
             return 128 + self.interrupted
         if self.console.out.closed or self.console.err.closed:
@@ -393,7 +393,7 @@ class _Supervisor:
         block = format_failure(
             cause,
             [failure for failure in failures if failure is not cause],
-            ranks=self.plan.ranks,
+            ranks=self.job.ranks,
             host=self.rows[cause.rank].host,
             started=self.started_at or 0.0,
             out_of_memory=count_oom_kills() > self.oom_kills,

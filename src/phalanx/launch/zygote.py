@@ -31,10 +31,10 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.job.job import MASTER_ADDR, Plan
+from phalanx.launch.job.job import MASTER_ADDR, Job
 from phalanx.launch.job.target import compile_target
 from phalanx.launch.rank.preload import preload
-from phalanx.launch.rank.start import Place, enter_rank, leave_siblings
+from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
 from phalanx.launch.rank.store import host_store
 from phalanx.launch.rank.wires import Wires, report_name
 from phalanx.system import processes
@@ -73,28 +73,28 @@ class Inheritance:
 
 @dataclass
 class _Zygote:
-    plan: Plan
+    job: Job
     wires: Wires
     inheritance: Inheritance
     pids: dict[int, int] = field(default_factory=dict)
     store: int = 0
     kill_at: dict[int, float] = field(default_factory=dict)
 
-    def run(self) -> Place | None:
-        """Live: prepare, wait for the order to start, fork, watch. Returns a place in each rank only."""
+    def run(self) -> RankStart | None:
+        """Live: prepare, wait for the order to start, fork, watch. Returns a start in each rank only."""
         try:
             compiled = self.prepare()
             if self.wires.zygote.receive() is None:
                 return None
             # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            place = self.start(compiled)
+            start = self.start(compiled)
         except _Refusal as refusal:
             self.wires.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
             self.kill_everything()
             return None
-        if place is not None:
-            return place
+        if start is not None:
+            return start
         _release_input()
         processes.live_past_parent()
         wakeup, wakeup_write = os.pipe()
@@ -110,12 +110,12 @@ class _Zygote:
 
     def prepare(self) -> tuple[CodeType | None, Any]:
         """Do once what every rank would have to do: compile the target and import torch."""
-        if not self.plan.target.is_python:
+        if not self.job.target.is_python:
             return None, None
-        os.environ["OMP_NUM_THREADS"] = self.plan.threads
-        os.environ.update(self.plan.before_torch())
+        os.environ["OMP_NUM_THREADS"] = self.job.threads
+        os.environ.update(self.job.before_torch())
         try:
-            compiled = compile_target(self.plan.target)
+            compiled = compile_target(self.job.target)
         except SyntaxError as error:
             raise _Refusal("".join(traceback.format_exception_only(error)), 1) from error
         except (LaunchError, OSError, ValueError, EOFError) as error:
@@ -131,38 +131,38 @@ class _Zygote:
         gc.enable()
         return compiled
 
-    def start(self, compiled: tuple[CodeType | None, Any]) -> Place | None:
-        """Fork the store and the ranks. Returns a place in each rank, None in the zygote."""
+    def start(self, compiled: tuple[CodeType | None, Any]) -> RankStart | None:
+        """Fork the store and the ranks. Returns a start in each rank, None in the zygote."""
         zygote = os.getpid()
-        if self.plan.target.is_python:
+        if self.job.target.is_python:
             pid = self._fork("the store could not be started")
             if pid == 0:
                 self.wires.zygote.close()
                 self.wires.close_rank_ends()
-                host_store(self.wires.listener, MASTER_ADDR, self.plan.ranks, zygote)
+                host_store(self.wires.listener, MASTER_ADDR, self.job.ranks, zygote)
             self.store = pid
         port = self.wires.port
         # Rank 0 of another program opens the port itself; it is free from here on.
         self.wires.listener.close()
         code, spec = compiled
-        rows = self.plan.rows()
-        for rank in range(self.plan.ranks):
-            pid = self._fork(f"only {rank} of {self.plan.ranks} ranks could be started")
+        rows = self.job.rows()
+        for rank in range(self.job.ranks):
+            pid = self._fork(f"only {rank} of {self.job.ranks} ranks could be started")
             if pid == 0:
                 self.wires.zygote.close()
                 self.wires.close_rank_ends(but=rank)
-                own = self.plan.environment(rank, port=port, rows=rows)
+                own = self.job.environment(rank, port=port, rows=rows)
                 ends = self.wires.ranks[rank]
-                target = self.plan.target_of(rows[rank].local_rank)
-                place = Place(rank, target, self.plan.run_id, own, ends, code, spec, zygote)
-                place.cpus = self.plan.cpus[rank] if self.plan.cpus else ()
-                enter_rank(place, self.inheritance.handlers, self.inheritance.file_limit)
+                target = self.job.target_of(rows[rank].local_rank)
+                start = RankStart(rank, target, self.job.run_id, own, ends, code, spec, zygote)
+                start.cpus = self.job.cpus[rank] if self.job.cpus else ()
+                enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
                 if code is not None:
                     leave_siblings()
-                return place
+                return start
             self.pids[rank] = pid
         self.wires.close_rank_ends()
-        pids = [self.pids[rank] for rank in range(self.plan.ranks)]
+        pids = [self.pids[rank] for rank in range(self.job.ranks)]
         self.wires.zygote.send(event="started", pids=pids, time=time.monotonic())
         return None
 
@@ -247,9 +247,9 @@ class _Zygote:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         known = {self.store, *self.pids.values()}
-        marks = [f"{settings.RUN_ID}={self.plan.run_id}".encode(), f"RANK={rank}".encode()]
+        marks = [f"{settings.RUN_ID}={self.job.run_id}".encode(), f"RANK={rank}".encode()]
         for orphan in processes.children_of(os.getpid()):
-            if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.plan.run_id, rank), marks):
+            if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.job.run_id, rank), marks):
                 for victim in [orphan, *processes.descendants_of([orphan])]:
                     processes.kill(victim)
 
@@ -259,17 +259,17 @@ class _Zygote:
         processes.end_descendants()
 
 
-def serve(plan: Plan, wires: Wires, inheritance: Inheritance, supervisor: int) -> Place:
+def serve(job: Job, wires: Wires, inheritance: Inheritance, supervisor: int) -> RankStart:
     """Be the zygote; called in the child of the supervisor's fork.
 
     Args:
-        plan: the job.
+        job: the job.
         wires: its descriptors.
         inheritance: what the ranks get back.
         supervisor: the parent's process id.
 
     Returns:
-        In each rank, its place. The zygote itself never returns.
+        In each rank, its start. The zygote itself never returns.
     """
     # Until the ranks exist there is nothing to clean up, and importing torch does not listen to a socket.
     processes.die_with_parent(supervisor)
@@ -281,19 +281,19 @@ def serve(plan: Plan, wires: Wires, inheritance: Inheritance, supervisor: int) -
         signal.signal(signum, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     wires.keep_zygote_ends()
-    zygote = _Zygote(plan, wires, inheritance)
+    zygote = _Zygote(job, wires, inheritance)
     pid = os.getpid()
     try:
-        place = zygote.run()
+        start = zygote.run()
     except BaseException:
         sys.stderr.write(f"phalanx: the launcher itself failed\n{traceback.format_exc()}")
         sys.stderr.flush()
         if os.getpid() == pid:
             zygote.kill_everything()
         os._exit(70)
-    if place is None:
+    if start is None:
         os._exit(0)
-    return place
+    return start
 
 
 def _release_input() -> None:

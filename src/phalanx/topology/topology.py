@@ -22,11 +22,11 @@ from phalanx.place.place import Place
 from phalanx.system.host import Host
 from phalanx.words import format_spans
 
-__all__ = ["Node", "Report", "Topology", "arrange", "gather"]
+__all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
 
 
 @dataclass(frozen=True)
-class Report:
+class Whereabouts:
     """What one rank says of itself.
 
     Attributes:
@@ -93,7 +93,7 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
         InitializationError: two processes are the same rank, or ranks did not come in time; the message names them.
         LauncherEnvironmentError: the launcher's local ranks contradict where the ranks are.
     """
-    report = Report(
+    report = Whereabouts(
         place.rank, host, os.getpid(), place.launcher, place.local_rank, place.local_world_size, place.node_rank
     )
     if place.world_size == 1:
@@ -137,12 +137,12 @@ def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
     return entries
 
 
-def _parse(entry: str) -> Report:
+def _parse(entry: str) -> Whereabouts:
     fields = json.loads(entry)
-    return Report(**{**fields, "host": Host(**fields["host"])})
+    return Whereabouts(**{**fields, "host": Host(**fields["host"])})
 
 
-def arrange(reports: Sequence[Report]) -> Topology:
+def arrange(reports: Sequence[Whereabouts]) -> Topology:
     """Number the hosts and the ranks on each.
 
     Args:
@@ -151,7 +151,7 @@ def arrange(reports: Sequence[Report]) -> Topology:
     Raises:
         LauncherEnvironmentError: the launcher's local ranks on a host are not 0 to their number - 1.
     """
-    hosts: dict[Host, list[Report]] = {}
+    hosts: dict[Host, list[Whereabouts]] = {}
     for report in reports:
         hosts.setdefault(report.host, []).append(report)
     nodes, notes = [], []
@@ -162,14 +162,14 @@ def arrange(reports: Sequence[Report]) -> Topology:
     return Topology(tuple(nodes), tuple(notes))
 
 
-def _by_local_rank(host: Host, members: list[Report]) -> tuple[list[Report], str]:
+def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereabouts], str]:
     """The ranks of one host by local rank, and a note if the launcher counts otherwise for a known reason."""
     if all(member.local_rank is None for member in members):
         return members, ""
     if _agree(members):
         return sorted(members, key=lambda member: member.local_rank or 0), ""
     # Several agents on one host (torchrun twice, to try two nodes on one machine): each counts its own.
-    agents: dict[int | None, list[Report]] = {}
+    agents: dict[int | None, list[Whereabouts]] = {}
     for member in members:
         agents.setdefault(member.node_rank, []).append(member)
     if len(agents) > 1 and all(_agree(own) for own in agents.values()):
@@ -190,13 +190,13 @@ def _by_local_rank(host: Host, members: list[Report]) -> tuple[list[Report], str
     )
 
 
-def _agree(members: Sequence[Report]) -> bool:
+def _agree(members: Sequence[Whereabouts]) -> bool:
     """Whether the launcher's local ranks on a host are 0 to their number - 1, and it counts as many."""
     return sorted(-1 if member.local_rank is None else member.local_rank for member in members) == list(
         range(len(members))
     ) and all(member.local_world_size in (None, len(members)) for member in members)
 
 
-def _are(members: Sequence[Report]) -> str:
+def _are(members: Sequence[Whereabouts]) -> str:
     ranks = format_spans([member.rank for member in members])
     return f"is rank {ranks} alone" if len(members) == 1 else f"are the ranks {ranks}"

@@ -24,13 +24,13 @@ from phalanx.system.limits import usable_cores
 from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 
-__all__ = ["Plan", "make_plan", "threads_per_rank"]
+__all__ = ["Job", "make_job", "threads_per_rank"]
 
 MASTER_ADDR = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Job:
     """A job, on this host unless an MPI launcher starts it.
 
     Attributes:
@@ -213,7 +213,7 @@ def threads_per_rank(ranks: int, cores: int, environment: Mapping[str, str]) -> 
     return own
 
 
-def make_plan(
+def make_job(
     ranks: int | None,
     target: Target,
     *,
@@ -231,7 +231,7 @@ def make_plan(
     replace: Sequence[str] = (),
     interface: str | None = None,
     environment: Mapping[str, str] | None = None,
-) -> Plan:
+) -> Job:
     """Lay out ``ranks`` processes.
 
     Args:
@@ -283,7 +283,7 @@ def make_plan(
     threads = threads_per_rank(1, min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if mpi is not None and not environment.get("OMP_NUM_THREADS"):
         threads = ""
-    return Plan(
+    return Job(
         ranks=count,
         target=target,
         run_id=f"phalanx-{secrets.token_hex(6)}",

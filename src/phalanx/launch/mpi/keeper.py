@@ -35,7 +35,7 @@ from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Lost, join
-from phalanx.launch.rank.start import Place, enter_rank
+from phalanx.launch.rank.start import RankStart, enter_rank
 from phalanx.launch.rank.wires import RankEnds, report_name
 from phalanx.system import processes
 
@@ -57,7 +57,7 @@ ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def keep(kind: str, shim: int, handlers: dict[int, Any]) -> Place:
+def keep(kind: str, shim: int, handlers: dict[int, Any]) -> RankStart:
     """Be the keeper; called in the child of the shim's fork, with the signals that it handles blocked.
 
     Args:
@@ -66,7 +66,7 @@ def keep(kind: str, shim: int, handlers: dict[int, Any]) -> Place:
         handlers: the signal handlers that the interpreter started with, which the rank gets back.
 
     Returns:
-        In the rank, its place. The keeper itself never returns.
+        In the rank, its start. The keeper itself never returns.
     """
     own = _Keeper(kind, shim, handlers)
     try:
@@ -102,8 +102,8 @@ class _Keeper:
         self.look_at: float | None = None
         self.wakeup = (-1, -1)
 
-    def run(self, invitation: str) -> Place:
-        """Join, fork, watch. Returns the place in the rank only."""
+    def run(self, invitation: str) -> RankStart:
+        """Join, fork, watch. Returns the start in the rank only."""
         os.setsid()
         processes.adopt_orphans()
         processes.set_name("phalanx-keeper")
@@ -126,13 +126,13 @@ class _Keeper:
             )
         self.channel.say(event="here", pid=os.getpid(), cpus=sorted(os.sched_getaffinity(0)), **said, **_host())
         while True:
-            place = self.turn()
-            if place is not None:
-                return place
+            start = self.turn()
+            if start is not None:
+                return start
 
     # One turn of the event loop.
 
-    def turn(self) -> Place | None:
+    def turn(self) -> RankStart | None:
         channel = self.channel
         assert channel is not None
         poll = select.poll()
@@ -164,11 +164,11 @@ class _Keeper:
                 self._send(*streams.read(descriptor))
             if streams.input in ready and streams.feed():
                 self._say(event="wants")
-        place = self._hear_launcher(ready.get(channel.fileno(), 0)) if self.connected else None
-        if place is None:
+        start = self._hear_launcher(ready.get(channel.fileno(), 0)) if self.connected else None
+        if start is None:
             self._act_on_time()
             self._reap()
-        return place
+        return start
 
     def _patience_ms(self) -> float | None:
         times = [when for when in (self.asked_at, self.kill_at, self.look_at) if when is not None]
@@ -216,7 +216,7 @@ class _Keeper:
         self.asked_by_others = True
         self._end(signal.SIGKILL, 0.0)
 
-    def _hear_launcher(self, events: int) -> Place | None:
+    def _hear_launcher(self, events: int) -> RankStart | None:
         channel = self.channel
         assert channel is not None
         if events & select.POLLOUT:
@@ -242,9 +242,9 @@ class _Keeper:
                 continue
             order = _decode(data)
             if order["do"] == "become":
-                place = self._start(order)
-                if place is not None:
-                    return place
+                start = self._start(order)
+                if start is not None:
+                    return start
             elif order["do"] == "end" and self.child:
                 self._end(order["signal"], order["patience_s"])
             elif order["do"] == "leave":
@@ -254,8 +254,8 @@ class _Keeper:
 
     # The rank.
 
-    def _start(self, order: dict[str, Any]) -> Place | None:
-        """Fork the rank. Returns the place in it, None in the keeper, also when it cannot be started."""
+    def _start(self, order: dict[str, Any]) -> RankStart | None:
+        """Fork the rank. Returns its start in it, None in the keeper, also when it cannot be started."""
         self.grace_s = order["grace_s"]
         target = Target(**{**order["target"], "argv": tuple(order["target"]["argv"])})
         own = {**carried_environment(order["carried"], os.environ), **order["environment"]}
@@ -278,7 +278,7 @@ class _Keeper:
         if child == 0:
             signal.set_wakeup_fd(-1)
             ends = RankEnds(streams.rank_out, streams.rank_err, self.report)
-            place = Place(self.rank, target, order["run_id"], own, ends, code, spec, keeper)
+            start = RankStart(self.rank, target, order["run_id"], own, ends, code, spec, keeper)
             assert self.channel is not None
             self.channel.close()
             self.watch.close()
@@ -286,8 +286,8 @@ class _Keeper:
             for descriptor in (*self.wakeup, self.shim):
                 if descriptor >= 0:
                     os.close(descriptor)
-            enter_rank(place, self.handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
-            return place
+            enter_rank(start, self.handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
+            return start
         self.child = child
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         streams.keep_own_ends()

@@ -17,7 +17,7 @@ import sys
 import time
 
 from phalanx import settings
-from phalanx.launch.job.job import Plan
+from phalanx.launch.job.job import Job
 from phalanx.launch.mpi.wire import Channel, Lost
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.wires import Control
@@ -34,7 +34,7 @@ class Mpiexec:
     """A running MPI launcher.
 
     Args:
-        plan: the job.
+        job: the job.
         invitation: where its processes find the relay, and the key.
 
     Attributes:
@@ -47,17 +47,17 @@ class Mpiexec:
         LaunchError: it cannot place ranks like that.
     """
 
-    def __init__(self, plan: Plan, invitation: str) -> None:
-        assert plan.mpi is not None
-        self._launcher = plan.mpi
+    def __init__(self, job: Job, invitation: str) -> None:
+        assert job.mpi is not None
+        self._launcher = job.mpi
         self.code: int | None = None
         # A file without a name: nothing to remove, however this ends.
-        host_list = os.memfd_create(f"{plan.run_id}-hosts")
-        os.pwrite(host_list, "".join(f"{host.name}:{host.slots}\n" for host in plan.hosts).encode(), 0)
+        host_list = os.memfd_create(f"{job.run_id}-hosts")
+        os.pwrite(host_list, "".join(f"{host.name}:{host.slots}\n" for host in job.hosts).encode(), 0)
         program = [sys.executable, SHIM, self._launcher.kind]
         try:
             self._process = subprocess.Popen(
-                self._launcher.command(plan.ranks, plan.hosts, program, f"/dev/fd/{host_list}"),
+                self._launcher.command(job.ranks, job.hosts, program, f"/dev/fd/{host_list}"),
                 env={**self._launcher.environment(), **os.environ, settings.MPI_JOIN: invitation},
                 # The relay hands the input on: Open MPI 5 loses it, and the end of it.
                 stdin=subprocess.DEVNULL,

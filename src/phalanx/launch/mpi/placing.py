@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.job import Plan
+from phalanx.launch.job.job import Job
 from phalanx.topology.table import RankRow
 from phalanx.words import format_spans
 
@@ -20,14 +20,14 @@ _TOLD_S = 5.0
 _GIVEN_UP_S = 120.0
 
 
-def place_ranks(plan: Plan, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
+def place_ranks(job: Job, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     """The rank table of a job whose processes have all come.
 
     Hosts are numbered by their first rank, and local ranks counted on each, so any placement is described rightly:
     rank // ranks-per-node would not, where an MPI launcher deals ranks out in turn.
 
     Args:
-        plan: the job.
+        job: the job.
         here: for each rank what its process said: ``machine`` and ``host``, which together tell hosts apart, and
             ``cpus``, the cores it may run on.
     """
@@ -43,20 +43,20 @@ def place_ranks(plan: Plan, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     for rank, ((node, local), said) in enumerate(zip(seats, here, strict=True)):
         cores = len(said["cpus"])
         # Ranks that may run on the same cores share them; one that was bound to cores of its own has them alone.
-        threads = int(plan.threads.partition(",")[0]) if plan.threads else max(1, cores // masks.count(masks[rank]))
-        rows.append(RankRow(rank, node, said["host"], local, plan.device_of(local), None, cores, threads))
+        threads = int(job.threads.partition(",")[0]) if job.threads else max(1, cores // masks.count(masks[rank]))
+        rows.append(RankRow(rank, node, said["host"], local, job.device_of(local), None, cores, threads))
     return rows
 
 
-def _planned_hosts(plan: Plan) -> list[str]:
+def _planned_hosts(job: Job) -> list[str]:
     """The host that each rank was asked for on; empty where the MPI launcher was to choose."""
-    return [host.name for host in plan.hosts for _ in range(host.slots or 0)]
+    return [host.name for host in job.hosts for _ in range(host.slots or 0)]
 
 
-def find_contradiction(plan: Plan, rows: Sequence[RankRow], here: Sequence[Mapping[str, Any]]) -> str:
+def find_contradiction(job: Job, rows: Sequence[RankRow], here: Sequence[Mapping[str, Any]]) -> str:
     """What the MPI launcher did or says otherwise than it was told, in words; empty if nothing."""
-    name = plan.mpi.name if plan.mpi is not None else ""
-    planned = _planned_hosts(plan)
+    name = job.mpi.name if job.mpi is not None else ""
+    planned = _planned_hosts(job)
     for first, second in pairwise(rows):
         if planned and (planned[first.rank] == planned[second.rank]) != (first.node_rank == second.node_rank):
             return (
@@ -80,14 +80,14 @@ class RollCall:
     nobody has come there is no hurry: a batch system may still be waiting for its turn.
 
     Args:
-        plan: the job.
+        job: the job.
 
     Attributes:
         due_at: when to :meth:`call` next; None for never.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._begun = self._came_at = 0.0
         self._told = False
         self.due_at: float | None = None
@@ -110,9 +110,9 @@ class RollCall:
             LaunchError: they will not come any more.
         """
         now = time.monotonic()
-        name = self._plan.mpi.name if self._plan.mpi is not None else ""
+        name = self._job.mpi.name if self._job.mpi is not None else ""
         who = f"{'rank' if len(missing) == 1 else 'ranks'} {format_spans(missing)}"
-        some = len(missing) < self._plan.ranks
+        some = len(missing) < self._job.ranks
         if some and now >= self._came_at + _GIVEN_UP_S:
             raise LaunchError(
                 f"{who} did not come within {_GIVEN_UP_S:.0f} s of the others; {name} may have lost the process, or "
@@ -122,7 +122,7 @@ class RollCall:
         if self._told:
             return ""
         self._told = True
-        planned = _planned_hosts(self._plan)
+        planned = _planned_hosts(self._job)
         hosts = list(dict.fromkeys(planned[rank] for rank in missing)) if planned else []
         where = f" (on {', '.join(hosts)})" if hosts else ""
         return f"after {now - self._begun:.0f} s {name} has not brought {who}{where} yet"

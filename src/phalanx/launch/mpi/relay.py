@@ -27,7 +27,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.job import Plan
+from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import compile_target
 from phalanx.launch.mpi.crew import Member, Pipe
 from phalanx.launch.mpi.mpiexec import Mpiexec
@@ -65,13 +65,13 @@ class _Refusal(Exception):
 
 
 class _Relay:
-    def __init__(self, plan: Plan, wires: Wires) -> None:
-        assert plan.mpi is not None
-        self.plan = plan
+    def __init__(self, job: Job, wires: Wires) -> None:
+        assert job.mpi is not None
+        self.job = job
         self.wires = wires
-        self.launcher = plan.mpi
+        self.launcher = job.mpi
         self.selector = selectors.DefaultSelector()
-        self.door = Door(plan.address, new_key())
+        self.door = Door(job.address, new_key())
         self.ranks = [Member(number, Pipe.pair(ends)) for number, ends in enumerate(wires.ranks)]
         self.rows: list[RankRow] = []
         self.mpiexec: Mpiexec | None = None
@@ -81,7 +81,7 @@ class _Relay:
         self.ordered = False
         self.ended_by_mpiexec = False
         self.connected = True
-        self.roll = RollCall(plan)
+        self.roll = RollCall(job)
         self.give_up_at: float | None = None
 
     def run(self) -> None:
@@ -104,7 +104,7 @@ class _Relay:
     def prepare(self) -> None:
         """Refuse what could only fail, once and before anything is started."""
         try:
-            compile_target(self.plan.target)
+            compile_target(self.job.target)
         except SyntaxError as error:
             raise _Refusal("".join(traceback.format_exception_only(error)), 1) from error
         except (LaunchError, OSError, ValueError, EOFError) as error:
@@ -116,7 +116,7 @@ class _Relay:
             os.set_blocking(ends.out_write, False)
             os.set_blocking(ends.err_write, False)
         try:
-            self.mpiexec = Mpiexec(self.plan, self.door.invitation)
+            self.mpiexec = Mpiexec(self.job, self.door.invitation)
         except LaunchError as error:
             raise _Refusal(f"phalanx: {error}", 2) from error
         except OSError as error:
@@ -126,7 +126,7 @@ class _Relay:
         self.selector.register(self.mpiexec.words, read, self._on_words)
         self.selector.register(self.wires.zygote, read, self._on_order)
         self.selector.register(self.door, read, self._on_knock)
-        StoreOnDemand(self.plan, self.wires, self.selector, self._on_store_lost)
+        StoreOnDemand(self.job, self.wires, self.selector, self._on_store_lost)
         self.roll.begin()
 
     def turn(self) -> None:
@@ -184,7 +184,7 @@ class _Relay:
             who = f"{_ranks(missing)} had come" if missing else "the ranks were started"
             raise _Refusal(f"phalanx: {self.mpiexec.describe_end()} before {who}", self.mpiexec.exit_code)
         # The keepers, whose shims have ended with it, are ending the ranks.
-        self._give_up_after(self.plan.grace_s + 2.0)
+        self._give_up_after(self.job.grace_s + 2.0)
 
     def _call_roll(self) -> None:
         try:
@@ -228,12 +228,12 @@ class _Relay:
             if rank.channel is not None:
                 rank.channel.say(
                     do="become",
-                    target=asdict(self.plan.target_of(self.rows[rank.number].local_rank)),
-                    run_id=self.plan.run_id,
-                    environment=self.plan.environment(rank.number, port=self.wires.port, rows=self.rows),
+                    target=asdict(self.job.target_of(self.rows[rank.number].local_rank)),
+                    run_id=self.job.run_id,
+                    environment=self.job.environment(rank.number, port=self.wires.port, rows=self.rows),
                     carried=dict(os.environ),
                     directory=os.getcwd(),
-                    grace_s=self.plan.grace_s,
+                    grace_s=self.job.grace_s,
                     input=rank.number == 0 and self.input.offered,
                 )
                 self._wait_for(rank)
@@ -313,10 +313,10 @@ class _Relay:
         """Give a keeper, which has proven that it belongs to the job, the seat of its rank."""
         number: int = message["rank"]
         size, host = message["size"], message["host"]
-        if size != self.plan.ranks or self.ranks[number].here:
-            already = "" if size != self.plan.ranks else ", of which there is one already"
+        if size != self.job.ranks or self.ranks[number].here:
+            already = "" if size != self.job.ranks else ", of which there is one already"
             raise _Refusal(
-                f"phalanx: {self.launcher.name} was asked for {self.plan.ranks} ranks, and a process on {host} says it "
+                f"phalanx: {self.launcher.name} was asked for {self.job.ranks} ranks, and a process on {host} says it "
                 f"is rank {number} of {size}{already}; take options that say how many from --mpi",
                 2,
             )
@@ -326,8 +326,8 @@ class _Relay:
         if all(other.here for other in self.ranks):
             self.roll.due_at = None
             here = [other.here for other in self.ranks]
-            self.rows = place_ranks(self.plan, here)
-            note = find_contradiction(self.plan, self.rows, here)
+            self.rows = place_ranks(self.job, here)
+            note = find_contradiction(self.job, self.rows, here)
             rows = [asdict(row) for row in self.rows]
             # The supervisor answers with the order to go, after it has shown the table.
             self.wires.zygote.send(event="placed", rows=rows, notes=[note] if note else [])
@@ -468,11 +468,11 @@ def _lost(rank: Member) -> str:
     return f"rank {rank.number} on {rank.here['host']} no longer answers"
 
 
-def serve_mpi(plan: Plan, wires: Wires, handlers: dict[int, Any]) -> NoReturn:
+def serve_mpi(job: Job, wires: Wires, handlers: dict[int, Any]) -> NoReturn:
     """Be the relay; called in the child of the supervisor's fork.
 
     Args:
-        plan: the job, with an MPI launcher.
+        job: the job, with an MPI launcher.
         wires: its descriptors.
         handlers: the signals that the supervisor handles, which are none of the relay's business.
     """
@@ -487,7 +487,7 @@ def serve_mpi(plan: Plan, wires: Wires, handlers: dict[int, Any]) -> NoReturn:
     wires.keep_zygote_ends()
     code = 0
     try:
-        _Relay(plan, wires).run()
+        _Relay(job, wires).run()
     except BaseException:
         sys.stderr.write(f"phalanx: the launcher itself failed\n{traceback.format_exc()}")
         sys.stderr.flush()

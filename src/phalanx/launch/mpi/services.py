@@ -6,7 +6,7 @@ import os
 import selectors
 from collections.abc import Callable
 
-from phalanx.launch.job.job import Plan
+from phalanx.launch.job.job import Job
 from phalanx.launch.rank.store import host_store
 from phalanx.launch.rank.wires import Wires
 
@@ -69,14 +69,14 @@ class StoreOnDemand:
     script that uses MPI alone never does.
 
     Args:
-        plan: the job.
+        job: the job.
         wires: its descriptors, the listening socket among them.
         selector: where to wait.
         lost: called when the process that hosts it has ended, with its wait status.
     """
 
-    def __init__(self, plan: Plan, wires: Wires, selector: selectors.BaseSelector, lost: Callable[[int], None]) -> None:
-        self._plan = plan
+    def __init__(self, job: Job, wires: Wires, selector: selectors.BaseSelector, lost: Callable[[int], None]) -> None:
+        self._job = job
         self._wires = wires
         self._selector = selector
         self._lost = lost
@@ -90,7 +90,7 @@ class StoreOnDemand:
         if self._pid == 0:
             self._wires.zygote.close()
             self._wires.close_rank_ends()
-            host_store(self._wires.listener, self._plan.address, self._plan.ranks, relay)
+            host_store(self._wires.listener, self._job.address, self._job.ranks, relay)
         self._handle = os.pidfd_open(self._pid)
         self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)
 

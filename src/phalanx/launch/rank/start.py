@@ -3,7 +3,7 @@
 The script must not notice the launcher: it runs as ``__main__`` at the top of the interpreter, with its own
 ``sys.argv`` and ``sys.path``, and the interpreter finalises as after ``python script``, so that exit
 handlers, daemon threads, exception hooks and exit codes do what they always do. So a rank first *enters*
-(right after the fork: descriptors and signals), returns a :class:`Place` all the way up to ``main()``, and
+(right after the fork: descriptors and signals), returns a :class:`RankStart` all the way up to ``main()``, and
 only there *becomes* the script.
 """
 
@@ -31,11 +31,11 @@ from phalanx.launch.rank.wires import RankEnds
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
 
-__all__ = ["Place", "become", "enter_rank", "leave_siblings"]
+__all__ = ["RankStart", "become", "enter_rank", "leave_siblings"]
 
 
 @dataclass
-class Place:
+class RankStart:
     """A process that is about to become a rank.
 
     Attributes:
@@ -63,27 +63,27 @@ class Place:
     cpus: tuple[int, ...] = ()
 
 
-def enter_rank(place: Place, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
+def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
     """Turn the child of a fork into a process of its own. Signals are blocked on entry, and not on return.
 
     Args:
-        place: who this process is.
+        start: who this process is.
         handlers: the signal handlers the interpreter started with.
         file_limit: the limits on open files the interpreter started with.
     """
-    die_with_parent(place.parent)
-    place.pid = os.getpid()
+    die_with_parent(start.parent)
+    start.pid = os.getpid()
     # A session, not only a process group: a background group would be stopped when it touches the terminal,
     # a process without a terminal is not, and everything it starts can be found by its session.
     os.setsid()
-    set_name(f"rank-{place.rank}")
-    if place.cpus:
-        os.sched_setaffinity(0, place.cpus)
+    set_name(f"rank-{start.rank}")
+    if start.cpus:
+        os.sched_setaffinity(0, start.cpus)
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    wires = place.wires
-    if place.rank != 0 or os.isatty(0):
+    wires = start.wires
+    if start.rank != 0 or os.isatty(0):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -93,10 +93,10 @@ def enter_rank(place: Place, handlers: dict[int, Any], file_limit: tuple[int, in
     os.close(wires.err_write)
     # Scripts that call select() cannot use the high descriptors a raised limit hands out.
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
-    os.environ.update(place.environment)
+    os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
-    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{place.pid}/fd/{wires.report}"
-    if place.code is None:
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{wires.report}"
+    if start.code is None:
         # What the program starts may write the report too, as torch's @record does.
         os.set_inheritable(wires.report, True)
         return
@@ -129,47 +129,47 @@ def leave_siblings() -> None:
     skip_library_teardown()
 
 
-def become(place: Place) -> None:
+def become(start: RankStart) -> None:
     """Run the target in this process; call it at the top of the interpreter, which then finalises.
 
     Raises:
         SystemExit: the script ended by ``sys.exit``, or by an exception that has been reported (code 1).
     """
-    target = place.target
-    if place.code is None:
-        _execute(place)
+    target = start.target
+    if start.code is None:
+        _execute(start)
         return
     sys.argv = list(target.argv)
     _set_search_path(target.search_path)
     main = types.ModuleType("__main__")
     main.__dict__.update(
-        __builtins__=builtins, __file__=target.path, __cached__=None, __spec__=place.spec, __package__=None
+        __builtins__=builtins, __file__=target.path, __cached__=None, __spec__=start.spec, __package__=None
     )
-    if place.spec is None:
+    if start.spec is None:
         main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", target.path)
     sys.modules["__main__"] = main
-    hook = sys.excepthook = _Hook(place)
+    hook = sys.excepthook = _Hook(start)
     try:
-        if place.spec is not None:
+        if start.spec is not None:
             main.__dict__.update(
-                __file__=place.spec.origin,
-                __cached__=place.spec.cached,
-                __loader__=place.spec.loader,
-                __package__=place.spec.parent,
+                __file__=start.spec.origin,
+                __cached__=start.spec.cached,
+                __loader__=start.spec.loader,
+                __package__=start.spec.parent,
             )
-            if place.spec.parent:
-                importlib.import_module(place.spec.parent)
-        exec(place.code, main.__dict__)
+            if start.spec.parent:
+                importlib.import_module(start.spec.parent)
+        exec(start.code, main.__dict__)
     except SystemExit as error:
         if error.code not in (None, 0):
-            _report(place, error, shown=True)
+            _report(start, error, shown=True)
         raise
     except KeyboardInterrupt as error:
         # The interpreter ends itself by SIGINT, as the shell expects; whether to speak of it is the launcher's.
-        _report(place, error, shown=False)
+        _report(start, error, shown=False)
         raise
     except BaseException as error:
-        _fail(place, hook, error)
+        _fail(start, hook, error)
         raise SystemExit(1) from None
 
 
@@ -186,29 +186,29 @@ class _Hook:
     (torch's, after ``init_process_group``, puts the rank before each line) still comes here in the end.
     """
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, start: RankStart) -> None:
+        self.start = start
         self.reached = False
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        if os.getpid() == self.place.pid:
+        if os.getpid() == self.start.pid:
             self.reached = True
         else:
             sys.__excepthook__(kind, error, trace)
 
 
-def _fail(place: Place, hook: _Hook, error: BaseException) -> None:
+def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
     """Report an exception that nobody caught, and let the script's exception hook have it."""
     own = traceback_of_script(error)
     error.__traceback__ = own
     # Before the hook: the time of failing is now, not when a slow hook has returned.
     now = time.monotonic()
-    written = _report(place, error, shown=True, now=now)
+    written = _report(start, error, shown=True, now=now)
     try:
         sys.excepthook(type(error), error, own)
     except BaseException:
         sys.__excepthook__(type(error), error, own)
-    if hook.reached and not (written and _report(place, error, shown=False, now=now)):
+    if hook.reached and not (written and _report(start, error, shown=False, now=now)):
         sys.__excepthook__(type(error), error, own)
 
 
@@ -225,14 +225,14 @@ def traceback_of_script(error: BaseException) -> types.TracebackType | None:
     return frames
 
 
-def _report(place: Place, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
+def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
     """Write what happened into the report file, in the form of torch's ``@record``, with the clock's time.
 
     Returns:
         Whether it was written: a script may have closed every descriptor it did not know, and a child that it
         forked must not speak for the rank.
     """
-    if os.getpid() != place.pid:
+    if os.getpid() != start.pid:
         return False
     own = traceback_of_script(error)
     if isinstance(error, SystemExit):
@@ -255,12 +255,12 @@ def _report(place: Place, error: BaseException, *, shown: bool, now: float | Non
         },
     }
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{place.wires.report}").startswith(f"/memfd:{place.run_id}-"):
+        if os.readlink(f"/proc/self/fd/{start.wires.report}").startswith(f"/memfd:{start.run_id}-"):
             data = json.dumps(report).encode()
-            os.pwrite(place.wires.report, data, 0)
-            os.ftruncate(place.wires.report, len(data))
+            os.pwrite(start.wires.report, data, 0)
+            os.ftruncate(start.wires.report, len(data))
             # The others may be waiting for this rank, and its end may be far: exit handlers, threads.
-            os.kill(place.parent, signal.SIGUSR1)
+            os.kill(start.parent, signal.SIGUSR1)
             return True
     return False
 
@@ -278,12 +278,12 @@ def _exit_code(error: SystemExit) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
-def _execute(place: Place) -> None:
+def _execute(start: RankStart) -> None:
     """Replace this process with a program that is not Python."""
     # Python ignores these; a program expects what its shell would give it.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
-    target = place.target
+    target = start.target
     try:
         os.execv(target.path, target.argv)
     except OSError as error:

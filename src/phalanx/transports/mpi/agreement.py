@@ -22,7 +22,7 @@ import torch
 
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import Status
-from phalanx.transports.mpi.direct import Words
+from phalanx.transports.mpi.direct import FingerprintCheck
 from phalanx.transports.mpi.fingerprints import ALL_TO_ALL, KINDS, ROOT_NAMES, fingerprint, weight
 from phalanx.transports.mpi.notices import Notice
 from phalanx.transports.mpi.runtime import Runtime
@@ -64,13 +64,13 @@ class Agreement:
         self.broken: PhalanxError | None = None
         self.timeout_s = timeout_s
         self.aborted = False
-        self.words = Words(runtime, comm, SPINS if runtime.has_cores(members) else SPINS // 100)
+        self.check = FingerprintCheck(runtime, comm, SPINS if runtime.has_cores(members) else SPINS // 100)
         runtime.notices.sequences[key] = self
 
     @property
     def sequence(self) -> int:
         """How many operations this rank has begun in the group."""
-        return self.words.sequence
+        return self.check.sequence
 
     def meet(self, kind: int, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
         """Return when every rank has come here with the same call.
@@ -84,7 +84,7 @@ class Agreement:
         if not self.checks:
             return
         try:
-            met = self.words.meet(fingerprint(kind, tensor, op, root))
+            met = self.check.meet(fingerprint(kind, tensor, op, root))
             if met != Status.OK:
                 self.unmet(met, kind, tensor, op, root)
         except self._runtime.mpi.Exception as error:
@@ -102,7 +102,7 @@ class Agreement:
         if met in (Status.UNDER_WAY, Status.NOTICE):
             # All have come. But one may have given up before, and would be waited for without end.
             self.look(lambda: self._text(kind, tensor, op, root), 0.0, came_late=True)
-        if not self.words.agree():
+        if not self.check.agree():
             raise self.differ(self._text(kind, tensor, op, root))
 
     def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:
@@ -157,14 +157,14 @@ class Agreement:
         """Give back what MPI holds for the comparison. No call may follow."""
         self._runtime.notices.sequences.pop(self.key, None)
         if self.broken is None or isinstance(self.broken, CollectiveMismatch):
-            self.words.free()
+            self.check.free()
 
     # -- waiting for those who do not come ---------------------------------------------------------
 
     def _wait(self, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
         began = time.monotonic()
         looked = began
-        test = self.words.test
+        test = self.check.test
         while not test():
             waited = pause(began)
             if waited - (looked - began) < LOOK_S:

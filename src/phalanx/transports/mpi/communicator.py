@@ -91,10 +91,10 @@ class MpiCommunicator(Communicator):
                 if met:
                     agreement.unmet(met, ALL_REDUCE, tensor, op, -1)
                     self._all_reduce(tensor, tensor, op)
-                    agreement.words.done()
+                    agreement.check.done()
             except BaseException as error:
                 # A signal handler raised. What it fell into may have ended all the same.
-                if agreement.words.under_way:
+                if agreement.check.under_way:
                     agreement.interrupted(error, ALL_REDUCE, tensor, op, -1)
                 raise
             return
@@ -108,7 +108,7 @@ class MpiCommunicator(Communicator):
 
     def _prepare(self, tensor: torch.Tensor, op: int) -> tuple[int, Any] | None:
         """Have an all_reduce of such tensors made by the core from now on; None if it takes more than MPI's call."""
-        words, count = self._agreement.words, tensor.numel()
+        words, count = self._agreement.check, tensor.numel()
         if not (self._agreement.checks and words.direct) or op == _AVG or tensor.dtype in HALVES or count >= LIMIT:
             return None
         kind, mpi_op = self._reductions[tensor.dtype, op]

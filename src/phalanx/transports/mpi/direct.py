@@ -16,13 +16,13 @@ from phalanx.native.core import MpiGroup, MpiReduction, Status, library
 from phalanx.transports.mpi.notices import TAG as NOTICE_TAG
 from phalanx.transports.mpi.runtime import Runtime
 
-__all__ = ["Words"]
+__all__ = ["FingerprintCheck"]
 
 # Where an argument of up to eight bytes takes one register, whether it is an int or a pointer.
 _MACHINES = ("x86_64", "aarch64")
 
 
-class Words:
+class FingerprintCheck:
     """A fingerprint and its complement, reduced over the group to their minima.
 
     Args:

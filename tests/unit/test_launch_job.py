@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.job import make_plan, threads_per_rank
+from phalanx.launch.job.job import make_job, threads_per_rank
 from phalanx.launch.job.target import Target, compile_target, find_target
 from phalanx.system.limits import Limit, check_limits, machine_limits, usable_cores
 from phalanx.topology.table import RankRow, format_rank_table
@@ -141,27 +141,27 @@ def plan_of(ranks: int, kind: str = "script") -> Target:
 @pytest.mark.parametrize("ranks", [0, -3])
 def test_at_least_one_rank(ranks: int) -> None:
     with pytest.raises(LaunchError, match="at least one rank"):
-        make_plan(ranks, plan_of(1))
+        make_job(ranks, plan_of(1))
 
 
 def test_environment() -> None:
-    plan = make_plan(3, plan_of(3), environment={})
-    environments = [plan.environment(rank, port=1234) for rank in range(3)]
+    job = make_job(3, plan_of(3), environment={})
+    environments = [job.environment(rank, port=1234) for rank in range(3)]
     assert [e["RANK"] for e in environments] == ["0", "1", "2"]
     assert {e["WORLD_SIZE"] for e in environments} == {"3"}
     assert environments[2]["LOCAL_RANK"] == "2"
     assert environments[0]["MASTER_PORT"] == "1234"
     assert environments[0]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    program = make_plan(3, plan_of(3, "program")).environment(0, port=1)
+    program = make_job(3, plan_of(3, "program")).environment(0, port=1)
     assert program["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert program["PYTHONUNBUFFERED"] == "1"
-    assert make_plan(1, plan_of(1)).run_id != make_plan(1, plan_of(1)).run_id
+    assert make_job(1, plan_of(1)).run_id != make_job(1, plan_of(1)).run_id
 
 
 def test_more_ranks_than_cores_is_said() -> None:
     cores = usable_cores()
-    assert make_plan(cores, plan_of(cores)).warnings() == []
-    (warning,) = make_plan(cores + 1, plan_of(cores)).warnings()
+    assert make_job(cores, plan_of(cores)).warnings() == []
+    (warning,) = make_job(cores + 1, plan_of(cores)).warnings()
     assert f"{cores + 1} ranks share {cores} cores" in warning
 
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from phalanx.bench.cases import (
     OPERATIONS,
+    BenchOptions,
     Case,
-    Plan,
     format_size,
     parse_dtypes,
     parse_operations,
@@ -58,7 +58,7 @@ def test_operations_and_dtypes_are_names_that_are_known() -> None:
         parse_dtypes("float")
 
 
-def make_plan(**changes: object) -> Plan:
+def make_plan(**changes: object) -> BenchOptions:
     fields = {
         "operations": ("all_reduce", "barrier"),
         "sizes": (4, 8),
@@ -70,7 +70,7 @@ def make_plan(**changes: object) -> Plan:
         "asynchronous": False,
         "patience_s": 0.0,
     }
-    return Plan.from_json({**fields, **changes})
+    return BenchOptions.from_json({**fields, **changes})
 
 
 def test_a_barrier_is_one_case_and_the_rest_is_every_combination() -> None:
@@ -84,8 +84,8 @@ def test_a_barrier_is_one_case_and_the_rest_is_every_combination() -> None:
 
 
 def test_a_plan_survives_json() -> None:
-    plan = make_plan()
-    assert Plan.from_json(json.loads(json.dumps(asdict(plan)))) == plan
+    options = make_plan()
+    assert BenchOptions.from_json(json.loads(json.dumps(asdict(options)))) == options
 
 
 @pytest.mark.parametrize(
