@@ -25,7 +25,7 @@ __all__ = [
 # Names among the samples of a row, beside those of backends of torch.
 MEMCPY = "memcpy"
 MPI = "mpi"
-UNBOUNDED = 1 << 40  # bytes; no tensor here has so many
+UNBOUNDED = 1 << 40  # bytes; more than any tensor here has
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 

@@ -75,6 +75,7 @@ def run_ranks(ranks: RankSet, options: BenchOptions, handle: EventHandler) -> No
         pids: list[int] = []
         shared: set[str] = set()
 
+        # An MPI library that is ended early leaves files in /dev/shm. They exist once its ranks have reported.
         def note_files(event: dict[str, Any]) -> None:
             if event["event"] == "started" and ranks.mpi:
                 shared.update(shared_memory_of(pids))
