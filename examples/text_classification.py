@@ -215,8 +215,8 @@ def fingerprint(model: nn.Module) -> str:
 def stop(message: str) -> NoReturn:
     """End this rank and say why.
 
-    Every rank says it, because the launcher ends the others once the first has failed: a message of rank 0 alone could be
-    lost.
+    Every rank says it, because the launcher ends the others once the first has failed, and a message of rank 0 alone
+    could be lost.
     """
     sys.exit(message)
 

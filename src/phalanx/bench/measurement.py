@@ -22,7 +22,7 @@ from phalanx.bench.processes import RankSet, RanksFailed, run_ranks
 from phalanx.bench.report import format_row
 from phalanx.errors import LaunchError
 from phalanx.system.limits import Resource, check_limits, machine_limits
-from phalanx.words import format_count, format_gib, format_size
+from phalanx.words import format_count, format_gib, format_size, tell
 
 __all__ = ["choose_mpis", "load_results", "measure"]
 
@@ -99,7 +99,7 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
     except KeyboardInterrupt:
         results["exit_code"] = 130
     except RanksFailed as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        tell(str(error))
         results["exit_code"] = 1
     finally:
         for number, handler in before.items():
