@@ -7,6 +7,8 @@ person or a program needs to act: the ranks, the group, the operation, the elaps
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 __all__ = [
     "ArgumentError",
     "BackendError",
@@ -26,7 +28,14 @@ __all__ = [
 
 
 class PhalanxError(RuntimeError):
-    """Base of everything below. A ``RuntimeError``, because that is what torch raises and scripts catch."""
+    """Base of everything below. A ``RuntimeError``, because that is what torch raises and scripts catch.
+
+    Attributes:
+        is_consequence: errors of this class are always caused by another rank's end, so the launcher does not name the
+            rank that raised one as the cause of the job's failure if another rank failed by itself.
+    """
+
+    is_consequence: ClassVar[bool] = False
 
 
 class InitializationError(PhalanxError):
@@ -103,6 +112,8 @@ class PeerLost(PhalanxError):
         group_rank: the lost rank, counted within the group.
         pid: its process id.
     """
+
+    is_consequence = True
 
     def __init__(self, message: str, *, group_rank: int = -1, pid: int = 0) -> None:
         super().__init__(message)

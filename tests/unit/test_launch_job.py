@@ -13,7 +13,7 @@ import pytest
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import make_job, threads_per_rank
 from phalanx.launch.job.target import Target, compile_target, find_target
-from phalanx.system.limits import Limit, check_limits, machine_limits, usable_cores
+from phalanx.system.limits import Limit, Resource, check_limits, machine_limits, usable_cores
 from phalanx.topology.table import RankRow, format_rank_table
 
 
@@ -166,19 +166,19 @@ def test_more_ranks_than_cores_is_said() -> None:
 
 
 def test_a_limit_says_how_many_would_fit() -> None:
-    limit = Limit("open files", "raise it", available=132, per_rank=5, beside=32)
+    limit = Limit(Resource.FILES, "raise it", available=132, per_rank=5, beside=32)
     assert limit.fits == 20
     check_limits(20, [limit])
     with pytest.raises(LaunchError, match=r"21 ranks need about 137 open files.*enough for 20 ranks; raise it"):
         check_limits(21, [limit])
-    memory = Limit("bytes of memory", "free memory", available=1 << 30, per_rank=1 << 28, beside=0)
+    memory = Limit(Resource.MEMORY, "free memory", available=1 << 30, per_rank=1 << 28, beside=0)
     with pytest.raises(LaunchError, match=r"1\.2 GiB of memory, and 1\.0 GiB of memory are left"):
         check_limits(5, [memory])
 
 
 def test_this_machine_bears_two_ranks() -> None:
     limits = machine_limits(python=True)
-    assert {"open files", "bytes of memory"} <= {limit.name for limit in limits}
+    assert {Resource.FILES, Resource.MEMORY} <= {limit.resource for limit in limits}
     check_limits(2, limits)
 
 

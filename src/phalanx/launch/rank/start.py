@@ -26,6 +26,7 @@ import types
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
+from phalanx.errors import PhalanxError
 from phalanx.launch.job.target import Target
 from phalanx.launch.rank.wires import RankEnds
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
@@ -250,6 +251,8 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
             "message": message,
             "traceback": text,
             "shown": shown,
+            "exited": isinstance(error, SystemExit),
+            "consequence": isinstance(error, PhalanxError) and error.is_consequence,
             "time": time.monotonic() if now is None else now,
             "code": code,
         },
