@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,24 +22,18 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from phalanx.store import requests as wire
-from phalanx.store.server import KEEPALIVE, StoreServer
+from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim, Verdict
+from phalanx.store.server import StoreServer
+from phalanx.wire.dial import dial
+from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
-from phalanx.wire.proof import (
-    GREETING,
-    GREETING_BYTES,
-    Claim,
-    NoProof,
-    Verdict,
-    answer,
-    read_verdict,
-    verdict_length,
-)
+from phalanx.wire.proof import NoProof, WrongKey
 
 __all__ = ["Connections", "JobStore", "connect"]
 
-# How much longer than rank 0 a rank waits for its answer: the server's word that it took too long should arrive.
+# How much longer than asked for a rank waits for an answer: rank 0's own answer that time is over should arrive.
 MARGIN_S = 30.0
-LONGEST_WAIT_S = 1e8  # sockets count no further
+LONGEST_WAIT_S = 1e8  # sockets accept no longer timeout
 _BLOCK = 1 << 18
 _Result = tuple[int, int, Sequence[bytes]]
 
@@ -48,48 +41,26 @@ _Result = tuple[int, int, Sequence[bytes]]
 def connect(
     where: tuple[str, int], key: Key, claim: Claim, patience_s: float, source: str = ""
 ) -> tuple[socket.socket, Verdict]:
-    """Connect to rank 0 and join: the connection, and what rank 0 says.
+    """Connect to rank 0 and join: the connection, and rank 0's verdict.
 
     Args:
         where: address and port.
         key: the job's key.
         claim: who this process is.
-        patience_s: how long each step may take, in seconds.
+        patience_s: how long connecting may take, and joining again, in seconds.
         source: the address to come from; any of this host's by default.
 
     Raises:
-        OSError: nobody answers there. TimeoutError: somebody listens, and says nothing.
-        NoProof: what answers is no rank 0 of Phalanx.
+        OSError: nothing listens there. TimeoutError: what listens there says nothing.
+        NoProof: what listens there is not rank 0 of Phalanx.
         WrongKey: it is, and proves another key.
     """
-    sock = socket.create_connection(where, timeout=patience_s, source_address=(source, 0) if source else None)
+    sock, words = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        until = time.monotonic() + patience_s
-        greeted = _exactly(sock, b"", GREETING_BYTES, until)
-        words, own = answer(key, greeted, claim)
-        sock.sendall(words)
-        data = _exactly(sock, b"", verdict_length(b""), until)
-        data = _exactly(sock, data, verdict_length(data), until)
-        return sock, read_verdict(key, greeted, own, data)
+        return sock, Verdict.decode(words)
     except BaseException:
         sock.close()
         raise
-
-
-def _exactly(sock: socket.socket, data: bytes, count: int, until: float) -> bytes:
-    while len(data) < count:
-        sock.settimeout(max(0.001, until - time.monotonic()))
-        part = sock.recv(count - len(data))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
-        data += part
-        if count == GREETING_BYTES and not data.startswith(GREETING[: len(data)]):
-            raise NoProof
-    return data
 
 
 class Connections:
@@ -99,7 +70,7 @@ class Connections:
         first: the one with which this process joined.
         where: address and port of rank 0.
         key: the job's key.
-        claim: who this process is, with the pass word that rank 0 gave it.
+        claim: who this process is, with the token that rank 0 gave it.
         source: the address to come from; any by default.
     """
 
@@ -132,10 +103,10 @@ class Connections:
                     break
                 part = sock.recv(_BLOCK if length is None else min(length - len(data), 1 << 22))
                 if not part:
-                    raise ConnectionResetError("it was closed")
+                    raise ConnectionResetError("the connection was closed")
                 data += part
             result = wire.unpack(data, length)
-        except (OSError, wire.Malformed) as error:
+        except (OSError, Malformed) as error:
             sock.close()
             self._lost(error)
         except BaseException:
@@ -157,17 +128,17 @@ class Connections:
         claim = replace(self._claim, pid=os.getpid())
         try:
             sock, verdict = connect(self._where, self._key, claim, MARGIN_S, self._source)
-        except (OSError, NoProof) as error:
+        except (OSError, NoProof, WrongKey) as error:
             self._lost(error)
-        if verdict.word != "welcome":
+        if verdict.kind != "welcome":
             sock.close()
-            raise DistStoreError(f"rank {claim.rank} was not let in again: {verdict.said}")
+            raise DistStoreError(f"rank {claim.rank} was not let in again: {verdict.reason}")
         return sock
 
     def _lost(self, error: BaseException) -> NoReturn:
         raise DistStoreError(
             f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} ({error}): "
-            f"rank 0 has ended, or the network to it is cut; look what rank 0 printed"
+            f"rank 0 has ended, or the network to it is cut; see what rank 0 printed"
         ) from error
 
     def end(self) -> None:

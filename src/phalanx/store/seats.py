@@ -1,11 +1,11 @@
-"""Who has come: one seat for each rank, and in words why a process gets none."""
+"""The seats of a world: which ranks have joined, and why a process is refused one."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
 
-from phalanx.wire.proof import Claim, Verdict
+from phalanx.store.claim import Claim, Verdict
 from phalanx.words import format_spans
 
 __all__ = ["Seats"]
@@ -83,11 +83,11 @@ class Seats:
         elif not self._same(claim):
             other = self._taken[claim.rank][0]
             return Verdict("refused", f"there are two of rank {claim.rank}: {claim.name} and {other.name}")
-        return Verdict("welcome", self._taken[claim.rank][1])
+        return Verdict("welcome", token=self._taken[claim.rank][1])
 
     def _same(self, claim: Claim) -> bool:
         """Whether this is another connection of the process that has the seat."""
-        return secrets.compare_digest(claim.pass_word.encode(), self._taken[claim.rank][1].encode())
+        return secrets.compare_digest(claim.token.encode(), self._taken[claim.rank][1].encode())
 
     def leave(self, rank: int) -> bool:
         """Free a seat, while others are free too: nobody has gone on without it. Whether it was freed."""
