@@ -6,6 +6,7 @@ import dataclasses
 import os
 import selectors
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from phalanx.launch.job.target import Target
 from phalanx.launch.mpi.channel import OUT, Channel, Lost, join, open_door
 from phalanx.launch.mpi.gathering import RollCall
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
+from phalanx.launch.mpi.mpiexec import SHIM
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
 from phalanx.launch.rank.wires import open_wires
 from phalanx.wire.proof import GREETING_BYTES
@@ -211,6 +213,27 @@ def test_a_stranger_is_turned_away_before_anything_is_read() -> None:
         other.serve(end)
         assert ended == [0]
         assert entrance.admitted == other.admitted == []
+
+
+# The shim.
+
+
+def test_the_shim_finds_the_package_by_its_own_path(tmp_path: Path) -> None:
+    """Without the site module nothing else leads to it. The working directory has modules of the same names."""
+    for name in ("phalanx.py", "signal.py"):
+        (tmp_path / name).write_text("raise ImportError('from the working directory')")
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PHALANX_MPI_JOIN")}
+    done = subprocess.run(
+        [sys.executable, "-S", SHIM, "mpich"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "phalanx: this program is for `phalanx run --mpi` to start; start your script with that\n"
 
 
 # The table.
