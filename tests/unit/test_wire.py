@@ -123,7 +123,7 @@ def test_both_sides_learn_what_the_other_says_if_they_know_one_key(role: str, ke
         sock, verdict = entrance.dial(role, key, claim)
         assert verdict == VERDICT
         (arrival,) = entrance.admitted
-        assert (arrival.proven.claim, arrival.rest, arrival.peer) == (claim, b"", "127.0.0.1")
+        assert (arrival.proven.claim, bytes(arrival.rest), arrival.peer) == (claim, b"", "127.0.0.1")
         sock.settimeout(20)
         sock.sendall(b"to the door")
         assert soon(lambda: bool(arrival.sock.recv(100, socket.MSG_PEEK)))

@@ -92,13 +92,15 @@ class Channel:
         """
         if self._ended:
             raise Lost
+        over = False
         try:
             data = self._socket.recv(_BLOCK)
+            over = not data
+            self._in += data
         except BlockingIOError:
-            return []
+            pass
         except OSError:
-            data = b""
-        self._in += data
+            over = True
         frames = []
         try:
             while (end := end_of_frame(self._in, shortest=1)) is not None and len(self._in) >= end:
@@ -106,8 +108,8 @@ class Channel:
                 frames.append((content[:1], content[1:]))
                 del self._in[:end]
         except Malformed:
-            data = b""  # nothing that comes after it can be read
-        if not data:
+            over = True  # nothing that comes after it can be read
+        if over:
             self._ended = True
             if not frames:
                 raise Lost

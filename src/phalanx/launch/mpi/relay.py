@@ -5,8 +5,8 @@ files; so the table, the prefixes, the failure block, the exit codes and the sig
 launchers. On its other side it is the parent of the MPI launcher, and the ranks' keepers (``keeper.py``) connect to it.
 
 All keepers have to come before any rank runs, because only then is it known where each rank is (``gathering.py``,
-``placing.py``). The keepers' own word for their hosts counts; if the MPI launcher was asked for others, that is
-reported.
+``placing.py``). A rank's host is the one that its keeper reports; if the MPI launcher was asked for another one, a note
+is printed.
 
 A rank has ended when its keeper reports it. The keepers stay until all ranks have ended, so the MPI launcher sees all
 its processes end at once and with exit code 0, and has nothing to report.
@@ -14,7 +14,6 @@ its processes end at once and with exit code 0, and has nothing to report.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -24,7 +23,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NoReturn
 
@@ -33,8 +31,9 @@ from phalanx.launch.job.job import Job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.target import compile_target
 from phalanx.launch.mpi.announcer import Announcer, Refusal
-from phalanx.launch.mpi.channel import IN, MESSAGE, Channel, Lost, open_door
+from phalanx.launch.mpi.channel import IN, Channel, Lost, open_door
 from phalanx.launch.mpi.crew import Member, Pipe, name_ranks
+from phalanx.launch.mpi.exchange import Exchange
 from phalanx.launch.mpi.gathering import RollCall, take_seat
 from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
@@ -100,7 +99,8 @@ class _Relay:
         self.selector = selectors.DefaultSelector()
         self.door, invitation = open_door(job.address, self.selector, self._on_newcomer)
         self.rows: list[RankRow] = []
-        self.input = Input(self.selector, self._hand_on_input)
+        self.exchange = Exchange(self.selector, self._on_message, self._on_lost)
+        self.input = Input(self.selector, lambda data: self.exchange.send(self.ranks[0], IN, data))
         self.going = False
         self.ordered = False
         self.ended_by_mpiexec = False
@@ -142,7 +142,7 @@ class _Relay:
         patience_s = max(0.0, until - time.monotonic()) if until < math.inf else None
         for key, events in self.selector.select(patience_s):
             if isinstance(key.data, Member):
-                self._on_keeper(key.data, events)
+                self.exchange.serve(key.data, events)
             else:
                 key.data()
         now = time.monotonic()
@@ -160,12 +160,14 @@ class _Relay:
 
     @property
     def failing(self) -> bool:
-        """Whether the job is ending for a reason, so that what the MPI launcher says is about that."""
+        """Whether the job is ending for a known reason; what the MPI launcher then prints is about the consequences."""
         return self.ordered or any(rank.status or rank.reported for rank in self.ranks)
 
     # The MPI launcher.
 
     def _on_mpiexec_output(self) -> None:
+        if self.mpiexec.output.closed:
+            return  # its end has been noticed in this very turn
         descriptor = self.mpiexec.output.fileno()
         self.mpiexec.read()
         if self.mpiexec.output.closed:
@@ -206,13 +208,13 @@ class _Relay:
                 self.connected = False
                 return
             for rank in self.ranks:
-                if rank.channel is not None and rank.status is None:
+                if rank.status is None:
                     # A rank that has failed by itself may finish, but not for long: its exit handlers include
                     # MPI_Finalize, which waits for the other ranks.
                     spared = rank.number in order["spare"]
                     patience_s = min(order["grace_s"], _WIND_DOWN_S) if spared else order["grace_s"]
-                    rank.channel.say(do="end", signal=0 if spared else order["signal"], patience_s=patience_s)
-                    self._wait_for(rank)
+                    signum = 0 if spared else order["signal"]
+                    self.exchange.say(rank, do="end", signal=signum, patience_s=patience_s)
             self._give_up_after(order["grace_s"] + _SILENCE_S)
 
     def _give_up_after(self, patience_s: float) -> None:
@@ -223,24 +225,24 @@ class _Relay:
         """Let every keeper fork its rank."""
         self.going = True
         for rank in self.ranks:
-            if rank.channel is not None:
-                rank.channel.say(
-                    do="become",
-                    target=asdict(self.job.target_of(self.rows[rank.number].local_rank)),
-                    run_id=self.job.run_id,
-                    environment=self.job.environment(rank.number, port=self.wires.port, rows=self.rows),
-                    carried=dict(os.environ),
-                    directory=os.getcwd(),
-                    grace_s=self.job.grace_s,
-                    input=rank.number == 0 and self.input.offered,
-                )
-                self._wait_for(rank)
+            self.exchange.say(
+                rank,
+                do="become",
+                target=asdict(self.job.target_of(self.rows[rank.number].local_rank)),
+                run_id=self.job.run_id,
+                environment=self.job.environment(rank.number, port=self.wires.port, rows=self.rows),
+                carried=dict(os.environ),
+                directory=os.getcwd(),
+                grace_s=self.job.grace_s,
+                input=rank.number == 0 and self.input.offered,
+            )
 
     # The keepers.
 
     def _on_newcomer(self, channel: Channel) -> None:
-        """A keeper has proven that it belongs to the job. The first that it sends is which rank it stands for."""
+        """A keeper has proven that it belongs to the job. Its first message says which rank it stands for."""
         self.selector.register(channel, selectors.EVENT_READ, functools.partial(self._seat, channel))
+        self._seat(channel)
 
     def _seat(self, channel: Channel) -> None:
         try:
@@ -259,47 +261,7 @@ class _Relay:
             here = [other.here for other in self.ranks]
             self.rows = place_ranks(self.job, here)
             self.announcer.place(self.rows, find_contradiction(self.job, self.launcher.name, self.rows, here))
-        self._take(rank, more)
-
-    def _wait_for(self, rank: Member) -> None:
-        """Read from a keeper, unless too much of its rank's output waits here; and write to it what waits for that."""
-        if rank.channel is None:
-            return
-        events = selectors.EVENT_WRITE if rank.channel.waiting else 0
-        if not rank.congested:
-            events |= selectors.EVENT_READ
-        known = rank.channel.fileno() in self.selector.get_map()
-        if not events:
-            if known:
-                self.selector.unregister(rank.channel)
-        elif known:
-            self.selector.modify(rank.channel, events, rank)
-        else:
-            self.selector.register(rank.channel, events, rank)
-
-    def _on_keeper(self, rank: Member, events: int) -> None:
-        channel = rank.channel
-        if channel is None:
-            return
-        if events & selectors.EVENT_WRITE:
-            channel.flush()
-        frames: list[tuple[bytes, bytes]] = []
-        if events & selectors.EVENT_READ:
-            try:
-                frames = channel.receive()
-            except Lost:
-                self._on_lost(rank, channel)
-                return
-        self._take(rank, frames)
-
-    def _take(self, rank: Member, frames: Sequence[tuple[bytes, bytes]]) -> None:
-        for kind, data in frames:
-            if kind == MESSAGE:
-                self._on_message(rank, json.loads(data))
-            else:
-                rank.pipes[kind].waiting += data
-                self._feed(rank, rank.pipes[kind])
-        self._wait_for(rank)
+        self.exchange.take(rank, more)
 
     def _on_message(self, rank: Member, message: dict[str, Any]) -> None:
         event = message["event"]
@@ -317,12 +279,8 @@ class _Relay:
                 self.input.release()
             self._end(rank, message["status"], time.monotonic() - message["age"], message["by_others"])
 
-    def _on_lost(self, rank: Member, channel: Channel) -> None:
+    def _on_lost(self, rank: Member) -> None:
         """A keeper's connection has ended, although no keeper closes it before it is dismissed."""
-        with contextlib.suppress(KeyError):
-            self.selector.unregister(channel)
-        channel.close()
-        rank.channel = None
         if rank.status is None:
             if not self.going:
                 if not self.ordered and self.mpiexec.code is None:
@@ -345,25 +303,6 @@ class _Relay:
         rank.status, rank.ended_at, rank.by_others = status, when, by_others
         rank.pid = rank.pid or rank.here["pid"]
         self.announcer.start()
-
-    def _feed(self, rank: Member, pipe: Pipe) -> None:
-        """Write what a rank has printed, as far as the supervisor takes it now."""
-        pipe.flush()
-        known = pipe.descriptor in self.selector.get_map()
-        if pipe.waiting and not known:
-            self.selector.register(pipe.descriptor, selectors.EVENT_WRITE, functools.partial(self._on_room, rank, pipe))
-        elif not pipe.waiting and known:
-            self.selector.unregister(pipe.descriptor)
-
-    def _on_room(self, rank: Member, pipe: Pipe) -> None:
-        self._feed(rank, pipe)
-        self._wait_for(rank)
-
-    def _hand_on_input(self, data: bytes) -> None:
-        reader = self.ranks[0]
-        if reader.channel is not None:
-            reader.channel.send(IN, data)
-            self._wait_for(reader)
 
     # The end.
 
