@@ -39,7 +39,7 @@ def open_store(
     Args:
         place, point: this process, and where it should listen.
         key: the job's.
-        claim: who this process is.
+        claim: what this process says of itself.
         timeout_s: how long to wait for the others, in seconds.
         quiet: print no notes.
 
@@ -57,8 +57,8 @@ def serve(listener: socket.socket, place: Place, key: Key, claim: Claim, *, quie
     address, port = listener.getsockname()[:2]
     if key.is_open and not quiet and not is_loopback(address):
         tell(
-            f"note: the join is open: whoever reaches {address} port {port} can join this job. To keep others out, set "
-            f"{settings.KEY_FILE} for all ranks to a file that only you can read, with a key in it"
+            f"note: the join is open: every process that reaches {address} port {port} can join this job. To keep "
+            f"others out, set {settings.KEY_FILE} for all ranks to a file that only you can read, with a key in it"
         )
     return StoreServer(listener, key, Seats(claim, place.hosts, place.num_nodes))
 

@@ -43,7 +43,7 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
     Args:
         place, point: this process, and where rank 0 should listen.
         key: the job's.
-        claim: who this process is.
+        claim: what this process says of itself.
         timeout_s: how long to wait, in seconds.
 
     Raises:
@@ -115,7 +115,7 @@ def _find(
 
 
 class _NotHere(Exception):
-    """What listens there is not, or not yet, rank 0 of this job."""
+    """The process that listens there is not rank 0 of this job, or not yet."""
 
 
 def _try(

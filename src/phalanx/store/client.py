@@ -4,7 +4,7 @@ torch calls it from C++ too, and from several threads at once (Gloo does, while 
 under way has a connection of its own: a ``get`` that waits holds up nobody. The connections are kept and used again.
 
 Prior art: torch's ``TCPStore``, whose semantics these are. It sends one request at a time for a whole process, trusts
-whoever connects, and listens on every interface.
+every process that connects, and listens on every interface.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def connect(
     Args:
         where: address and port.
         key: the job's key.
-        claim: who this process is.
+        claim: what this process says of itself.
         patience_s: how long connecting may take, and joining again, in seconds.
         source: the address to come from; any of this host's by default.
 
@@ -55,9 +55,9 @@ def connect(
         NoProof: what listens there is not rank 0 of Phalanx.
         WrongKey: it is, and proves another key.
     """
-    sock, words = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
+    sock, answer = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
     try:
-        return sock, Verdict.decode(words)
+        return sock, Verdict.decode(answer)
     except BaseException:
         sock.close()
         raise
@@ -70,7 +70,7 @@ class Connections:
         first: the one with which this process joined.
         where: address and port of rank 0.
         key: the job's key.
-        claim: who this process is, with the token that rank 0 gave it.
+        claim: what this process says of itself, with the token that rank 0 gave it.
         source: the address to come from; any by default.
     """
 
@@ -86,7 +86,7 @@ class Connections:
         _inherited.add(self)
 
     def call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Result:
-        """Carry out a request on a connection that nobody else uses meanwhile.
+        """Carry out a request on a connection that no other call uses meanwhile.
 
         Raises:
             DistStoreError: rank 0 has gone.
@@ -142,7 +142,7 @@ class Connections:
         ) from error
 
     def end(self) -> None:
-        """Close them all; those in use when they are done."""
+        """Close them all; those in use as soon as their requests are answered."""
         with self._lock:
             self._ended = True
             idle, self._idle = self._idle, []
@@ -150,7 +150,7 @@ class Connections:
             sock.close()
 
     def let_go(self) -> None:
-        """In a forked child: leave the parent's connections to it. The child gets its own when it needs one."""
+        """In a forked child: close the parent's connections, which it still uses. The child makes its own on demand."""
         self._lock = threading.Lock()
         idle, self._idle = self._idle, []
         for sock in idle:
@@ -171,7 +171,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class JobStore(Store):
     """The job's store, as torch takes it. Safe to use from several threads.
 
-    What is waited for by default is :attr:`timeout`, as in torch's stores; 0 means as long as it takes.
+    Calls that wait do so for :attr:`timeout`, as in torch's stores; 0 means without limit.
 
     Args:
         peer: rank 0's own server, or the connections to it.
@@ -236,14 +236,14 @@ class JobStore(Store):
     deleteKey = delete_key  # noqa: N815
 
     def wait_for_all(self, timeout_s: float) -> str:
-        """Wait until every rank has joined; which have not after that many seconds, empty if all have."""
+        """Wait until every rank has joined; the ranks that have not after that time, for people, or empty."""
         code, _, fields = self._peer.call(wire.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
         if code == wire.FAILED:
             raise DistStoreError(fields[0].decode())
         return fields[0].decode() if code == wire.LATE else ""
 
     def end(self) -> None:
-        """Use it no more. Rank 0's goes on answering the others until they have ended theirs, or the process ends."""
+        """Stop using it. Rank 0's goes on answering the other ranks until they have ended theirs, or its process ends."""
         if isinstance(self._peer, StoreServer):
             self._peer.retire()
         else:

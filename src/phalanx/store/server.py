@@ -50,7 +50,7 @@ class _Guest:
     Attributes:
         sock: the socket.
         peer: the address it comes from, for people.
-        claim: who it is.
+        claim: what it has said of itself.
         data: what has come and is not a whole message yet.
         out: what the network has not taken yet; nothing more is read until it has.
         waits: whether a request of this connection is not answered yet.
@@ -101,7 +101,7 @@ class StoreServer:
         self._thread = threading.Thread(target=self._serve, name="phalanx-store", daemon=True)
         self._thread.start()
 
-    # -- rank 0's own ------------------------------------------------------------------------------
+    # -- rank 0's own calls ------------------------------------------------------------------------------
 
     def call(
         self, code: int, number: int = 0, fields: Sequence[bytes] = (), timeout_s: float | None = None
@@ -258,7 +258,7 @@ class StoreServer:
             self._waiting_for_all.clear()
             self._came.notify_all()
 
-    # -- who may come in ---------------------------------------------------------------------------
+    # -- joining ---------------------------------------------------------------------------
 
     def _admit(self, arrival: Arrival) -> None:
         """Judge the claim of a process that has proven the key, and let it use the store if it is welcome."""

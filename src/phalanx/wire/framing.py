@@ -33,7 +33,7 @@ def frame(*parts: bytes, longest: int = LONGEST) -> bytes:
 
 
 def end_of_frame(data: bytes | bytearray, start: int = 0, *, shortest: int = 0, longest: int = LONGEST) -> int | None:
-    """Where the message ends whose length stands at ``start``; None while that length has not come yet.
+    """The end of the message whose length begins at ``start``; None while that length has not come yet.
 
     The message itself begins at ``start + PREFIX_BYTES``, and may not have come either.
 

@@ -27,7 +27,7 @@ both gaps, without a change to the users of this module:
 - *What was dialled.* The caller adds the numeric address and the port to which its socket is connected to its message,
   and its digest covers them. The listener compares them with the address and port of its accepted socket and with
   those under which it was announced. That second list is what keeps NAT and service names working: a listener behind
-  one of them must be told the addresses that others dial (today ``MASTER_ADDR``, resolved), and refuses all others.
+  one of them must be given the addresses that others dial (today ``MASTER_ADDR``, resolved), and refuses all others.
 - *A session.* Both sides derive a session key, the HMAC of both challenges under another role, and every frame
   carries a truncated HMAC of its number and its bytes under that key.
 """
@@ -126,7 +126,7 @@ class Challenge:
         signed = bytes(data[GREETING_BYTES:end])
         if not _is_right(self._key, self._role, b"caller", self._own + theirs, signed):
             raise WrongKey(_sign(self._key, self._role, b"listener", theirs + self._own, b""))
-        return Proven(_words(signed), end, self._key, self._role, theirs + self._own)
+        return Proven(_content(signed), end, self._key, self._role, theirs + self._own)
 
 
 class Response:
@@ -172,19 +172,19 @@ class Response:
         """
         if not _is_right(self._key, self._role, b"listener", self._challenges, data):
             raise WrongKey
-        return _words(data)
+        return _content(data)
 
 
-def _sign(key: Key, role: str, side: bytes, challenges: bytes, words: bytes) -> bytes:
-    return _digest(key, role, side, challenges, words) + frame(words, longest=LONGEST_UNPROVEN)
+def _sign(key: Key, role: str, side: bytes, challenges: bytes, content: bytes) -> bytes:
+    return _digest(key, role, side, challenges, content) + frame(content, longest=LONGEST_UNPROVEN)
 
 
 def _is_right(key: Key, role: str, side: bytes, challenges: bytes, signed: bytes) -> bool:
-    expected = _digest(key, role, side, challenges, _words(signed))
+    expected = _digest(key, role, side, challenges, _content(signed))
     return hmac.compare_digest(signed[:_DIGEST_BYTES], expected)
 
 
-def _words(signed: bytes) -> bytes:
+def _content(signed: bytes) -> bytes:
     return signed[_DIGEST_BYTES + PREFIX_BYTES :]
 
 
@@ -195,5 +195,5 @@ def _end_of_signed(data: bytes | bytearray, start: int) -> int | None:
         raise NoProof from None
 
 
-def _digest(key: Key, role: str, side: bytes, challenges: bytes, words: bytes) -> bytes:
-    return hmac.digest(key.secret, role.encode() + b"\n" + side + b"\n" + challenges + words, "sha256")
+def _digest(key: Key, role: str, side: bytes, challenges: bytes, content: bytes) -> bytes:
+    return hmac.digest(key.secret, role.encode() + b"\n" + side + b"\n" + challenges + content, "sha256")

@@ -37,7 +37,7 @@ class Mpiexec:
 
     Args:
         job: the job.
-        launcher: the program, and how it is told what to do.
+        launcher: the program, and the options it takes.
         invitation: where its processes find the relay, and the key.
 
     Attributes:
