@@ -243,7 +243,7 @@ class JobStore(Store):
         return fields[0].decode() if code == wire.LATE else ""
 
     def end(self) -> None:
-        """Stop using it. Rank 0's goes on answering the other ranks until they have ended theirs, or its process ends."""
+        """Stop using it. Rank 0's goes on answering the other ranks until all have stopped, or its process ends."""
         if isinstance(self._peer, StoreServer):
             self._peer.retire()
         else:

@@ -90,5 +90,5 @@ class Seats:
         return secrets.compare_digest(claim.token.encode(), self._taken[claim.rank][1].encode())
 
     def leave(self, rank: int) -> bool:
-        """Free a rank's seat, if other seats are free too, so that no rank can have gone on yet. Returns whether it did."""
+        """Free a rank's seat, if other seats are free too, so that no rank has gone on yet; whether it was freed."""
         return not self.complete and rank != 0 and self._taken.pop(rank, None) is not None
