@@ -6,6 +6,7 @@ import dataclasses
 import os
 import selectors
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job import mpi_launcher as launchers
 from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.job import Job, make_job
-from phalanx.launch.job.mpi_launcher import MpiLauncher, carried_environment, find_mpi_launcher, place_of
+from phalanx.launch.job.mpi_launcher import MpiLauncher, carried_environment, find_abort, find_mpi_launcher, place_of
 from phalanx.launch.job.target import Target
 from phalanx.launch.mpi.channel import OUT, Channel, Lost, join, open_door
 from phalanx.launch.mpi.gathering import RollCall
@@ -27,6 +28,7 @@ from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.mpiexec import SHIM
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
 from phalanx.launch.rank.wires import open_wires
+from phalanx.wire.framing import frame
 from phalanx.wire.proof import GREETING_BYTES
 
 __all__ = ["launcher"]
@@ -125,6 +127,15 @@ def test_place_of_a_process() -> None:
         place_of("openmpi", own)
 
 
+def test_a_rank_that_called_mpi_abort_is_known_by_what_it_printed() -> None:
+    said = b"some warning\nAbort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 5)\n"
+    line = "Abort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 5)"
+    assert find_abort("mpich", said) == (line, 5)
+    assert find_abort("intel", b"Abort(0)\n") == ("Abort(0)", 1)  # it did not end well
+    assert find_abort("slurm", b"I said Abort(5)\n") is None
+    assert find_abort("openmpi", said) is None
+
+
 def test_the_environment_is_the_users_but_for_what_is_the_processes_own() -> None:
     user = {"A": "1", "PATH": "/mine", "HOSTNAME": "h0", "PMI_RANK": "9", "OMPI_MCA_btl": "self", "SAME": "x"}
     here = {"PATH": "/usr/bin", "HOSTNAME": "h1", "PMI_RANK": "0", "SAME": "x", "PMI_FD": "7"}
@@ -213,6 +224,31 @@ def test_a_stranger_is_turned_away_before_anything_is_read() -> None:
         other.serve(end)
         assert ended == [0]
         assert entrance.admitted == other.admitted == []
+
+
+@pytest.mark.parametrize("length", [0, (1 << 26) + 1, 0xFFFFFFFF])
+def test_a_frame_of_an_impossible_length_ends_the_connection_after_those_before_it(length: int) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours)
+        theirs.sendall(frame(OUT, b"before") + struct.pack("!I", length) + b"o" + frame(OUT, b"after"))
+        assert channel.receive() == [(OUT, b"before")]
+        with pytest.raises(Lost):
+            channel.receive()
+        channel.close()
+
+
+def test_what_came_with_the_proof_is_read_before_anything_else_comes() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours, frame(OUT, b"early")[:-1])
+        assert channel.receive() == []
+        theirs.sendall(b"y" + frame(OUT, b"late")[:-2])
+        assert channel.receive() == [(OUT, b"early")]
+        channel.close()
+        again = Channel(theirs.dup(), frame(OUT, b"whole"))
+        assert again.receive() == [(OUT, b"whole")]
+        again.close()
 
 
 # The shim.
