@@ -101,7 +101,7 @@ def launch(job: Job) -> RankStart | int:
             # Not at the top: it is a room of its own, which only this option enters.
             from phalanx.launch.mpi.relay import serve_mpi
 
-            serve_mpi(job, wires, handlers)
+            serve_mpi(job, job.mpi, wires, handlers)
         return serve(job, wires, Inheritance(handlers, file_limit), pid)
     wires.keep_supervisor_ends()
     return supervisor.run(zygote)

@@ -21,12 +21,13 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from phalanx.errors import InitializationError
 from phalanx.place.place import Place
 from phalanx.rendezvous.meeting_point import LOOPBACK, MeetingPoint, meeting_point
-from phalanx.rendezvous.opening import bind, open_store, serve, wait_for_all
+from phalanx.rendezvous.opening import open_store, serve, wait_for_all
 from phalanx.rendezvous.search import find_store
+from phalanx.store.claim import Claim, own_claim
 from phalanx.store.client import JobStore
 from phalanx.system.interfaces import outward_address
 from phalanx.wire.key import job_key
-from phalanx.wire.proof import Claim, own_claim
+from phalanx.wire.sockets import listen
 
 __all__ = ["Broadcast", "leave", "meet", "meet_by_broadcast"]
 
@@ -92,7 +93,7 @@ def meet_by_broadcast(
         try:
             all_here = place.local_world_size == place.world_size
             address = LOOPBACK if all_here else outward_address(socket.gethostname())
-            listener = bind(address, 0)
+            listener = listen(address, 0)
         except (OSError, InitializationError) as error:
             broadcast(f"! rank 0 could not listen: {error}")
             raise InitializationError(f"rank 0 could not listen: {error}") from error

@@ -21,7 +21,7 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.host_slots import HostSlots
 
-__all__ = ["MpiLauncher", "carried_environment", "find_mpi_launcher", "place_of"]
+__all__ = ["MpiLauncher", "carried_environment", "find_abort", "find_mpi_launcher", "place_of", "session_folder"]
 
 # Open MPI hands only its own variables on to other hosts; these are needed before the launcher's environment arrives.
 _CARRIED = (settings.MPI_JOIN, "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -33,6 +33,11 @@ _PLACES = {
     "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_NTASKS", ""),
 }
+# What the MPI libraries that each can start print in the process that calls MPI_Abort, or that their own errors end.
+_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*", re.MULTILINE)
+_ABORTS = {"mpich": _ABORT, "intel": _ABORT, "slurm": _ABORT}
+# Where a process finds the folder that Open MPI's mpiexec has made for it on its host.
+_SESSION_FOLDER = "PMIX_SERVER_TMPDIR"
 # Who sets these has allotted hosts, which MPI launchers then find by themselves; or names a file of them.
 _ALLOTMENTS = (
     *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "COBALT_NODEFILE", "LOADL_HOSTFILE"),
@@ -236,3 +241,20 @@ def carried_environment(user: Mapping[str, str], here: Mapping[str, str]) -> dic
         for name, value in user.items()
         if here.get(name) != value and not (_OWN_TO_PROCESS.match(name) and name in here)
     }
+
+
+def find_abort(kind: str, printed: bytes) -> tuple[str, int] | None:
+    """What a process that has called MPI_Abort printed about that, and its exit code; None if it has not.
+
+    Args:
+        kind: which MPI launcher started it.
+        printed: the end of its standard error.
+    """
+    pattern = _ABORTS.get(kind)
+    found = pattern.search(printed) if pattern is not None else None
+    return (found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1) if found is not None else None
+
+
+def session_folder(environment: Mapping[str, str]) -> str:
+    """The folder that the MPI launcher has made on this host for a process it started; empty if it made none."""
+    return environment.get(_SESSION_FOLDER, "")
