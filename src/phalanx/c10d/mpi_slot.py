@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessGroupMPI", "fill_mpi_slot"]
 
-# By one of these an MPI launcher tells a process its rank.
-_MPI_RANKS = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-
 
 class ProcessGroupMPI:
     """What torch's wheel leaves out. Of it, ``init_process_group`` and ``new_group`` call ``create`` alone."""
@@ -72,4 +69,9 @@ def fill_mpi_slot() -> None:
 
 def _is_rank_without_mpi() -> bool:
     world_size = os.environ.get("WORLD_SIZE", "").strip()
-    return world_size.isdigit() and int(world_size) > 1 and not any(name in os.environ for name in _MPI_RANKS)
+    if not world_size.isdigit() or int(world_size) < 2:
+        return False
+    # Imported here, because this module is loaded by every `import torch`.
+    from phalanx.place.launchers import MPI_RANKS
+
+    return not any(name in os.environ for name in MPI_RANKS)

@@ -15,6 +15,7 @@ from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.store.client import JobStore, connect
 from phalanx.store.seats import Seats
 from phalanx.store.server import StoreServer
+from phalanx.system.host import this_host
 from phalanx.system.interfaces import describe_interfaces, holder_of_port, is_loopback
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Claim, NoProof, WrongKey
@@ -72,7 +73,7 @@ def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobS
             missing = server.describe_missing()
             if time.monotonic() >= deadline:
                 raise InitializationError(
-                    f"after {timeout_s:.0f} s {missing} had not come to rank 0 on {socket.gethostname()}; look whether "
+                    f"after {timeout_s:.0f} s {missing} had not come to rank 0 on {this_host().name}; look whether "
                     f"they were started, and what they print"
                 )
             tell(f"waiting for {missing}, {time.monotonic() - start:.0f} s so far")
@@ -149,7 +150,7 @@ def _ask_who_is_there(address: str, port: int, key: Key, claim: Claim) -> str:
 def _not_here(place: Place, point: MeetingPoint, addresses: list[str]) -> str:
     meaning = "" if addresses == [point.address] else f", which means {', '.join(addresses)},"
     return (
-        f"rank 0 runs on {socket.gethostname()} and cannot listen on {point.address}{meaning} ({point.source}): it is "
+        f"rank 0 runs on {this_host().name} and cannot listen on {point.address}{meaning} ({point.source}): it is "
         f"not an address of this host, whose interfaces are {describe_interfaces()}. Set MASTER_ADDR to the host of "
         f"rank 0, and MASTER_PORT, for all ranks"
     )

@@ -20,6 +20,7 @@ from phalanx.rendezvous.addresses import Unresolved, addresses_of_rank_0, source
 from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.rendezvous.opening import REMIND_S
 from phalanx.store.client import Connections, JobStore, connect
+from phalanx.system.host import this_host
 from phalanx.system.interfaces import is_loopback
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Claim, NoProof, WrongKey
@@ -159,7 +160,7 @@ def _where(point: MeetingPoint, addresses: list[str]) -> str:
 def _advice(place: Place, addresses: list[str]) -> str:
     if addresses and all(map(is_loopback, addresses)):
         return (
-            f"That is {socket.gethostname()} itself (loopback): if rank 0 is on another host, set MASTER_ADDR to its "
+            f"That is {this_host().name} itself (loopback): if rank 0 is on another host, set MASTER_ADDR to its "
             f"name or address, and MASTER_PORT, for all ranks"
         )
     return "Look whether rank 0 was started, and on the host that MASTER_ADDR names; a firewall may be between"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from phalanx import settings
 from phalanx.errors import DeviceError
+from phalanx.place.launchers import OWN_DEVICES
 
 __all__ = [
     "Accelerator",
@@ -44,9 +45,6 @@ _MASKS = (
     "MUSA_VISIBLE_DEVICES",
     "TPU_VISIBLE_CHIPS",
 )
-
-# Set where each rank was given devices of its own, numbered from 0.
-_OWN_DEVICES = ("SLURM_GPUS_PER_TASK",)
 
 
 @dataclass(frozen=True)
@@ -135,7 +133,7 @@ def choose_device(
 
 
 def _index(local_rank: int, local_world_size: int, accelerator: Accelerator, environment: Mapping[str, str]) -> int:
-    own = any(environment.get(name) for name in _OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask)
+    own = any(environment.get(name) for name in OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask)
     if own:
         return 0
     if local_world_size > accelerator.count or local_rank >= accelerator.count:

@@ -17,10 +17,10 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import socket
 import struct
 from dataclasses import asdict, dataclass, replace
 
+from phalanx.system.host import this_host
 from phalanx.wire.key import Key
 
 __all__ = [
@@ -104,7 +104,7 @@ class Verdict:
 
 def own_claim(rank: int, world_size: int, job: str, attempt: int, opening: int, node_rank: int | None) -> Claim:
     """The claim of this process."""
-    return Claim(rank, world_size, os.getpid(), socket.gethostname(), job, attempt, opening, node_rank)
+    return Claim(rank, world_size, os.getpid(), this_host().name, job, attempt, opening, node_rank)
 
 
 def greeting() -> bytes:
