@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.system.device_files import accelerator_files
-from phalanx.system.interfaces import outward_address
+from phalanx.system.interfaces import LOOPBACK, outward_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -54,7 +54,7 @@ def second_meeting_point(store: Store, rank: int, *, one_host: bool) -> dict[str
         with socket.socket() as probe:
             probe.bind(("", 0))
             free = str(probe.getsockname()[1])
-        own = given.get("MASTER_ADDR") or ("127.0.0.1" if one_host else outward_address(socket.gethostname()))
+        own = given.get("MASTER_ADDR") or (LOOPBACK if one_host else outward_address())
         store.set("second", f"{given.get('MASTER_PORT', free)} {own}")
     if len(given) == 2:
         return given

@@ -7,14 +7,12 @@ MPI fills the first host, and Intel MPI applies ``a:1,b:3`` to the hosts in anot
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
 
-__all__ = ["HostSlots", "address_towards", "fill_hosts", "own_address", "parse_hosts", "read_hostfile"]
+__all__ = ["HostSlots", "fill_hosts", "parse_hosts", "read_hostfile"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
     """Read ``--hosts``: names separated by commas, each with the number of its ranks after a colon.
 
     Raises:
-        LaunchError: a name is missing, stands twice, or has no sensible number. The message shows it.
+        LaunchError: a name is missing or listed twice, or its number is not one of ranks. The message shows it.
     """
     return _unique([_entry(part.strip(), f"--hosts {text}") for part in text.split(",")], f"--hosts {text}")
 
@@ -79,7 +77,7 @@ def _entry(text: str, where: str) -> HostSlots:
     if not colon:
         return HostSlots(name)
     if not count.isdecimal() or int(count) < 1:
-        raise LaunchError(f"{where}: {text!r}: after the colon stands how many ranks the host takes, at least 1")
+        raise LaunchError(f"{where}: {text!r}: the number after the colon is how many ranks the host takes, at least 1")
     return HostSlots(name, int(count))
 
 
@@ -87,7 +85,7 @@ def _unique(hosts: list[HostSlots], where: str) -> list[HostSlots]:
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise LaunchError(f"{where}: {twice[0]} stands twice; write each host once, with the number of its ranks")
+        raise LaunchError(f"{where}: {twice[0]} is listed twice; list each host once, with the number of its ranks")
     return hosts
 
 
@@ -122,46 +120,3 @@ def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = 
         if here:
             filled.append(HostSlots(host.name, here))
     return filled
-
-
-def address_towards(names: Iterable[str]) -> str:
-    """The address of this host that processes on those hosts reach it by.
-
-    It is the one this host would itself use to reach the first of them that is another machine, so it lies on the
-    network they share. A name that does not resolve says nothing: a launcher may know names that nobody else does.
-
-    Args:
-        names: the hosts; loopback is enough if they all are this one.
-    """
-    for name in names:
-        try:
-            found = socket.getaddrinfo(name, 9, socket.AF_INET, socket.SOCK_DGRAM)
-        except OSError:
-            continue
-        own = _source_address(found[0][4][0])
-        # Whoever sends to himself uses the address he sends to.
-        if own is not None and own != found[0][4][0]:
-            return own
-    return "127.0.0.1"
-
-
-def own_address() -> str:
-    """An address of this host for hosts that are not known yet: the one of its default route, or of its name."""
-    # A datagram socket's connect sends nothing; the address is one that is reserved for documents.
-    own = _source_address("192.0.2.1")
-    if own is not None:
-        return own
-    try:
-        return socket.gethostbyname(os.uname().nodename)
-    except OSError:
-        return "127.0.0.1"
-
-
-def _source_address(target: str | int) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-        return address

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import resource
 import select
 import signal
@@ -30,7 +29,7 @@ from typing import Any, NoReturn
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.job.mpi_launcher import carried_environment, place_of
+from phalanx.launch.job.mpi_launcher import ABORT, carried_environment, place_of, session_folder
 from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
@@ -38,6 +37,7 @@ from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Lost, join
 from phalanx.launch.rank.start import RankStart, enter_rank
 from phalanx.launch.rank.wires import RankEnds, report_name
 from phalanx.system import processes
+from phalanx.system.host import this_host
 
 __all__ = ["ASKED", "PASSED_ON", "keep"]
 
@@ -51,8 +51,6 @@ _SECOND_LOOK_S = 0.05
 _STANDSTILL_S = 0.02
 # How long other ranks may still hold shared memory once all are to end.
 _SHARED_S = 0.5
-# What MPICH and Intel MPI print in the process that calls MPI_Abort, or that their own errors end.
-_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*", re.MULTILINE)
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -121,7 +119,7 @@ class _Keeper:
         except OSError as error:
             where = invitation.rpartition(":")[0]
             self.give_up(
-                f"phalanx: rank {self.rank} on {os.uname().nodename} could not reach phalanx run at {where}: {error}\n"
+                f"phalanx: rank {self.rank} on {this_host().name} could not reach phalanx run at {where}: {error}\n"
                 f"  is that address reachable from here? Choose another one with --address\n"
             )
         self.channel.say(event="here", pid=os.getpid(), cpus=sorted(os.sched_getaffinity(0)), **said, **_host())
@@ -263,7 +261,7 @@ class _Keeper:
             os.chdir(order["directory"])
             code, spec = compile_target(target)
         except (OSError, ValueError, EOFError, SyntaxError, LaunchError) as error:
-            self._refuse(f"{type(error).__name__}: {error} (on {os.uname().nodename})")
+            self._refuse(f"{type(error).__name__}: {error} (on {this_host().name})")
             return None
         streams = self.streams = Streams(fed=order["input"])
         self.report = os.memfd_create(report_name(order["run_id"], self.rank))
@@ -273,7 +271,7 @@ class _Keeper:
             child = os.fork()
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
-            self._refuse(f"the rank could not be started: {error.strerror} (on {os.uname().nodename})")
+            self._refuse(f"the rank could not be started: {error.strerror} (on {this_host().name})")
             return None
         if child == 0:
             signal.set_wakeup_fd(-1)
@@ -388,7 +386,7 @@ class _Keeper:
         """The exit status that counts: the one given to MPI_Abort, if it was this rank that called it."""
         if self.shim >= 0 or not self.asked_by_others or not status or self.streams is None:
             return status
-        said = _ABORT.search(self.streams.last_words)
+        said = ABORT.search(self.streams.last_words)
         if said is None:
             return status
         self.asked_by_others = False
@@ -442,11 +440,10 @@ def _decode(data: bytes) -> dict[str, Any]:
 
 
 def _host() -> dict[str, str]:
-    """This host's name, what tells it from another one of the same name, and the MPI launcher's folder on it."""
-    boot = ""
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return {"host": os.uname().nodename, "machine": boot, "folder": os.environ.get("PMIX_SERVER_TMPDIR", "")}
+    """This host's name, what distinguishes it from another one of the same name, and the MPI launcher's folder."""
+    here = this_host()
+    machine = f"{here.boot_id} {here.pid_namespace}"
+    return {"host": here.name, "machine": machine, "folder": session_folder(os.environ)}
 
 
 def _plain_report(text: str, code: int = 2) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from phalanx.launch.mpi.services import Input, StoreOnDemand
 from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Door, Lost, new_key
 from phalanx.launch.rank.wires import Wires
 from phalanx.system import processes
+from phalanx.system.host import this_host
 from phalanx.topology.table import RankRow
 from phalanx.words import format_spans
 
@@ -436,7 +437,8 @@ class _Relay:
                     self.connected = self.mpiexec.see_out([], control, _ASKED_S)
         processes.end_descendants()
         if self.mpiexec is not None:
-            own = {rank.here["folder"] for rank in self.ranks if rank.here and rank.here["host"] == os.uname().nodename}
+            here = this_host().name
+            own = {rank.here["folder"] for rank in self.ranks if rank.here and rank.here["host"] == here}
             for folder in own:
                 self.mpiexec.remove_folder(folder)
 
