@@ -334,7 +334,8 @@ def _task_of_flux(environment: Environment) -> bool:
     return environment.get("PMI_RANK", rank) == rank
 
 
-# Flux may itself be started by an MPI launcher, whose variables its jobs inherit.
+# Flux may itself be started by an MPI launcher, whose variables its jobs inherit. An MPI launcher that is started as a
+# task of Flux sets variables of its own (none_of), and its ranks are its own.
 FLUX = Launcher(
     "flux",
     "flux run",

@@ -24,10 +24,10 @@ from phalanx.place.launcher import Launcher
 from phalanx.place.launchers import MPICH, OPENMPI, SLURM
 
 __all__ = [
-    "ABORT",
     "SHARED_MEMORY",
     "MpiLauncher",
     "carried_environment",
+    "find_abort",
     "find_mpi_launcher",
     "how_to_bind",
     "place_of",
@@ -63,7 +63,8 @@ class _Row:
         session_folder: the variable with the folder that it makes on each host for its processes.
         bind: how the user has it bind ranks, for people; ``{}`` stands for what to bind them to.
         shared_memory: what begins the names of the files that its library makes in /dev/shm (regular expressions).
-        abort: what the library prints in a process that ends the job (a regular expression whose group is the code).
+        abort: what the library prints in a process that calls MPI_Abort, or that its own errors end (a regular
+            expression whose group is the exit code).
     """
 
     title: Callable[[str], str | None]
@@ -79,12 +80,12 @@ class _Row:
     session_folder: str = ""
     bind: str = ""
     shared_memory: tuple[str, ...] = ()
-    abort: str = ""
+    abort: re.Pattern[bytes] | None = None
 
 
 # -- Hydra, of MPICH, MVAPICH and Intel MPI ------------------------------------------------------------
 
-_HYDRA_ABORT = r"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*"
+_HYDRA_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*", re.MULTILINE)
 
 
 def _hydra(said: str) -> str | None:
@@ -203,6 +204,7 @@ _ROWS = {
         always=lambda: ["--export=ALL", "--kill-on-bad-exit=0"],
         allots=True,
         own=("SLURM_",),
+        abort=_HYDRA_ABORT,  # srun starts ranks of any MPI, for one of MPICH
     ),
 }
 # The variables that a process has from its MPI launcher or its host, which the user's own must not replace.
@@ -211,7 +213,6 @@ _OWN_TO_PROCESS = re.compile(
     + r"|PALS_|SSH_|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
 )
 SHARED_MEMORY = re.compile("|".join(name for row in _ROWS.values() for name in row.shared_memory))
-ABORT = re.compile("|".join(dict.fromkeys(row.abort for row in _ROWS.values() if row.abort)).encode(), re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -345,6 +346,18 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
             raise LaunchError(f"the MPI launcher did not set {reader.names}; is it another MPI's?")
         found[name] = 0 if finding is None else int(finding.value)
     return found
+
+
+def find_abort(kind: str, printed: bytes) -> tuple[str, int] | None:
+    """What a process that has called MPI_Abort printed about that, and its exit code; None if it has not.
+
+    Args:
+        kind: the row of the MPI launcher that started it.
+        printed: the end of its standard error.
+    """
+    pattern = _ROWS[kind].abort
+    found = pattern.search(printed) if pattern is not None else None
+    return (found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1) if found is not None else None
 
 
 def session_folder(environment: Mapping[str, str]) -> str:

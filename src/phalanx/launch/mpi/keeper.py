@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from phalanx import settings
 from phalanx.errors import LaunchError
-from phalanx.launch.job.mpi_launcher import ABORT, carried_environment, place_of, session_folder
+from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of, session_folder
 from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
@@ -386,13 +386,12 @@ class _Keeper:
         """The exit status that counts: the one given to MPI_Abort, if it was this rank that called it."""
         if self.shim >= 0 or not self.asked_by_others or not status or self.streams is None:
             return status
-        said = ABORT.search(self.streams.last_words)
-        if said is None:
+        abort = find_abort(self.kind, self.streams.last_words)
+        if abort is None:
             return status
         self.asked_by_others = False
         if not self.reported:
-            code = int(said[1]) & 0xFF or 1
-            self._say(event="reported", age=0.0, report=_plain_report(said[0].decode(errors="replace"), code))
+            self._say(event="reported", age=0.0, report=_plain_report(*abort))
         return status
 
     def _reap_orphans(self) -> None:

@@ -59,7 +59,7 @@ class Mpiexec:
             self._process = subprocess.Popen(
                 self._launcher.command(job.ranks, job.hosts, program, f"/dev/fd/{host_list}"),
                 env={**self._launcher.environment(), **os.environ, settings.MPI_JOIN: invitation},
-                # The relay hands the input on, since not every MPI launcher hands on all of it and its end.
+                # The relay hands the input on: Open MPI 5 loses it, and the end of it.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -90,7 +90,7 @@ class Mpiexec:
                 data = b"\n" if self._unfinished else b""
             *lines, self._unfinished = (self._unfinished + data).split(b"\n")
             texts = (line.decode(errors="replace").rstrip() for line in lines)
-            # Lines of dashes, in which messages may be framed, say nothing.
+            # Open MPI frames what it says in lines of dashes.
             self._held += [(time.monotonic(), text) for text in texts if text.strip("-= ")]
             del self._held[:-_MOST_HELD]
 
@@ -187,7 +187,7 @@ class Mpiexec:
         """Remove the session folder it made for its processes, which it leaves if it is killed.
 
         Args:
-            folder: what a rank on this host found in its environment; removed only if its name ends in this pid.
+            folder: what a rank on this host found in PMIX_SERVER_TMPDIR; removed only if it carries this pid.
         """
         if self.code is not None and os.path.basename(folder).endswith(f".{self.pid}"):
             with contextlib.suppress(OSError):

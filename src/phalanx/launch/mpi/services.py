@@ -18,7 +18,7 @@ _BLOCK = 1 << 16
 class Input:
     """Standard input, which rank 0 reads: a block at a time and on demand, so that nothing is taken that nobody reads.
 
-    Not through the MPI launcher: not every one hands on the end of the input.
+    Not through the MPI launcher: Open MPI 5 loses its end.
 
     Args:
         selector: where to wait for it.
