@@ -96,6 +96,8 @@ def test_every_row_and_name_has_a_job() -> None:
 def test_the_table_of_the_documentation_is_that_of_the_rows() -> None:
     page = (ROOT / "docs" / "launchers.md").read_text()
     assert launcher_table() in page, "copy the output of `python -m phalanx.place.listing` into docs/launchers.md"
+    for row in LAUNCHERS:
+        assert row.traits.pass_on in page
 
 
 def test_no_other_file_names_a_launcher() -> None:

@@ -166,6 +166,22 @@ def test_where_nothing_says_where_rank_0_is_nothing_is_guessed() -> None:
         meet(read_environment(HYDRA, []).place(), 1.0, 0)
 
 
+def test_tasks_of_flux_meet_on_their_one_node_and_else_where_the_user_says() -> None:
+    def tasks(name: str) -> list[Place]:
+        data = json.loads((RECORDINGS / f"{name}.json").read_text())
+        ranks = [{**data["common"], **rank["environment"]} for rank in data["ranks"]]
+        return [read_environment(rank, []).place() for rank in ranks]
+
+    first, second = map(meeting_point, tasks("flux-one-node"))
+    assert first == second
+    assert first is not None
+    assert (first.address, first.fixed) == ("127.0.0.1", False)
+    place = tasks("flux-cyclic")[1]
+    assert meeting_point(place) is None
+    with pytest.raises(InitializationError, match=r"flux run --env=MASTER_ADDR=h1 .*install mpi4py"):
+        meet(place, 1.0, 0)
+
+
 def test_every_rank_derives_the_same_ports_and_another_job_others() -> None:
     point = meeting_point(read_environment(SLURM, []).place())
     other = meeting_point(

@@ -28,8 +28,8 @@ class RankRow:
         local_rank: its number on that host.
         device: what it computes on, as torch writes it (``cpu``, ``cuda:3``).
         pid: its process id, or None before it exists.
-        cores: cores it may run on; None while nobody has looked.
-        threads: threads its operations may use; None while that is not decided.
+        cores: cores it may run on; None while unknown.
+        threads: threads its operations may use; None while undecided.
     """
 
     rank: int
@@ -50,15 +50,15 @@ def format_rank_table(
     width: int | None = None,
     color: bool = False,
 ) -> str:
-    """Write the table as text that ends in a newline.
+    """The table as text that ends in a newline.
 
     Up to 16 ranks get a line each; above that each node gets one.
 
     Args:
         rows: the ranks, in any order.
         title: the line above the table.
-        backend: how they talk to each other, where that is known; joins the title.
-        width: columns the text may take; as wide as it needs by default.
+        backend: the backend by which the ranks communicate, where it is known; it is added to the title.
+        width: columns the text may take; as many as it needs by default.
         color: write ANSI colours, for a terminal.
     """
     from rich.console import Console
@@ -135,6 +135,6 @@ def _number(value: int | None) -> str:
 
 
 def _common(values: Sequence[str]) -> str:
-    """The one value that all share, or the first and the last of those there are."""
+    """The one value that all share, or else the first and the last."""
     seen = list(dict.fromkeys(values))
     return seen[0] if len(seen) == 1 else f"{seen[0]} … {seen[-1]}"

@@ -1,8 +1,9 @@
 """The hosts a job runs on, as the user wrote them, and which rank goes where.
 
-Every MPI has flags of its own for this, and they disagree: without counts Hydra deals ranks out in turn while Open
-MPI fills the first host, and Intel MPI applies ``a:1,b:3`` to the hosts in another order. So there is one rule here
-(hosts in the order they are written, each filled before the next), and each launcher is told the exact counts.
+Every MPI launcher has options of its own for this, and the same words mean different placements: without counts one
+deals ranks out in turn where another fills the first host, and one applies ``a:1,b:3`` to the hosts in another order.
+So there is one rule here (hosts in the order they are written, each filled before the next), and every launcher gets
+the exact counts.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class HostSlots:
     """A host and how many ranks it takes.
 
     Attributes:
-        name: what the launcher is given: a name or an address.
-        slots: how many ranks; None if the user left it open.
+        name: the host's name or address, as the launcher gets it.
+        slots: how many ranks; None if the user did not say.
     """
 
     name: str
@@ -40,10 +41,10 @@ def parse_hosts(text: str) -> list[HostSlots]:
 def read_hostfile(path: str) -> list[HostSlots]:
     """Read ``--hostfile``: one host a line, as ``h1``, ``h1:4`` or ``h1 slots=4``; # begins a comment.
 
-    Lines of one name that follow each other count together, since batch systems write a line for each slot.
+    Consecutive lines with the same name are added up, since batch systems write a line for each slot.
 
     Raises:
-        LaunchError: the file cannot be read, names no host, or a line is none of these.
+        LaunchError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -90,12 +91,12 @@ def _unique(hosts: list[HostSlots], where: str) -> list[HostSlots]:
 
 
 def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = None) -> list[HostSlots]:
-    """Share the ranks out: each host is filled before the next one, in the order they were written.
+    """Distribute the ranks: each host is filled before the next one, in the order they were written.
 
     Args:
         hosts: where ranks may run.
         ranks: how many; None for as many as there are slots.
-        ppn: the most that a host may take, and what it takes where its own number was left open.
+        ppn: the most ranks that a host may take, and how many it takes if the user did not say.
 
     Returns:
         The hosts that get a rank, each with the number it gets.
