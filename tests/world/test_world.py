@@ -234,7 +234,7 @@ def test_places_are_read_from_the_launchers_variables() -> None:
     ("change", "words"),
     [
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
-        ({"RANK": "five"}, "RANK='five' is no whole number"),
+        ({"RANK": "five"}, "RANK='five' is not a whole number"),
         ({"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({"RANK": "-1"}, "RANK=-1"),
