@@ -16,7 +16,14 @@ from tests.launch_support import Launcher, launcher
 from phalanx.errors import LaunchError
 from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.job import Job, make_job
-from phalanx.launch.job.mpi_launcher import MpiLauncher, carried_environment, find_mpi_launcher, place_of
+from phalanx.launch.job.mpi_launcher import (
+    MpiLauncher,
+    carried_environment,
+    find_abort,
+    find_mpi_launcher,
+    place_of,
+    unbound_environment,
+)
 from phalanx.launch.job.target import Target
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.placing import RollCall, find_contradiction, place_ranks
@@ -109,6 +116,33 @@ def test_root_may_start_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     assert openmpi.environment()["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] == "1"
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in openmpi.environment()
+
+
+def test_for_a_measurement_no_launcher_binds_and_none_refuses_more_ranks_than_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert unbound_environment() == {
+        "I_MPI_PIN": "0",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+
+
+def test_the_end_of_a_rank_that_called_abort_is_its_own() -> None:
+    printed = b"x\nAbort(3) on node 1 (rank 1 in comm 0): application called MPI_Abort\n"
+    assert find_abort("mpich", printed) == ("Abort(3) on node 1 (rank 1 in comm 0): application called MPI_Abort", 3)
+    assert find_abort("intel", b"fine\n") is None
+    assert find_abort("openmpi", printed) is None
+
+
+def test_a_launcher_says_how_many_ranks_are_beside_a_process_if_it_can() -> None:
+    step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    assert place_of("slurm", step) == {"rank": 2, "size": 3, "beside": 1}
+    with pytest.raises(LaunchError, match=r"set PMI_SIZE='x' is not a whole number; is it another MPI's\?"):
+        place_of("mpich", {"PMI_RANK": "0", "PMI_SIZE": "x"})
 
 
 def test_place_of_a_process() -> None:

@@ -17,19 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import settings
+from phalanx.launch.job.mpi_launcher import unbound_environment
 from phalanx.system.processes import descendants_of
 
 __all__ = ["Mpi", "find_mpi", "installed_mpi", "shared_memory_of"]
 
-# Each library reads its own and ignores the rest.
-_SETTINGS = {
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "I_MPI_PIN": "0",
-}
-_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # The other environment's own packages come first; Phalanx need not be installed there.
 _START = "import sys; sys.path.append(sys.argv.pop(1)); from phalanx.bench.mpi_worker import main; main()"
 
@@ -54,8 +46,7 @@ class Mpi:
     @staticmethod
     def environment(folder: Path) -> dict[str, str]:
         """The ranks' environment; what a library writes to files goes to ``folder``, and with it."""
-        own = {**_SETTINGS, **(_AS_ROOT if os.geteuid() == 0 else {})}
-        return {**own, **os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        return {**unbound_environment(), **os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 
 def find_mpi(path: str) -> Mpi:
