@@ -1,4 +1,4 @@
-"""``backend="mpi"`` on torch's wheel, which is built without MPI: what fills the place that it leaves empty.
+"""``backend="mpi"`` on torch's wheel, which is built without MPI and leaves a slot for it empty.
 
 Checked on torch 2.13.0. This module is loaded by ``import torch``, so it imports nothing that is not needed there.
 """
@@ -18,13 +18,13 @@ __all__ = ["ProcessGroupMPI", "fill_mpi_slot"]
 
 
 class ProcessGroupMPI:
-    """What torch's wheel leaves out. Of it, ``init_process_group`` and ``new_group`` call ``create`` alone."""
+    """The class that torch's wheel lacks. torch calls nothing of it but ``create``."""
 
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:
-        """Make this rank's side of a group: of these ranks of the world, or of the world where there are none.
+        """Make this rank's side of a group of these ranks of the world; of all ranks if the list is empty.
 
-        torch asks its own MPI backend for no name and no timeout, so they are looked up where it calls.
+        torch passes its MPI backend neither a name nor a timeout, so both are read from the frame of the caller.
         """
         from torch.distributed.distributed_c10d import _get_default_timeout
 
@@ -38,9 +38,9 @@ class ProcessGroupMPI:
 
 
 def fill_mpi_slot() -> None:
-    """Stand in where torch was built without MPI. ``Backend.register_backend("mpi")`` would never be consulted.
+    """Fill the slot if torch was built without MPI. torch would never use ``Backend.register_backend("mpi")``.
 
-    Whether mpi4py is there is looked up, not tried: importing it loads MPI.
+    mpi4py is only searched for, because importing it loads MPI.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -55,10 +55,10 @@ def fill_mpi_slot() -> None:
     def is_mpi_available() -> bool:
         """Whether mpi4py is installed and this rank can be one of MPI's.
 
-        Frameworks choose by the answer: Accelerate takes MPI for the CPU wherever it is available. Ranks that were not
-        started by an MPI would each get a world of one.
+        Frameworks choose by the answer: Accelerate uses MPI on the CPU wherever it is available, and then each rank
+        that was not started by an MPI launcher would get a world of one.
 
-        Where torch asks in order to say that it should be built anew, yes: ``create`` says what is missing.
+        True for the caller in torch that would otherwise advise to build torch anew; ``create`` raises a better error.
         """
         if sys._getframe(1).f_code.co_name == "_new_process_group_helper":
             return True

@@ -1,4 +1,4 @@
-"""``phalanx env``: what this process would be, if it called ``phalanx.init()`` now."""
+"""``phalanx env``: the place that this process would have if it called ``phalanx.init()`` now."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LATER = "found out together, once the ranks have met"
 
 _HELP = f"""Say which launcher started this process, and what its place in the world would be.
 
-Put it where your script stands. Nothing is joined, no port is opened.
+Put it in the place of your script. It joins no world and opens no port.
 
 \b
 {
@@ -30,7 +30,7 @@ Put it where your script stands. Nothing is joined, no port is opened.
     )
 }
 
-The variables behind each fact are shown beside it. Launchers that do not say on which node a rank is (those of MPI
+Each fact is shown with the variables that say so. Launchers that do not say on which node a rank is (those of MPI
 never do) leave that open here: the ranks find it out together when phalanx.init() joins them.
 
 \b
@@ -92,7 +92,7 @@ class View:
 
 
 def view(reading: Reading) -> View:
-    """What is known of this process before it joins. Imports torch only where a device file shows up."""
+    """The facts that are known before this process joins. Imports torch only if there is a device file."""
     values: dict[str, int | str | None] = {"launcher": reading.name}
     sources = {"launcher": "no variable of a launcher is set"}
     if reading.launcher is not None:

@@ -1,4 +1,4 @@
-"""What a script itself gives: ``init_method="tcp://h1:29500"``, ``rank`` and ``world_size``, as in torch's init."""
+"""The place that a script gives itself: ``init_method="tcp://h1:29500"``, ``rank``, ``world_size``, as for torch."""
 
 from __future__ import annotations
 

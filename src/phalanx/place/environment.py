@@ -22,7 +22,7 @@ __all__ = ["Reading", "read_environment"]
 
 @dataclass(frozen=True)
 class Reading:
-    """What one row finds in an environment, before it is complete.
+    """The facts that one row finds in an environment, complete or not.
 
     Attributes:
         launcher: the row; None for a process started plainly.
@@ -55,7 +55,7 @@ class Reading:
         return None if found is None else str(found.value)
 
     def said(self, *fields: str) -> str:
-        """The variables behind these facts: ``RANK=1, WORLD_SIZE=4``."""
+        """The variables that say so, for people: ``RANK=1, WORLD_SIZE=4``."""
         return ", ".join(self.found[field].source for field in fields if field in self.found)
 
     def place(self) -> Place:
@@ -96,7 +96,7 @@ class Reading:
 
 
 def read_environment(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Reading:
-    """What this process's launcher says of it; a world of one when none is recognised.
+    """The facts that this process's launcher gives; those of a world of one when no launcher is recognised.
 
     ``place()`` of the answer is complete. The answer itself need not be: under some launchers only MPI knows the world
     size.

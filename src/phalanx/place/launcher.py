@@ -1,4 +1,4 @@
-"""What a row of the table of launchers is made of."""
+"""The columns of the table of launchers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Launcher:
         one_process_per_node: whether it starts one process on each node and leaves the others to that one.
         rank_counts_nodes: whether its RANK and WORLD_SIZE may count nodes, so that they contradict no rank.
         keeps_store: whether it keeps a store of torch's at MASTER_ADDR and MASTER_PORT.
-        traits: how the meeting of its ranks differs.
+        traits: its differences from other launchers that matter when its ranks meet.
         starters: names of the processes with which it starts the ranks of one host.
         own_devices: variables that say that each rank sees the devices of its own alone, numbered from 0.
         example: how a command is started by it, for help texts; empty where it is not started from a shell.

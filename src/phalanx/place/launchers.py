@@ -306,7 +306,7 @@ SLURM = Launcher(
 
 
 def _pmi_of_slurm(environment: Environment) -> bool:
-    """Whether srun set PMI_RANK (`--mpi=pmi2`), and not a Hydra in the allocation, which sets more or other numbers."""
+    """Whether PMI_RANK is srun's (`--mpi=pmi2`): a Hydra that runs in the allocation sets more variables, or others."""
     if "MPI_LOCALRANKID" in environment or "PMI_HOSTNAME" in environment:
         return False
     tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS"))

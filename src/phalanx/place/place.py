@@ -1,4 +1,4 @@
-"""Where a process stands in its world, as far as its launcher says."""
+"""The place of a process in its world, as far as its launcher says."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Place", "Traits"]
 
 @dataclass(frozen=True)
 class Traits:
-    """How the ranks of one launcher meet otherwise than those of another; part of its row in ``launchers.py``.
+    """Differences between launchers that matter when ranks meet; part of a launcher's row in ``launchers.py``.
 
     Attributes:
-        starts_mpi: the processes it starts are ranks of MPI, so rank 0 can send the others a line of text by MPI.
-        late_names: MASTER_ADDR on rank 0 may resolve to loopback or to a load balancer, and a host's name may not
-            resolve until its machine is up.
-        shared_job: several of its jobs may run at the same time under the id that names the job (an allocation's).
+        starts_mpi: whether the processes it starts are ranks of MPI, so rank 0 can send the others a text by MPI.
+        late_names: whether MASTER_ADDR on rank 0 may resolve to loopback or to a load balancer, and a host's name may
+            resolve only once its machine is up.
+        shared_job: whether several of its jobs may run at the same time under one ``job``, the id of an allocation.
         pass_on: how its command hands MASTER_ADDR and MASTER_PORT to all ranks; empty where it has no option for it.
     """
 
@@ -28,7 +28,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands in its world, as its launcher says.
+    """The place of a process in its world, as its launcher says.
 
     A fact that a launcher does not give is None, never guessed: the ranks find it out together once they have met
     (``topology/topology.py``).
@@ -46,7 +46,7 @@ class Place:
         first_of_allocation: whether ``master_addr`` is the first host of an allocation, of which this job may use
             others.
         keeps_store: whether the launcher keeps a store of torch's at ``master_addr`` and ``master_port``.
-        traits: how the ranks of this launcher meet otherwise than others.
+        traits: the launcher's differences from others that matter when ranks meet.
         sources: for each fact the variable that said so, for people.
         notes: what the user should know, one line each.
     """

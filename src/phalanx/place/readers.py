@@ -143,7 +143,7 @@ def constant(value: int, why: str) -> Reader:
 
 
 def first(*readers: Reader) -> Reader:
-    """What the first of these readers finds."""
+    """The finding of the first of these readers that has one."""
 
     def read(environment: Environment) -> Finding | None:
         for reader in readers:
@@ -299,7 +299,7 @@ def _of_lists(lists: Sequence[ListOf], read: Callable[[Environment], Finding | N
 
 
 def index_of(name: str, among: ListOf) -> Reader:
-    """Where the host in variable ``name`` stands in a list."""
+    """The index in a list of the host that variable ``name`` names."""
 
     def read(environment: Environment) -> Finding | None:
         hosts = list(among.hosts(environment))
@@ -314,7 +314,7 @@ def index_of(name: str, among: ListOf) -> Reader:
 
 
 def this_host_in(among: ListOf) -> Reader:
-    """Where this very host stands in a list."""
+    """The index of this very host in a list."""
 
     def read(environment: Environment) -> Finding | None:
         own = this_host(environment).name

@@ -1,8 +1,8 @@
 """The MPI launchers that can start Phalanx's ranks: one row each, with everything in which they differ.
 
-What ``mpiexec`` means depends on the MPI it belongs to, so the program is asked (``--version``) instead of trusting its
-name. A launcher's own defaults stay as they are where the user may have configured them (binding, network, how it
-reaches other hosts). Options in ``--mpi`` come before Phalanx's own and are passed on unread.
+Every MPI calls its launcher ``mpiexec``, so the program is asked for its version instead of being known by its name. A
+launcher's own defaults stay as they are where the user may have configured them (binding, network, how it reaches other
+hosts). Options in ``--mpi`` come before Phalanx's own and are passed on unread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Row:
         allots: whether it finds the hosts of the ranks by itself.
         own: what begins the names of the variables that it sets for each process (regular expressions).
         session_folder: the variable with the folder that it makes on each host for its processes.
-        bind: how the user has it bind ranks, for people; ``{}`` stands for what to bind them to.
+        bind: how the user has it bind ranks, for people; ``{}`` is replaced by the unit (core, numa).
         shared_memory: what begins the names of the files that its library makes in /dev/shm (regular expressions).
         abort: what the library prints in a process that calls MPI_Abort, or that its own errors end (a regular
             expression whose group is the exit code).
@@ -233,7 +233,7 @@ class MpiLauncher:
 
     @property
     def name(self) -> str:
-        """What the user calls it: ``mpiexec``."""
+        """Its name for the user: ``mpiexec``."""
         return os.path.basename(self.path)
 
     def may_leave_this_host(self, environment: Mapping[str, str]) -> bool:
@@ -264,7 +264,7 @@ class MpiLauncher:
         return [self.path, *self.options, *row.always(), *place, "-n", str(ranks), *program]
 
     def environment(self) -> dict[str, str]:
-        """What is added to the launcher's own environment, unless the user has set it otherwise."""
+        """Variables that are added to the launcher's own environment, unless the user has set them otherwise."""
         return _ROWS[self.kind].environment()
 
 
@@ -323,7 +323,7 @@ def _ask_version(path: str, name: str) -> str:
 
 
 def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What an MPI launcher says to a process that it started: ``rank``, ``size``, ``beside``.
+    """The place that an MPI launcher gave to a process: ``rank``, ``size``, ``beside``.
 
     ``beside`` is the number of ranks on the process's host; 0 if the launcher does not say.
 
@@ -349,7 +349,7 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def find_abort(kind: str, printed: bytes) -> tuple[str, int] | None:
-    """What a process that has called MPI_Abort printed about that, and its exit code; None if it has not.
+    """The line that a process printed when it called MPI_Abort, and the exit code there; None if it did not call it.
 
     Args:
         kind: the row of the MPI launcher that started it.

@@ -83,7 +83,7 @@ class Rehearsal:
         return f"rehearsed: {hosts} on {host}"
 
     def note(self) -> str:
-        """What differs from the cluster, in one line."""
+        """The differences from the cluster, in one line."""
         between = ", groups that span hosts use shared memory in place of the network" if len(self.hosts) > 1 else ""
         return f"a rehearsal: ranks compute on the CPU{between}, and all share this machine's cores and memory"
 
