@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+
+from phalanx.place.launchers import LAUNCHERS
 
 FIELDS = [
     "launcher",
@@ -81,5 +84,14 @@ def test_where_only_mpi_knows_the_world_size_it_says_so() -> None:
 
 def test_the_help_shows_how_to_use_it() -> None:
     text = phalanx_env("--help").stdout
-    assert "\n    mpiexec -n 2 phalanx env " in text
+    assert "\n    mpiexec -n 2 phalanx env\n" in text
     assert "Exit codes: 0; 2 if" in text
+
+
+def test_the_help_names_every_launcher() -> None:
+    text = " ".join(phalanx_env("--help").stdout.split())
+    names = re.search(r"launcher is one of ([\w, ]+) and none", text)
+    assert names
+    assert names[1].split(", ") == list(dict.fromkeys(row.name for row in LAUNCHERS))
+    for row in LAUNCHERS:
+        assert f"{row.example} phalanx env" in text

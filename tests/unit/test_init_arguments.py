@@ -58,8 +58,8 @@ def test_under_a_launcher_it_completes_what_is_missing() -> None:
     [
         (HYDRA, (None, 2, 4), LauncherEnvironmentError, r"rank=2 in phalanx.init\(\), but mpich says PMI_RANK=1"),
         ({}, (None, 2, None), InitializationError, "pass both rank and world_size"),
-        ({}, (None, 4, 4), LauncherEnvironmentError, "rank 4 of 4 is no rank"),
-        ({}, (None, 0, 0), LauncherEnvironmentError, "rank 0 of 0 is no rank"),
+        ({}, (None, 4, 4), LauncherEnvironmentError, "4 is not a rank of a world of 4"),
+        ({}, (None, 0, 0), LauncherEnvironmentError, "0 is not a rank of a world of 0"),
         ({}, ("file:///tmp/x", 0, 2), InitializationError, "neither tcp://host:port nor env://"),
         ({}, ("tcp://h1", 0, 2), InitializationError, "neither tcp://host:port nor env://"),
         ({}, ("tcp://h1:29500?rank=x", None, 2), LauncherEnvironmentError, "rank in init_method='x'"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.host_slots import HostSlots, address_towards, fill_hosts, parse_hosts, read_hostfile
+from phalanx.launch.job.host_slots import HostSlots, fill_hosts, parse_hosts, read_hostfile
 
 
 def slots(hosts: list[HostSlots]) -> list[tuple[str, int | None]]:
@@ -37,7 +37,7 @@ def test_hostfile(tmp_path: Path) -> None:
         ("h1 4\n", "line 1: '4' is not understood"),
         ("h1\nh2 slots=none\n", "line 2"),
         ("# nothing\n", "names no host"),
-        ("h1\nh2\nh1\n", "h1 stands twice"),
+        ("h1\nh2\nh1\n", "h1 is listed twice"),
     ],
 )
 def test_hostfiles_that_make_no_sense(tmp_path: Path, text: str, said: str) -> None:
@@ -73,8 +73,3 @@ def test_each_host_is_filled_before_the_next(
 def test_more_ranks_than_slots_are_refused_with_what_to_write() -> None:
     with pytest.raises(LaunchError, match=r"-n 5: the hosts take 2 ranks \(a:1, b:1\).*--hosts a:3"):
         fill_hosts(parse_hosts("a,b"), 5)
-
-
-def test_ranks_on_this_host_meet_on_the_loopback() -> None:
-    assert address_towards(["127.0.0.1", "localhost"]) == "127.0.0.1"
-    assert address_towards(["no-such-host.invalid"]) == "127.0.0.1"

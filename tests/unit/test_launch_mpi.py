@@ -17,10 +17,16 @@ import pytest
 from tests.launch_support import Launcher, launcher
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job import mpi_launcher as launchers
 from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.job import Job, make_job
-from phalanx.launch.job.mpi_launcher import MpiLauncher, carried_environment, find_abort, find_mpi_launcher, place_of
+from phalanx.launch.job.mpi_launcher import (
+    MpiLauncher,
+    carried_environment,
+    find_abort,
+    find_mpi_launcher,
+    place_of,
+    unbound_environment,
+)
 from phalanx.launch.job.target import Target
 from phalanx.launch.mpi.channel import OUT, Channel, Lost, join, open_door
 from phalanx.launch.mpi.gathering import RollCall
@@ -63,7 +69,7 @@ def test_launchers_are_recognised_by_what_they_say(tmp_path: Path, said: str, ki
 
 @pytest.mark.parametrize("said", ["mpiexec (Open MPI) 3.1.6", "OSC mpiexec 0.84", ""])
 def test_others_are_refused_with_what_to_do(tmp_path: Path, said: str) -> None:
-    with pytest.raises(LaunchError, match=r"no launcher that Phalanx knows.*Supported are.*-n 4 python"):
+    with pytest.raises(LaunchError, match=r"not a launcher that Phalanx knows.*Supported are.*-n 4 python"):
         find_mpi_launcher(program(tmp_path, said))
 
 
@@ -93,10 +99,10 @@ def test_a_program_beside_this_python_comes_first(tmp_path: Path, monkeypatch: p
     [
         ("mpich", "-hosts b:1,a:2 -n 3 rank"),
         ("intel", "-machinefile FILE -n 3 rank"),
-        ("openmpi", "--host b:1,a:2 --map-by slot:OVERSUBSCRIBE -x PHALANX_MPI_JOIN -n 3 rank"),
+        ("openmpi", "-x PHALANX_MPI_JOIN --host b:1,a:2 --map-by slot:OVERSUBSCRIBE -n 3 rank"),
     ],
 )
-def test_hosts_become_flags(kind: launchers.Kind, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_become_flags(kind: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
         monkeypatch.delenv(name, raising=False)
     made = MpiLauncher(kind, kind, "/bin/mpiexec", ("-own",)).command(3, HOSTS, ["rank"], "FILE")
@@ -119,11 +125,31 @@ def test_root_may_start_open_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "OMPI_ALLOW_RUN_AS_ROOT" not in openmpi.environment()
 
 
+def test_for_a_measurement_no_launcher_binds_and_none_refuses_more_ranks_than_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert unbound_environment() == {
+        "I_MPI_PIN": "0",
+        "OMPI_MCA_hwloc_base_binding_policy": "none",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+
+
+def test_a_launcher_says_how_many_ranks_are_beside_a_process_if_it_can() -> None:
+    step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    assert place_of("slurm", step) == {"rank": 2, "size": 3, "beside": 1}
+    with pytest.raises(LaunchError, match=r"set PMI_SIZE='x' is not a whole number; is it another MPI's\?"):
+        place_of("mpich", {"PMI_RANK": "0", "PMI_SIZE": "x"})
+
+
 def test_place_of_a_process() -> None:
     own = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "OMPI_COMM_WORLD_RANK": "7"}
     assert place_of("mpich", own) == {"rank": 2, "size": 4, "beside": 2}
     assert place_of("slurm", {"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}) == {"rank": 1, "size": 2, "beside": 0}
-    with pytest.raises(LaunchError, match="OMPI_COMM_WORLD_SIZE=''"):
+    with pytest.raises(LaunchError, match="did not set OMPI_COMM_WORLD_SIZE"):
         place_of("openmpi", own)
 
 
@@ -386,9 +412,9 @@ def test_a_file_that_took_the_name_is_left_alone() -> None:
     [
         (["--hosts", "a:2", "true"], "Add --mpi mpiexec"),
         (["--mpi", "no-such-mpiexec", "true"], "no such program"),
-        (["--mpi", "true", "true"], "no launcher that Phalanx knows"),
+        (["--mpi", "true", "true"], "not a launcher that Phalanx knows"),
         (["--mpi", "mpiexec", "--hosts", "a", "--hostfile", "f", "true"], "give one of them"),
-        (["--mpi", "mpiexec", "--hosts", "a,a", "true"], "a stands twice"),
+        (["--mpi", "mpiexec", "--hosts", "a,a", "true"], "a is listed twice"),
         (["--mpi", "mpiexec", "-n", "3", "--hosts", "a,b", "true"], "the hosts take 2 ranks"),
         (["--mpi", "mpiexec", "--ppn", "2", "true"], "--ppn 2"),
     ],

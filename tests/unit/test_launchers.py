@@ -6,7 +6,10 @@ its own) and the answer, with null where this launcher does not say. ``origin`` 
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +19,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.place.environment import find_place, read_environment
+from phalanx.place.environment import Reading, read_environment
+from phalanx.place.launcher import FIELDS as LAUNCHER_FIELDS
+from phalanx.place.launcher import Kind
 from phalanx.place.launchers import LAUNCHERS
+from phalanx.place.listing import launcher_table
 from phalanx.place.place import Place
 from phalanx.system.host import Host
 from phalanx.topology.topology import Whereabouts, arrange
 
-FOLDER = Path(__file__).parents[1] / "data" / "launchers"
-NAMES = {
-    *("torchrun", "mpich", "intelmpi", "openmpi", "mvapich", "pals", "slurm", "lsf", "kubeflow", "sagemaker"),
-    *("azureml", "tpu", "horovod", "pai", "phalanx", "env", "none"),
-}
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "phalanx"
+FOLDER = ROOT / "tests" / "data" / "launchers"
 FACTS = ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes")
 
 
@@ -52,6 +56,10 @@ def load(path: Path) -> Job:
     )
 
 
+def read(environment: dict[str, str]) -> Reading:
+    return read_environment(environment, [])
+
+
 JOBS = [load(path) for path in sorted(FOLDER.glob("*.json"))]
 each_job = pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
 
@@ -62,7 +70,7 @@ def test_the_place_of_every_rank(job: Job) -> None:
         reading = read_environment(environment, [])
         assert reading.name == job.launcher
         assert {name: reading.number(name) for name in FACTS} == {name: answer[name] for name in FACTS}
-        assert reading.word("master_addr") == answer["master_addr"]
+        assert reading.text("master_addr") == answer["master_addr"]
 
 
 @each_job
@@ -80,14 +88,62 @@ def test_the_world_that_the_ranks_find_together(job: Job) -> None:
 
 
 def test_every_row_and_name_has_a_job() -> None:
-    assert {job.launcher for job in JOBS} == NAMES == {launcher.name for launcher in LAUNCHERS} | {"none"}
+    assert {job.launcher for job in JOBS} == {row.name for row in LAUNCHERS} | {"none"}
+    found = {reading.launcher for job in JOBS for reading in map(read, job.environments)}
+    assert found == {*LAUNCHERS, None}
+
+
+def test_the_table_of_the_documentation_is_that_of_the_rows() -> None:
+    page = (ROOT / "docs" / "launchers.md").read_text()
+    assert launcher_table() in page, "copy the output of `python -m phalanx.place.listing` into docs/launchers.md"
+    for row in LAUNCHERS:
+        assert row.traits.pass_on in page
+
+
+def test_no_other_file_names_a_launcher() -> None:
+    """Neither its name nor a variable of its own, but in comments and docstrings."""
+    torchruns = {
+        name for row in LAUNCHERS if row.name in ("torchrun", "env") for name in row.variables(*LAUNCHER_FIELDS)
+    }
+    variables = {
+        name
+        for row in LAUNCHERS
+        for name in (*row.all_of, *row.any_of, *row.none_of, *row.variables(*LAUNCHER_FIELDS), *row.own_devices)
+        if name.partition("_")[0] not in ("RANK", "WORLD", "LOCAL", "MASTER", "TORCHELASTIC", "PHALANX")
+    } - torchruns
+    names = {row.name for row in LAUNCHERS} - {"phalanx", "env", "tpu"}
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.parent.name == "place" or path.name == "mpi_launcher.py":
+            continue
+        for text in strings(ast.parse(path.read_text())):
+            said = [name for name in variables if re.search(rf"\b{name}\b", text)] + [text] * (text in names)
+            wrong += [f"{path.relative_to(PACKAGE)}: {name}" for name in said]
+    assert not wrong
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """The texts of a module that are not docstrings."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body[0].value = ast.Constant(None)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def test_a_job_inside_an_allocation_is_that_of_its_own_launcher() -> None:
     kubernetes = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "PET_NNODES": "2", "PET_NODE_RANK": "0"}
     step = next(job for job in JOBS if job.name == "slurm-block").environments[1]
     for job in JOBS:
-        if job.launcher in ("torchrun", "phalanx", "mpich", "intelmpi", "openmpi", "mvapich", "pals", "lsf", "horovod"):
+        row = read(job.environments[0]).launcher
+        if row is not None and row.kind not in (Kind.PLATFORM, Kind.HAND) and Kind.ALLOCATION in row.around:
             for around in (step, kubernetes, {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}):
                 for environment in job.environments:
                     assert read_environment({**around, **environment}, []).name == job.launcher
@@ -118,7 +174,9 @@ def test_two_launchers_that_contradict_each_other_are_both_shown(job: str, stale
 
 def test_another_launcher_that_says_the_same_is_no_contradiction() -> None:
     environment = next(job for job in JOBS if job.name == "mpich-cyclic").environments[1]
-    place = find_place({**environment, "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "1234"}, [])
+    place = read_environment(
+        {**environment, "RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "MASTER_PORT": "1234"}, []
+    ).place()
     assert (place.launcher, place.rank, place.master_addr, place.master_port) == ("mpich", 1, "h0", 1234)
 
 
@@ -147,18 +205,18 @@ def test_another_launcher_that_says_the_same_is_no_contradiction() -> None:
 def test_the_conventions_for_a_world_of_one(
     environment: dict[str, str], arguments: list[str], launcher: str, local_rank: int
 ) -> None:
-    place = find_place(environment, arguments)
+    place = read_environment(environment, arguments).place()
     assert (place.launcher, place.rank, place.world_size) == (launcher, 0, 1)
     assert (place.local_rank, place.local_world_size, place.node_rank, place.num_nodes) == (local_rank, 1, 0, 1)
 
 
 def test_the_older_argument_gives_the_local_rank() -> None:
     by_hand = {"RANK": "3", "WORLD_SIZE": "4"}
-    assert find_place(by_hand, []).local_rank is None
-    assert find_place(by_hand, ["--epochs", "2", "--local_rank=1"]).local_rank == 1
-    assert find_place(by_hand, ["--local-rank", "1"]).local_rank == 1
-    assert find_place({**by_hand, "LOCAL_RANK": "1"}, ["--local-rank", "1"]).local_rank == 1
-    assert find_place({**by_hand, "LOCAL_RANK": "1"}, ["--local-rank", "-1"]).local_rank == 1
+    assert read_environment(by_hand, []).place().local_rank is None
+    assert read_environment(by_hand, ["--epochs", "2", "--local_rank=1"]).place().local_rank == 1
+    assert read_environment(by_hand, ["--local-rank", "1"]).place().local_rank == 1
+    assert read_environment({**by_hand, "LOCAL_RANK": "1"}, ["--local-rank", "1"]).place().local_rank == 1
+    assert read_environment({**by_hand, "LOCAL_RANK": "1"}, ["--local-rank", "-1"]).place().local_rank == 1
 
 
 @pytest.mark.parametrize(
@@ -195,18 +253,18 @@ def test_the_older_argument_gives_the_local_rank() -> None:
 )
 def test_a_half_set_environment_is_named(environment: dict[str, str], arguments: list[str], words: list[str]) -> None:
     with pytest.raises(LauncherEnvironmentError) as caught:
-        find_place(environment, arguments)
+        read_environment(environment, arguments).place()
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_platforms_one_process_on_a_node_with_more_processors_is_told_how_to_start_the_others() -> None:
     pai = {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8"}
-    assert "start 8 on each with torchrun --nnodes $WORLD_SIZE" in find_place(pai, []).notes[0]
+    assert "start 8 on each with torchrun --nnodes $WORLD_SIZE" in read_environment(pai, []).place().notes[0]
     pod = {"KUBERNETES_SERVICE_HOST": "k", "RANK": "1", "PET_NODE_RANK": "1", "PET_NNODES": "2"}
     # Here the platform counts on processes that nobody has started, so the ranks would wait for them for ever.
     with pytest.raises(LauncherEnvironmentError, match=r"WORLD_SIZE=8 ranks on PET_NNODES=2 nodes.*torchrun"):
-        find_place({**pod, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}, [])
+        read_environment({**pod, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}, []).place()
 
 
 # -- whatever is missing or wrong ----------------------------------------------------------------------
@@ -245,7 +303,7 @@ def test_a_damaged_environment_gives_a_consistent_place_or_an_error(
 ) -> None:
     job, rank, environment, changed = drawn
     try:
-        place = find_place(environment, [])
+        place = read_environment(environment, []).place()
     except LauncherEnvironmentError:
         return
     assert consistent(place)
@@ -272,7 +330,7 @@ def test_an_environment_that_lost_its_rank_is_never_taken_for_a_world_of_one(dat
     lost = data.draw(st.sampled_from(sorted(job.environments[rank])))
     environment = {name: value for name, value in job.environments[rank].items() if name != lost}
     try:
-        place = find_place(environment, [])
+        place = read_environment(environment, []).place()
     except LauncherEnvironmentError:
         return
     assert place.launcher != "none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -12,9 +13,12 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import Store
 
-from phalanx.errors import InitializationError
-from phalanx.place.environment import find_place
+from phalanx.errors import InitializationError, LauncherEnvironmentError
+from phalanx.place.arguments import place_with
+from phalanx.place.environment import read_environment
+from phalanx.place.launchers import LAUNCHERS
 from phalanx.place.place import Place
+from phalanx.place.readers import Finding
 from phalanx.rendezvous.meet import Broadcast, leave, meet
 from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
 
@@ -28,6 +32,7 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
     "SLURM_STEP_NODELIST": "node[07,12]",
 }
+RECORDINGS = Path(__file__).parents[1] / "data" / "launchers"
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 HERE = Place("slurm", 0, 2, 0, 2, 0, 1, master_addr="127.0.0.1", job="job 1")
 
@@ -77,7 +82,7 @@ def meetings() -> Iterator[Meetings]:
 
 
 def where(environment: Mapping[str, str]) -> str | None:
-    point = meeting_point(find_place(environment, []))
+    point = meeting_point(read_environment(environment, []).place())
     return None if point is None else point.address
 
 
@@ -90,22 +95,99 @@ def test_the_first_host_of_the_node_list_is_where_rank_0_is(tmp_path: Path) -> N
     assert where({**HYDRA, "LSB_MCPU_HOSTS": "n1 2 n2 2", "LSB_JOBID": "9"}) == "n1"
     assert where({**HYDRA, "LSB_MCPU_HOSTS": "launch 1 n1 2 n2 2", "LSB_JOBID": "9"}) == "n1"
     assert where({**SLURM, "MASTER_ADDR": "chosen"}) == "chosen"
-    # On one host, which need not be the first of the allocation.
+    # The ranks are on one host, which need not be the first of the allocation, unless the list is of their own step.
+    one_step = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "node09"}
+    assert where({**one_step, "SLURM_PROCID": "1", "SLURM_NODEID": "0"}) == "node09"
     one_host = {**HYDRA, "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "SLURM_JOB_NODELIST": "node[07,12]"}
     assert where({**one_host, "SLURM_JOB_ID": "77"}) == "127.0.0.1"
     assert where({**one_host, "MASTER_ADDR": "chosen", "SLURM_JOB_ID": "77"}) == "chosen"
 
 
+@pytest.mark.parametrize("job", sorted(RECORDINGS.glob("*.json")), ids=lambda path: path.stem)
+def test_rewording_what_is_said_of_a_finding_changes_nothing(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources and titles are for people: no place, no meeting point and no port follows from their wording."""
+    data = json.loads(job.read_text())
+    environments = [{**data["common"], **rank["environment"]} for rank in data["ranks"]]
+    before = list(map(meeting, environments))
+    for module in ("readers", "platforms", "launchers", "environment"):
+        name = f"phalanx.place.{module}.Finding"
+        monkeypatch.setattr(name, lambda value, source, listed=False: Finding(value, "a rumour", listed))
+    monkeypatch.setattr("phalanx.place.environment.LAUNCHERS", [replace(row, title="one") for row in LAUNCHERS])
+    assert list(map(meeting, environments)) == before
+
+
+def meeting(environment: Mapping[str, str]) -> list[object]:
+    """Everything that the ranks of a job go by when they meet."""
+    try:
+        place = read_environment(environment, []).place()
+    except LauncherEnvironmentError:
+        return ["no place"]
+    point = meeting_point(place)
+    at = None if point is None else (point.address, point.ports, point.job, point.fixed)
+    return [place, place.first_of_allocation, place.keeps_store, place.traits, place.hosts, at]
+
+
+def test_rewording_the_rule_of_platforms_does_not_lift_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = {"KUBERNETES_SERVICE_HOST": "k", "RANK": "1", "PET_NODE_RANK": "1", "PET_NNODES": "2"}
+    monkeypatch.setattr("phalanx.place.readers.Finding", lambda value, source: Finding(value, "a rumour"))
+    with pytest.raises(LauncherEnvironmentError, match="the platform starts one process on each"):
+        read_environment({**pod, "WORLD_SIZE": "8", "PET_NPROC_PER_NODE": "4"}, [])
+
+
+def test_a_store_of_the_launchers_is_used_where_the_launcher_says_so() -> None:
+    agent = {
+        "TORCHELASTIC_RUN_ID": "r",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    reading = read_environment(agent, [])
+    assert reading.place().keeps_store
+    assert not place_with(reading, "tcp://h:29501", None, None).keeps_store
+    for changed in (
+        {**agent, "TORCHELASTIC_USE_AGENT_STORE": "False"},
+        {name: value for name, value in agent.items() if name != "MASTER_PORT"},
+        {name: value for name, value in agent.items() if name != "TORCHELASTIC_RUN_ID"},
+    ):
+        assert not read_environment(changed, []).place().keeps_store
+
+
 def test_where_nothing_says_where_rank_0_is_nothing_is_guessed() -> None:
     assert where(HYDRA) is None
-    with pytest.raises(InitializationError, match="Set MASTER_ADDR to its host and MASTER_PORT"):
-        meet(find_place(HYDRA, []), 1.0, 0)
+    with pytest.raises(
+        InitializationError, match=r"Set MASTER_ADDR to its host and MASTER_PORT.*mpiexec -genv MASTER_"
+    ):
+        meet(read_environment(HYDRA, []).place(), 1.0, 0)
+
+
+def test_tasks_of_flux_meet_on_their_one_node_and_else_where_the_user_says() -> None:
+    def tasks(name: str) -> list[Place]:
+        data = json.loads((RECORDINGS / f"{name}.json").read_text())
+        ranks = [{**data["common"], **rank["environment"]} for rank in data["ranks"]]
+        return [read_environment(rank, []).place() for rank in ranks]
+
+    first, second = map(meeting_point, tasks("flux-one-node"))
+    assert first == second
+    assert first is not None
+    assert (first.address, first.fixed) == ("127.0.0.1", False)
+    place = tasks("flux-cyclic")[1]
+    assert meeting_point(place) is None
+    with pytest.raises(InitializationError, match=r"flux run --env=MASTER_ADDR=h1 .*install mpi4py"):
+        meet(place, 1.0, 0)
 
 
 def test_every_rank_derives_the_same_ports_and_another_job_others() -> None:
-    point = meeting_point(find_place(SLURM, []))
-    other = meeting_point(find_place({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}, []))
-    next_step = meeting_point(find_place({**SLURM, "SLURM_STEP_ID": "1"}, []))
+    point = meeting_point(read_environment(SLURM, []).place())
+    other = meeting_point(
+        read_environment({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}, []).place()
+    )
+    next_step = meeting_point(read_environment({**SLURM, "SLURM_STEP_ID": "1"}, []).place())
     assert point is not None
     assert other is not None
     assert next_step is not None
@@ -115,7 +197,7 @@ def test_every_rank_derives_the_same_ports_and_another_job_others() -> None:
 
 
 def test_a_given_port_is_taken_as_it_is() -> None:
-    point = meeting_point(find_place({**SLURM, "MASTER_PORT": "29501"}, []))
+    point = meeting_point(read_environment({**SLURM, "MASTER_PORT": "29501"}, []).place())
     assert point is not None
     assert (point.ports, point.fixed) == ((29501,), True)
 
@@ -201,18 +283,37 @@ def test_rank_0_on_another_host_than_the_list_says_is_told() -> None:
         meet(elsewhere, 1.0, 0)
 
 
+def among_threads() -> Broadcast:
+    """A broadcast of rank 0's line."""
+    lines: list[str] = []
+    sent = threading.Event()
+
+    def broadcast(line: str | None) -> str:
+        if line is not None:
+            lines.append(line)
+            sent.set()
+        sent.wait(20)
+        return lines[0]
+
+    return broadcast
+
+
+def test_if_rank_0_cannot_listen_the_others_get_its_reason_by_broadcast(
+    meetings: Meetings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_INTERFACE", "nope0")
+    place = replace(read_environment(HYDRA, []).place(), world_size=2, local_world_size=1)
+    broadcast = among_threads()
+    for rank in (0, 1):
+        meetings.start(replace(place, rank=rank), broadcast=broadcast)
+    meetings.end()
+    assert str(meetings.errors[0]) == str(meetings.errors[1])
+    assert "rank 0 could not listen: PHALANX_INTERFACE=nope0: " in str(meetings.errors[1])
+
+
 def test_a_broadcast_serves_where_no_variable_does(meetings: Meetings) -> None:
-    place = replace(find_place(HYDRA, []), world_size=2)
-    heard: list[str] = []
-    told = threading.Event()
-
-    def broadcast(words: str | None) -> str:
-        if words is not None:
-            heard.append(words)
-            told.set()
-        told.wait(20)
-        return heard[0]
-
+    place = replace(read_environment(HYDRA, []).place(), world_size=2)
+    broadcast = among_threads()
     for rank in (0, 1):
         meetings.start(replace(place, rank=rank), broadcast=broadcast)
     stores = meetings.join()

@@ -28,7 +28,7 @@ def test_lists_of_nodes(text: str, nodes: list[str]) -> None:
     "text", ["", "a,", "n[1-", "n]", "n[]", "n[3-1]", "n[a-b]", "n[1-99999999999]", "n[0-999999]x[0-9]"]
 )
 def test_what_is_no_list_of_nodes_is_named(text: str) -> None:
-    with pytest.raises(LauncherEnvironmentError, match=r"SLURM_STEP_NODELIST=.* is no list of nodes"):
+    with pytest.raises(LauncherEnvironmentError, match=r"SLURM_STEP_NODELIST=.* is not a list of nodes"):
         expand_node_list("SLURM_STEP_NODELIST", text)
 
 
@@ -37,5 +37,5 @@ def test_counts_of_tasks() -> None:
     assert expand_task_counts("N", "1") == [1]
     assert expand_task_counts("N", "2,1(x3)") == [2, 1, 1, 1]
     for text in ("", "4(x", "four", "4(2)", "4,,3"):
-        with pytest.raises(LauncherEnvironmentError, match=r"N=.* is no list of tasks per node"):
+        with pytest.raises(LauncherEnvironmentError, match=r"N=.* is not a list of tasks per node"):
             expand_task_counts("N", text)

@@ -27,7 +27,7 @@ from phalanx.errors import (
     RankError,
 )
 from phalanx.group import Session
-from phalanx.place.environment import find_place
+from phalanx.place.environment import read_environment
 from phalanx.place.place import Place
 from phalanx.topology.topology import Node, Topology
 
@@ -219,22 +219,22 @@ TORCHRUN = {
 
 
 def test_places_are_read_from_the_launchers_variables() -> None:
-    assert find_place({}) == Place()
+    assert read_environment({}).place() == Place()
     expected = Place("torchrun", 5, 8, 1, 4, 1, 2)
-    assert find_place(TORCHRUN) == replace(expected, job="none")
-    assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "none"}).launcher == "phalanx"
+    assert read_environment(TORCHRUN).place() == replace(expected, job="none")
+    assert read_environment({**TORCHRUN, "PHALANX_RUN_ID": "none"}).place().launcher == "phalanx"
     # Nothing but RANK and its like: set by hand, and as good.
     by_hand = {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"}
-    assert find_place(by_hand) == replace(expected, launcher="env")
+    assert read_environment(by_hand).place() == replace(expected, launcher="env")
     # torchrun started from a rank of `phalanx run`: the outer variable is inherited, the inner launcher counts.
-    assert find_place({**TORCHRUN, "PHALANX_RUN_ID": "outer"}).launcher == "torchrun"
+    assert read_environment({**TORCHRUN, "PHALANX_RUN_ID": "outer"}).place().launcher == "torchrun"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
-        ({"RANK": "five"}, "RANK='five' is no whole number"),
+        ({"RANK": "five"}, "RANK='five' is not a whole number"),
         ({"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
         ({"RANK": "-1"}, "RANK=-1"),
@@ -244,7 +244,7 @@ def test_places_are_read_from_the_launchers_variables() -> None:
 def test_environments_that_describe_no_process_are_refused(change: dict[str, str | None], words: str) -> None:
     environment = {k: v for k, v in {**TORCHRUN, **change}.items() if v is not None}
     with pytest.raises(LauncherEnvironmentError) as caught:
-        find_place(environment)
+        read_environment(environment).place()
     assert words in str(caught.value)
 
 

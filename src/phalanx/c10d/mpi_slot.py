@@ -1,4 +1,4 @@
-"""``backend="mpi"`` on torch's wheel, which is built without MPI: what fills the place that it leaves empty.
+"""``backend="mpi"`` on torch's wheel, which is built without MPI and leaves a slot for it empty.
 
 Checked on torch 2.13.0. This module is loaded by ``import torch``, so it imports nothing that is not needed there.
 """
@@ -16,18 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessGroupMPI", "fill_mpi_slot"]
 
-# By one of these an MPI launcher tells a process its rank.
-_MPI_RANKS = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-
 
 class ProcessGroupMPI:
-    """What torch's wheel leaves out. Of it, ``init_process_group`` and ``new_group`` call ``create`` alone."""
+    """The class that torch's wheel lacks. torch calls nothing of it but ``create``."""
 
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:
-        """Make this rank's side of a group: of these ranks of the world, or of the world where there are none.
+        """Make this rank's side of a group of these ranks of the world; of all ranks if the list is empty.
 
-        torch asks its own MPI backend for no name and no timeout, so they are looked up where it calls.
+        torch passes its MPI backend neither a name nor a timeout, so both are read from the frame of the caller.
         """
         from torch.distributed.distributed_c10d import _get_default_timeout
 
@@ -41,9 +38,9 @@ class ProcessGroupMPI:
 
 
 def fill_mpi_slot() -> None:
-    """Stand in where torch was built without MPI. ``Backend.register_backend("mpi")`` would never be consulted.
+    """Fill the slot if torch was built without MPI. torch would never use ``Backend.register_backend("mpi")``.
 
-    Whether mpi4py is there is looked up, not tried: importing it loads MPI.
+    mpi4py is only searched for, because importing it loads MPI.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -58,10 +55,10 @@ def fill_mpi_slot() -> None:
     def is_mpi_available() -> bool:
         """Whether mpi4py is installed and this rank can be one of MPI's.
 
-        Frameworks choose by the answer: Accelerate takes MPI for the CPU wherever it is available. Ranks that were not
-        started by an MPI would each get a world of one.
+        Frameworks choose by the answer: Accelerate uses MPI on the CPU wherever it is available, and then each rank
+        that was not started by an MPI launcher would get a world of one.
 
-        Where torch asks in order to say that it should be built anew, yes: ``create`` says what is missing.
+        True for the caller in torch that would otherwise advise to build torch anew; ``create`` raises a better error.
         """
         if sys._getframe(1).f_code.co_name == "_new_process_group_helper":
             return True
@@ -72,4 +69,9 @@ def fill_mpi_slot() -> None:
 
 def _is_rank_without_mpi() -> bool:
     world_size = os.environ.get("WORLD_SIZE", "").strip()
-    return world_size.isdigit() and int(world_size) > 1 and not any(name in os.environ for name in _MPI_RANKS)
+    if not world_size.isdigit() or int(world_size) < 2:
+        return False
+    # Imported here, because this module is loaded by every `import torch`.
+    from phalanx.place.launchers import MPI_RANKS
+
+    return not any(name in os.environ for name in MPI_RANKS)

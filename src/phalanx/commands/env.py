@@ -1,14 +1,16 @@
-"""``phalanx env``: what this process would be, if it called ``phalanx.init()`` now."""
+"""``phalanx env``: the place that this process would have if it called ``phalanx.init()`` now."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import dataclass
 
 import click
 
 from phalanx import settings
 from phalanx.place.environment import Reading, read_environment
+from phalanx.place.listing import commands_started, launcher_names
 from phalanx.rendezvous.meeting_point import meeting_point
 from phalanx.system.device_files import accelerator_files
 
@@ -17,44 +19,54 @@ __all__ = ["env"]
 
 _LATER = "found out together, once the ranks have met"
 
+_HELP = f"""Say which launcher started this process, and what its place in the world would be.
 
-@click.command()
+Put it in the place of your script. It joins no world and opens no port.
+
+\b
+{
+    textwrap.indent(
+        chr(10).join(["phalanx env (in this shell: usually a world of one)", *commands_started("phalanx env")]), "  "
+    )
+}
+
+Each fact is shown with the variables that say so. Launchers that do not say on which node a rank is (those of MPI
+never do) leave that open here: the ranks find it out together when phalanx.init() joins them.
+
+\b
+{
+    textwrap.fill(
+        "The object of --json has launcher, rank, world_size, local_rank, local_world_size, node_rank, num_nodes, "
+        f"master_addr, master_port, device and backend. launcher is one of {', '.join(launcher_names()[:-1])} and "
+        "none. env is RANK and WORLD_SIZE, set by hand; none is a process started plainly.",
+        112,
+    )
+}
+
+torch is imported only on a machine with an accelerator, to name the device.
+
+\b
+Exit codes: 0; 2 if the variables describe no process (half set, not numbers, or two launchers that contradict
+each other), with the reason on standard error.
+"""
+
+
+@click.command(help=_HELP)
 @click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object; null where only the joined world can tell."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object; null for what is known only once the ranks have met.",
 )
 @click.option(
     "--local_rank",
     "--local-rank",
     "local_rank",
     metavar="N",
-    help="What an older launcher gives a script as an argument; -1 for not distributed.",
+    help="The local rank that an older launcher gives a script as an argument; -1 for not distributed.",
 )
 def env(as_json: bool, local_rank: str | None) -> None:
-    """Say which launcher started this process, and what its place in the world would be.
-
-    Put it where your script stands. Nothing is joined, no port is opened.
-
-    \b
-      phalanx env                             in this shell: usually a world of one
-      mpiexec -n 2 phalanx env                what each rank of an MPI job would be
-      srun -N 2 -n 8 phalanx env --json       one JSON object for each rank
-      torchrun --nproc-per-node 2 --no-python phalanx env
-
-    The variables behind each fact stand beside it. Launchers that do not say on which node a rank is (MPI's say it
-    never) leave that open here: the ranks find it out together when phalanx.init() joins them.
-
-    \b
-    The object of --json has launcher, rank, world_size, local_rank, local_world_size, node_rank, num_nodes,
-    master_addr, master_port, device and backend. launcher is one of torchrun, mpich, intelmpi, openmpi, mvapich,
-    pals, slurm, lsf, kubeflow, sagemaker, azureml, tpu, horovod, pai, phalanx, env (RANK and WORLD_SIZE, set by
-    hand) and none.
-
-    torch is imported only on a machine with an accelerator, to name the device.
-
-    \b
-    Exit codes: 0; 2 if the variables describe no process (half set, no numbers, or two launchers that contradict
-    each other), with the reason on standard error.
-    """
+    """The command itself; ``_HELP`` is what it prints for ``--help``."""
     shown = view(read_environment(arguments=[] if local_rank is None else ["--local_rank", local_rank]))
     if as_json:
         click.echo(json.dumps(shown.values))
@@ -69,8 +81,8 @@ class View:
     """The answer, before any rank has met another.
 
     Attributes:
-        values: what ``phalanx env --json`` prints; None where only the joined world can tell.
-        sources: for each of these values, what it comes from.
+        values: what ``phalanx env --json`` prints; None for what is known only once the ranks have met.
+        sources: for each of these values, where it was read.
         notes: what the user should know.
     """
 
@@ -80,7 +92,7 @@ class View:
 
 
 def view(reading: Reading) -> View:
-    """What is known of this process before it joins. Imports torch only where a device file shows up."""
+    """The facts that are known before this process joins. Imports torch only if there is a device file."""
     values: dict[str, int | str | None] = {"launcher": reading.name}
     sources = {"launcher": "no variable of a launcher is set"}
     if reading.launcher is not None:
@@ -88,7 +100,7 @@ def view(reading: Reading) -> View:
     for name in ("rank", "world_size", "local_rank", "local_world_size", "node_rank", "num_nodes"):
         values[name] = reading.number(name)
         sources[name] = reading.said(name) or _LATER
-    values["master_addr"], sources["master_addr"] = reading.word("master_addr"), reading.said("master_addr")
+    values["master_addr"], sources["master_addr"] = reading.text("master_addr"), reading.said("master_addr")
     values["master_port"], sources["master_port"] = reading.number("master_port"), reading.said("master_port")
     point = meeting_point(reading.place()) if (values["world_size"] or 1) != 1 else None
     if point is not None:
@@ -104,7 +116,7 @@ def view(reading: Reading) -> View:
 def _device(reading: Reading) -> tuple[str | None, str, str | None, str]:
     if not accelerator_files():
         return "cpu", "no accelerator on this machine", settings.BACKEND, "the default for the CPU"
-    # What the driver shows may be hidden from this process, or be a display: only torch can tell.
+    # The device files may be hidden from this process, or belong to a display: only torch knows.
     from phalanx.topology.device import choose_device, default_backend, find_accelerator
 
     local_rank = reading.number("local_rank")
@@ -121,7 +133,7 @@ def _device(reading: Reading) -> tuple[str | None, str, str | None, str]:
 
 
 def as_text(shown: View) -> str:
-    """The view as lines for people: what, its value, and where it comes from."""
+    """The view as lines for people: the fact, its value, and where it was read."""
     values = {name: "?" if value is None else str(value) for name, value in shown.values.items()}
     lines = [
         ("launcher", values["launcher"], shown.sources["launcher"]),

@@ -1,4 +1,4 @@
-"""What a script says itself: ``init_method="tcp://h1:29500"``, ``rank`` and ``world_size``, as torch's init takes."""
+"""The place that a script gives itself: ``init_method="tcp://h1:29500"``, ``rank``, ``world_size``, as for torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["place_with"]
 
 
 def place_with(reading: Reading | None, init_method: str | None, rank: int | None, world_size: int | None) -> Place:
-    """This process's place, by its launcher and by what the script gives; where both speak they must agree.
+    """This process's place, by its launcher and by what the script gives; where both give a fact they must agree.
 
     Args:
-        reading: what the environment says; read from ``os.environ`` by default.
+        reading: what the launcher says; read from ``os.environ`` by default.
         init_method: ``tcp://host:port``, with ``?rank=…&world_size=…`` if wanted, ``env://``, or None.
         rank, world_size: the place; None, or -1 as in torch, to leave it to the launcher.
 
@@ -31,7 +31,7 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
         address, port, query = _parse(init_method)
         rank = query.get("rank") if rank is None else rank
         world_size = query.get("world_size") if world_size is None else world_size
-    # -1 is how torch and the scripts written for it say "not given", and "not distributed".
+    # For torch and the scripts written for it, -1 means "not given", and "not distributed".
     rank, world_size = (None if number == -1 else number for number in (rank, world_size))
     if rank is None and world_size == 1 and reading.launcher is None:
         rank = 0
@@ -43,6 +43,8 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
         place,
         master_addr=address,
         master_port=port,
+        first_of_allocation=False,
+        keeps_store=False,
         sources={**place.sources, "master_addr": said, "master_port": said},
     )
 
@@ -56,7 +58,7 @@ def _agree(reading: Reading, rank: int | None, world_size: int | None) -> Place:
     if not given:
         return reading.place()
     if reading.launcher is None:
-        # Started plainly, as far as the environment says: the script is its own launcher.
+        # No launcher is recognised, so the script is its own.
         if len(given) != 2:
             raise InitializationError(
                 f"{next(iter(given.values())).source}, but nothing gives the other; pass both rank and world_size"
@@ -66,8 +68,8 @@ def _agree(reading: Reading, rank: int | None, world_size: int | None) -> Place:
         own = reading.number(name)
         if own is not None and own != finding.value:
             raise LauncherEnvironmentError(
-                f"{finding.source}, but {reading.name} says {reading.said(name)}; leave it out, or correct the one "
-                f"that is wrong"
+                f"{finding.source}, but {reading.name} says {reading.said(name)}; leave {name} out, or correct the "
+                f"one that is wrong"
             )
     return _checked(replace(reading, found={**given, **reading.found}).place(), given)
 
@@ -75,7 +77,9 @@ def _agree(reading: Reading, rank: int | None, world_size: int | None) -> Place:
 def _checked(place: Place, given: dict[str, Finding]) -> Place:
     if place.world_size < 1 or not 0 <= place.rank < place.world_size:
         said = " and ".join(finding.source for finding in given.values())
-        raise LauncherEnvironmentError(f"{said}: rank {place.rank} of {place.world_size} is no rank; they count from 0")
+        raise LauncherEnvironmentError(
+            f"{said}: {place.rank} is not a rank of a world of {place.world_size}; they count from 0"
+        )
     if place.world_size == 1:
         return replace(place, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
     return place

@@ -1,8 +1,8 @@
-"""The row of RANK and WORLD_SIZE themselves, which platforms use too."""
+"""The row of RANK and WORLD_SIZE themselves, from which the rows of some platforms are made."""
 
 from __future__ import annotations
 
-from phalanx.place.launcher import Launcher
+from phalanx.place.launcher import Kind, Launcher
 from phalanx.place.readers import number
 
 __all__ = ["BY_HAND"]
@@ -10,7 +10,8 @@ __all__ = ["BY_HAND"]
 BY_HAND = Launcher(
     "env",
     "RANK and WORLD_SIZE, set by hand or by a launcher of its own",
-    "hand",
+    Kind.HAND,
+    (Kind.PLATFORM, Kind.HAND, Kind.ALLOCATION),
     any_of=("RANK", "WORLD_SIZE"),
     rank=number("RANK"),
     world_size=number("WORLD_SIZE"),

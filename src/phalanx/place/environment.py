@@ -1,6 +1,6 @@
-"""From the environment to a place: which launcher started this process, and is what it says possible?
+"""From the environment to a place: which launcher started this process, and can what it says be true?
 
-Every value is checked before it is believed, because a half-set environment (a shell that still exports RANK from
+Every value is checked before it is used, because a half-set environment (a shell that still exports RANK from
 yesterday) otherwise ends as a hang, or as two ranks that both take themselves for rank 0.
 """
 
@@ -12,29 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError
-from phalanx.place.launchers import FIELDS, LAUNCHERS, Launcher
-from phalanx.place.place import Place
+from phalanx.place.launcher import FIELDS, Kind, Launcher
+from phalanx.place.launchers import LAUNCHERS
+from phalanx.place.place import Place, Traits
 from phalanx.place.readers import Environment, Finding, whole_number
 
-__all__ = ["INHERITED", "Reading", "find_place", "read_environment"]
-
-# Launchers nest, and each hands its variables on to what it starts. By kind of the launcher that is believed: the kinds
-# whose variables may come from around it and say something else. All others must say the same.
-INHERITED = {
-    "agent": {"allocation", "platform", "hand"},
-    "mpi": {"allocation", "platform"},
-    "allocation": {"platform"},
-    "platform": {"platform", "allocation"},
-    "hand": {"platform", "hand", "allocation"},
-}
-
-# Who reads RANK as something else than a rank contradicts nobody by that.
-_OWN_MEANING = {"kubeflow", "pai"}
+__all__ = ["Reading", "read_environment"]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one row finds in an environment, before it is complete.
+    """The facts that one row finds in an environment, complete or not.
 
     Attributes:
         launcher: the row; None for a process started plainly.
@@ -42,6 +30,7 @@ class Reading:
         signs: the variables by which the row was recognised.
         notes: what the user should know.
         hosts: the hosts by node rank, where the launcher lists them.
+        keeps_store: whether the launcher keeps a store of torch's at the address and port that were found.
     """
 
     launcher: Launcher | None
@@ -49,35 +38,39 @@ class Reading:
     signs: str = ""
     notes: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    keeps_store: bool = False
 
     @property
     def name(self) -> str:
         return "none" if self.launcher is None else self.launcher.name
 
     def number(self, field: str) -> int | None:
+        """A fact that is a number; None where the launcher does not give it."""
         found = self.found.get(field)
         return None if found is None else int(found.value)
 
-    def word(self, field: str) -> str | None:
+    def text(self, field: str) -> str | None:
+        """A fact that is a text; None where the launcher does not give it."""
         found = self.found.get(field)
         return None if found is None else str(found.value)
 
     def said(self, *fields: str) -> str:
-        """The variables behind these facts: ``RANK=1, WORLD_SIZE=4``."""
+        """The variables that say so, for people: ``RANK=1, WORLD_SIZE=4``."""
         return ", ".join(self.found[field].source for field in fields if field in self.found)
 
     def place(self) -> Place:
-        """The whole of it.
+        """The place of this process.
 
         Raises:
-            LauncherEnvironmentError: the world size can only be asked of MPI.
+            LauncherEnvironmentError: only MPI itself knows the world size.
         """
+        launcher, master = self.launcher, self.found.get("master_addr")
         rank, world_size = self.number("rank"), self.number("world_size")
         if rank is None or world_size is None:
-            signs = "" if self.launcher is None else self.launcher.title
-            remedy = "" if self.launcher is None else self.launcher.unknown_world
+            title = "" if launcher is None else launcher.title
+            remedy = "" if launcher is None else launcher.unknown_world
             raise LauncherEnvironmentError(
-                f"{signs} is recognised, but its variables do not say how many ranks there are. {remedy}"
+                f"{title} is recognised, but its variables do not say how many ranks there are. {remedy}"
             )
         return Place(
             launcher=self.name,
@@ -87,35 +80,34 @@ class Reading:
             local_world_size=self.number("local_world_size"),
             node_rank=self.number("node_rank"),
             num_nodes=self.number("num_nodes"),
-            master_addr=self.word("master_addr"),
+            master_addr=self.text("master_addr"),
             master_port=self.number("master_port"),
-            job=self.word("job"),
+            job=self.text("job"),
             attempt=self.number("attempt") or 0,
             hosts=self.hosts,
+            first_of_allocation=(
+                launcher is not None and not launcher.exact_hosts and master is not None and master.listed
+            ),
+            keeps_store=self.keeps_store,
+            traits=Traits() if launcher is None else launcher.traits,
             sources={field: found.source for field, found in self.found.items()},
             notes=self.notes,
         )
 
 
-def find_place(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Place:
-    """This process's place, from the variables of its launcher; a world of one when none is recognised.
+def read_environment(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Reading:
+    """The facts that this process's launcher gives; those of a world of one when no launcher is recognised.
+
+    ``place()`` of the answer is complete. The answer itself need not be: under some launchers only MPI knows the world
+    size.
 
     Args:
         environment: the variables to read; ``os.environ`` by default.
-        arguments: the script's own, where the older ``--local_rank`` is looked for; ``sys.argv`` by default.
+        arguments: the script's own, which may have the older ``--local_rank``; ``sys.argv`` by default.
 
     Raises:
-        LauncherEnvironmentError: a variable is missing, no number, or out of range, or two launchers contradict each
+        LauncherEnvironmentError: a variable is missing, not a number, or out of range, or two launchers contradict each
             other; the message names the variables and their values.
-    """
-    return read_environment(environment, arguments).place()
-
-
-def read_environment(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Reading:
-    """The same before it is complete: under some launchers only MPI itself knows the world size.
-
-    Raises:
-        LauncherEnvironmentError: as ``find_place``.
     """
     environment = os.environ if environment is None else environment
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -126,7 +118,7 @@ def read_environment(environment: Environment | None = None, arguments: Sequence
         _refuse_remains(environment, arguments)
         return _world_of_one()
     launcher = rows[0]
-    found = {} if launcher.kind != "hand" else _local_rank_argument(environment, arguments)
+    found = {} if launcher.kind is not Kind.HAND else _local_rank_argument(environment, arguments)
     reading = _read(launcher, environment, found)
     for other in rows[1:]:
         _compare(reading, other, environment)
@@ -138,7 +130,7 @@ def read_environment(environment: Environment | None = None, arguments: Sequence
 
 def _read(launcher: Launcher, environment: Environment, more: Mapping[str, Finding]) -> Reading:
     found = {**more, **_collect(launcher, environment)}
-    if launcher.kind == "hand" and "world_size" in found and found["world_size"].value == 1:
+    if launcher.kind is Kind.HAND and "world_size" in found and found["world_size"].value == 1:
         found.setdefault("rank", Finding(0, "the only rank"))
         if "local_rank" in found and found["local_rank"].value == -1:
             del found["local_rank"]  # "not distributed", in the older convention
@@ -158,7 +150,8 @@ def _read(launcher: Launcher, environment: Environment, more: Mapping[str, Findi
         found = {**{field: Finding(value, "a world of one") for field, value in alone.items()}, **found}
     note = launcher.note(environment)
     hosts = () if launcher.hosts is None else tuple(launcher.hosts.hosts(environment))
-    reading = Reading(launcher, found, launcher.signs(environment), (note,) if note else (), hosts)
+    keeps_store = {"master_addr", "master_port"} <= found.keys() and launcher.keeps_store(environment)
+    reading = Reading(launcher, found, launcher.signs(environment), (note,) if note else (), hosts, keeps_store)
     _check(reading)
     return reading
 
@@ -174,7 +167,7 @@ def _collect(launcher: Launcher, environment: Environment) -> dict[str, Finding]
 
 
 def _check(reading: Reading) -> None:
-    """Whether there can be such a process."""
+    """Refuse facts that no process can have together."""
     for index, count in (("rank", "world_size"), ("local_rank", "local_world_size"), ("node_rank", "num_nodes")):
         _check_pair(reading, index, count)
     world = reading.number("world_size")
@@ -192,8 +185,7 @@ def _check(reading: Reading) -> None:
             )
     if local is None or nodes is None:
         return
-    one_each = reading.launcher is not None and reading.launcher.kind == "platform" and local == 1
-    if one_each and reading.found["local_world_size"].source.startswith("one process") and nodes != world:
+    if reading.launcher is not None and reading.launcher.one_process_per_node and local == 1 and nodes != world:
         note = f" {reading.notes[0]}" if reading.notes else ""
         raise LauncherEnvironmentError(
             f"{reading.name}: {reading.said('world_size')} ranks on {reading.said('num_nodes')} nodes, but the "
@@ -203,7 +195,7 @@ def _check(reading: Reading) -> None:
     if (nodes == 1) != (local == world) or local + nodes - 1 > world:
         raise LauncherEnvironmentError(
             f"{reading.said('local_world_size')} and {reading.said('num_nodes')} contradict "
-            f"{reading.said('world_size')}: so many ranks on this node leave {world - local} for "
+            f"{reading.said('world_size')}: with {local} ranks on this node, {world - local} are left for the "
             f"{nodes - 1} other(s)"
         )
 
@@ -212,42 +204,42 @@ def _check_pair(reading: Reading, index: str, count: str) -> None:
     low, high = reading.number(index), reading.number(count)
     said = " and ".join(reading.found[field].source for field in (index, count) if field in reading.found)
     if high is not None and high < 1:
-        raise LauncherEnvironmentError(f"{said} describe no rank: there must be at least one")
+        raise LauncherEnvironmentError(f"{said} cannot be: a world has at least one rank, on at least one node")
     if low is not None and (low < 0 or (high is not None and low >= high)):
         limit = "" if high is None else f" to {high - 1}"
-        raise LauncherEnvironmentError(f"{said} describe no rank: they count from 0{limit}")
+        raise LauncherEnvironmentError(f"{said} cannot be: ranks and nodes count from 0{limit}")
 
 
 # -- several rows --------------------------------------------------------------------------------------
 
 
 def _compare(reading: Reading, other: Launcher, environment: Environment) -> None:
-    """Whether another launcher that is recognised too is one around this one, or contradicts it.
+    """Refuse another launcher that is recognised too, unless it can be one around this one or says the same.
 
     Raises:
-        LauncherEnvironmentError: it does; the message shows both.
+        LauncherEnvironmentError: the two contradict each other; the message shows both.
     """
     launcher = reading.launcher
-    if launcher is None or other.name == launcher.name or other.kind in INHERITED[launcher.kind]:
+    if launcher is None or other.name == launcher.name or other.kind in launcher.around:
         return
-    if other.kind == "hand" and launcher.name in _OWN_MEANING:
+    if other.kind is Kind.HAND and launcher.rank_counts_nodes:
         return
     beside = Reading(other, _collect(other, environment))
     pairs = [(reading.number(field), beside.number(field)) for field in ("rank", "world_size")]
-    if other.kind == "hand" and None in (pairs[0][1], pairs[1][1]):
+    if other.kind is Kind.HAND and None in (pairs[0][1], pairs[1][1]):
         lacking = "WORLD_SIZE" if pairs[1][1] is None else "RANK"
         raise LauncherEnvironmentError(
             f"{_claim(reading)}, and beside it {beside.said('rank', 'world_size')} is set but {lacking} is not set; "
-            f"unset the one, or set both alike"
+            f"unset the one that is set, or set both to what the launcher says"
         )
     if all(own is None or its is None or own == its for own, its in pairs):
         return
-    # An mpiexec around torchrun starts one agent on each node.
-    if launcher.kind == "agent" and beside.number("world_size") == reading.number("num_nodes"):
+    # A launcher around one with agents, such as an mpiexec around torchrun, starts one agent on each node.
+    if launcher.kind is Kind.AGENT and beside.number("world_size") == reading.number("num_nodes"):
         return
     raise LauncherEnvironmentError(
         f"two launchers contradict each other: {_claim(reading)}, but {_claim(beside)}. Unset the variables of the one "
-        f"that did not start this process (they stay behind in a shell, and are handed on to whatever it starts)"
+        f"that did not start this process (a shell keeps them, and hands them on to all that it starts)"
     )
 
 
@@ -266,8 +258,11 @@ def _world_of_one() -> Reading:
 
 
 def _not_distributed(environment: Environment) -> bool:
-    """Whether the older convention says so: a rank of -1, or a variable that was emptied, and no world of several."""
-    if any(launcher.recognised(environment) for launcher in LAUNCHERS if launcher.kind != "hand"):
+    """Whether the variables say "not distributed" by the older convention.
+
+    That is a rank of -1, or a variable that was set to nothing, and no world of several ranks.
+    """
+    if any(launcher.recognised(environment) for launcher in LAUNCHERS if launcher.kind is not Kind.HAND):
         return False
     said = {name: environment[name].strip() for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment}
     alone = {"RANK": ("", "-1"), "WORLD_SIZE": ("", "-1", "1"), "LOCAL_RANK": ("", "-1", "0")}
@@ -277,7 +272,7 @@ def _not_distributed(environment: Environment) -> bool:
 
 
 def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> dict[str, Finding]:
-    """``--local_rank``, as the older torch.distributed.launch gives it to the script; -1 says nothing."""
+    """``--local_rank``, as the older torch.distributed.launch gives it to the script; -1 means not given."""
     found = {}
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -294,7 +289,7 @@ def _local_rank_argument(environment: Environment, arguments: Sequence[str]) -> 
 
 
 def _refuse_remains(environment: Environment, arguments: Sequence[str]) -> None:
-    """Refuse to take a process for the only one if something says that there are others."""
+    """Refuse a process that no launcher is recognised for, if a variable or an argument says that there are others."""
     several = []
     found = _local_rank_argument(environment, arguments)
     if found and found["local_rank"].value != 0:
@@ -305,5 +300,5 @@ def _refuse_remains(environment: Environment, arguments: Sequence[str]) -> None:
     if several:
         raise LauncherEnvironmentError(
             f"{' and '.join(several)} says that there are several processes, but neither RANK nor WORLD_SIZE is set. "
-            f"Start the script with a launcher (phalanx run -n N, torchrun, mpiexec, srun), or unset it"
+            f"Start the script with a launcher, such as phalanx run -n N, or unset it"
         )

@@ -1,12 +1,16 @@
-"""Every launcher Phalanx knows: one row each, saying how it is recognised and where it writes what.
+"""Every launcher Phalanx knows: one row each, saying how it is recognised and in which variables it writes each fact.
 
-The rows stand in the order in which they are tried, the most specific first, so that the launcher that started this
-very process is found and not one around it: ``mpiexec`` in a Slurm allocation is MPI's, torchrun in either is
-torchrun's. ``environment.py`` reads a row, checks it, and compares it with the others that are recognised too.
+The rows are tried in their order here, the most specific first, so that the launcher that started this very process is
+found and not one around it: a process of ``mpiexec`` in a Slurm allocation belongs to MPI, one of torchrun in either to
+torchrun. ``environment.py`` reads a row, checks it, and compares it with the others that are recognised too.
 
-Three variables look like a node's index and are none: Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` (the local rank over
-all its jobs), ``RANK`` on Alibaba's PAI (which is the node's), and Horovod's ``HOROVOD_CROSS_RANK`` where hosts have
-different numbers of ranks (it counts only those that have this local rank).
+A new launcher is a row here, in its place in ``LAUNCHERS``, and a recording of its variables in
+``tests/data/launchers``; the help of ``phalanx env`` follows from the row, and so does the table in
+``docs/launchers.md`` (``python -m phalanx.place.listing`` prints it).
+
+Three variables are not what their names say: Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is the local rank over all its
+jobs, not a node's index. ``RANK`` on Alibaba's PAI is the node's index, not the rank. Horovod's ``HOROVOD_CROSS_RANK``
+counts only the nodes that have this local rank, so it is the node's index only if all have the same number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from dataclasses import replace
 
 from phalanx import settings
 from phalanx.place.by_hand import BY_HAND
-from phalanx.place.launcher import FIELDS, MASTER_ADDR, Launcher
+from phalanx.place.launcher import FIELDS, MASTER_ADDR, Kind, Launcher
+from phalanx.place.place import Traits
 from phalanx.place.platforms import (
     AZURE_JOB,
     AZURE_MASTER,
@@ -45,14 +50,21 @@ from phalanx.place.readers import (
     together,
 )
 
-__all__ = ["FIELDS", "LAUNCHERS", "Launcher"]
+__all__ = ["FIELDS", "LAUNCHERS", "MPICH", "MPI_RANKS", "MPI_SIZES", "OPENMPI", "OWN_DEVICES", "SLURM", "STARTERS"]
 
 # -- started by an agent on each node ------------------------------------------------------------------
+
+
+def _agent_store(environment: Environment) -> bool:
+    """Whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
 
 TORCHRUN = Launcher(
     "torchrun",
     "torchrun (torch.distributed.run)",
-    "agent",
+    Kind.AGENT,
+    (Kind.ALLOCATION, Kind.PLATFORM, Kind.HAND),
     all_of=("TORCHELASTIC_RUN_ID",),
     rank=number("RANK"),
     world_size=number("WORLD_SIZE"),
@@ -63,22 +75,32 @@ TORCHRUN = Launcher(
     job=text("TORCHELASTIC_RUN_ID"),
     attempt=number("TORCHELASTIC_RESTART_COUNT"),
     always=FIELDS[:6],
+    keeps_store=_agent_store,
+    example="torchrun --nproc-per-node 2 --no-python",
 )
 
 
 def _of_one_run(environment: Environment) -> bool:
-    # `phalanx run` sets both to the same id. They differ when another launcher was started from one of its ranks and
-    # handed on the outer variable; then the inner launcher is the one to believe.
+    # `phalanx run` sets both to the same id. They differ if another launcher, started from one of its ranks, has
+    # replaced one of them; then the inner launcher is the one to believe.
     run_id = environment.get(settings.RUN_ID)
     return bool(run_id) and run_id == environment.get("TORCHELASTIC_RUN_ID")
 
 
-PHALANX = replace(TORCHRUN, name="phalanx", title="phalanx run", all_of=(settings.RUN_ID,), when=_of_one_run)
+PHALANX = replace(
+    TORCHRUN,
+    name="phalanx",
+    title="phalanx run",
+    all_of=(settings.RUN_ID,),
+    when=_of_one_run,
+    condition="it equals TORCHELASTIC_RUN_ID",
+    example="phalanx run -n 2",
+)
 
 # -- MPI, and what starts one process for each rank ----------------------------------------------------
 
-# An mpiexec says nowhere where rank 0 is. In an allocation it is on the first node, unless the user orders otherwise,
-# which rank 0 then says.
+# mpiexec does not say where rank 0 is. In an allocation it is on the first node, unless the user reorders the hosts;
+# then rank 0 finds that the address is not its own, and says so.
 _ALLOCATION = (
     node_list("SLURM_JOB_NODELIST"),
     lines_of("PBS_NODEFILE"),
@@ -87,10 +109,13 @@ _ALLOCATION = (
 )
 _MPI_MASTER = first(MASTER_ADDR, first_host(*_ALLOCATION))
 _MPI_JOB = (together("SLURM_JOB_ID"), together("PBS_JOBID"), together("LSB_JOBID"))
+_OF_MPI = Traits(starts_mpi=True)
+_OF_HYDRA = Traits(starts_mpi=True, shared_job=True, pass_on="mpiexec -genv MASTER_ADDR h1 -genv MASTER_PORT 29500")
+_HYDRA_STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "mpiexec", "mpirun")
 
 
 def _horovod_node(environment: Environment) -> Finding | None:
-    """HOROVOD_CROSS_RANK, where it is the node's index."""
+    """HOROVOD_CROSS_RANK, if it is the node's index here: on local rank 0, or if all nodes have as many ranks."""
     local, cross = number("HOROVOD_LOCAL_RANK")(environment), number("HOROVOD_CROSS_RANK")(environment)
     return cross if (local is not None and local.value == 0) or _horovod_is_even(environment) else None
 
@@ -104,29 +129,32 @@ def _horovod_is_even(environment: Environment) -> bool:
     names = ("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE")
     found = [number(name)(environment) for name in names]
     size, local, cross = (int(one.value) if one else 0 for one in found)
-    # Some uneven placements pass too (1, 2 and 3 ranks); the joined world does not go by this.
+    # Some uneven placements pass too (1, 2 and 3 ranks); in the joined world the ranks count the nodes themselves.
     return size == local * cross
 
 
 HOROVOD = Launcher(
     "horovod",
     "horovodrun",
-    "mpi",
+    Kind.MPI,
+    (Kind.ALLOCATION, Kind.PLATFORM),
     any_of=("HOROVOD_RANK", "HOROVOD_SIZE"),
     rank=number("HOROVOD_RANK"),
     world_size=number("HOROVOD_SIZE"),
     local_rank=number("HOROVOD_LOCAL_RANK"),
     local_world_size=number("HOROVOD_LOCAL_SIZE"),
-    node_rank=Reader("HOROVOD_CROSS_RANK", _horovod_node),
-    num_nodes=Reader("HOROVOD_CROSS_SIZE", _horovod_nodes),
+    node_rank=Reader("HOROVOD_CROSS_RANK", _horovod_node, ("HOROVOD_CROSS_RANK",)),
+    num_nodes=Reader("HOROVOD_CROSS_SIZE", _horovod_nodes, ("HOROVOD_CROSS_SIZE",)),
     master_addr=_MPI_MASTER,
     job=first(together("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"), *_MPI_JOB),
+    example="horovodrun -np 2",
 )
 
 OPENMPI = Launcher(
     "openmpi",
     "mpiexec of Open MPI",
-    "mpi",
+    Kind.MPI,
+    (Kind.ALLOCATION, Kind.PLATFORM),
     any_of=(
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_RANK",
@@ -139,6 +167,9 @@ OPENMPI = Launcher(
     local_world_size=number("OMPI_COMM_WORLD_LOCAL_SIZE"),
     master_addr=_MPI_MASTER,
     job=first(together("PMIX_NAMESPACE"), together("OMPI_MCA_ess_base_jobid"), *_MPI_JOB),
+    traits=Traits(starts_mpi=True, pass_on="mpiexec -x MASTER_ADDR=h1 -x MASTER_PORT=29500"),
+    starters=("prted", "prterun", "orted", "mpiexec", "mpirun"),
+    example="mpiexec -n 2",
 )
 
 AZUREML = replace(
@@ -148,12 +179,15 @@ AZUREML = replace(
     all_of=("AZUREML_EXPERIMENT_ID",),
     master_addr=AZURE_MASTER,
     job=AZURE_JOB,
+    traits=Traits(starts_mpi=True, late_names=True),
+    example="",
 )
 
 LSF = Launcher(
     "lsf",
     "jsrun of LSF",
-    "mpi",
+    Kind.MPI,
+    (Kind.ALLOCATION, Kind.PLATFORM),
     any_of=("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     rank=number("JSM_NAMESPACE_RANK"),
     world_size=number("JSM_NAMESPACE_SIZE"),
@@ -163,12 +197,15 @@ LSF = Launcher(
     # No num_nodes: a step may use fewer nodes than the job has.
     master_addr=first(MASTER_ADDR, first_host(lines_of("LSB_DJOB_RANKFILE", skip=1), host_slots("LSB_MCPU_HOSTS"))),
     job=together("LSB_JOBID", "JSM_NAMESPACE"),
+    traits=_OF_MPI,
+    example="jsrun -n 2",
 )
 
 PALS = Launcher(
     "pals",
     "mpiexec or aprun of Cray PALS",
-    "mpi",
+    Kind.MPI,
+    (Kind.ALLOCATION, Kind.PLATFORM),
     all_of=("PALS_APID",),
     rank=number("PMIX_RANK", "PMI_RANK"),
     world_size=number("PMI_SIZE"),
@@ -176,13 +213,17 @@ PALS = Launcher(
     local_world_size=number("PMI_LOCAL_SIZE"),
     master_addr=_MPI_MASTER,
     job=together("PALS_APID"),
-    unknown_world="With PMIx, PALS tells the world size only to MPI itself; start with mpiexec --pmi=cray",
+    traits=_OF_MPI,
+    starters=("mpiexec",),
+    example="mpiexec -n 2",
+    unknown_world="With PMIx, PALS gives the world size only to MPI itself; start with mpiexec --pmi=cray",
 )
 
 MVAPICH = Launcher(
     "mvapich",
     "mpiexec or mpirun_rsh of MVAPICH",
-    "mpi",
+    Kind.MPI,
+    (Kind.ALLOCATION, Kind.PLATFORM),
     any_of=("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     rank=number("MV2_COMM_WORLD_RANK"),
     world_size=number("MV2_COMM_WORLD_SIZE"),
@@ -190,12 +231,16 @@ MVAPICH = Launcher(
     local_world_size=number("MV2_COMM_WORLD_LOCAL_SIZE"),
     master_addr=_MPI_MASTER,
     job=first(together("MPIRUN_ID", "MPIRUN_HOST"), *_MPI_JOB),
+    traits=_OF_MPI,
+    starters=("mpispawn", *_HYDRA_STARTERS),
+    example="mpiexec -n 2",
 )
 
 MPICH = Launcher(
     "mpich",
     "mpiexec of MPICH (Hydra)",
-    "mpi",
+    Kind.MPI,
+    (Kind.ALLOCATION, Kind.PLATFORM),
     any_of=("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_HOSTNAME"),
     rank=number("PMI_RANK"),
     world_size=number("PMI_SIZE"),
@@ -203,6 +248,9 @@ MPICH = Launcher(
     local_world_size=number("MPI_LOCALNRANKS"),
     master_addr=_MPI_MASTER,
     job=first(*_MPI_JOB),
+    traits=_OF_HYDRA,
+    starters=_HYDRA_STARTERS,
+    example="mpiexec -n 2",
 )
 
 INTELMPI = replace(
@@ -212,9 +260,10 @@ INTELMPI = replace(
     all_of=("I_MPI_HYDRA_UUID",),
     any_of=(),
     job=together("I_MPI_HYDRA_UUID"),
+    traits=replace(_OF_HYDRA, shared_job=False),
 )
 
-# Here the process manager tells rank and size only over a connection, to MPI itself.
+# With -pmi-port Hydra gives the world size only over a connection, to MPI itself.
 MPICH_BY_PORT = replace(
     MPICH,
     title="mpiexec -pmi-port of MPICH (Hydra)",
@@ -224,20 +273,22 @@ MPICH_BY_PORT = replace(
     rank=number("PMI_ID"),
     world_size=None,
     always=(),
-    unknown_world="With -pmi-port mpiexec tells the world size only to MPI itself; start it without -pmi-port",
+    unknown_world="With -pmi-port mpiexec gives the world size only to MPI itself; start it without -pmi-port",
 )
 
 # -- schedulers ----------------------------------------------------------------------------------------
 
-# Steps that are a shell (interactive, batch) or keep the job's processes (extern), not ranks.
+# Steps whose processes are no ranks but a shell (interactive, batch), or the job's keeper (extern).
 _NO_RANKS = {"4294967290", "4294967291", "4294967292", "interactive", "batch", "extern"}
 
 SLURM = Launcher(
     "slurm",
     "srun of Slurm",
-    "allocation",
+    Kind.ALLOCATION,
+    (Kind.PLATFORM,),
     any_of=("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
     when=lambda environment: environment.get("SLURM_STEP_ID") not in _NO_RANKS,
+    condition="the step is not a batch script or a shell",
     rank=number("SLURM_PROCID"),
     world_size=number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
     local_rank=number("SLURM_LOCALID"),
@@ -247,24 +298,71 @@ SLURM = Launcher(
     master_addr=first(MASTER_ADDR, first_host(node_list("SLURM_STEP_NODELIST"), node_list("SLURM_JOB_NODELIST"))),
     job=together("SLURM_JOB_ID", "SLURM_STEP_ID"),
     hosts=node_list("SLURM_STEP_NODELIST"),
+    exact_hosts=True,
+    starters=("slurmstepd",),
+    own_devices=("SLURM_GPUS_PER_TASK",),
+    example="srun -n 2",
 )
 
 
 def _pmi_of_slurm(environment: Environment) -> bool:
-    """`srun --mpi=pmi2` sets PMI_RANK too. Hydra, started in the allocation, sets more, or other numbers."""
+    """Whether PMI_RANK is srun's (`--mpi=pmi2`): a Hydra that runs in the allocation sets more variables, or others."""
     if "MPI_LOCALRANKID" in environment or "PMI_HOSTNAME" in environment:
         return False
     tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS"))
     return environment["PMI_RANK"] == environment["SLURM_PROCID"] and environment.get("PMI_SIZE") == tasks
 
 
-SLURM_WITH_PMI = replace(SLURM, all_of=("SLURM_STEP_ID", "SLURM_PROCID", "PMI_RANK"), any_of=(), when=_pmi_of_slurm)
+SLURM_WITH_PMI = replace(
+    SLURM,
+    all_of=("SLURM_STEP_ID", "SLURM_PROCID", "PMI_RANK"),
+    any_of=(),
+    when=_pmi_of_slurm,
+    condition="PMI_RANK and PMI_SIZE say the same",
+)
+
+
+def _all_on_one_node(environment: Environment) -> Finding | None:
+    nodes, tasks = number("FLUX_JOB_NNODES")(environment), number("FLUX_JOB_SIZE")(environment)
+    alone = nodes is not None and nodes.value == 1
+    return Finding(tasks.value, f"{tasks.source} on {nodes.source}") if alone and nodes and tasks else None
+
+
+def _task_of_flux(environment: Environment) -> bool:
+    """Whether PMI_RANK, which Flux sets too, is the task's; a Hydra that was started as a task sets another."""
+    rank = environment.get("FLUX_TASK_RANK", "")
+    return environment.get("PMI_RANK", rank) == rank
+
+
+# Flux may itself be started by an MPI launcher, whose variables its jobs inherit. An MPI launcher that is started as a
+# task of Flux sets variables of its own (none_of), and its ranks are its own.
+FLUX = Launcher(
+    "flux",
+    "flux run",
+    Kind.ALLOCATION,
+    (Kind.MPI, Kind.ALLOCATION, Kind.PLATFORM),
+    any_of=("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    none_of=("MPI_LOCALRANKID", "PMI_HOSTNAME", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    when=_task_of_flux,
+    condition="PMI_RANK, if it is set, says the same",
+    rank=number("FLUX_TASK_RANK"),
+    world_size=number("FLUX_JOB_SIZE"),
+    local_rank=number("FLUX_TASK_LOCAL_ID"),
+    local_world_size=Reader("FLUX_JOB_NNODES", _all_on_one_node, ("FLUX_JOB_NNODES", "FLUX_JOB_SIZE")),
+    num_nodes=number("FLUX_JOB_NNODES"),
+    # A job's id is its own only within its instance of Flux, and instances nest; the path names all of them.
+    job=first(together("FLUX_JOB_ID_PATH"), together("FLUX_JOB_ID", "FLUX_KVS_NAMESPACE")),
+    traits=Traits(starts_mpi=True, pass_on="flux run --env=MASTER_ADDR=h1 --env=MASTER_PORT=29500"),
+    starters=("flux-shell",),
+    example="flux run -n 2",
+)
 
 LAUNCHERS = (
     PHALANX,
     TORCHRUN,
     HOROVOD,
     AZUREML,
+    FLUX,
     LSF,
     PALS,
     MVAPICH,
@@ -284,3 +382,11 @@ LAUNCHERS = (
     TPU,
     BY_HAND,
 )
+
+# The variables by which an MPI launcher gives a process its rank, and those that give it the world size.
+MPI_RANKS = frozenset(name for row in LAUNCHERS if row.traits.starts_mpi for name in row.variables("rank"))
+MPI_SIZES = frozenset(name for row in LAUNCHERS if row.traits.starts_mpi for name in row.variables("world_size"))
+# The processes that start the ranks of one host.
+STARTERS = frozenset(name for row in LAUNCHERS for name in row.starters)
+# Variables that say that each rank sees the devices of its own alone, numbered from 0.
+OWN_DEVICES = frozenset(name for row in LAUNCHERS for name in row.own_devices)

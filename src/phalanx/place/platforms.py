@@ -1,4 +1,4 @@
-"""The rows of platforms, which start one process on each node and call it by variables of their own."""
+"""The rows of platforms, which start one process on each node and describe it by variables of their own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from phalanx.place.by_hand import BY_HAND
-from phalanx.place.launcher import MASTER_ADDR, MASTER_PORT, Launcher
+from phalanx.place.launcher import MASTER_ADDR, MASTER_PORT, Kind, Launcher
+from phalanx.place.place import Traits
 from phalanx.place.readers import (
     Environment,
     Finding,
@@ -39,12 +40,15 @@ __all__ = [
     "TPU",
 ]
 
+_AROUND = (Kind.PLATFORM, Kind.ALLOCATION)
+_LATE = Traits(late_names=True)
+
 _FIRST = constant(0, "one process on each node")
 _ONLY = constant(1, "one process on each node")
 
 
 def _more_wanted(name: str, remedy: str) -> Callable[[Environment], str]:
-    """A note where the platform has more processors on each node than the one process that it starts will use."""
+    """A note, if ``name`` says that each node has more processors than the one process there will use."""
 
     def note(environment: Environment) -> str:
         value = environment.get(name, "")
@@ -55,44 +59,55 @@ def _more_wanted(name: str, remedy: str) -> Callable[[Environment], str]:
     return note
 
 
-# Elastic jobs have a range of nodes, and torchrun can count the processors of a node by itself.
+# An elastic job has a range of nodes, and torchrun can count the processors of a node by itself.
 _PET_NODES = number_unless("PET_NNODES", r"\d+:\d+")
 _PET_RANKS = number_unless("PET_NPROC_PER_NODE", "auto|cpu|gpu|xpu")
 
 
 def _of_a_pod(whole: Reader) -> Reader:
-    """What holds of a pod's first process, if it is known how many pods there are."""
-    return Reader(whole.names, lambda environment: None if _PET_NODES(environment) is None else whole(environment))
+    """``whole`` for the one process that a pod starts; unknown while PET_NNODES is a range."""
+    return Reader(
+        whole.names,
+        lambda environment: None if _PET_NODES(environment) is None else whole(environment),
+        (*_PET_NODES.variables, *whole.variables),
+    )
 
 
 def _ranks_of_pods(environment: Environment) -> Finding | None:
-    """How many ranks are asked for, of which torchrun would start several in each pod."""
+    """The world size that the job asks for: pods times processes per pod.
+
+    A pod by itself starts one process; torchrun in it would start the others.
+    """
     nodes, each = _PET_NODES(environment), _PET_RANKS(environment)
     if "PET_NPROC_PER_NODE" not in environment:
-        return None  # the operator sets it always
+        return None  # the operator always sets it, so this is half an environment
     if nodes is None or each is None or each.value == 1:
         return nodes
     return Finding(int(nodes.value) * int(each.value), f"{nodes.source} times {each.source}")
 
 
 def _in_pod(name: str, of_the_pod: Reader) -> Reader:
-    """The variable, or the pod's if none is set for ranks: RANK or WORLD_SIZE alone is half an environment."""
+    """Variable ``name`` if any variable of ranks is set; else what holds of the pod.
+
+    So RANK or WORLD_SIZE alone is half an environment, and not completed from the pod's variables.
+    """
 
     def read(environment: Environment) -> Finding | None:
         by_hand = any(variable in environment for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         return number(name)(environment) if by_hand else of_the_pod(environment)
 
-    return Reader(name, read)
+    return Reader(name, read, (name, *of_the_pod.variables))
 
 
 KUBEFLOW = Launcher(
     "kubeflow",
     "PyTorchJob of Kubeflow",
-    "platform",
+    Kind.PLATFORM,
+    _AROUND,
     all_of=("KUBERNETES_SERVICE_HOST",),
     any_of=("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
     rank=_in_pod("RANK", number("PET_NODE_RANK")),
-    world_size=_in_pod("WORLD_SIZE", Reader("PET_NNODES", _ranks_of_pods)),
+    world_size=_in_pod("WORLD_SIZE", Reader("PET_NNODES", _ranks_of_pods, ("PET_NNODES", "PET_NPROC_PER_NODE"))),
     node_rank=number("PET_NODE_RANK"),
     num_nodes=_PET_NODES,
     master_addr=host_of("PET_MASTER_ADDR", "MASTER_ADDR"),
@@ -100,27 +115,38 @@ KUBEFLOW = Launcher(
     note=_more_wanted("PET_NPROC_PER_NODE", "torchrun, which reads PET_NPROC_PER_NODE by itself"),
     local_rank=_of_a_pod(_FIRST),
     local_world_size=_of_a_pod(_ONLY),
+    one_process_per_node=True,
+    rank_counts_nodes=True,
+    traits=_LATE,
 )
-# A process that something in the pod has started, one of several: then RANK is no longer the pod's number.
+# One of several processes that a program in the pod has started: then RANK is no longer the pod's number.
 KUBEFLOW_LOCAL = replace(
     KUBEFLOW,
     all_of=("KUBERNETES_SERVICE_HOST", "RANK"),
     when=lambda environment: (
         "LOCAL_RANK" in environment or environment["RANK"] != environment.get("PET_NODE_RANK", environment["RANK"])
     ),
+    condition="LOCAL_RANK is set, or RANK is not PET_NODE_RANK",
+    one_process_per_node=False,
     rank=number("RANK"),
     world_size=number("WORLD_SIZE"),
     local_rank=number("LOCAL_RANK"),
     local_world_size=first(number("LOCAL_WORLD_SIZE"), _PET_RANKS),
 )
 KUBEFLOW_BY_HAND = replace(
-    BY_HAND, name="kubeflow", title="PyTorchJob of Kubeflow", all_of=("KUBERNETES_SERVICE_HOST",)
+    BY_HAND,
+    name="kubeflow",
+    title="PyTorchJob of Kubeflow",
+    all_of=("KUBERNETES_SERVICE_HOST",),
+    rank_counts_nodes=True,
+    traits=_LATE,
 )
 
 PAI = Launcher(
     "pai",
     "Alibaba PAI",
-    "platform",
+    Kind.PLATFORM,
+    _AROUND,
     all_of=("RANK", "WORLD_SIZE", "NPROC_PER_NODE"),
     none_of=("LOCAL_RANK",),
     rank=number("RANK"),
@@ -134,6 +160,9 @@ PAI = Launcher(
     ),
     local_rank=_FIRST,
     local_world_size=_ONLY,
+    one_process_per_node=True,
+    rank_counts_nodes=True,
+    traits=_LATE,
 )
 
 AZURE_MASTER = host_of("MASTER_ADDR", "AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
@@ -146,13 +175,15 @@ AZUREML_BY_HAND = replace(
     node_rank=number("NODE_RANK"),
     master_addr=AZURE_MASTER,
     job=AZURE_JOB,
+    traits=_LATE,
 )
 
 _SM_HOSTS = json_list("SM_HOSTS")
 SAGEMAKER = Launcher(
     "sagemaker",
     "Amazon SageMaker",
-    "platform",
+    Kind.PLATFORM,
+    _AROUND,
     any_of=("SM_TRAINING_ENV", "SM_HOSTS", "SM_CURRENT_HOST"),
     none_of=("RANK", "WORLD_SIZE"),
     rank=index_of("SM_CURRENT_HOST", _SM_HOSTS),
@@ -165,6 +196,8 @@ SAGEMAKER = Launcher(
     note=_more_wanted("SM_NUM_GPUS", "distribution={'torch_distributed': {'enabled': True}} of the estimator"),
     local_rank=_FIRST,
     local_world_size=_ONLY,
+    one_process_per_node=True,
+    traits=_LATE,
 )
 SAGEMAKER_BY_HAND = replace(
     BY_HAND,
@@ -175,18 +208,21 @@ SAGEMAKER_BY_HAND = replace(
     num_nodes=SAGEMAKER.num_nodes,
     master_addr=SAGEMAKER.master_addr,
     job=SAGEMAKER.job,
+    traits=_LATE,
 )
 
 _TPU_HOSTS = (comma_list("TPU_PROCESS_ADDRESSES"), comma_list("TPU_WORKER_HOSTNAMES"))
 TPU = Launcher(
     "tpu",
     "Cloud TPU",
-    "platform",
+    Kind.PLATFORM,
+    _AROUND,
     any_of=("TPU_WORKER_ID", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"),
-    # A list of one host without a number is a machine with a TPU, on which nothing was started.
+    # A list of one host, without TPU_WORKER_ID, is a machine with a TPU on which no launcher has started anything.
     when=lambda environment: (
         "TPU_WORKER_ID" in environment or any(len(one.hosts(environment)) > 1 for one in _TPU_HOSTS)
     ),
+    condition="TPU_WORKER_ID is set, or a list names several hosts",
     rank=number("TPU_WORKER_ID"),
     world_size=length_of(*_TPU_HOSTS),
     node_rank=number("TPU_WORKER_ID"),
@@ -195,4 +231,6 @@ TPU = Launcher(
     job=first(*(text(one.name) for one in _TPU_HOSTS)),
     local_rank=_FIRST,
     local_world_size=_ONLY,
+    one_process_per_node=True,
+    traits=_LATE,
 )

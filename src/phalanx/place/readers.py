@@ -1,19 +1,20 @@
 """Reading launchers' variables: a value, and which variable said so.
 
-A row of ``launchers.py`` is made of readers. Each knows the names it reads, so that an error can name them, and gives
-None where none of them is set. What is set and makes no sense is an error at once: it names the variable and its value.
+A row of ``launchers.py`` is made of readers. Each knows the variables it reads, so that an error can name them, and
+gives None where none of them is set. A variable that is set and makes no sense is an error at once, which names the
+variable and its value.
 """
 
 from __future__ import annotations
 
 import json
-import platform
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError
 from phalanx.place.node_lists import expand_node_list, expand_task_counts
+from phalanx.system.host import this_host
 
 __all__ = [
     "Environment",
@@ -46,10 +47,17 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Finding:
-    """A value, and what it was read from: ``RANK=3``."""
+    """A value, and where it was read.
+
+    Attributes:
+        value: the value.
+        source: where it was read, for people: ``RANK=3``.
+        listed: whether it is the first host of a list, and not a host that was named by itself.
+    """
 
     value: int | str
     source: str
+    listed: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,26 +65,28 @@ class Reader:
     """How one fact is read.
 
     Attributes:
-        names: the variables it looks at, for people.
+        names: the variables it reads, for people.
         read: gives the finding, or None where nothing is set.
+        variables: the variables it reads.
     """
 
     names: str
     read: Callable[[Environment], Finding | None]
+    variables: tuple[str, ...] = ()
 
     def __call__(self, environment: Environment) -> Finding | None:
         return self.read(environment)
 
 
 def whole_number(name: str, value: str) -> int:
-    """``value`` as a number.
+    """``value`` as a whole number.
 
     Raises:
-        LauncherEnvironmentError: it is none.
+        LauncherEnvironmentError: it is not one.
     """
     # int() alone would take 1_000 and digits of other scripts, which no launcher writes.
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
-        raise LauncherEnvironmentError(f"{name}={value!r} is no whole number")
+        raise LauncherEnvironmentError(f"{name}={value!r} is not a whole number")
     return int(value)
 
 
@@ -90,14 +100,16 @@ def number(*names: str) -> Reader:
                 return Finding(value, f"{name}={value}")
         return None
 
-    return Reader(" or ".join(names), read)
+    return Reader(" or ".join(names), read, names)
 
 
 def number_unless(name: str, words: str) -> Reader:
     """A whole number, unless the value is one that says "find out" (a regular expression): then as if not set."""
     inner = number(name)
     return Reader(
-        name, lambda environment: None if re.fullmatch(words, environment.get(name, "")) else inner(environment)
+        name,
+        lambda environment: None if re.fullmatch(words, environment.get(name, "")) else inner(environment),
+        (name,),
     )
 
 
@@ -110,7 +122,7 @@ def text(*names: str) -> Reader:
                 return Finding(environment[name], f"{name}={environment[name]}")
         return None
 
-    return Reader(" or ".join(names), read)
+    return Reader(" or ".join(names), read, names)
 
 
 def together(*names: str) -> Reader:
@@ -122,7 +134,7 @@ def together(*names: str) -> Reader:
         there = [f"{name}={environment[name]}" for name in names if environment.get(name)]
         return Finding(" ".join(there), " ".join(there))
 
-    return Reader(" and ".join(names), read)
+    return Reader(" and ".join(names), read, names)
 
 
 def constant(value: int, why: str) -> Reader:
@@ -131,7 +143,7 @@ def constant(value: int, why: str) -> Reader:
 
 
 def first(*readers: Reader) -> Reader:
-    """What the first of these readers finds."""
+    """The finding of the first of these readers that has one."""
 
     def read(environment: Environment) -> Finding | None:
         for reader in readers:
@@ -140,7 +152,8 @@ def first(*readers: Reader) -> Reader:
                 return found
         return None
 
-    return Reader(" or ".join(reader.names for reader in readers), read)
+    variables = tuple(name for reader in readers for name in reader.variables)
+    return Reader(" or ".join(reader.names for reader in readers), read, variables)
 
 
 def port(name: str) -> Reader:
@@ -151,10 +164,10 @@ def port(name: str) -> Reader:
             return None
         value = whole_number(name, environment[name])
         if not 0 < value < 65536:
-            raise LauncherEnvironmentError(f"{name}={value} is no port: they go from 1 to 65535")
+            raise LauncherEnvironmentError(f"{name}={value} is not a port: they go from 1 to 65535")
         return Finding(value, f"{name}={value}")
 
-    return Reader(name, read)
+    return Reader(name, read, (name,))
 
 
 def host_of(*names: str) -> Reader:
@@ -169,7 +182,7 @@ def host_of(*names: str) -> Reader:
                 return Finding(host if one_colon and last.isdigit() else value.strip("[]"), f"{name}={value}")
         return None
 
-    return Reader(" or ".join(names), read)
+    return Reader(" or ".join(names), read, names)
 
 
 # -- lists ---------------------------------------------------------------------------------------------
@@ -181,7 +194,7 @@ def _json_list(name: str, value: str) -> list[str]:
     except ValueError:
         items = None
     if not isinstance(items, list) or not items or not all(isinstance(item, str) for item in items):
-        raise LauncherEnvironmentError(f"{name}={value!r} is no JSON list of host names")
+        raise LauncherEnvironmentError(f"{name}={value!r} is not a JSON list of host names")
     return items
 
 
@@ -192,12 +205,12 @@ def _comma_list(name: str, value: str) -> list[str]:
     return items
 
 
-# LSF writes a host and its slots in turn: "launch 1 node1 4 node2 4". The first is where the job was launched and takes
-# no rank if it alone has a single slot; where there is no such node, the first is a node as the others.
+# LSF alternates hosts and their slots: "launch 1 node1 4 node2 4". The first host is the one the job was launched from,
+# and takes no rank, if it alone has a single slot. Where there is no such node, the first is a node like the others.
 def _hosts_with_slots(name: str, value: str) -> list[str]:
     words = value.split()
     if not words or len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
-        raise LauncherEnvironmentError(f"{name}={value!r} is no list of hosts, each with its slots")
+        raise LauncherEnvironmentError(f"{name}={value!r} is not a list of hosts, each with its slots")
     hosts, slots = words[::2], [int(word) for word in words[1::2]]
     return hosts[1:] if slots[0] == 1 and len(hosts) > 1 and max(slots) > 1 else hosts
 
@@ -248,7 +261,7 @@ def lines_of(name: str, skip: int = 0) -> ListOf:
             with open(path) as file:
                 hosts = [line.split()[0] for line in file if line.strip()]
         except (OSError, UnicodeDecodeError):
-            return []  # on another host, or gone: the ranks find the same together
+            return []  # the file is on another host, or gone: the ranks find out together what it would have said
         return list(dict.fromkeys(hosts[skip:]))
 
     return ListOf(name, parse)
@@ -261,10 +274,10 @@ def first_host(*lists: ListOf) -> Reader:
         for one in lists:
             hosts = one.hosts(environment)
             if hosts:
-                return Finding(hosts[0].rpartition(":")[0] or hosts[0], f"the first of {one.name}")
+                return Finding(hosts[0].rpartition(":")[0] or hosts[0], f"the first of {one.name}", listed=True)
         return None
 
-    return Reader(" or ".join(one.name for one in lists), read)
+    return _of_lists(lists, read)
 
 
 def length_of(*lists: ListOf) -> Reader:
@@ -277,11 +290,16 @@ def length_of(*lists: ListOf) -> Reader:
                 return Finding(len(hosts), f"{len(hosts)} in {one.name}={environment[one.name]}")
         return None
 
-    return Reader(" or ".join(one.name for one in lists), read)
+    return _of_lists(lists, read)
+
+
+def _of_lists(lists: Sequence[ListOf], read: Callable[[Environment], Finding | None]) -> Reader:
+    names = tuple(one.name for one in lists)
+    return Reader(" or ".join(names), read, names)
 
 
 def index_of(name: str, among: ListOf) -> Reader:
-    """Where the host in variable ``name`` stands in a list."""
+    """The index in a list of the host that variable ``name`` names."""
 
     def read(environment: Environment) -> Finding | None:
         hosts = list(among.hosts(environment))
@@ -292,20 +310,20 @@ def index_of(name: str, among: ListOf) -> Reader:
             raise LauncherEnvironmentError(f"{name}={own!r} is not in {among.name}={environment[among.name]}")
         return Finding(hosts.index(own), f"{name}={own} in {among.name}={environment[among.name]}")
 
-    return Reader(f"{name} and {among.name}", read)
+    return Reader(f"{name} and {among.name}", read, (name, among.name))
 
 
 def this_host_in(among: ListOf) -> Reader:
-    """Where this very host stands in a list."""
+    """The index of this very host in a list."""
 
     def read(environment: Environment) -> Finding | None:
-        own = environment.get("HOSTNAME") or platform.node()
+        own = this_host(environment).name
         short = [host.partition(".")[0] for host in among.hosts(environment)]
         if own.partition(".")[0] not in short:
             return None  # a node may have several names
         return Finding(short.index(own.partition(".")[0]), f"{own} in {among.name}")
 
-    return Reader(among.name, read)
+    return Reader(among.name, read, (among.name,))
 
 
 def tasks_on_node(counts: str, node: str) -> Reader:
@@ -322,4 +340,4 @@ def tasks_on_node(counts: str, node: str) -> Reader:
             )
         return Finding(tasks[index], f"{counts}={environment[counts]} at {node}={index}")
 
-    return Reader(f"{counts} and {node}", read)
+    return Reader(f"{counts} and {node}", read, (counts, node))

@@ -1,9 +1,10 @@
-"""Where the ranks meet: an address and a port, when the launcher gives one, or only a list of nodes, or nothing.
+"""Where the ranks meet: the address of rank 0's host, and the ports to try there.
 
-Where no port is given, one is derived from what only this job has, so every rank comes to the same without a word
-having passed; if it is taken, the next one is, and each rank tries them in the same order. Ranks on one host of a
-launcher that names no job go by the process that started them all. Over MPI none of this is needed: rank 0 binds any
-port and tells it by a broadcast (``meet.meet_by_broadcast``).
+A launcher may give an address and a port, or only a list of nodes, or nothing. Where it gives no port, ports are
+derived from what only this job has. So all ranks try the same ports in the same order, and need not communicate to
+know them; rank 0 takes the first that is free. If the launcher does not name the job and all ranks are on one host, the
+process that started them stands for the job. Where MPI can be used none of this is needed: rank 0 binds any port and
+announces it by a broadcast (``meet_by_broadcast`` in ``meet.py``).
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ import hashlib
 import os
 from dataclasses import dataclass
 
+from phalanx.place.launchers import STARTERS
 from phalanx.place.place import Place
+from phalanx.system.interfaces import LOOPBACK
 
 __all__ = ["MeetingPoint", "meeting_point"]
 
-LOOPBACK = "127.0.0.1"
-# How many ports are tried, and where: below those that systems hand out to outgoing connections (32768 and up).
+# How many ports are derived, and their range: below those that systems give to outgoing connections (32768 and up).
 PORTS = 16
 LOWEST, HIGHEST = 20000, 32767
-
-# The processes with which launchers start the ranks of one host.
-_STARTERS = ("hydra_pmi_proxy", "pmi_proxy", "prted", "prterun", "orted", "mpispawn", "mpiexec", "mpirun", "slurmstepd")
+_STAT_NAME_LENGTH = 15  # the kernel cuts names of processes to this
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MeetingPoint:
         address: rank 0's host, by name or number.
         ports: the ports to be tried in turn; one where it is fixed.
         job: what no other job has; empty where the port is fixed.
-        fixed: whether the launcher or the user gave the port, so that what answers there is believed.
+        fixed: whether the launcher or the user gave the port, so that what answers there is taken for rank 0.
         source: where the address and the port come from, for people.
     """
 
@@ -48,9 +48,9 @@ class MeetingPoint:
 def meeting_point(place: Place) -> MeetingPoint | None:
     """Where the ranks of this job can meet, as far as the launcher's variables say; None if they do not."""
     address, source = place.master_addr, place.sources.get("master_addr", "")
-    # A job of MPI on one host of an allocation is not on the first one always. srun's list is of its own step.
-    listed = source.startswith("the first of ") and place.launcher != "slurm"
-    if (address is None or listed) and place.local_world_size == place.world_size:
+    # In an allocation of several hosts, an mpiexec that uses one host need not use the first of the list, so the list
+    # is not used when all ranks are on one host.
+    if (address is None or place.first_of_allocation) and place.on_one_host:
         address, source = LOOPBACK, "all ranks are on this host"
     if address is None:
         return None
@@ -58,8 +58,8 @@ def meeting_point(place: Place) -> MeetingPoint | None:
         said = place.sources.get("master_port", "")
         return MeetingPoint(address, (place.master_port,), "", True, f"{source}, {said}")
     job = place.job
-    if place.local_world_size == place.world_size and (job is None or place.launcher == "mpich"):
-        # Several mpiexecs of one allocation would come to the same port, and two jobs to one store.
+    if place.on_one_host and (job is None or place.traits.shared_job):
+        # Two jobs of one allocation must not derive the same ports, or the ranks of both could meet in one store.
         job = _starter() or job
     if job is None:
         return None
@@ -82,7 +82,7 @@ def derived_ports(job: str) -> tuple[int, ...]:
 def _starter() -> str | None:
     """The nearest ancestor that starts ranks, by a name that no later process can have; None if there is none.
 
-    A rank may stand under a shell or numactl, so the parent alone will not do.
+    There may be a shell or numactl between it and a rank, so all ancestors are checked.
     """
     pid = os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -91,8 +91,7 @@ def _starter() -> str | None:
                 text = file.read()
             name = text[text.index("(") + 1 : text.rindex(")")]
             fields = text[text.rindex(")") + 2 :].split()
-            # The kernel cuts names to 15 characters.
-            if any(name == starter[:15] for starter in _STARTERS):
+            if any(name == starter[:_STAT_NAME_LENGTH] for starter in STARTERS):
                 return f"{name} with pid {pid} of {fields[19]}"
             pid = int(fields[1])
     return None

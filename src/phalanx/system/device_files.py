@@ -1,4 +1,4 @@
-"""Whether this machine can have an accelerator at all, told without importing torch."""
+"""Whether this machine can have an accelerator at all, found without importing torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from glob import glob
 
 __all__ = ["accelerator_files"]
 
-# What the drivers of the accelerators that torch knows make: NVIDIA, ROCm and XPU, Ascend, Habana and TPU, WSL.
+# The device files of accelerators that torch knows: NVIDIA, ROCm and XPU, Ascend, Habana and TPU, WSL.
 _PATTERNS = (
     "/dev/nvidia[0-9]*",
     "/dev/kfd",
@@ -19,5 +19,5 @@ _PATTERNS = (
 
 
 def accelerator_files() -> list[str]:
-    """Device files through which a process can reach an accelerator. Without any there is none."""
+    """Device files through which a process can reach an accelerator. Without any the machine has none."""
     return [path for pattern in _PATTERNS for path in sorted(glob(pattern))]

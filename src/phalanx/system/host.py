@@ -1,16 +1,16 @@
-"""Which host is this: what a rank reports of itself, so that nobody has to guess who shares memory and devices."""
+"""Which host this is: its name, and what a rank reports so that nobody has to guess who shares memory and devices."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import platform
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx import settings
 
-__all__ = ["Host", "this_host"]
+__all__ = ["Host", "machine_name", "this_host"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Host:
 
     Attributes:
         name: the host's name.
-        boot_id: of the kernel, new with every start.
-        pid_namespace: in which process ids mean the same.
+        boot_id: the id of the kernel's last start.
+        pid_namespace: the namespace in which process ids mean the same.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Host:
 
 
 def this_host(environment: Mapping[str, str] | None = None) -> Host:
-    """The host of this process, or what ``PHALANX_HOST`` says it is."""
+    """The host of this process, or the one that ``PHALANX_HOST`` names."""
     given = (os.environ if environment is None else environment).get(settings.HOST)
     if given:
         return Host(given)
@@ -41,4 +41,9 @@ def this_host(environment: Mapping[str, str] | None = None) -> Host:
         boot_id = file.read().strip()
     with contextlib.suppress(OSError):
         pid_namespace = os.readlink("/proc/self/ns/pid")
-    return Host(platform.node(), boot_id, pid_namespace)
+    return Host(machine_name(), boot_id, pid_namespace)
+
+
+def machine_name() -> str:
+    """The name by which this machine calls itself in the network, whatever host a rehearsal says it is."""
+    return socket.gethostname()

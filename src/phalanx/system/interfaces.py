@@ -1,4 +1,4 @@
-"""This host's network interfaces: which addresses it has, where to listen, and who holds a port."""
+"""This host's network interfaces: its addresses, the one that others reach it by, and the process that holds a port."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from phalanx import settings
 from phalanx.errors import InitializationError
+from phalanx.system.host import machine_name
 
 __all__ = [
+    "LOOPBACK",
     "chosen_interface",
     "describe_interfaces",
     "holder_of_port",
     "interface_addresses",
     "is_loopback",
+    "is_other_host",
     "is_own_name",
     "outward_address",
     "resolve",
 ]
 
+LOOPBACK = "127.0.0.1"
+
 _SIOCGIFADDR = 0x8915
-# Nobody's addresses (RFC 5737, RFC 3849): what the way to them is, is the way to elsewhere.
-_ELSEWHERE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+# Addresses reserved for documentation (RFC 5737, RFC 3849), so no host has them: the kernel routes a packet to them by
+# the default route, and the source address it chooses is the one other hosts reach.
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """The addresses of every interface of this host by its name: IPv4, IPv6, IPv6 of the link alone."""
+    """The addresses of every interface of this host by its name: IPv4 first, then IPv6, link-local ones last."""
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, addresses in found.items():
@@ -44,12 +50,12 @@ def interface_addresses() -> dict[str, list[str]]:
             zone = f"%{name}" if ipaddress.IPv6Address(address).is_link_local else ""
             found.setdefault(name, []).append(address + zone)
     for addresses in found.values():
-        addresses.sort(key=lambda address: (":" in address, "%" in address))  # those that hold everywhere first
+        addresses.sort(key=lambda address: (":" in address, "%" in address))
     return found
 
 
 def describe_interfaces() -> str:
-    """The same for people: ``lo 127.0.0.1, eth0 10.0.0.3``."""
+    """This host's interfaces and their addresses, for people: ``lo 127.0.0.1, eth0 10.0.0.3``."""
     return ", ".join(f"{name} {' '.join(addresses) or '-'}" for name, addresses in interface_addresses().items())
 
 
@@ -66,13 +72,13 @@ def chosen_interface(environment: Mapping[str, str] | None = None) -> tuple[str,
     if not addresses:
         lack = "has no interface of that name" if addresses is None else "has no address on it"
         raise InitializationError(
-            f"{settings.INTERFACE}={name}: {socket.gethostname()} {lack}; its interfaces are {describe_interfaces()}"
+            f"{settings.INTERFACE}={name}: {machine_name()} {lack}; its interfaces are {describe_interfaces()}"
         )
     return name, addresses
 
 
 def is_loopback(address: str) -> bool:
-    """Whether nobody on another host can reach this address."""
+    """Whether this address can be reached only from the host itself."""
     with contextlib.suppress(ValueError):
         number = ipaddress.ip_address(address.partition("%")[0])
         mapped = getattr(number, "ipv4_mapped", None)
@@ -82,7 +88,7 @@ def is_loopback(address: str) -> bool:
 
 def is_own_name(name: str) -> bool:
     """Whether this host calls itself by this name."""
-    own = socket.gethostname()
+    own = machine_name()
     if name.lower() in (own.lower(), own.partition(".")[0].lower()):
         return True
     return "." in name and name.lower() == socket.getfqdn().lower()  # which may ask a name server
@@ -98,33 +104,77 @@ def resolve(name: str) -> list[str]:
     return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
 
-def outward_address(name: str) -> str:
-    """The address of this host that others reach, where its own name may mean loopback here (127.0.1.1).
+def outward_address(
+    towards: Iterable[str] = (), environment: Mapping[str, str] | None = None, *, ipv4_only: bool = False
+) -> str:
+    """The address by which processes on other hosts reach this one.
 
-    It is one of the chosen interface; else what ``name`` means, unless that is loopback; else that of the interface by
-    which a packet to elsewhere would leave. A host without any has only its loopback.
+    The first of these that there is:
+
+    - an address of the interface that ``PHALANX_INTERFACE`` names;
+    - the source address of packets to the first host of ``towards`` that is another machine, so an address in the
+      network that both share;
+    - the address that this host's own name resolves to, unless it is loopback (127.0.1.1 on Debian);
+    - the source address of packets that leave by the default route;
+    - any address that is neither loopback nor link-local: a cluster without a gateway has no default route;
+    - loopback.
+
+    Args:
+        towards: the hosts that will connect, by name or number, if they are known. A name that does not resolve is
+            passed over, because a launcher may know names that the resolver does not.
+        environment: where ``PHALANX_INTERFACE`` is read; ``os.environ`` by default.
+        ipv4_only: pass IPv6 over, for a listener that does not take it.
+
+    Raises:
+        InitializationError: this host does not have the interface that was chosen.
     """
-    chosen = chosen_interface()
+    return next(address for address in _outward(towards, environment) if not (ipv4_only and ":" in address))
+
+
+def _outward(towards: Iterable[str], environment: Mapping[str, str] | None) -> Iterator[str]:
+    chosen = chosen_interface(environment)
     if chosen is not None:
-        return chosen[1][0]
+        yield from chosen[1]
+    for name in towards:
+        yield from _sources_towards(name)
+    with contextlib.suppress(OSError):
+        yield from (address for address in resolve(machine_name()) if not is_loopback(address))
+    yield from filter(None, map(_source_address, _ELSEWHERE))
+    for addresses in interface_addresses().values():
+        yield from (address for address in addresses if not is_loopback(address) and "%" not in address)
+    yield LOOPBACK
+
+
+def is_other_host(name: str) -> bool:
+    """Whether a host's name or address means another machine; False where the name does not resolve."""
+    try:
+        addresses = resolve(name)
+    except OSError:
+        return False
+    return not any(is_loopback(address) or _source_address(address) == address for address in addresses)
+
+
+def _sources_towards(name: str) -> Iterator[str]:
+    """The source addresses of packets to a host; none if that is this host, or its name does not resolve."""
     with contextlib.suppress(OSError):
         for address in resolve(name):
-            if not is_loopback(address):
-                return address
-    for family, elsewhere in _ELSEWHERE:
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((elsewhere, 9))  # sends nothing
-            return str(probe.getsockname()[0])
-    # No way out: a network of its own, as of test hosts and of clusters without a gateway.
-    for addresses in interface_addresses().values():
-        for address in addresses:
-            if not is_loopback(address) and "%" not in address:
-                return address
-    return name
+            source = _source_address(address)
+            # A host that sends to itself uses the address to which it sends.
+            if source is not None and source != address and not is_loopback(address):
+                yield source
+
+
+def _source_address(target: str) -> str | None:
+    """The source address of packets to ``target``; None where no route leads there."""
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 9))  # for a datagram socket this sends nothing
+        return str(probe.getsockname()[0])
+    return None
 
 
 def holder_of_port(port: int) -> str:
-    """Which process listens on a port of this host, as far as /proc shows it to this user; empty if it does not."""
+    """The process that listens on a port of this host, for people; empty where /proc does not show it to this user."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/net/{table}") as file:

@@ -1,7 +1,7 @@
-"""Which device a rank computes on, through ``torch.accelerator``, so that no vendor's calls are made here.
+"""The device on which a rank computes, found through ``torch.accelerator``, so no vendor's functions are called here.
 
-A rank takes the device with the index of its local rank. Where its launcher has hidden all devices but the rank's own
-(Slurm's ``--gpus-per-task``), that one is number 0, whatever the local rank is.
+A rank takes the device with the index of its local rank. If its launcher has hidden all devices but the rank's own
+(srun with ``--gpus-per-task``), that one is number 0, whatever the local rank is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from phalanx import settings
 from phalanx.errors import DeviceError
+from phalanx.place.launchers import OWN_DEVICES
 
 __all__ = [
     "Accelerator",
@@ -30,10 +31,10 @@ __all__ = [
     "shared_devices",
 ]
 
-# Packages that make torch know their devices once they are imported. Newer ones do so at `import torch` themselves.
+# Packages that must be imported for torch to know their devices. Newer ones are loaded by `import torch`.
 _PLUGINS = ("torch_npu", "torch_xla", "intel_extension_for_pytorch", "torch_mlu", "torch_musa")
 
-# What hides devices from a process, in the order in which they are asked.
+# Variables that hide devices from a process, in the order in which they are read.
 _MASKS = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -44,9 +45,6 @@ _MASKS = (
     "MUSA_VISIBLE_DEVICES",
     "TPU_VISIBLE_CHIPS",
 )
-
-# Set where each rank was given devices of its own, numbered from 0.
-_OWN_DEVICES = ("SLURM_GPUS_PER_TASK",)
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Accelerator:
 
 
 def find_accelerator(environment: Mapping[str, str] | None = None) -> Accelerator | None:
-    """What this process sees, or None on a machine without accelerators.
+    """The accelerators that this process sees, or None if it sees none.
 
     Args:
         environment: where the masks are read; ``os.environ`` by default.
@@ -73,7 +71,7 @@ def find_accelerator(environment: Mapping[str, str] | None = None) -> Accelerato
     environment = os.environ if environment is None else environment
     for plugin in _PLUGINS:
         if find_spec(plugin) is not None:
-            with contextlib.suppress(Exception):  # a plugin that does not fit this torch is as good as none
+            with contextlib.suppress(Exception):  # a plugin may not fit this torch; its devices cannot be used then
                 import_module(plugin)
     if not torch.accelerator.is_available():
         return None
@@ -94,17 +92,17 @@ def choose_device(
 ) -> torch.device:
     """The device of one rank.
 
-    All ranks of a host come to the same verdict where there are too few devices, so none is left waiting.
+    If a host has too few devices, all of its ranks raise, so none waits for one that has raised.
 
     Args:
         rank: the rank, for errors.
         local_rank, local_world_size: its number on this host, and how many there are.
         wanted: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes what ``PHALANX_DEVICE`` says, else the accelerator.
-        accelerator: what the process sees.
+        accelerator: the accelerators that the process sees.
         environment: ``os.environ`` by default.
 
     Raises:
-        DeviceError: what is wanted is not there, or this host has more ranks than devices.
+        DeviceError: the device that is wanted is not there, or this host has more ranks than devices.
     """
     environment = os.environ if environment is None else environment
     asked = wanted if wanted is not None else environment.get(settings.DEVICE) or None
@@ -135,7 +133,7 @@ def choose_device(
 
 
 def _index(local_rank: int, local_world_size: int, accelerator: Accelerator, environment: Mapping[str, str]) -> int:
-    own = any(environment.get(name) for name in _OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask)
+    own = any(environment.get(name) for name in OWN_DEVICES) or (accelerator.count == 1 and accelerator.mask)
     if own:
         return 0
     if local_world_size > accelerator.count or local_rank >= accelerator.count:
@@ -148,10 +146,10 @@ def _index(local_rank: int, local_world_size: int, accelerator: Accelerator, env
 
 
 def open_device(device: torch.device, rank: int) -> None:
-    """Make ``device`` the current one, and find out now whether it can be used.
+    """Make ``device`` the current one, and fail now if it cannot be used.
 
     Raises:
-        DeviceError: it cannot; the vendor's reason is in the message.
+        DeviceError: it cannot be used; the vendor's reason is in the message.
     """
     if device.type in ("cpu", "meta"):
         return
@@ -160,15 +158,15 @@ def open_device(device: torch.device, rank: int) -> None:
         torch.empty(1, device=device)
     except RuntimeError as error:
         raise DeviceError(
-            f"rank {rank} could not open {device}: {_first_line(error)}. Another process may have it to itself, or it "
-            f"is broken; the vendor's tool (nvidia-smi, rocm-smi, npu-smi) shows who uses it"
+            f"rank {rank} could not open {device}: {_first_line(error)}. Another process may use it exclusively, or it "
+            f"is broken; the vendor's tool (nvidia-smi, rocm-smi, npu-smi) shows which processes use it"
         ) from error
 
 
 def physical_device(device: torch.device, accelerator: Accelerator | None) -> str:
-    """What tells one device of a host from another, whatever each process sees: its id, or what the mask says.
+    """A name that only one device of a host has, whatever each process sees: its id or its entry in the mask.
 
-    Empty for the CPU, which ranks share, and where nothing tells.
+    Empty for the CPU, which ranks share.
     """
     if device.type in ("cpu", "meta") or accelerator is None:
         return ""
@@ -188,7 +186,7 @@ def shared_devices(hosts: Sequence[str], devices: Sequence[str]) -> list[tuple[s
     """The devices that several ranks took: host, device, ranks.
 
     Args:
-        hosts: the host of each rank, by anything that tells one from another.
+        hosts: the host of each rank, by anything that distinguishes one host from another.
         devices: :func:`physical_device` of each rank.
     """
     ranks_of: dict[tuple[str, str], list[int]] = {}
@@ -199,7 +197,7 @@ def shared_devices(hosts: Sequence[str], devices: Sequence[str]) -> list[tuple[s
 
 
 def hint_for_one_process(launcher: str, device: torch.device, accelerator: Accelerator | None) -> str:
-    """What to tell somebody who started one process on a machine with several devices; empty for all others."""
+    """A hint for users who started one process on a machine with several devices; empty for all others."""
     if launcher != "none" or accelerator is None or accelerator.count < 2 or device.type == "cpu":
         return ""
     return (

@@ -1,11 +1,11 @@
-"""What training frameworks look for in the environment, where it is not what launchers set.
+"""Variables that training frameworks read and launchers do not set.
 
-torchrun's variables are what Hugging Face Trainer, Accelerate and Lightning understand. Two things they do not tell:
+Hugging Face Trainer, Accelerate and Lightning understand the variables of torchrun. In two cases those do not suffice:
 
 - Accelerate, and Trainer with it, takes several processes without an accelerator for as many jobs of one process each,
-  unless ACCELERATE_USE_CPU is set (``accelerate launch --cpu`` does). Nothing is said; every rank trains alone.
-- Ranks that an MPI or a batch system started do not have torchrun's variables at all. ``phalanx.init()`` knows what
-  would be in them, and :func:`announce` puts it there for as long as the world exists.
+  unless ACCELERATE_USE_CPU is set (``accelerate launch --cpu`` sets it). No message says so; every rank trains alone.
+- Ranks that an MPI or a batch system started do not have torchrun's variables at all. ``phalanx.init()`` knows their
+  values, and :func:`announce` sets them for as long as the world exists.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.system.device_files import accelerator_files
-from phalanx.system.interfaces import outward_address
+from phalanx.system.interfaces import LOOPBACK, outward_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -26,10 +26,10 @@ __all__ = ["announce", "cpu_settings", "second_meeting_point", "withdraw"]
 
 
 def cpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """What tells frameworks that this rank of several computes on the CPU; nothing if it may have an accelerator.
+    """Variables by which frameworks see that this rank of several computes on the CPU; none if it may not.
 
     Args:
-        environment: the rank's: WORLD_SIZE, PHALANX_DEVICE, and the user's own ACCELERATE_USE_CPU, which holds.
+        environment: the rank's, with WORLD_SIZE and PHALANX_DEVICE. ACCELERATE_USE_CPU in it is the user's, and stays.
     """
     alone = environment.get("WORLD_SIZE", "1") == "1"
     on_cpu = environment.get(settings.DEVICE, "").partition(":")[0] == "cpu" or not accelerator_files()
@@ -39,14 +39,14 @@ def cpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def second_meeting_point(store: Store, rank: int, *, one_host: bool) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT for what opens a store of its own beside the world's (``torch.distributed.rpc``).
+    """MASTER_ADDR and MASTER_PORT for libraries that open a store beside the world's (``torch.distributed.rpc``).
 
     Every rank calls it. A rank that has both in its environment keeps them. The others get rank 0's host and a port
     that is free there now; the world's own store listens on another.
 
     Args:
-        store: the world's.
-        rank: this process's.
+        store: the world's store.
+        rank: this process's rank.
         one_host: whether all ranks are on one host, so that loopback is enough.
     """
     given = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
@@ -54,7 +54,7 @@ def second_meeting_point(store: Store, rank: int, *, one_host: bool) -> dict[str
         with socket.socket() as probe:
             probe.bind(("", 0))
             free = str(probe.getsockname()[1])
-        own = given.get("MASTER_ADDR") or ("127.0.0.1" if one_host else outward_address(socket.gethostname()))
+        own = given.get("MASTER_ADDR") or (LOOPBACK if one_host else outward_address())
         store.set("second", f"{given.get('MASTER_PORT', free)} {own}")
     if len(given) == 2:
         return given
@@ -66,7 +66,7 @@ def announce(values: Mapping[str, str]) -> dict[str, str | None]:
     """Put these variables into this process's environment, and so into that of the processes it will start.
 
     Returns:
-        What :func:`withdraw` needs: the variables that were changed, with what they said before.
+        The variables that were changed, with their former values, for :func:`withdraw`.
     """
     before = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
     os.environ.update(values)

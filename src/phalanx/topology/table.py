@@ -51,7 +51,7 @@ def format_rank_table(
     width: int | None = None,
     color: bool = False,
 ) -> str:
-    """Write the table as text that ends in a newline.
+    """The table as text that ends in a newline.
 
     Up to 16 ranks have a line each; if there are more, each node has one.
 

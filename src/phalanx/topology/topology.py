@@ -1,8 +1,8 @@
-"""Where everyone is: gathered from the ranks themselves, and compared with what the launcher said.
+"""Where every rank is: gathered from the ranks themselves, and compared with what the launcher said.
 
-Nodes are hosts in the order in which they first appear when the ranks are counted up. No arithmetic on ranks: whether
-they were placed block by block, in turn or unequally, and whether a launcher numbers its nodes otherwise, makes no
-difference.
+Nodes are hosts, in the order in which they first appear when the ranks are counted up. A node's index is never computed
+from a rank, so it makes no difference whether ranks are placed in blocks, in turn or unequally, and how a launcher
+numbers its nodes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """What one rank says of itself.
+    """Where one rank is, as it reports itself.
 
     Attributes:
-        rank: which.
+        rank: its number in the world.
         host: where it runs.
         pid: its process id there.
-        launcher: what started it.
-        local_rank, local_world_size, node_rank: what its launcher said, None where it did not.
+        launcher: the name of the launcher that started it.
+        local_rank, local_world_size, node_rank: what its launcher said; None for what it did not say.
     """
 
     rank: int
@@ -79,12 +79,12 @@ class Topology:
 
 
 def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology:
-    """Tell the others where this rank is, and learn where they are. Every rank calls it, with a new store.
+    """Report to the other ranks where this rank is, and learn where they are. Every rank calls it, with a new store.
 
-    Costs two round trips of the store for a rank; rank 0 makes one for each.
+    It costs each rank two round trips to the store, and rank 0 one for each rank.
 
     Args:
-        store: in which the ranks meet; nobody may have written to it for this purpose before.
+        store: the store in which the ranks meet; no rank may have written to it for this purpose before.
         place: what the launcher said.
         host: where this process is.
         timeout_s: how long to wait for the other ranks, in seconds.
@@ -99,7 +99,7 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
     if place.world_size == 1:
         return arrange([report])
     own = json.dumps(asdict(report))
-    # The first of a rank is entered, and a second one sees that it is not the one.
+    # The first process of a rank is entered. A second one finds the first one's entry in place of its own.
     entered = store.compare_set(f"report/{place.rank}", "", own).decode()
     if entered != own:
         other = _parse(entered)
@@ -115,7 +115,7 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
         store.wait(["reports"], timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise InitializationError(
-            f"rank {place.rank} did not hear from rank 0 within {timeout_s:.0f} s where all ranks are: {error}"
+            f"rank {place.rank} did not learn from rank 0 within {timeout_s:.0f} s where all ranks are: {error}"
         ) from error
     everyone = json.loads(store.get("reports"))
     return arrange([_parse(entry) for entry in everyone])
@@ -127,7 +127,7 @@ def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
     for rank in range(world_size):
         try:
             store.wait([f"report/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:  # torch has several for this, by the kind of store
+        except RuntimeError as error:  # torch's stores raise different errors for this, all of this kind
             missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
             raise InitializationError(
                 f"after {timeout_s:.0f} s rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of "
@@ -143,10 +143,10 @@ def _parse(entry: str) -> Whereabouts:
 
 
 def arrange(reports: Sequence[Whereabouts]) -> Topology:
-    """Number the hosts and the ranks on each.
+    """Number the hosts, and the ranks on each host.
 
     Args:
-        reports: of all ranks, in rank order.
+        reports: the reports of all ranks, in rank order.
 
     Raises:
         LauncherEnvironmentError: the launcher's local ranks on a host are not 0 to their number - 1.
@@ -168,7 +168,7 @@ def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereab
         return members, ""
     if _agree(members):
         return sorted(members, key=lambda member: member.local_rank or 0), ""
-    # Several agents on one host (torchrun twice, to try two nodes on one machine): each counts its own.
+    # With several agents on one host (torchrun twice, to try two nodes on one machine), each numbers its own ranks.
     agents: dict[int | None, list[Whereabouts]] = {}
     for member in members:
         agents.setdefault(member.node_rank, []).append(member)
@@ -186,12 +186,12 @@ def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereab
     raise LauncherEnvironmentError(
         f"{members[0].launcher} contradicts what the ranks see: on {host.name} there {_are(members)}, and by the "
         f"launcher {said}{more}. If each rank runs in a container of its own, set {settings.HOST} to the same name for "
-        f"all ranks of a host; otherwise look whether a variable was left by another job"
+        f"all ranks of a host; otherwise check whether a variable was left by another job"
     )
 
 
 def _agree(members: Sequence[Whereabouts]) -> bool:
-    """Whether the launcher's local ranks on a host are 0 to their number - 1, and it counts as many."""
+    """Whether the launcher's local ranks on a host are 0 to n - 1 for its n ranks, and its local world size is n."""
     return sorted(-1 if member.local_rank is None else member.local_rank for member in members) == list(
         range(len(members))
     ) and all(member.local_world_size in (None, len(members)) for member in members)

@@ -1,20 +1,19 @@
 """The hosts a job runs on, as the user wrote them, and which rank goes where.
 
-Every MPI has flags of its own for this, and they disagree: without counts Hydra deals ranks out in turn while Open
-MPI fills the first host, and Intel MPI applies ``a:1,b:3`` to the hosts in another order. So there is one rule here
-(hosts in the order they are written, each filled before the next), and each launcher is told the exact counts.
+Every MPI launcher has options of its own for this, and the same words mean different placements: without counts one
+deals ranks out in turn where another fills the first host, and one applies ``a:1,b:3`` to the hosts in another order.
+So there is one rule here (hosts in the order they are written, each filled before the next), and every launcher gets
+the exact counts.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
 
-__all__ = ["HostSlots", "address_towards", "fill_hosts", "own_address", "parse_hosts", "read_hostfile"]
+__all__ = ["HostSlots", "fill_hosts", "parse_hosts", "read_hostfile"]
 
 
 @dataclass(frozen=True)
@@ -22,8 +21,8 @@ class HostSlots:
     """A host and how many ranks it takes.
 
     Attributes:
-        name: what the launcher is given: a name or an address.
-        slots: how many ranks; None if the user left it open.
+        name: the host's name or address, as the launcher gets it.
+        slots: how many ranks; None if the user did not say.
     """
 
     name: str
@@ -34,7 +33,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
     """Read ``--hosts``: names separated by commas, each with the number of its ranks after a colon.
 
     Raises:
-        LaunchError: a name is missing, stands twice, or has no sensible number. The message shows it.
+        LaunchError: a name is missing or listed twice, or its number is not one of ranks. The message shows it.
     """
     return _unique([_entry(part.strip(), f"--hosts {text}") for part in text.split(",")], f"--hosts {text}")
 
@@ -42,10 +41,10 @@ def parse_hosts(text: str) -> list[HostSlots]:
 def read_hostfile(path: str) -> list[HostSlots]:
     """Read ``--hostfile``: one host a line, as ``h1``, ``h1:4`` or ``h1 slots=4``; # begins a comment.
 
-    Lines of one name that follow each other count together, since batch systems write a line for each slot.
+    Consecutive lines with the same name are added up, since batch systems write a line for each slot.
 
     Raises:
-        LaunchError: the file cannot be read, names no host, or a line is none of these.
+        LaunchError: the file cannot be read, names no host, or has a line of another form.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -79,7 +78,7 @@ def _entry(text: str, where: str) -> HostSlots:
     if not colon:
         return HostSlots(name)
     if not count.isdecimal() or int(count) < 1:
-        raise LaunchError(f"{where}: {text!r}: after the colon stands how many ranks the host takes, at least 1")
+        raise LaunchError(f"{where}: {text!r}: the number after the colon is how many ranks the host takes, at least 1")
     return HostSlots(name, int(count))
 
 
@@ -87,17 +86,17 @@ def _unique(hosts: list[HostSlots], where: str) -> list[HostSlots]:
     names = [host.name for host in hosts]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise LaunchError(f"{where}: {twice[0]} stands twice; write each host once, with the number of its ranks")
+        raise LaunchError(f"{where}: {twice[0]} is listed twice; list each host once, with the number of its ranks")
     return hosts
 
 
 def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = None) -> list[HostSlots]:
-    """Share the ranks out: each host is filled before the next one, in the order they were written.
+    """Distribute the ranks: each host is filled before the next one, in the order they were written.
 
     Args:
         hosts: where ranks may run.
         ranks: how many; None for as many as there are slots.
-        ppn: the most that a host may take, and what it takes where its own number was left open.
+        ppn: the most ranks that a host may take, and how many it takes if the user did not say.
 
     Returns:
         The hosts that get a rank, each with the number it gets.
@@ -122,46 +121,3 @@ def fill_hosts(hosts: Sequence[HostSlots], ranks: int | None, ppn: int | None = 
         if here:
             filled.append(HostSlots(host.name, here))
     return filled
-
-
-def address_towards(names: Iterable[str]) -> str:
-    """The address of this host that processes on those hosts reach it by.
-
-    It is the one this host would itself use to reach the first of them that is another machine, so it lies on the
-    network they share. A name that does not resolve says nothing: a launcher may know names that nobody else does.
-
-    Args:
-        names: the hosts; loopback is enough if they all are this one.
-    """
-    for name in names:
-        try:
-            found = socket.getaddrinfo(name, 9, socket.AF_INET, socket.SOCK_DGRAM)
-        except OSError:
-            continue
-        own = _source_address(found[0][4][0])
-        # Whoever sends to himself uses the address he sends to.
-        if own is not None and own != found[0][4][0]:
-            return own
-    return "127.0.0.1"
-
-
-def own_address() -> str:
-    """An address of this host for hosts that are not known yet: the one of its default route, or of its name."""
-    # A datagram socket's connect sends nothing; the address is one that is reserved for documents.
-    own = _source_address("192.0.2.1")
-    if own is not None:
-        return own
-    try:
-        return socket.gethostbyname(os.uname().nodename)
-    except OSError:
-        return "127.0.0.1"
-
-
-def _source_address(target: str | int) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((target, 9))
-        except OSError:
-            return None
-        address: str = probe.getsockname()[0]
-        return address

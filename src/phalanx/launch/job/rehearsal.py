@@ -1,10 +1,10 @@
 """``--rehearse``: ranks placed as if on several hosts, all of them on this one.
 
-What a rank is told is what a launcher on such a cluster tells it (node rank, local rank, ranks beside it), and it
-reports the rehearsed host as its own (PHALANX_HOST), so nodes, groups and the table come out as they will there. Three
-things cannot be rehearsed, and the launcher says so: devices are the CPU; groups that span hosts share memory, where
-the cluster has a network between them, because Gloo among hundreds of ranks on a few cores would time the rehearsal and
-not the program; and the machine's own name (``socket.gethostname()``) stays what it is.
+A rank gets the variables that a launcher on such a cluster sets (node rank, local rank, ranks on its host), and reports
+the rehearsed host as its own (PHALANX_HOST). So nodes, groups and the table are those that the cluster will have. Three
+things cannot be rehearsed, and the launcher prints so. Devices are the CPU. Groups that span hosts share memory
+instead of a network, because Gloo among hundreds of ranks on a few cores would measure the rehearsal, not the program.
+And the name that a script asks of the machine itself (``socket.gethostname()``) is this machine's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOW = "Say --rehearse 2x4 for two hosts with four ranks each, or --rehearse 1,3
 
 @dataclass(frozen=True)
 class Seat:
-    """Where one rank sits: its node rank, and its local rank there."""
+    """Where one rank is placed: its node rank, and its local rank there."""
 
     node_rank: int
     local_rank: int
@@ -34,12 +34,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Hosts that are not there.
+    """The hosts of a rehearsal, which do not exist.
 
     Attributes:
         hosts: how many ranks each takes, by node rank.
-        placement: ``block`` fills one host after the other; ``cyclic`` gives each host one rank in turn, as long as it
-            takes any.
+        placement: ``block`` fills one host after the other; ``cyclic`` gives each host one rank in turn, until it is
+            full.
         given: what the user wrote.
     """
 
@@ -53,20 +53,20 @@ class Rehearsal:
         return sum(self.hosts)
 
     def host(self, node_rank: int) -> str:
-        """The name of a host that is not there."""
+        """The name of a rehearsed host."""
         return f"node{node_rank}"
 
     def seats(self) -> list[Seat]:
-        """Where every rank sits, in rank order."""
+        """The seats of all ranks, in rank order."""
         if self.placement == "block":
             return [Seat(node, local) for node, count in enumerate(self.hosts) for local in range(count)]
         rounds = range(max(self.hosts))
         return [Seat(node, turn) for turn in rounds for node, count in enumerate(self.hosts) if turn < count]
 
     def environment(self, node_rank: int) -> dict[str, str]:
-        """What a rank on this host is given beside what every launcher gives."""
-        # torch's store asks the name server for the name of 127.0.0.1, for a line of a log. Hundreds of ranks ask at
-        # once, and where it drops some of the questions, each of those ranks would wait 5 s before it asks again.
+        """Variables that a rank on this host gets beside those that every launcher sets."""
+        # torch's store asks the name server for the name of 127.0.0.1, for a line in its log. Hundreds of ranks ask at
+        # once, and a rank whose question is dropped would wait 5 s before it asks again.
         patience = {} if "RES_OPTIONS" in os.environ else {"RES_OPTIONS": "timeout:1 attempts:5"}
         return {
             **patience,
@@ -78,12 +78,12 @@ class Rehearsal:
         }
 
     def title(self, host: str) -> str:
-        """What the table's title says of it."""
+        """The rehearsal in the title of the rank table."""
         hosts = f"{len(self.hosts)} host" + ("s" if len(self.hosts) > 1 else "")
         return f"rehearsed: {hosts} on {host}"
 
     def note(self) -> str:
-        """What is not as it will be there, in one line."""
+        """The differences from the cluster, in one line."""
         between = ", groups that span hosts use shared memory in place of the network" if len(self.hosts) > 1 else ""
         return f"a rehearsal: ranks compute on the CPU{between}, and all share this machine's cores and memory"
 
@@ -92,7 +92,7 @@ def parse_rehearsal(text: str, placement: Placement = "block") -> Rehearsal:
     """Read ``NODESxRANKS``, or the ranks of each host separated by commas.
 
     Raises:
-        LaunchError: it is neither, or a host or all of them would be empty; the message says how to write it.
+        LaunchError: it is neither, or there would be no host, or one without ranks; the message says how to write it.
     """
     numbers: tuple[int, ...]
     if match := re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*", text):

@@ -15,17 +15,13 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from phalanx.launch.job.mpi_launcher import SHARED_MEMORY
+
 __all__ = ["SharedMemoryWatch"]
 
 FOLDER = "/dev/shm"
-_NAMES = re.compile(
-    r"mpich_shm_|mpich_shar_"  # MPICH
-    r"|sm_segment\.|vader_segment\.|pmix-|prte"  # Open MPI 5 and 4, its PMIx
-    r"|\d+:\d+:\d+$|fi_shm|efa_shm|psm2_shm|psm3_shm"  # libfabric, which Intel MPI uses
-    r"|Intel_MPI|shm_impi|impi_"
-    r"|ucx_shm|ucx_"
-    r"|torch_\d+_|sem\."
-)
+# Beside the libraries' names those of torch's workers and of POSIX semaphores.
+_NAMES = re.compile(rf"{SHARED_MEMORY.pattern}|torch_\d+_|sem\.")
 _IN_CREATE, _IN_MOVED_TO, _IN_NONBLOCK, _IN_CLOEXEC = 0x100, 0x80, 0o4000, 0o2000000
 _libc = ctypes.CDLL(None, use_errno=True)
 

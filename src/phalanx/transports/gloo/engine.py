@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from phalanx.system.interfaces import chosen_interface, outward_address
+from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_address
 
 __all__ = ["AttachedGloo", "lazy_gloo"]
 
@@ -38,13 +37,13 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
     if one_host:
-        device = ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
+        device = ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=True)
     elif os.environ.get("GLOO_SOCKET_IFNAME"):
         device = ProcessGroupGloo.create_default_device(lazy_init=True)
     elif (chosen := chosen_interface()) is not None:
         device = ProcessGroupGloo.create_device(interface=chosen[0], lazy_init=True)
     else:
         # Not Gloo's default, which is what the host's name means: that may be loopback.
-        device = ProcessGroupGloo.create_device(hostname=outward_address(socket.gethostname()), lazy_init=True)
+        device = ProcessGroupGloo.create_device(hostname=outward_address(), lazy_init=True)
     options._devices = [device]
     return AttachedGloo(store, rank, size, options)

@@ -10,9 +10,6 @@ from phalanx.rendezvous.meet import Broadcast
 
 __all__ = ["mpi_broadcast"]
 
-# Those that start ranks of MPI.
-LAUNCHERS = frozenset(("mpich", "intelmpi", "openmpi", "mvapich", "pals", "lsf", "azureml"))
-
 
 def mpi_broadcast(place: Place) -> Broadcast | None:
     """MPI's broadcast from rank 0, if ``place`` is one of MPI's and mpi4py is installed.
@@ -20,7 +17,7 @@ def mpi_broadcast(place: Place) -> Broadcast | None:
     Nothing is imported and MPI is not started before it is used; the backend ``mpi`` then shares it. All ranks must use
     it alike.
     """
-    if place.launcher not in LAUNCHERS or importlib.util.find_spec("mpi4py") is None:
+    if not place.traits.starts_mpi or importlib.util.find_spec("mpi4py") is None:
         return None
 
     def broadcast(words: str | None) -> str:

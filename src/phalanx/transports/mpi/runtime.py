@@ -25,6 +25,7 @@ from typing import Any
 from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.native.core import library
+from phalanx.place.launchers import MPI_SIZES
 from phalanx.transports.mpi.notices import Notices
 
 __all__ = ["MISSING", "Runtime", "running", "start"]
@@ -36,8 +37,6 @@ MISSING = (
 # How long the interpreter has for its end after an exception, before the whole job is ended without waiting for it.
 # What may hold it up is a thread that is no daemon.
 GRACE_S = 0.4
-# What mpiexec tells its processes, by library: the number of ranks.
-_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 _runtime: Runtime | None = None
 
@@ -181,7 +180,7 @@ class Runtime:
     def _require_one_world(self) -> None:
         if self.world.size > 1:
             return
-        for variable in _SIZES:
+        for variable in sorted(MPI_SIZES):
             told = os.environ.get(variable, "1")
             if told.isdigit() and int(told) > 1:
                 raise InitializationError(

@@ -1,0 +1,108 @@
+"""Which host this is, and by which address others reach it: one answer each, wherever they are asked for."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import InitializationError
+from phalanx.launch.job.host_slots import parse_hosts
+from phalanx.launch.job.job import make_job
+from phalanx.launch.job.mpi_launcher import MpiLauncher
+from phalanx.launch.job.target import Target
+from phalanx.launch.mpi import keeper
+from phalanx.system import interfaces
+from phalanx.system.host import machine_name, this_host
+from phalanx.system.interfaces import is_other_host, outward_address
+
+PACKAGE = Path(__file__).parents[2] / "src" / "phalanx"
+TARGET = Target("program", "true", "/bin/true", ("true",))
+HYDRA = MpiLauncher("mpich", "Hydra", "/bin/mpiexec")
+
+
+@pytest.fixture
+def two_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with a name that means loopback, a default route by eth0, and a network of its own for ib0."""
+    here = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.3", "fd00::3"], "ib0": ["fd01::3", "10.1.0.3"], "down0": []}
+    names = {machine_name(): ["127.0.1.1"], "other": ["10.0.0.4"], "fast": ["10.1.0.4"], "alias": ["10.0.0.3"]}
+    ways = {"192.0.2.1": "10.0.0.3", "10.0.0.4": "10.0.0.3", "10.1.0.4": "10.1.0.3"}
+
+    def resolve(name: str) -> list[str]:
+        if name not in names and not name[0].isdigit():
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return names.get(name, [name])
+
+    monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
+    monkeypatch.setattr(interfaces, "interface_addresses", lambda: here)
+    monkeypatch.setattr(interfaces, "resolve", resolve)
+    monkeypatch.setattr(
+        interfaces,
+        "_source_address",
+        lambda target: target if any(target in own for own in here.values()) else ways.get(target),
+    )
+
+
+@pytest.mark.usefixtures("two_networks")
+def test_others_reach_this_host_by_the_chosen_interface_else_by_the_way_to_them() -> None:
+    assert outward_address() == "10.0.0.3"
+    assert outward_address(["no-such-name", "alias", "fast"]) == "10.1.0.3"
+    assert outward_address(["fast"], {"PHALANX_INTERFACE": "eth0"}) == "10.0.0.3"
+    assert outward_address([], {"PHALANX_INTERFACE": "ib0"}) == "fd01::3"
+    assert outward_address([], {"PHALANX_INTERFACE": "ib0"}, ipv4_only=True) == "10.1.0.3"
+    with pytest.raises(InitializationError, match="has no address on it"):
+        outward_address([], {"PHALANX_INTERFACE": "down0"})
+
+
+@pytest.mark.usefixtures("two_networks")
+def test_another_host_is_one_that_packets_leave_for() -> None:
+    assert is_other_host("other")
+    assert not any(map(is_other_host, ("alias", machine_name(), "127.0.0.1", "no-such-name")))
+
+
+@pytest.mark.usefixtures("two_networks")
+@pytest.mark.parametrize(
+    ("hosts", "interface", "environment", "address"),
+    [
+        ("alias:1,127.0.0.1:1", None, {}, "127.0.0.1"),
+        ("no-such-name:2", None, {}, "127.0.0.1"),
+        ("alias:1,fast:1", None, {}, "10.1.0.3"),
+        ("alias:1,other:1", "ib0", {}, "10.1.0.3"),
+        ("alias:1,other:1", None, {"PHALANX_INTERFACE": "ib0"}, "10.1.0.3"),
+        # An interface that only the ranks' hosts have.
+        ("alias:1,fast:1", "hsn0", {}, "10.1.0.3"),
+        ("", None, {}, "127.0.0.1"),
+        ("", None, {"SLURM_JOB_ID": "7"}, "10.0.0.3"),
+        ("", "ib0", {"SLURM_JOB_ID": "7"}, "10.1.0.3"),
+    ],
+)
+def test_the_launcher_is_reached_by_the_same_address(
+    hosts: str, interface: str | None, environment: dict[str, str], address: str
+) -> None:
+    job = make_job(
+        None if hosts else 2,
+        TARGET,
+        mpi=HYDRA,
+        hosts=parse_hosts(hosts) if hosts else (),
+        interface=interface,
+        environment=environment,
+    )
+    assert job.address == address
+
+
+def test_a_rank_of_an_mpi_launcher_reports_the_host_that_it_reports_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = keeper._host()
+    assert (said["host"], said["machine"].split()) == (
+        this_host().name,
+        [this_host().boot_id, this_host().pid_namespace],
+    )
+    monkeypatch.setenv("PHALANX_HOST", "h7")
+    assert keeper._host()["host"] == this_host().name == "h7"
+
+
+def test_the_machines_name_is_asked_for_in_one_file() -> None:
+    asks = re.compile(r"socket\.gethostname|platform\.node\b|\.nodename\b|import gethostname")
+    found = [path for path in sorted(PACKAGE.rglob("*.py")) if asks.search(path.read_text().replace("``socket.", "``"))]
+    assert [str(path.relative_to(PACKAGE)) for path in found] == ["system/host.py"]
