@@ -32,8 +32,8 @@ from typing import Any
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
 from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
+from phalanx.launch.rank.descriptors import Descriptors, open_descriptors
 from phalanx.launch.rank.start import RankStart
-from phalanx.launch.rank.wires import Wires, open_wires
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.system import processes
 from phalanx.system.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
@@ -85,13 +85,13 @@ def launch(job: Job) -> RankStart | int:
     }
     file_limit = raise_file_limit()
     check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
-    wires = open_wires(job.ranks, job.run_id, job.address)
+    descriptors = open_descriptors(job.ranks, job.run_id, job.address)
     for stream in (sys.stdout, sys.stderr):
         # A fork would copy what is still in the buffers.
         if stream is not None:
             stream.flush()
     processes.adopt_orphans()
-    supervisor = _Supervisor(job, wires)
+    supervisor = _Supervisor(job, descriptors)
     supervisor.listen_to_signals()
     pid = os.getpid()
     zygote = os.fork()
@@ -101,16 +101,16 @@ def launch(job: Job) -> RankStart | int:
             # Not at the top: it is a room of its own, which only this option enters.
             from phalanx.launch.mpi.relay import serve_mpi
 
-            serve_mpi(job, wires, handlers)
-        return serve(job, wires, Inheritance(handlers, file_limit), pid)
-    wires.keep_supervisor_ends()
+            serve_mpi(job, descriptors, handlers)
+        return serve(job, descriptors, Inheritance(handlers, file_limit), pid)
+    descriptors.keep_supervisor_ends()
     return supervisor.run(zygote)
 
 
 class _Supervisor:
-    def __init__(self, job: Job, wires: Wires) -> None:
+    def __init__(self, job: Job, descriptors: Descriptors) -> None:
         self.job = job
-        self.wires = wires
+        self.descriptors = descriptors
         self.zygote = 0
         self.started_at: float | None = None
         self.interrupted: int | None = None
@@ -132,9 +132,9 @@ class _Supervisor:
         out_prefixes = make_prefixes(count, color=console.out.color) if self.job.prefix else nothing
         err_prefixes = make_prefixes(count, color=console.err.color) if self.job.prefix else nothing
         ranks = []
-        for rank, wires in enumerate(self.wires.ranks):
-            out = _Stream(rank, wires.out_read, console.out, LineAssembler(out_prefixes[rank]))
-            err = _Stream(rank, wires.err_read, console.err, LineAssembler(err_prefixes[rank]))
+        for rank, ends in enumerate(self.descriptors.ranks):
+            out = _Stream(rank, ends.out_read, console.out, LineAssembler(out_prefixes[rank]))
+            err = _Stream(rank, ends.err_read, console.err, LineAssembler(err_prefixes[rank]))
             ranks.append(_Rank(streams=[out, err]))
         return ranks
 
@@ -158,14 +158,14 @@ class _Supervisor:
         """Watch the job to its end; return the launcher's exit code."""
         self.zygote = zygote
         _release_input()
-        self.selector.register(self.wires.supervisor, selectors.EVENT_READ, self._on_zygote)
+        self.selector.register(self.descriptors.supervisor, selectors.EVENT_READ, self._on_zygote)
         self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
         for rank in self.ranks:
             for stream in rank.streams:
                 self.selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         if self.job.mpi is None:
             self._introduce()
-        self.wires.supervisor.send(do="start")
+        self.descriptors.supervisor.send(do="start")
         while self.zygote:
             self._turn()
         code = self._conclude()
@@ -249,7 +249,7 @@ class _Supervisor:
     # What the zygote says.
 
     def _on_zygote(self) -> None:
-        message = self.wires.supervisor.receive()
+        message = self.descriptors.supervisor.receive()
         if message is None:
             self._on_zygote_gone()
         elif message["event"] == "started":
@@ -267,7 +267,7 @@ class _Supervisor:
             self.rows = [RankRow(**row) for row in message["rows"]]
             self._introduce(message["notes"])
             if self.interrupted is None:
-                self.wires.supervisor.send(do="go")
+                self.descriptors.supervisor.send(do="go")
         elif message["event"] == "said":
             if not self.job.quiet:
                 self.console.write(self.console.err, f"{message['text']}\n".encode(errors="backslashreplace"))
@@ -294,8 +294,8 @@ class _Supervisor:
 
     def _on_zygote_gone(self) -> None:
         # Only now: the ranks may have inherited nothing of this socket, so its end is the zygote's end.
-        self.selector.unregister(self.wires.supervisor)
-        self.wires.supervisor.close()
+        self.selector.unregister(self.descriptors.supervisor)
+        self.descriptors.supervisor.close()
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
         if self.job.mpi is not None:
@@ -347,13 +347,13 @@ class _Supervisor:
     def _order(self, signum: int, spare: list[int] | None = None) -> None:
         self.ending = True
         grace_s = 0.0 if signum == signal.SIGKILL else self.job.grace_s
-        self.wires.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
+        self.descriptors.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
 
     def _all_ended(self) -> bool:
         return all(rank.status is not None for rank in self.ranks)
 
     def _report(self, rank: int) -> Report | None:
-        return read_report(self.wires.ranks[rank].report)
+        return read_report(self.descriptors.ranks[rank].report)
 
     def _winding_down(self) -> list[int]:
         """Ranks whose script has failed already; they may finish their exit handlers within the grace."""

@@ -33,10 +33,10 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import MASTER_ADDR, Job
 from phalanx.launch.job.target import compile_target
+from phalanx.launch.rank.descriptors import Descriptors, report_name
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
-from phalanx.launch.rank.store import host_store
-from phalanx.launch.rank.wires import Wires, report_name
+from phalanx.launch.rank.torch_store import host_store
 from phalanx.system import processes
 
 __all__ = ["Inheritance", "serve"]
@@ -74,7 +74,7 @@ class Inheritance:
 @dataclass
 class _Zygote:
     job: Job
-    wires: Wires
+    descriptors: Descriptors
     inheritance: Inheritance
     pids: dict[int, int] = field(default_factory=dict)
     store: int = 0
@@ -84,13 +84,13 @@ class _Zygote:
         """Live: prepare, wait for the order to start, fork, watch. Returns a start in each rank only."""
         try:
             compiled = self.prepare()
-            if self.wires.zygote.receive() is None:
+            if self.descriptors.zygote.receive() is None:
                 return None
             # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             start = self.start(compiled)
         except _Refusal as refusal:
-            self.wires.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
+            self.descriptors.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
             self.kill_everything()
             return None
         if start is not None:
@@ -137,22 +137,22 @@ class _Zygote:
         if self.job.target.is_python:
             pid = self._fork("the store could not be started")
             if pid == 0:
-                self.wires.zygote.close()
-                self.wires.close_rank_ends()
-                host_store(self.wires.listener, MASTER_ADDR, self.job.ranks, zygote)
+                self.descriptors.zygote.close()
+                self.descriptors.close_rank_ends()
+                host_store(self.descriptors.listener, MASTER_ADDR, self.job.ranks, zygote)
             self.store = pid
-        port = self.wires.port
+        port = self.descriptors.port
         # Rank 0 of another program opens the port itself; it is free from here on.
-        self.wires.listener.close()
+        self.descriptors.listener.close()
         code, spec = compiled
         rows = self.job.rows()
         for rank in range(self.job.ranks):
             pid = self._fork(f"only {rank} of {self.job.ranks} ranks could be started")
             if pid == 0:
-                self.wires.zygote.close()
-                self.wires.close_rank_ends(but=rank)
+                self.descriptors.zygote.close()
+                self.descriptors.close_rank_ends(but=rank)
                 own = self.job.environment(rank, port=port, rows=rows)
-                ends = self.wires.ranks[rank]
+                ends = self.descriptors.ranks[rank]
                 target = self.job.target_of(rows[rank].local_rank)
                 start = RankStart(rank, target, self.job.run_id, own, ends, code, spec, zygote)
                 start.cpus = self.job.cpus[rank] if self.job.cpus else ()
@@ -161,9 +161,9 @@ class _Zygote:
                     leave_siblings()
                 return start
             self.pids[rank] = pid
-        self.wires.close_rank_ends()
+        self.descriptors.close_rank_ends()
         pids = [self.pids[rank] for rank in range(self.job.ranks)]
-        self.wires.zygote.send(event="started", pids=pids, time=time.monotonic())
+        self.descriptors.zygote.send(event="started", pids=pids, time=time.monotonic())
         return None
 
     def _fork(self, otherwise: str) -> int:
@@ -179,7 +179,7 @@ class _Zygote:
     def watch(self, wakeup: int) -> None:
         """Reap ranks and carry out orders until no rank is left or the supervisor has gone."""
         poll = select.poll()
-        poll.register(self.wires.zygote.fileno(), select.POLLIN)
+        poll.register(self.descriptors.zygote.fileno(), select.POLLIN)
         poll.register(wakeup, select.POLLIN)
         while True:
             self._reap()
@@ -192,9 +192,9 @@ class _Zygote:
                 if descriptor == wakeup:
                     # A rank that has just written its report says so, long before it has ended.
                     if signal.SIGUSR1 in os.read(wakeup, 4096):
-                        self.wires.zygote.send(event="reported")
+                        self.descriptors.zygote.send(event="reported")
                     continue
-                order = self.wires.zygote.receive()
+                order = self.descriptors.zygote.receive()
                 if order is None:
                     return
                 self._end(order["signal"], order["grace_s"], order["spare"])
@@ -237,10 +237,10 @@ class _Zygote:
             if rank is not None:
                 del self.pids[rank]
                 self.kill_at.pop(rank, None)
-                self.wires.zygote.send(event="exited", rank=rank, status=status, time=now)
+                self.descriptors.zygote.send(event="exited", rank=rank, status=status, time=now)
             elif info.si_pid == self.store:
                 self.store = 0
-                self.wires.zygote.send(event="store lost", status=status)
+                self.descriptors.zygote.send(event="store lost", status=status)
 
     def _end_remains(self, rank: int, pid: int) -> None:
         """Kill what an ended rank left behind: it holds the rank's output open, its memory and its ports."""
@@ -259,12 +259,12 @@ class _Zygote:
         processes.end_descendants()
 
 
-def serve(job: Job, wires: Wires, inheritance: Inheritance, supervisor: int) -> RankStart:
+def serve(job: Job, descriptors: Descriptors, inheritance: Inheritance, supervisor: int) -> RankStart:
     """Be the zygote; called in the child of the supervisor's fork.
 
     Args:
         job: the job.
-        wires: its descriptors.
+        descriptors: those that were opened for it.
         inheritance: what the ranks get back.
         supervisor: the parent's process id.
 
@@ -280,8 +280,8 @@ def serve(job: Job, wires: Wires, inheritance: Inheritance, supervisor: int) -> 
     for signum in inheritance.handlers:
         signal.signal(signum, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    wires.keep_zygote_ends()
-    zygote = _Zygote(job, wires, inheritance)
+    descriptors.keep_zygote_ends()
+    zygote = _Zygote(job, descriptors, inheritance)
     pid = os.getpid()
     try:
         start = zygote.run()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.launch.mpi.wire import ERR, OUT, Channel
-from phalanx.launch.rank.wires import RankEnds
+from phalanx.launch.rank.descriptors import RankEnds
 
 __all__ = ["Member", "Pipe"]
 

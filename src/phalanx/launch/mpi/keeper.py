@@ -35,8 +35,8 @@ from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Lost, join
+from phalanx.launch.rank.descriptors import RankEnds, report_name
 from phalanx.launch.rank.start import RankStart, enter_rank
-from phalanx.launch.rank.wires import RankEnds, report_name
 from phalanx.system import processes
 
 __all__ = ["ASKED", "PASSED_ON", "keep"]

@@ -20,7 +20,7 @@ from phalanx import settings
 from phalanx.launch.job.job import Job
 from phalanx.launch.mpi.wire import Channel, Lost
 from phalanx.launch.output.failure import signal_name
-from phalanx.launch.rank.wires import Control
+from phalanx.launch.rank.descriptors import Control
 from phalanx.system import processes
 
 __all__ = ["Mpiexec"]

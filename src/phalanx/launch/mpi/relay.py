@@ -34,7 +34,7 @@ from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import RollCall, find_contradiction, place_ranks
 from phalanx.launch.mpi.services import Input, StoreOnDemand
 from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Door, Lost, new_key
-from phalanx.launch.rank.wires import Wires
+from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.system import processes
 from phalanx.topology.table import RankRow
 from phalanx.words import format_spans
@@ -65,7 +65,7 @@ class _Refusal(Exception):
 
 
 class _Relay:
-    def __init__(self, job: Job, wires: Wires) -> None:
+    def __init__(self, job: Job, wires: Descriptors) -> None:
         assert job.mpi is not None
         self.job = job
         self.wires = wires
@@ -468,7 +468,7 @@ def _lost(rank: Member) -> str:
     return f"rank {rank.number} on {rank.here['host']} no longer answers"
 
 
-def serve_mpi(job: Job, wires: Wires, handlers: dict[int, Any]) -> NoReturn:
+def serve_mpi(job: Job, wires: Descriptors, handlers: dict[int, Any]) -> NoReturn:
     """Be the relay; called in the child of the supervisor's fork.
 
     Args:

@@ -7,8 +7,8 @@ import selectors
 from collections.abc import Callable
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.rank.store import host_store
-from phalanx.launch.rank.wires import Wires
+from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.rank.torch_store import host_store
 
 __all__ = ["Input", "StoreOnDemand"]
 
@@ -75,7 +75,9 @@ class StoreOnDemand:
         lost: called when the process that hosts it has ended, with its wait status.
     """
 
-    def __init__(self, job: Job, wires: Wires, selector: selectors.BaseSelector, lost: Callable[[int], None]) -> None:
+    def __init__(
+        self, job: Job, wires: Descriptors, selector: selectors.BaseSelector, lost: Callable[[int], None]
+    ) -> None:
         self._job = job
         self._wires = wires
         self._selector = selector

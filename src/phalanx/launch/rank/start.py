@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 from phalanx.launch.job.target import Target
-from phalanx.launch.rank.wires import RankEnds
+from phalanx.launch.rank.descriptors import RankEnds
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
 
@@ -43,7 +43,7 @@ class RankStart:
         target: what it will run.
         run_id: the job's name.
         environment: what is added to the environment it was started with.
-        wires: its ends of the pipes and its report file.
+        ends: its ends of the pipes and its report file.
         code: the compiled target; None for a program.
         spec: what ``__main__.__spec__`` will be; None for a plain script.
         parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
@@ -55,7 +55,7 @@ class RankStart:
     target: Target
     run_id: str
     environment: dict[str, str]
-    wires: RankEnds
+    ends: RankEnds
     code: types.CodeType | None
     spec: importlib.machinery.ModuleSpec | None
     parent: int
@@ -82,23 +82,23 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    wires = start.wires
+    ends = start.ends
     if start.rank != 0 or os.isatty(0):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
-    os.dup2(wires.out_write, 1)
-    os.dup2(wires.err_write, 2)
-    os.close(wires.out_write)
-    os.close(wires.err_write)
+    os.dup2(ends.out_write, 1)
+    os.dup2(ends.err_write, 2)
+    os.close(ends.out_write)
+    os.close(ends.err_write)
     # Scripts that call select() cannot use the high descriptors a raised limit hands out.
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
-    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{wires.report}"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
     if start.code is None:
         # What the program starts may write the report too, as torch's @record does.
-        os.set_inheritable(wires.report, True)
+        os.set_inheritable(ends.report, True)
         return
     sys.stdin = _stream(sys.stdin, 0, "r")
     sys.stdout = _stream(sys.stdout, 1, "w")
@@ -255,10 +255,10 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
         },
     }
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{start.wires.report}").startswith(f"/memfd:{start.run_id}-"):
+        if os.readlink(f"/proc/self/fd/{start.ends.report}").startswith(f"/memfd:{start.run_id}-"):
             data = json.dumps(report).encode()
-            os.pwrite(start.wires.report, data, 0)
-            os.ftruncate(start.wires.report, len(data))
+            os.pwrite(start.ends.report, data, 0)
+            os.ftruncate(start.ends.report, len(data))
             # The others may be waiting for this rank, and its end may be far: exit handlers, threads.
             os.kill(start.parent, signal.SIGUSR1)
             return True

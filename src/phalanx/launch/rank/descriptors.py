@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Control", "RankEnds", "RankWires", "Wires", "open_wires", "report_name"]
+__all__ = ["Control", "Descriptors", "RankDescriptors", "RankEnds", "open_descriptors", "report_name"]
 
 # One message lists every pid of the job.
 LARGEST_MESSAGE = 1 << 18
@@ -71,7 +71,7 @@ class RankEnds:
 
 
 @dataclass
-class RankWires(RankEnds):
+class RankDescriptors(RankEnds):
     """What joins one rank to the supervisor.
 
     Attributes:
@@ -84,7 +84,7 @@ class RankWires(RankEnds):
 
 
 @dataclass
-class Wires:
+class Descriptors:
     """Every descriptor of a job.
 
     Attributes:
@@ -94,7 +94,7 @@ class Wires:
         listener: the bound and listening socket of the store, on the loopback interface only.
     """
 
-    ranks: list[RankWires]
+    ranks: list[RankDescriptors]
     supervisor: Control
     zygote: Control
     listener: socket.socket
@@ -109,24 +109,24 @@ class Wires:
         """Close what only the zygote and the ranks use."""
         self.zygote.close()
         self.listener.close()
-        for wires in self.ranks:
-            os.close(wires.out_write)
-            os.close(wires.err_write)
+        for ends in self.ranks:
+            os.close(ends.out_write)
+            os.close(ends.err_write)
 
     def keep_zygote_ends(self) -> None:
         """Close what only the supervisor uses: then its end is an end of file here."""
         self.supervisor.close()
-        for wires in self.ranks:
-            os.close(wires.out_read)
-            os.close(wires.err_read)
+        for ends in self.ranks:
+            os.close(ends.out_read)
+            os.close(ends.err_read)
 
     def close_rank_ends(self, *, but: int | None = None) -> None:
         """Close the write ends and the reports of all ranks, or of all but one."""
-        for rank, wires in enumerate(self.ranks):
+        for rank, ends in enumerate(self.ranks):
             if rank != but:
-                os.close(wires.out_write)
-                os.close(wires.err_write)
-                os.close(wires.report)
+                os.close(ends.out_write)
+                os.close(ends.err_write)
+                os.close(ends.report)
 
 
 def report_name(run_id: str, rank: int) -> str:
@@ -134,7 +134,7 @@ def report_name(run_id: str, rank: int) -> str:
     return f"{run_id}-rank-{rank}"
 
 
-def open_wires(ranks: int, run_id: str, address: str) -> Wires:
+def open_descriptors(ranks: int, run_id: str, address: str) -> Descriptors:
     """Open everything for ``ranks`` processes; the store listens on ``address`` and a free port.
 
     The port is bound here and stays bound until the job ends, so nobody can take it in between.
@@ -147,12 +147,12 @@ def open_wires(ranks: int, run_id: str, address: str) -> Wires:
         os.set_blocking(out_read, False)
         os.set_blocking(err_read, False)
         report = os.memfd_create(report_name(run_id, rank))
-        joined.append(RankWires(out_write, err_write, report, out_read, err_read))
+        joined.append(RankDescriptors(out_write, err_write, report, out_read, err_read))
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(4096)
-    return Wires(joined, Control(mine), Control(theirs), listener)
+    return Descriptors(joined, Control(mine), Control(theirs), listener)
 
 
 def _guard_standard_streams() -> None:
