@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -60,13 +60,28 @@ class _Stream:
     lines: LineAssembler
 
 
+@dataclass(frozen=True)
+class _End:
+    """How a rank ended.
+
+    Attributes:
+        status: its exit code, or minus the signal that ended it.
+        at: when, in the seconds of ``time.monotonic()``.
+        by_launcher: whether the launcher had asked it to end.
+    """
+
+    status: int
+    at: float
+    by_launcher: bool
+
+
 @dataclass
 class _Rank:
-    pid: int = 0
-    status: int | None = None
-    ended_at: float = 0.0
-    ended_by_launcher: bool = False
-    streams: list[_Stream] = field(default_factory=list)
+    """A rank: its output, and what the zygote has said about it so far."""
+
+    streams: list[_Stream]
+    pid: int | None = None
+    end: _End | None = None
 
 
 def launch(job: Job) -> RankStart | int:
@@ -121,7 +136,7 @@ class _Supervisor:
         self.rows = job.rows()
         # Whoever started the launcher with exec may have left it children that are not its own.
         self.strangers = processes.children_of(os.getpid())
-        self.wakeup: tuple[int, int] = (-1, -1)
+        self.wakeup = os.pipe()
         self.selector = selectors.DefaultSelector()
         self.console = Console(Sink(1, os.environ), Sink(2, os.environ))
         self.ranks = self._make_ranks()
@@ -135,12 +150,11 @@ class _Supervisor:
         for rank, ends in enumerate(self.descriptors.ranks):
             out = _Stream(rank, ends.out_read, console.out, LineAssembler(out_prefixes[rank]))
             err = _Stream(rank, ends.err_read, console.err, LineAssembler(err_prefixes[rank]))
-            ranks.append(_Rank(streams=[out, err]))
+            ranks.append(_Rank([out, err]))
         return ranks
 
     def listen_to_signals(self) -> None:
         """Take signals over; one the launcher was started to ignore (nohup) stays ignored."""
-        self.wakeup = os.pipe()
         for descriptor in self.wakeup:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
@@ -260,7 +274,7 @@ class _Supervisor:
                 self._order(self.interrupted)
         elif message["event"] == "exited":
             by_launcher = self.ending or message.get("by_others", False)
-            self._on_exit(self.ranks[message["rank"]], message["status"], message["time"], by_launcher)
+            self._on_exit(self.ranks[message["rank"]], _End(message["status"], message["time"], by_launcher))
         elif message["event"] == "reported":
             self._settle()
         elif message["event"] == "placed":
@@ -279,12 +293,10 @@ class _Supervisor:
                 "If nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom"
             )
 
-    def _on_exit(self, rank: _Rank, status: int, when: float, by_launcher: bool) -> None:
-        rank.status = status
-        rank.ended_at = when
-        rank.ended_by_launcher = by_launcher
+    def _on_exit(self, rank: _Rank, end: _End) -> None:
+        rank.end = end
         self._drain(rank)
-        if status != 0:
+        if end.status != 0:
             self._settle()
 
     def _settle(self) -> None:
@@ -350,7 +362,7 @@ class _Supervisor:
         self.descriptors.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
 
     def _all_ended(self) -> bool:
-        return all(rank.status is not None for rank in self.ranks)
+        return all(rank.end is not None for rank in self.ranks)
 
     def _report(self, rank: int) -> Report | None:
         return read_report(self.descriptors.ranks[rank].report)
@@ -363,13 +375,17 @@ class _Supervisor:
     def _failures(self) -> list[Failure]:
         failures = []
         for number, rank in enumerate(self.ranks):
-            if rank.status == 0 or not rank.pid:
+            end = rank.end
+            if rank.pid is None or (end is not None and end.status == 0):
                 continue
             report = self._report(number)
-            failed_by_itself = report is not None and report.time is not None
-            when = report.time if report is not None and report.time is not None else rank.ended_at
-            by_launcher = rank.ended_by_launcher and not failed_by_itself
-            failures.append(Failure(number, rank.pid, rank.status, when, report, by_launcher))
+            # The time of the report: after it the rank may have run exit handlers for long.
+            when = report.time if report is not None else None
+            by_launcher = end is not None and end.by_launcher and when is None
+            if when is None:
+                when = end.at if end is not None else 0.0
+            status = end.status if end is not None else None
+            failures.append(Failure(number, rank.pid, status, when, report, by_launcher))
         return failures
 
     def _conclude(self) -> int:

@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 from phalanx.launch.job.target import Target
@@ -34,7 +34,7 @@ from phalanx.topology.frameworks import cpu_settings
 __all__ = ["RankStart", "become", "enter_rank", "leave_siblings"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankStart:
     """A process that is about to become a rank.
 
@@ -47,8 +47,8 @@ class RankStart:
         code: the compiled target; None for a program.
         spec: what ``__main__.__spec__`` will be; None for a plain script.
         parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
-        pid: this process; a child that the script forks is not the rank.
         cpus: the logical cores it is bound to; empty for those of its parent.
+        pid: the process in which this object was made; a child that the script forks is not the rank.
     """
 
     rank: int
@@ -59,8 +59,8 @@ class RankStart:
     code: types.CodeType | None
     spec: importlib.machinery.ModuleSpec | None
     parent: int
-    pid: int = 0
     cpus: tuple[int, ...] = ()
+    pid: int = field(default_factory=os.getpid)
 
 
 def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
@@ -72,7 +72,6 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
         file_limit: the limits on open files the interpreter started with.
     """
     die_with_parent(start.parent)
-    start.pid = os.getpid()
     # A session, not only a process group: a background group would be stopped when it touches the terminal,
     # a process without a terminal is not, and everything it starts can be found by its session.
     os.setsid()
