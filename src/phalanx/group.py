@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import ClosedError, DeviceMismatch, RankError
+from phalanx.errors import ClosedError, DeviceMismatch, RankError, not_in_group
 
 __all__ = ["Group", "Session"]
 
@@ -220,10 +220,7 @@ class Group:
 
     def _member(self, rank: int) -> int:
         if not 0 <= rank < self.size:
-            raise RankError(
-                f"rank {rank} is not in the group: its ranks count from 0 to {self.size - 1} "
-                f"(world ranks {list(self.ranks)})"
-            )
+            raise RankError(f"{not_in_group(rank, self.size)} (world ranks {list(self.ranks)})")
         return rank
 
     def _other(self, rank: int) -> int:

@@ -77,7 +77,7 @@ def test_title_and_notes_say_that_it_is_a_rehearsal() -> None:
 
 @pytest.mark.parametrize("wanted", ["", "3", "cuda:", "cuda:x", "cuda 1", "CUDA"])
 def test_what_is_no_device_is_refused(wanted: str) -> None:
-    with pytest.raises(LaunchError, match="is no device"):
+    with pytest.raises(LaunchError, match="is not a device"):
         make_job(1, SCRIPT, device=wanted, environment={})
 
 

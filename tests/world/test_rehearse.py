@@ -150,7 +150,7 @@ def test_a_dry_run_as_json(launcher: Launcher) -> None:
         (["--rehearse", "2x4", "--placement", "random"], "'block', 'cyclic'"),
         (["--placement", "cyclic"], "add --rehearse 2x4"),
         (["--rehearse", "2x2", "-H", "a:2,b:2"], "Add --mpi mpiexec"),
-        (["--device", "3"], "Say cpu, cuda, cuda:1"),
+        (["--device", "3"], "--device 3 is not a device. Give cpu, cuda, cuda:1"),
         (["--bind", "socket"], "'none', 'core', 'numa'"),
         (["--bind", "core", "-n", "100000"], "or let them share: --bind none"),
         (["--rehearse", "9999x9999"], "99980001 ranks need about"),

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
 from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
@@ -290,7 +291,7 @@ class _Supervisor:
         elif message["event"] == "store lost" and not self.ending:
             self._say(
                 "the process that hosts torch's store has ended; ranks that still want to meet will fail. "
-                "If nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom"
+                f"If nobody killed it, {OUT_OF_MEMORY_HINT}"
             )
 
     def _on_exit(self, rank: _Rank, end: _End) -> None:
@@ -322,7 +323,7 @@ class _Supervisor:
             self.refusal = (
                 f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
                 f"  host {self.job.host}, pid {pid}; "
-                f"if nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom\n",
+                f"if nobody killed it, {OUT_OF_MEMORY_HINT}\n",
                 128 - code if code < 0 else code,
             )
 

@@ -31,7 +31,7 @@ from types import CodeType
 from typing import Any
 
 from phalanx import settings
-from phalanx.errors import LaunchError
+from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
 from phalanx.launch.job.job import MASTER_ADDR, Job
 from phalanx.launch.job.target import compile_target
 from phalanx.launch.rank.descriptors import Control, Descriptors, report_name
@@ -169,9 +169,7 @@ def _fork(otherwise: str) -> int:
         return os.fork()
     except OSError as error:
         raise _Refusal(
-            f"phalanx: {otherwise}: {error.strerror}; start fewer ranks, or raise the limit on "
-            f"processes (ulimit -u, pids.max), or free memory",
-            1,
+            f"phalanx: {otherwise}: {error.strerror}; start fewer ranks, or {PROCESS_LIMIT_HINT}, or free memory", 1
         ) from error
 
 

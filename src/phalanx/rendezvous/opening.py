@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 
 from phalanx import settings
-from phalanx.errors import InitializationError
+from phalanx.errors import InitializationError, rank_refused, ranks_missing
 from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import listening_addresses
 from phalanx.rendezvous.meeting_point import MeetingPoint
@@ -71,10 +71,7 @@ def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobS
         while not server.wait_for_all(max(0.0, min(REMIND_S, deadline - time.monotonic()))):
             missing = server.describe_missing()
             if time.monotonic() >= deadline:
-                raise InitializationError(
-                    f"after {timeout_s:.0f} s {missing} had not come to rank 0 on {socket.gethostname()}; look whether "
-                    f"they were started, and what they print"
-                )
+                raise ranks_missing(missing, timeout_s, at=f"rank 0 on {socket.gethostname()}")
             tell(f"waiting for {missing}, {time.monotonic() - start:.0f} s so far")
     except BaseException as error:
         server.end(str(error) or f"rank 0 gave up ({type(error).__name__})")
@@ -142,7 +139,7 @@ def _ask_who_is_there(address: str, port: int, key: Key, claim: Claim) -> str:
         return ""
     sock.close()
     if verdict.word == "refused":
-        raise InitializationError(f"rank 0 was refused: {verdict.said}. Start each rank once")
+        raise rank_refused(0, verdict.said)
     return verdict.said if verdict.word == "earlier" else ""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx import settings
-from phalanx.errors import LaunchError
+from phalanx.errors import LaunchError, not_a_device
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
 from phalanx.launch.job.host_slots import HostSlots, address_towards, fill_hosts, own_address
 from phalanx.launch.job.mpi_launcher import MpiLauncher
@@ -268,11 +268,9 @@ def make_job(
         )
     if ppn is not None and (ppn < 1 or not hosts):
         raise LaunchError(f"--ppn {ppn}: is how many ranks each host of --hosts or --hostfile takes, at least 1")
-    if interface is not None and mpi is None and interface not in interfaces.interface_addresses():
-        raise LaunchError(
-            f"--interface {interface}: this host has none of that name; its interfaces are "
-            f"{interfaces.describe_interfaces()}"
-        )
+    # An MPI launcher may start the ranks on other hosts only.
+    if interface is not None and mpi is None and (lack := interfaces.lack_of(interface)):
+        raise LaunchError(f"--interface {interface}: {lack}")
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
     count = count if rehearsal is None else rehearsal.ranks
@@ -312,7 +310,7 @@ def _check_together(
 ) -> None:
     """Refuse options that cannot both be carried out."""
     if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
-        raise LaunchError(f"--device {device}: is no device. Say cpu, cuda, cuda:1 or the like, as torch does")
+        raise LaunchError(not_a_device(f"--device {device}"))
     if mpi is not None and bind != "none":
         raise LaunchError(
             f"--bind {bind}: an MPI launcher binds its ranks by options of its own: --mpi 'mpiexec -bind-to {bind}' "

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.errors import OUT_OF_MEMORY_HINT
+
 __all__ = ["Failure", "Report", "find_cause", "format_failure", "read_report", "signal_name"]
 
 # The kernel closes a dying process's sockets before it tells the parent, so a peer's complaint may carry a
@@ -176,7 +178,7 @@ def _signal_hints(out_of_memory: bool) -> Mapping[int, str]:
     if out_of_memory:
         killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
     else:
-        killed = "somebody killed it; if nobody did, look for an out-of-memory kill with: dmesg | grep -i oom"
+        killed = f"somebody killed it; if nobody did, {OUT_OF_MEMORY_HINT}"
     return {
         signal.SIGKILL: killed,
         signal.SIGSEGV: "native code touched memory it may not; the Python stack, if there is one, is above",
