@@ -41,7 +41,7 @@ class Outcome:
 
 
 @dataclass
-class Job:
+class RunningJob:
     """A launch under way."""
 
     process: subprocess.Popen[bytes]
@@ -140,7 +140,7 @@ class Launcher:
         self.directory = directory
         self.python = python
         self.options = options
-        self.jobs: list[Job] = []
+        self.jobs: list[RunningJob] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.directory / name
@@ -156,7 +156,7 @@ class Launcher:
         stderr: int | IO[bytes] = subprocess.PIPE,
         environment: dict[str, str] | None = None,
         cwd: Path | None = None,
-    ) -> Job:
+    ) -> RunningJob:
         mark = secrets.token_hex(8)
         # Short, because multiprocessing puts sockets there, whose paths have at most 107 bytes.
         temporary = Path(tempfile.mkdtemp(prefix="phx-"))
@@ -169,7 +169,7 @@ class Launcher:
             cwd=cwd or self.directory,
             env={**own, MARK: mark, "TMPDIR": str(temporary), **(environment or {})},
         )
-        job = Job(process, mark, temporary)
+        job = RunningJob(process, mark, temporary)
         self.jobs.append(job)
         return job
 

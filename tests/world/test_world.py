@@ -253,19 +253,19 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    def body(place: Member) -> float:
+    def body(member: Member) -> float:
         os.environ.update(
             {
-                "RANK": str(place.rank),
-                "WORLD_SIZE": str(place.size),
-                "LOCAL_RANK": str(place.rank),
-                "LOCAL_WORLD_SIZE": str(place.size),
+                "RANK": str(member.rank),
+                "WORLD_SIZE": str(member.size),
+                "LOCAL_RANK": str(member.rank),
+                "LOCAL_WORLD_SIZE": str(member.size),
                 "GROUP_RANK": "0",
                 "GROUP_WORLD_SIZE": "1",
                 "TORCHELASTIC_RUN_ID": "none",
             }
         )
-        store = place.store()
+        store = member.store()
         monkeypatch.setattr("phalanx.world.meet", lambda *_: store)
         for broken in ("phalanx.world.Session", "phalanx.world.World.describe"):
             with monkeypatch.context() as patch:
@@ -285,15 +285,15 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
 def test_two_ranks_on_one_device_are_refused_unless_both_asked_for_it(capfd: pytest.CaptureFixture[str]) -> None:
     """The devices are names only: what is compared is what the ranks say they took."""
 
-    def body(place: Member) -> str:
-        place.join()
-        launched = Place("phalanx", place.rank, place.size, place.rank, place.size)
-        topology = Topology((Node(0, "here", tuple(range(place.size))),))
+    def body(member: Member) -> str:
+        member.join()
+        launched = Place("phalanx", member.rank, member.size, member.rank, member.size)
+        topology = Topology((Node(0, "here", tuple(range(member.size))),))
         world = phalanx.World(launched, topology, torch.device("cpu"), Session(frozenset({"cpu"})))
-        world_module._refuse_shared_devices(world, f"cuda {place.rank}", wanted=False)
+        world_module._refuse_shared_devices(world, f"cuda {member.rank}", wanted=False)
         world_module._refuse_shared_devices(world, "cuda 0", wanted=True)
         with pytest.raises(DeviceError) as caught:
-            world_module._refuse_shared_devices(world, "cuda 0", wanted=place.rank == 0)
+            world_module._refuse_shared_devices(world, "cuda 0", wanted=member.rank == 0)
         return str(caught.value)
 
     for text in on_ranks(body, 2):

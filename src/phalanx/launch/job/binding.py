@@ -58,21 +58,21 @@ def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
     return sorted(found)
 
 
-def bind_ranks(bind: Bind, ranks: int, cores: Sequence[Core], most: int | None = None) -> list[tuple[int, ...]]:
-    """The logical cores of each rank; empty if ranks are not bound.
+def bind_ranks(
+    bind: Literal["core", "numa"], ranks: int, cores: Sequence[Core], most: int | None = None
+) -> list[tuple[int, ...]]:
+    """The logical cores of each rank.
 
     Args:
-        bind: ``core`` divides the cores among the ranks, none belongs to two. ``numa`` gives a rank all usable cores of
-            one NUMA node, and each node as many ranks as its share of the cores.
+        bind: ``core`` divides the cores among the ranks, and no core is given to two. ``numa`` gives a rank all usable
+            cores of one NUMA node, and each node as many ranks as its share of the cores.
         ranks: how many ranks share this host.
-        cores: what there is.
+        cores: those that the ranks may use.
         most: how many of them may be busy at a time, if a cgroup allows fewer than all.
 
     Raises:
         LaunchError: there are fewer cores than ranks, for ``core``.
     """
-    if bind == "none":
-        return []
     cores = sorted(cores)
     if bind == "numa":
         # The node in which the middle of the rank's share lies.

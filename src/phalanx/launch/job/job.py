@@ -24,7 +24,7 @@ from phalanx.system.limits import usable_cores
 from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 
-__all__ = ["Job", "make_job", "threads_per_rank"]
+__all__ = ["Job", "make_job"]
 
 MASTER_ADDR = "127.0.0.1"
 
@@ -199,17 +199,17 @@ class Job:
         return warnings
 
 
-def threads_per_rank(ranks: int, cores: int, environment: Mapping[str, str]) -> str:
-    """``OMP_NUM_THREADS`` for each rank: the user's own value, or an equal share of the cores, at least 1.
+def _threads_per_rank(cores: int, environment: Mapping[str, str]) -> str:
+    """``OMP_NUM_THREADS`` for each rank: the user's own value, or as many as the rank has cores, at least 1.
 
     Raises:
-        LaunchError: the user's value is not a number, or a list of numbers, of threads.
+        LaunchError: the user's value is not a number of threads, or a list of such numbers.
     """
     own = environment.get("OMP_NUM_THREADS", "")
     if not own:
-        return str(max(1, cores // ranks))
+        return str(max(1, cores))
     if not all(part.strip().isdigit() and int(part) > 0 for part in own.split(",")):
-        raise LaunchError(f"OMP_NUM_THREADS is {own!r}, which is no number of threads; correct or unset it")
+        raise LaunchError(f"OMP_NUM_THREADS={own!r} is not a number of threads; correct or unset it")
     return own
 
 
@@ -278,7 +278,7 @@ def make_job(
     cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" else []
     shared = Counter(cpus)
     # A rank's threads are as many as its cores, divided by the ranks that are bound to the same ones.
-    threads = threads_per_rank(1, min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
+    threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if mpi is not None and not environment.get("OMP_NUM_THREADS"):
         threads = ""
     return Job(
