@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -143,9 +144,10 @@ class Launcher:
         self.jobs: list[RunningJob] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
+        """Write a script into the launcher's directory; the text may be a block that is indented with its test."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(textwrap.dedent(text).removeprefix("\n"))
         return str(path)
 
     def start(

@@ -63,7 +63,7 @@ def test_the_cpu_is_in_place_of_devices() -> None:
     assert [row.device for row in job.rows()] == ["cpu"] * 4
     assert job.environment(3, port=1)["PHALANX_DEVICE"] == "cpu"
     assert job.environment(3, port=1)["CUDA_VISIBLE_DEVICES"] == ""
-    with pytest.raises(LaunchError, match="has the CPU in place of devices"):
+    with pytest.raises(LaunchError, match="computes on the CPU in place of devices"):
         make_job(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), device="cuda", environment={})
 
 

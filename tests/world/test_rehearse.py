@@ -146,7 +146,7 @@ def test_a_dry_run_as_json(launcher: Launcher) -> None:
         (["--rehearse", "0x4"], "at least one rank"),
         (["--rehearse", "2x"], "Say --rehearse 2x4"),
         (["--rehearse", "2x4", "-n", "3"], "leave -n out"),
-        (["--rehearse", "2x4", "--device", "cuda"], "leave one of the two out"),
+        (["--rehearse", "2x4", "--device", "cuda"], "leave --device or --rehearse out"),
         (["--rehearse", "2x4", "--placement", "random"], "'block', 'cyclic'"),
         (["--placement", "cyclic"], "add --rehearse 2x4"),
         (["--rehearse", "2x2", "-H", "a:2,b:2"], "Add --mpi mpiexec"),

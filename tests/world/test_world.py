@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,25 +183,26 @@ def test_init_after_torchs_own_init_is_refused() -> None:
 
 def test_point_to_point_takes_group_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, phalanx\n"
-        "world = phalanx.init()\n"
-        "pair = world.subgroup([2, 1])\n"  # group rank 0 is world rank 2
-        "if pair is not None:\n"
-        "    x = torch.tensor([float(world.rank)])\n"
-        "    if pair.rank == 0:\n"
-        "        pair.send(x, dst=1)\n"
-        "        pair.isend(x, dst=1, tag=3).wait()\n"
-        "        pair.send_object_list(['hello'], dst=1)\n"
-        "    else:\n"
-        "        assert pair.recv(x, src=0) == 0 and x.item() == 2\n"
-        "        assert pair.ranks == (2, 1)\n"
-        "        pair.irecv(x, src=0, tag=3).wait()\n"
-        "        box = [None]\n"
-        "        assert pair.recv_object_list(box, src=0) == 0 and box == ['hello']\n"
-        "        print('received')\n"
-        "phalanx.close()\n"
-    )
+    text = """
+        import torch, phalanx
+        world = phalanx.init()
+        pair = world.subgroup([2, 1])  # group rank 0 is world rank 2
+        if pair is not None:
+            x = torch.tensor([float(world.rank)])
+            if pair.rank == 0:
+                pair.send(x, dst=1)
+                pair.isend(x, dst=1, tag=3).wait()
+                pair.send_object_list(['hello'], dst=1)
+            else:
+                assert pair.recv(x, src=0) == 0 and x.item() == 2
+                assert pair.ranks == (2, 1)
+                pair.irecv(x, src=0, tag=3).wait()
+                box = [None]
+                assert pair.recv_object_list(box, src=0) == 0 and box == ['hello']
+                print('received')
+        phalanx.close()
+    """
+    script.write_text(textwrap.dedent(text))
     command = [sys.executable, "-m", "phalanx", "run", "-n", "3", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr

@@ -1,19 +1,20 @@
-"""The process the user started: it prints what the ranks say, passes signals on, and tells how the job ended.
+"""The process that the user started: it prints the ranks' output, passes signals on, and reports how the job ended.
 
-It never imports torch and runs no thread: one selector waits for the ranks' pipes, the zygote's messages and
-its own signals. It waits for no end of a pipe, since anything a rank has started may hold it open: a rank has
-ended when the zygote says so, and what it wrote by then is read and printed.
+It never imports torch and runs no thread: one selector waits for the ranks' pipes, for the zygote's messages and for
+signals. It does not wait for the end of a pipe, because any process that a rank has started may hold the pipe open. A
+rank has ended when the zygote says so; the output that it wrote until then is read and printed.
 
-How the job ends is decided here, and carried out by the zygote (which alone may signal process ids safely):
+The supervisor decides how the job ends, and the zygote carries that out, because only the parent of a process can be
+sure that a process id has not been given to another one:
 
-- a rank fails: after a short settling time, in which the others' complaints come in and the cause can be told
-  from the consequences, the others are asked to end (SIGTERM) and, after a grace, killed;
-- a signal arrives: it is passed on, and after the grace the ranks are killed; a second one kills at once;
-- nobody reads the output any more: as if SIGTERM had come, silently, like any other tool in a pipe;
-- the zygote is killed: the kernel kills the ranks, and what they had started is killed here.
+- A rank fails. For a short settling time the other ranks may report errors of their own, so that the cause can be
+  distinguished from its consequences. Then they are asked to end (SIGTERM) and, after a grace, killed.
+- A signal arrives. It is passed on, and after the grace the ranks are killed; a second signal kills them at once.
+- Nothing reads the output any more. The job ends as after SIGTERM, and silently, like any other tool in a pipe.
+- The zygote is killed. The kernel kills the ranks, and the supervisor kills all processes that they had started.
 
-When an MPI launcher starts the ranks, a relay (``mpi/relay.py``) stands where the zygote does and says the same
-things; only the table has to wait until the ranks' processes have said where they are.
+When an MPI launcher starts the ranks, a relay (``launch/mpi/relay.py``) takes the zygote's place and sends the same
+messages. The rank table is then printed later, when the ranks' processes have reported their hosts.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ from phalanx.topology.table import RankRow, format_rank_table
 __all__ = ["launch"]
 
 BLOCK = 1 << 16
-# What may still lie in an ended rank's pipe; whoever goes on writing after that is not the rank.
+# The most that an ended rank's pipe may still hold. Whatever comes after that was written by another process.
 LARGEST_REMAINDER = 1 << 20
-# How long others' failures are collected after the first, before the rest is ended.
+# How long the failures of other ranks are collected after the first one, before the rest is ended.
 SETTLE_S = 0.1
-# How long a reader that has stopped may hold the launcher back once the job is over.
+# How long a reader of the output that has stopped reading may delay the launcher once the job is over.
 STALLED_READER_S = 1.0
+# How long the keepers of a killed relay may take to end their ranks.
 KEEPERS_S = 2.0
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -95,15 +97,15 @@ def launch(job: Job) -> RankStart | int:
     Raises:
         LaunchError: the machine cannot bear that many ranks. Nothing has been started.
     """
-    # None stands for a handler that Python did not install and cannot put back.
+    # getsignal returns None for a handler that Python did not install and cannot put back.
     handlers: dict[int, Any] = {
         signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_PASSED_ON, signal.SIGCHLD)
     }
     file_limit = raise_file_limit()
     check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
     descriptors = open_descriptors(job.ranks, job.run_id, job.address)
+    # Text that is still in the buffers would be copied by the fork, and printed twice.
     for stream in (sys.stdout, sys.stderr):
-        # A fork would copy what is still in the buffers.
         if stream is not None:
             stream.flush()
     processes.adopt_orphans()
@@ -114,7 +116,7 @@ def launch(job: Job) -> RankStart | int:
     if zygote == 0:
         supervisor.forget()
         if job.mpi is not None:
-            # Not at the top: it is a room of its own, which only this option enters.
+            # Not imported at the top, because only --mpi needs it.
             from phalanx.launch.mpi.relay import serve_mpi
 
             serve_mpi(job, descriptors, handlers)
@@ -135,7 +137,7 @@ class _Supervisor:
         self.refusal: tuple[str, int] | None = None
         self.oom_kills = count_oom_kills()
         self.rows = job.rows()
-        # Whoever started the launcher with exec may have left it children that are not its own.
+        # A program that became the launcher by exec may have had children before; they are not this job's.
         self.strangers = processes.children_of(os.getpid())
         self.wakeup = os.pipe()
         self.selector = selectors.DefaultSelector()
@@ -155,7 +157,7 @@ class _Supervisor:
         return ranks
 
     def listen_to_signals(self) -> None:
-        """Take signals over; one the launcher was started to ignore (nohup) stays ignored."""
+        """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
         for descriptor in self.wakeup:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
@@ -164,7 +166,7 @@ class _Supervisor:
                 signal.signal(signum, self._on_signal)
 
     def forget(self) -> None:
-        """In the zygote: let go of what is the supervisor's own."""
+        """In the zygote: close the supervisor's own descriptors."""
         self.selector.close()
         for descriptor in self.wakeup:
             os.close(descriptor)
@@ -225,7 +227,7 @@ class _Supervisor:
     def _read(self, stream: _Stream) -> int:
         """Read and print one block; return its length, 0 when there is nothing (left)."""
         if stream.descriptor < 0:
-            # Its rank's end was told in the same turn, and the stream has been drained then.
+            # The zygote reported the rank's end in this same turn, and then the stream was drained and closed.
             return 0
         try:
             data = os.read(stream.descriptor, BLOCK)
@@ -234,7 +236,7 @@ class _Supervisor:
         if data:
             lines = stream.lines.feed(data)
             if lines:
-                # The live line of this stream, if it had one, is among them now.
+                # If a line of this stream was shown live, it is one of these lines now.
                 self.console.show(stream.sink, b"", stream)
             self.console.write(stream.sink, lines)
             self.console.show(stream.sink, stream.lines.live(), stream)
@@ -261,7 +263,7 @@ class _Supervisor:
                 taken += length
             self._close(stream)
 
-    # What the zygote says.
+    # The zygote's messages.
 
     def _on_zygote(self) -> None:
         message = self.descriptors.supervisor.receive()
@@ -301,19 +303,19 @@ class _Supervisor:
             self._settle()
 
     def _settle(self) -> None:
-        """A rank has failed: give the others a moment to say what they know, then end them."""
+        """A rank has failed: leave the others a moment to report what they know, then end them."""
         if not self.ending and self.settle_until is None:
             self.settle_until = time.monotonic() + SETTLE_S
 
     def _on_zygote_gone(self) -> None:
-        # Only now: the ranks may have inherited nothing of this socket, so its end is the zygote's end.
+        # The ranks closed their copies of the zygote's end, so the end of this socket is the end of the zygote.
         self.selector.unregister(self.descriptors.supervisor)
         self.descriptors.supervisor.close()
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
         if self.job.mpi is not None:
             self._await_keepers()
-        # Whatever the zygote could not end has been handed to this process.
+        # Processes that the zygote could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self.strangers)
         for rank in self.ranks:
             self._drain(rank)
@@ -328,7 +330,7 @@ class _Supervisor:
             )
 
     def _await_keepers(self) -> None:
-        """A killed relay leaves keepers that are ending their ranks and tidying up; they need a moment for it."""
+        """Leave the keepers of a killed relay the moment that they need to end their ranks and to tidy up."""
         until = time.monotonic() + KEEPERS_S
         while time.monotonic() < until and set(processes.children_of(os.getpid())) - set(self.strangers):
             with contextlib.suppress(ChildProcessError):
@@ -342,8 +344,7 @@ class _Supervisor:
             os.read(self.wakeup[0], 4096)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        # Runs even while a write to a stopped reader is waiting, so it acts by itself and not through the
-        # loop.
+        # The event loop may be waiting for a reader that has stopped, so the handler acts by itself.
         again = self.interrupted is not None
         if not again:
             self.interrupted = signum
@@ -351,7 +352,7 @@ class _Supervisor:
             deadline = time.monotonic() + self.job.grace_s + STALLED_READER_S / 2
             self.console.out.deadline = self.console.err.deadline = deadline
         if self.started_at is None and self.job.mpi is None:
-            # Nothing of the user's runs yet, and the zygote, busy importing, would not hear an order.
+            # No rank runs yet, and the zygote reads no order while it imports torch.
             if self.zygote:
                 os.kill(self.zygote, signal.SIGKILL)
         else:
@@ -369,7 +370,7 @@ class _Supervisor:
         return read_report(self.descriptors.ranks[rank].report)
 
     def _winding_down(self) -> list[int]:
-        """Ranks whose script has failed already; they may finish their exit handlers within the grace."""
+        """The ranks whose script has failed already: they are not signalled, so that their exit handlers can finish."""
         reports = {rank: self._report(rank) for rank in range(self.job.ranks)}
         return [rank for rank, report in reports.items() if report is not None and report.time is not None]
 
@@ -390,7 +391,7 @@ class _Supervisor:
         return failures
 
     def _conclude(self) -> int:
-        """Say how the job ended, if it did not end well; return the exit code."""
+        """Print how the job ended, unless all ranks ended well; return the exit code."""
         self.console.finish()
         if self.interrupted is not None:
             name = signal_name(self.interrupted)
@@ -420,7 +421,7 @@ class _Supervisor:
 
 
 def _release_input() -> None:
-    """Let go of standard input, which is rank 0's: its writer should notice when rank 0 ends."""
+    """Close standard input, which rank 0 reads: only then does its writer notice when rank 0 ends."""
     if not os.isatty(0):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

@@ -5,12 +5,12 @@ Importing torch costs about a second of CPU, so eight processes that each import
 one import they share its pages and start in milliseconds.
 
 A fork copies only the calling thread, so the zygote starts no thread: locks that another thread held would
-stay locked in the rank for ever. numpy's OpenBLAS starts a pool of its own at import when OMP_NUM_THREADS is
-above 1; it has fork handlers that stop and restart the pool, and is the one exception.
+stay locked in the rank for ever. numpy's OpenBLAS is the one exception: if OMP_NUM_THREADS is above 1, it starts a
+pool of threads at import, and its own fork handlers stop and restart that pool.
 
-The zygote is also the parent of every rank and the adoptive parent of whatever a rank leaves behind, so it,
-not the supervisor, does the ending: it alone knows that a process id has not been given to somebody else yet.
-It learns of the supervisor's end by the end of the control socket, and then kills everything and follows.
+The zygote is the parent of every rank, and adopts the processes that a rank leaves behind. So the zygote ends them, and
+not the supervisor: as long as it has not reaped a child, the child's process id cannot be given to another process.
+When the control socket shows that the supervisor has ended, the zygote kills everything and ends as well.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from phalanx.system import processes
 
 __all__ = ["Inheritance", "serve"]
 
-# How long a rank whose script has failed may go on with its exit handlers and its threads. Longer than the grace,
-# because it may be saving something; not for ever, because the other ranks are waiting for it.
+# How long a rank whose script has failed may go on with its exit handlers and its threads. This is longer than the
+# grace, because the rank may be saving something, and limited, because the job cannot end before the rank does.
 WIND_DOWN_S = 5.0
 
 
@@ -61,7 +61,7 @@ class _Refusal(Exception):
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What the ranks get back that the launcher changed for itself.
+    """The settings that the launcher changed for itself, and that the ranks get back.
 
     Attributes:
         handlers: the signal handlers that the interpreter started with.
@@ -214,7 +214,7 @@ class _Ranks:
                 wait_ms = max(0.0, (min(self.kill_at.values()) - time.monotonic()) * 1000 + 1)
             for descriptor, _ in poll.poll(wait_ms):
                 if descriptor == wakeup:
-                    # A rank that has just written its report says so, long before it has ended.
+                    # A rank sends SIGUSR1 when it has written its report, which may be long before it ends.
                     if signal.SIGUSR1 in os.read(wakeup, 4096):
                         self.supervisor.send(event="reported")
                     continue
@@ -233,7 +233,7 @@ class _Ranks:
                 patience_s = max(grace_s, WIND_DOWN_S)
             else:
                 processes.send_to_group(pid, signum)
-                # A stopped process would not see anything but SIGKILL.
+                # A stopped process receives the signal only when it continues.
                 processes.send_to_group(pid, signal.SIGCONT)
             self.kill_at[rank] = min(now + patience_s, self.kill_at.get(rank, math.inf))
 
@@ -246,7 +246,7 @@ class _Ranks:
         ranks = {pid: rank for rank, pid in self.pids.items()}
         while True:
             try:
-                # Left a zombie for now: its number, which is also its group's, then stays its own.
+                # Left a zombie for now: until it is reaped, nothing else gets its number, which is its group's too.
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
@@ -267,7 +267,7 @@ class _Ranks:
                 self.supervisor.send(event="store lost", status=status)
 
     def _end_remains(self, rank: int, pid: int) -> None:
-        """Kill what an ended rank left behind: it holds the rank's output open, its memory and its ports."""
+        """Kill the processes that an ended rank left behind: they hold its output, its memory and its ports."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         known = {self.store, *self.pids.values()}
@@ -295,9 +295,10 @@ def serve(job: Job, descriptors: Descriptors, inheritance: Inheritance, supervis
     Returns:
         In each rank, its start. The zygote itself never returns.
     """
-    # Until the ranks exist there is nothing to clean up, and importing torch does not listen to a socket.
+    # While torch is imported, nothing reads the control socket. Until there are ranks to be ended, the kernel may kill
+    # this process with the supervisor.
     processes.die_with_parent(supervisor)
-    # Out of the terminal's foreground group: Ctrl-C is the supervisor's to interpret.
+    # Out of the terminal's foreground group: only the supervisor acts on Ctrl-C.
     os.setsid()
     processes.set_name("phalanx-zygote")
     processes.adopt_orphans()
@@ -321,7 +322,7 @@ def serve(job: Job, descriptors: Descriptors, inheritance: Inheritance, supervis
 
 
 def _release_input() -> None:
-    """Let go of the launcher's standard input, so that its writer notices when rank 0 ends."""
+    """Close the launcher's standard input here, so that its writer notices when rank 0 ends."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -1,10 +1,10 @@
-"""What happens in a forked child until the user's script runs, and when it fails.
+"""The steps of a forked child until the user's script runs, and its report when the script fails.
 
 The script must not notice the launcher: it runs as ``__main__`` at the top of the interpreter, with its own
 ``sys.argv`` and ``sys.path``, and the interpreter finalises as after ``python script``, so that exit
-handlers, daemon threads, exception hooks and exit codes do what they always do. So a rank first *enters*
-(right after the fork: descriptors and signals), returns a :class:`RankStart` all the way up to ``main()``, and
-only there *becomes* the script.
+handlers, daemon threads, exception hooks and exit codes do what they always do. So a rank first *enters* its process
+(:func:`enter_rank`, right after the fork: descriptors and signals). It then returns a :class:`RankStart` all the way up
+to ``phalanx.commands.main.main``, and only there *becomes* the script (:func:`become`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class RankStart:
     """A process that is about to become a rank.
 
     Attributes:
-        rank: which one.
-        target: what it will run.
+        rank: its rank.
+        target: the script or program that it will run.
         run_id: the job's name.
         environment: what is added to the environment it was started with.
-        ends: its ends of the pipes and its report file.
+        ends: its ends of the pipes, and its report file.
         code: the compiled target; None for a program.
-        spec: what ``__main__.__spec__`` will be; None for a plain script.
+        spec: the future ``__main__.__spec__``; None for a plain script.
         parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
         cpus: the logical cores it is bound to; empty for those of its parent.
         pid: the process in which this object was made; a child that the script forks is not the rank.
@@ -67,13 +67,13 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     """Turn the child of a fork into a process of its own. Signals are blocked on entry, and not on return.
 
     Args:
-        start: who this process is.
+        start: the rank that this process is to be.
         handlers: the signal handlers the interpreter started with.
         file_limit: the limits on open files the interpreter started with.
     """
     die_with_parent(start.parent)
-    # A session, not only a process group: a background group would be stopped when it touches the terminal,
-    # a process without a terminal is not, and everything it starts can be found by its session.
+    # A session of its own and not only a process group: the terminal stops a background group that touches it, but not
+    # a process that has no terminal. And all processes that the rank starts can be found by their session.
     os.setsid()
     set_name(f"rank-{start.rank}")
     if start.cpus:
@@ -90,13 +90,13 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     os.dup2(ends.err_write, 2)
     os.close(ends.out_write)
     os.close(ends.err_write)
-    # Scripts that call select() cannot use the high descriptors a raised limit hands out.
+    # With the launcher's raised limit a script would get descriptors too high for select().
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
     if start.code is None:
-        # What the program starts may write the report too, as torch's @record does.
+        # The program's own children may write the report too, as torch's @record does.
         os.set_inheritable(ends.report, True)
         return
     sys.stdin = _stream(sys.stdin, 0, "r")
@@ -106,7 +106,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
-    """The interpreter's own stream, line buffered; or a new one where the launcher was started without."""
+    """The interpreter's own stream, line buffered; a new one if the launcher was started without that stream."""
     if stream is None:
         return cast("TextIO", open(descriptor, mode, buffering=1, closefd=False))
     if mode == "w" and isinstance(stream, io.TextIOWrapper):
@@ -115,9 +115,10 @@ def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
 
 
 def leave_siblings() -> None:
-    """In a rank forked from a process that has imported torch: undo what separate processes would not share.
+    """In a rank that was forked from a process with torch: give it what forked processes must not share.
 
-    That is random state and secrets; and libtorch's teardown would copy the pages that the ranks have in common.
+    These are the random state of numpy and the secret of multiprocessing. Also skip libtorch's teardown, which would
+    copy the pages that the ranks have in common.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -132,7 +133,7 @@ def become(start: RankStart) -> None:
     """Run the target in this process; call it at the top of the interpreter, which then finalises.
 
     Raises:
-        SystemExit: the script ended by ``sys.exit``, or by an exception that has been reported (code 1).
+        SystemExit: the script called ``sys.exit``, or an exception ended it that has been reported (code 1).
     """
     target = start.target
     if start.code is None:
@@ -164,7 +165,7 @@ def become(start: RankStart) -> None:
             _report(start, error, shown=True)
         raise
     except KeyboardInterrupt as error:
-        # The interpreter ends itself by SIGINT, as the shell expects; whether to speak of it is the launcher's.
+        # The interpreter then ends itself by SIGINT, as the shell expects. The launcher decides whether to show it.
         _report(start, error, shown=False)
         raise
     except BaseException as error:
@@ -179,10 +180,10 @@ def _set_search_path(entry: str) -> None:
 
 
 class _Hook:
-    """The exception hook a script finds: it leaves the traceback to the launcher, which shows it once.
+    """The exception hook that a script finds: it leaves the traceback to the launcher, which shows it once.
 
-    A hook of the script's own replaces it, and then nothing is left to show. A hook that adds to the one it found
-    (torch's, after ``init_process_group``, puts the rank before each line) still comes here in the end.
+    If the script installs a hook of its own, that hook prints the exception and the launcher does not. A hook that
+    calls the one it found still gets here: so does torch's after ``init_process_group``, which prefixes the rank.
     """
 
     def __init__(self, start: RankStart) -> None:
@@ -200,7 +201,7 @@ def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
     """Report an exception that nobody caught, and let the script's exception hook have it."""
     own = traceback_of_script(error)
     error.__traceback__ = own
-    # Before the hook: the time of failing is now, not when a slow hook has returned.
+    # Reported before the hook runs: the script failed now, and not when a slow hook has returned.
     now = time.monotonic()
     written = _report(start, error, shown=True, now=now)
     try:
@@ -228,8 +229,8 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
     """Write what happened into the report file, in the form of torch's ``@record``, with the clock's time.
 
     Returns:
-        Whether it was written: a script may have closed every descriptor it did not know, and a child that it
-        forked must not speak for the rank.
+        Whether it was written. It is not if the script has closed all descriptors that it did not open itself, or if
+        this process is a child that the script forked, which must not report for the rank.
     """
     if os.getpid() != start.pid:
         return False
@@ -258,7 +259,7 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
             data = json.dumps(report).encode()
             os.pwrite(start.ends.report, data, 0)
             os.ftruncate(start.ends.report, len(data))
-            # The others may be waiting for this rank, and its end may be far: exit handlers, threads.
+            # Other ranks may be waiting for this one, and its exit handlers and threads may delay its end for long.
             os.kill(start.parent, signal.SIGUSR1)
             return True
     return False
@@ -279,7 +280,7 @@ def _exit_code(error: SystemExit) -> int:
 
 def _execute(start: RankStart) -> None:
     """Replace this process with a program that is not Python."""
-    # Python ignores these; a program expects what its shell would give it.
+    # Python ignores these signals; a program expects the defaults, as a shell leaves them.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     target = start.target
