@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -144,7 +143,8 @@ def test_the_interpreter_ends_as_it_always_does(launcher: Launcher) -> None:
 
 def test_what_the_script_left_open_is_written_and_finalised(launcher: Launcher, tmp_path: Path) -> None:
     """In the script and in a module of its own, with torch still there for whoever needs it that late."""
-    helper = """
+    launcher.script(
+        """
         import atexit, torch, weakref
         class Told:
             def __init__(self, name): self.name, self.tensor = name, torch.ones(2)
@@ -155,8 +155,9 @@ def test_what_the_script_left_open_is_written_and_finalised(launcher: Launcher, 
         class Plain: pass
         plain = Plain()
         weakref.finalize(plain, print, 'finaliser')
-    """
-    (tmp_path / "helper.py").write_text(textwrap.dedent(helper))
+        """,
+        "helper.py",
+    )
     script = launcher.script(f"""
         import os, sys
         os.chdir({str(tmp_path)!r})
@@ -203,7 +204,7 @@ def test_a_fork_that_fails_half_way_leaves_nothing(launcher: Launcher) -> None:
                 raise BlockingIOError(11, 'Resource temporarily unavailable')
             return fork()
         os.fork = limited
-    """,
+        """,
         "sitecustomize.py",
     )
     outcome = launcher.run("-n", "5", "-q", *WAIT, environment={"PYTHONPATH": str(launcher.directory)})

@@ -203,7 +203,7 @@ def run(
 
 def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:
     if hosts is not None and hostfile is not None:
-        raise LaunchError("--hosts and --hostfile both give the hosts of the ranks; leave one of the two out")
+        raise LaunchError("--hosts and --hostfile both say where the ranks run; give one of them")
     if hosts is not None:
         return parse_hosts(hosts)
     return read_hostfile(hostfile) if hostfile is not None else []

@@ -57,7 +57,6 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass
 class _Stream:
-    rank: int
     descriptor: int
     sink: Sink
     lines: LineAssembler
@@ -151,8 +150,8 @@ class _Supervisor:
         err_prefixes = make_prefixes(count, color=console.err.color) if self.job.prefix else nothing
         ranks = []
         for rank, ends in enumerate(self.descriptors.ranks):
-            out = _Stream(rank, ends.out_read, console.out, LineAssembler(out_prefixes[rank]))
-            err = _Stream(rank, ends.err_read, console.err, LineAssembler(err_prefixes[rank]))
+            out = _Stream(ends.out_read, console.out, LineAssembler(out_prefixes[rank]))
+            err = _Stream(ends.err_read, console.err, LineAssembler(err_prefixes[rank]))
             ranks.append(_Rank([out, err]))
         return ranks
 

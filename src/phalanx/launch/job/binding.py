@@ -12,7 +12,7 @@ cores as long as there are enough of them. Neighbouring ranks get neighbouring c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -93,17 +93,13 @@ def bind_ranks(
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """The numbers in a list of the kernel's: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    """The numbers in a list as the kernel writes it: ``0-3,8`` is 0, 1, 2, 3, 8."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         low, _, high = part.partition("-")
         if low.isdigit() and (high or low).isdigit():
-            numbers += _span(int(low), int(high or low))
+            numbers += range(int(low), int(high or low) + 1)
     return numbers
-
-
-def _span(low: int, high: int) -> Iterable[int]:
-    return range(low, high + 1)
 
 
 def _read(path: Path) -> str:

@@ -213,7 +213,7 @@ def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
 
 
 def traceback_of_script(error: BaseException) -> types.TracebackType | None:
-    """The traceback without the launcher's frames and those of the import system above the script's."""
+    """The traceback without the frames above the script's: those of the launcher and of the import system."""
     frames = error.__traceback__
     while frames is not None:
         frame = frames.tb_frame
@@ -226,7 +226,7 @@ def traceback_of_script(error: BaseException) -> types.TracebackType | None:
 
 
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
-    """Write what happened into the report file, in the form of torch's ``@record``, with the clock's time.
+    """Write the error into the report file, in the form of torch's ``@record``, with the time by the monotonic clock.
 
     Returns:
         Whether it was written. It is not if the script has closed all descriptors that it did not open itself, or if
@@ -236,7 +236,8 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
         return False
     own = traceback_of_script(error)
     if isinstance(error, SystemExit):
-        code, message = _exit_code(error), "" if isinstance(error.code, int) else str(error.code)
+        # The interpreter exits with 1 after ``sys.exit("a text")``, and prints the text.
+        code, message = (error.code & 0xFF, "") if isinstance(error.code, int) else (1, str(error.code))
     else:
         code, message = 1, _describe(error)
     text = "" if shown else "".join(traceback.format_exception(type(error), error, own))
@@ -270,12 +271,6 @@ def _describe(error: BaseException) -> str:
         return str(error)
     except Exception:
         return "<its __str__ failed>"
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def _execute(start: RankStart) -> None:
