@@ -1,4 +1,4 @@
-"""Start ``phalanx run`` as a user does, and look for what it leaves behind."""
+"""Start ``phalanx run`` as a user does, and check that it leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -9,6 +9,11 @@ A sentence that several modules print is written here, after the class of the ex
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 __all__ = [
     "OUT_OF_MEMORY_HINT",
     "PROCESS_LIMIT_HINT",
@@ -26,10 +31,6 @@ __all__ = [
     "PhalanxError",
     "RankError",
     "ReentryError",
-    "not_a_device",
-    "not_in_group",
-    "rank_refused",
-    "ranks_missing",
 ]
 
 
@@ -44,26 +45,25 @@ class InitializationError(PhalanxError):
     ``torch.distributed.init_process_group`` itself, or when the ranks cannot meet. The message says which.
     """
 
+    @classmethod
+    def ranks_missing(cls, missing: str, timeout_s: float, *, at: str = "", before: str = "") -> InitializationError:
+        """Some ranks did not come in time.
 
-def ranks_missing(missing: str, timeout_s: float, *, at: str = "", before: str = "") -> InitializationError:
-    """Some ranks did not come in time.
+        Args:
+            missing: the ranks, as ``ranks 1-2 of 3``.
+            timeout_s: how long they were waited for, in seconds.
+            at: the place at which they were expected, as ``rank 0 at h1 port 29500``; empty to leave it out.
+            before: the last success of this rank, as ``rank 4 had joined, but``; empty if there was none.
+        """
+        start = f"{before} after" if before else "after"
+        to = f" to {at}" if at else ""
+        advice = "check whether they were started, and what they print"
+        return cls(f"{start} {timeout_s:.0f} s {missing} had not come{to}; {advice}")
 
-    Args:
-        missing: the ranks, as ``ranks 1-2 of 3``.
-        timeout_s: how long they were waited for, in seconds.
-        at: where they were expected, as ``rank 0 at h1 port 29500``; empty where that helps nobody.
-        before: what this rank had done by then, as ``rank 4 had joined, but``.
-    """
-    start = f"{before} after" if before else "after"
-    to = f" to {at}" if at else ""
-    return InitializationError(
-        f"{start} {timeout_s:.0f} s {missing} had not come{to}; check whether they were started, and what they print"
-    )
-
-
-def rank_refused(rank: int, reason: str) -> InitializationError:
-    """Rank 0 did not let a process in, as this rank: the reason is rank 0's."""
-    return InitializationError(f"rank {rank} was refused: {reason}. Start each rank once, with one world size")
+    @classmethod
+    def rank_refused(cls, rank: int, reason: str) -> InitializationError:
+        """Rank 0 refused a process that joined as this rank; the reason is rank 0's."""
+        return cls(f"rank {rank} was refused: {reason}. Start each rank once, with one world size")
 
 
 class LauncherEnvironmentError(InitializationError):
@@ -82,10 +82,10 @@ class DeviceError(InitializationError):
     variable hides a device if one does.
     """
 
-
-def not_a_device(given: str) -> str:
-    """The text for a device that no torch knows; ``given`` shows what was said, and where: ``--device 3``."""
-    return f"{given} is not a device. Give cpu, cuda, cuda:1 or another of torch's names"
+    @staticmethod
+    def not_a_device(given: str) -> str:
+        """The text for a device that torch does not know; ``given`` is the user's own text, as ``--device 3``."""
+        return f"{given} is not a device. Give cpu, cuda, cuda:1 or another of torch's names"
 
 
 class ClosedError(PhalanxError):
@@ -107,10 +107,11 @@ class RankError(PhalanxError, ValueError):
     Ranks given to a ``Group`` count within that group, from 0 to ``group.size - 1``.
     """
 
-
-def not_in_group(rank: int, size: int) -> str:
-    """The text for a rank that a group of ``size`` ranks does not have."""
-    return f"rank {rank} is not in the group: its ranks count from 0 to {size - 1}"
+    @classmethod
+    def not_in_group(cls, rank: int, size: int, members: Sequence[int] = ()) -> RankError:
+        """A group of ``size`` ranks has no such rank. ``members`` are its world ranks, if they are known."""
+        of_world = f" (world ranks {list(members)})" if members else ""
+        return cls(f"rank {rank} is not in the group: its ranks count from 0 to {size - 1}{of_world}")
 
 
 class DeviceMismatch(PhalanxError, ValueError):

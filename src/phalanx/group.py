@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import ClosedError, DeviceMismatch, RankError, not_in_group
+from phalanx.errors import ClosedError, DeviceMismatch, RankError
 
 __all__ = ["Group", "Session"]
 
@@ -220,7 +220,7 @@ class Group:
 
     def _member(self, rank: int) -> int:
         if not 0 <= rank < self.size:
-            raise RankError(f"{not_in_group(rank, self.size)} (world ranks {list(self.ranks)})")
+            raise RankError.not_in_group(rank, self.size, self.ranks)
         return rank
 
     def _other(self, rank: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 VERSION = "0.1.0"
 BACKEND = "phalanx"  # the name under which torch knows the backend
 
-# What users set.
+# Set by users.
 DEVICE = "PHALANX_DEVICE"  # where ranks compute: cpu, cuda, cuda:1, xpu, npu, …
 HOST = "PHALANX_HOST"  # the name this process reports for its host, in place of what it would find
 INTERFACE = "PHALANX_INTERFACE"  # the network interface that ranks talk over
@@ -20,7 +20,7 @@ MPI_CHECK = "PHALANX_MPI_CHECK"  # 0: do not compare collectives over MPI before
 REPLACE = "PHALANX_REPLACE"  # the backends that the backend phalanx replaces: gloo, mpi, or both
 TUNING = "PHALANX_TUNING"  # the file of switch points that `phalanx bench --tune` writes
 
-# What the launcher sets for its ranks.
+# Set by the launcher for its ranks.
 KEY = "PHALANX_KEY"  # the job's key
 MPI_JOIN = "PHALANX_MPI_JOIN"  # where a shim finds `phalanx run`, and the key; removed before the script runs
 REHEARSAL = "PHALANX_REHEARSAL"  # the rehearsed hosts: 2x4, or 1,3,2

@@ -77,7 +77,7 @@ def test_torchs_exception_hook_does_not_show_it_a_second_time(launcher: Launcher
     assert "phalanx/launch" not in outcome.err_text
 
 
-def test_the_cause_is_told_from_its_consequences(launcher: Launcher) -> None:
+def test_the_cause_is_distinguished_from_its_consequences(launcher: Launcher) -> None:
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
     script = launcher.script("""
         import atexit, os, socket, time
@@ -142,7 +142,7 @@ def test_the_interpreter_ends_as_it_always_does(launcher: Launcher) -> None:
 
 
 def test_what_the_script_left_open_is_written_and_finalised(launcher: Launcher, tmp_path: Path) -> None:
-    """In the script and in a module of its own, with torch still there for whoever needs it that late."""
+    """In the script and in a module of its own. Finalisers that use torch still find it."""
     launcher.script(
         """
         import atexit, torch, weakref
@@ -229,7 +229,7 @@ def test_torchs_record_works(launcher: Launcher) -> None:
     assert nested.err_text.count("Traceback") == 1
 
 
-def test_a_syntax_error_is_told_once_and_nothing_is_started(launcher: Launcher) -> None:
+def test_a_syntax_error_is_printed_once_and_nothing_is_started(launcher: Launcher) -> None:
     outcome = launcher.run(
         "-n",
         "3",
@@ -351,7 +351,7 @@ def test_sigkill_of_the_launcher_ends_python_ranks_and_the_store(launcher: Launc
     job.wait_until_gone(1.0)
 
 
-def test_sigkill_of_the_zygote_ends_everything_and_is_told(launcher: Launcher) -> None:
+def test_sigkill_of_the_zygote_ends_everything_and_is_reported(launcher: Launcher) -> None:
     job = launcher.start("-n", "2", "-q", "sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
     job.read_lines(2)
     os.kill(job.named("phalanx-zygote"), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the ranks print, and what they read."""
+"""The output of the ranks, and their standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank finds when the user's code starts to run."""
+"""The environment and the interpreter that a rank's script finds when it starts to run."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ phalanx.close()
 def test_a_closed_world_leaves_no_thread_and_the_script_still_ends_as_always(
     launcher: Launcher, tmp_path: Path, ranks: int
 ) -> None:
-    """What was imported before the fork is then left to the kernel; what is the script's own is not."""
+    """Modules that were imported before the fork are then left to the kernel; the script's own are emptied."""
     script = launcher.script(LEAVES_CLOSED)
     left = tmp_path / "left-"
     outcome = launcher.run("-q", "--no-prefix", "-n", str(ranks), script, environment={"LEFT": str(left)})

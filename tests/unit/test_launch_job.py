@@ -1,4 +1,4 @@
-"""What is to be started: targets, threads, environments, limits, the table."""
+"""The job before it is started: target, threads, environments, limits, the rank table."""
 
 from __future__ import annotations
 

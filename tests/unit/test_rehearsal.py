@@ -1,4 +1,4 @@
-"""Hosts that are not there: how they are written, who sits where, and what each rank is told."""
+"""Rehearsed hosts: how they are written, which rank is on which, and the variables that each rank gets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_who_sits_where(text: str, placement: Placement, seats: list[str]) -> No
 
 
 @pytest.mark.parametrize("text", ["0x4", "4x0", "2x", "x4", "4", "", "2x4x2", "1,,2", "1,0", "1,2,", "-1x2", "2x4,1"])
-def test_what_is_no_cluster_is_refused_with_an_example(text: str) -> None:
+def test_a_text_that_is_not_a_cluster_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(LaunchError, match="Say --rehearse 2x4") as caught:
         parse_rehearsal(text)
     assert f"--rehearse {text}:" in str(caught.value)
@@ -76,7 +76,7 @@ def test_title_and_notes_say_that_it_is_a_rehearsal() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["", "3", "cuda:", "cuda:x", "cuda 1", "CUDA"])
-def test_what_is_no_device_is_refused(wanted: str) -> None:
+def test_a_text_that_is_not_a_device_is_refused(wanted: str) -> None:
     with pytest.raises(LaunchError, match="is not a device"):
         make_job(1, SCRIPT, device=wanted, environment={})
 

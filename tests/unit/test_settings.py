@@ -13,10 +13,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "phalanx"
 SETTINGS = PACKAGE / "settings.py"
 OTHERS = sorted(path for path in PACKAGE.rglob("*.py") if path != SETTINGS)
-# What users read. CONTRIBUTING has variables of the tests as well.
+# The documents for users. CONTRIBUTING also names variables of the tests.
 DOCUMENTS = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
 VARIABLE = re.compile(r"PHALANX_[A-Z_]+")
-FOR_USERS, FOR_RANKS = "What users set.", "What the launcher sets for its ranks."
+FOR_USERS, FOR_RANKS = "Set by users.", "Set by the launcher for its ranks."
 
 
 def sections() -> dict[str, dict[str, tuple[str, str]]]:

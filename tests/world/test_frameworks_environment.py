@@ -1,4 +1,4 @@
-"""What frameworks find in the environment: under ``phalanx run``, and from ``phalanx.init()`` to ``close()``."""
+"""The variables that frameworks find: under ``phalanx run``, and from ``phalanx.init()`` to ``close()``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def free_port(member: Member) -> str:
 
 
 def become_mpi_rank(member: Member) -> None:
-    """What Hydra tells a rank, and where to meet; nothing else of any launcher."""
+    """Set the variables that Hydra gives a rank, and an address to meet at; no other launcher's variables."""
     forget_launchers()
     os.environ.update(
         PMI_RANK=str(member.rank),

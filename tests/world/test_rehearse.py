@@ -156,7 +156,7 @@ def test_a_dry_run_as_json(launcher: Launcher) -> None:
         (["--rehearse", "9999x9999"], "99980001 ranks need about"),
     ],
 )
-def test_a_mistake_is_told_with_its_remedy(launcher: Launcher, options: list[str], said: str) -> None:
+def test_a_mistake_is_printed_with_its_remedy(launcher: Launcher, options: list[str], said: str) -> None:
     outcome = launcher.run(*options, launcher.script("print('started')"))
     assert (outcome.code, outcome.out) == (2, b"")
     assert said in outcome.err_text

@@ -46,7 +46,7 @@ from phalanx.c10d.stand_ins import (
     separate,
 )
 from phalanx.c10d.work import PhalanxWork
-from phalanx.errors import ArgumentError, DeviceMismatch, RankError, not_in_group
+from phalanx.errors import ArgumentError, DeviceMismatch, RankError
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.layout import DTYPES, same_size, split_counts
 
@@ -550,7 +550,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if self._messages.closed:
             self._messages.refuse_if_closed()
         if rank is not None and not 0 <= rank < self._size:
-            raise RankError(not_in_group(rank, self._size))
+            raise RankError.not_in_group(rank, self._size)
 
     def _require_cpu(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

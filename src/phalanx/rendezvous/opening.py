@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 
 from phalanx import settings
-from phalanx.errors import InitializationError, rank_refused, ranks_missing
+from phalanx.errors import InitializationError
 from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import listening_addresses
 from phalanx.rendezvous.meeting_point import MeetingPoint
@@ -71,7 +71,7 @@ def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobS
         while not server.wait_for_all(max(0.0, min(REMIND_S, deadline - time.monotonic()))):
             missing = server.describe_missing()
             if time.monotonic() >= deadline:
-                raise ranks_missing(missing, timeout_s, at=f"rank 0 on {socket.gethostname()}")
+                raise InitializationError.ranks_missing(missing, timeout_s, at=f"rank 0 on {socket.gethostname()}")
             tell(f"waiting for {missing}, {time.monotonic() - start:.0f} s so far")
     except BaseException as error:
         server.end(str(error) or f"rank 0 gave up ({type(error).__name__})")
@@ -139,7 +139,7 @@ def _ask_who_is_there(address: str, port: int, key: Key, claim: Claim) -> str:
         return ""
     sock.close()
     if verdict.word == "refused":
-        raise rank_refused(0, verdict.said)
+        raise InitializationError.rank_refused(0, verdict.said)
     return verdict.said if verdict.word == "earlier" else ""
 
 

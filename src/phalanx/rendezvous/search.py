@@ -14,7 +14,7 @@ from datetime import timedelta
 from torch.distributed import DistStoreError
 
 from phalanx import settings
-from phalanx.errors import InitializationError, rank_refused, ranks_missing
+from phalanx.errors import InitializationError
 from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import Unresolved, addresses_of_rank_0, source_address
 from phalanx.rendezvous.meeting_point import MeetingPoint
@@ -61,7 +61,7 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
         raise
     if missing:
         store.end()
-        raise ranks_missing(
+        raise InitializationError.ranks_missing(
             missing, timeout_s, at=f"rank 0 at {where[0]} port {where[1]}", before=f"rank {place.rank} had joined, but"
         )
     return store
@@ -144,7 +144,7 @@ def _try(
         return sock, where, verdict.said
     sock.close()
     if verdict.word == "refused":
-        raise rank_refused(place.rank, verdict.said)
+        raise InitializationError.rank_refused(place.rank, verdict.said)
     raise _NotHere(verdict.said or f"another job's rank 0 listens on port {where[1]}")
 
 

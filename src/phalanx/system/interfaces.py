@@ -20,7 +20,6 @@ __all__ = [
     "interface_addresses",
     "is_loopback",
     "is_own_name",
-    "lack_of",
     "outward_address",
     "resolve",
 ]
@@ -63,18 +62,13 @@ def chosen_interface(environment: Mapping[str, str] | None = None) -> tuple[str,
     name = (os.environ if environment is None else environment).get(settings.INTERFACE)
     if not name:
         return None
-    if lack := lack_of(name):
-        raise InitializationError(f"{settings.INTERFACE}={name}: {lack}")
-    return name, interface_addresses()[name]
-
-
-def lack_of(name: str) -> str:
-    """Why ranks cannot use the interface of this name, and which interfaces there are; empty if they can."""
     addresses = interface_addresses().get(name)
-    if addresses:
-        return ""
-    lack = "has no interface of that name" if addresses is None else "has no address on it"
-    return f"{socket.gethostname()} {lack}; its interfaces are {describe_interfaces()}"
+    if not addresses:
+        lack = "has no interface of that name" if addresses is None else "has no address on it"
+        raise InitializationError(
+            f"{settings.INTERFACE}={name}: {socket.gethostname()} {lack}; its interfaces are {describe_interfaces()}"
+        )
+    return name, addresses
 
 
 def is_loopback(address: str) -> bool:

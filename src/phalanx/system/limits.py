@@ -13,7 +13,7 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
+from phalanx.errors import LaunchError
 
 __all__ = ["Limit", "check_limits", "count_oom_kills", "machine_limits", "raise_file_limit", "usable_cores"]
 
@@ -90,7 +90,7 @@ def machine_limits(*, python: bool, forked: bool = True) -> list[Limit]:
         return limits
     tasks = _tasks_left()
     if tasks is not None:
-        remedy = PROCESS_LIMIT_HINT
+        remedy = "raise the limit (ulimit -u, or pids.max of the cgroup)"
         limits.append(Limit("processes and threads", remedy, tasks, TASKS_PER_RANK, TASKS_BESIDE))
     memory = _memory_left()
     if python and memory is not None:

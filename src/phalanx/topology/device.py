@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import settings
-from phalanx.errors import DeviceError, not_a_device
+from phalanx.errors import DeviceError
 
 __all__ = [
     "Accelerator",
@@ -115,7 +115,7 @@ def choose_device(
     try:
         device = torch.device(asked)
     except RuntimeError as error:
-        raise DeviceError(f"{not_a_device(repr(asked))} ({_first_line(error)})") from error
+        raise DeviceError(f"{DeviceError.not_a_device(repr(asked))} ({_first_line(error)})") from error
     if device.type in ("cpu", "meta"):
         return device
     if accelerator is None or accelerator.type != device.type:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store
 
 from phalanx import settings
-from phalanx.errors import InitializationError, LauncherEnvironmentError, ranks_missing
+from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.place.place import Place
 from phalanx.system.host import Host
 from phalanx.words import format_spans
@@ -130,7 +130,7 @@ def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
         except RuntimeError as error:  # torch has several for this, by the kind of store
             missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
             ranks = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {world_size}"
-            raise ranks_missing(ranks, timeout_s) from error
+            raise InitializationError.ranks_missing(ranks, timeout_s) from error
         entries.append(store.get(f"report/{rank}").decode())
     return entries
 

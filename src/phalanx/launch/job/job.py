@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx import settings
-from phalanx.errors import LaunchError, not_a_device
+from phalanx.errors import DeviceError, InitializationError, LaunchError
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
 from phalanx.launch.job.host_slots import HostSlots, address_towards, fill_hosts, own_address
 from phalanx.launch.job.mpi_launcher import MpiLauncher
@@ -273,8 +273,11 @@ def make_job(
             f"--ppn {ppn}: limits the ranks of each host to N, at least 1; it needs the hosts of --hosts or --hostfile"
         )
     # An MPI launcher may start the ranks on other hosts only.
-    if interface is not None and mpi is None and (lack := interfaces.lack_of(interface)):
-        raise LaunchError(f"--interface {interface}: {lack}")
+    if interface is not None and mpi is None:
+        try:
+            interfaces.chosen_interface({settings.INTERFACE: interface})
+        except InitializationError as error:
+            raise LaunchError(f"--interface sets {error}") from None
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
     count = count if rehearsal is None else rehearsal.ranks
@@ -314,7 +317,7 @@ def _check_together(
 ) -> None:
     """Refuse options that cannot both be carried out."""
     if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
-        raise LaunchError(not_a_device(f"--device {device}"))
+        raise LaunchError(DeviceError.not_a_device(f"--device {device}"))
     if mpi is not None and bind != "none":
         raise LaunchError(
             f"--bind {bind}: an MPI launcher binds its ranks by options of its own: --mpi 'mpiexec -bind-to {bind}' "
