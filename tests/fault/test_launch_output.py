@@ -1,4 +1,4 @@
-"""What the ranks print, and what they read."""
+"""The output of the ranks, and their standard input."""
 
 from __future__ import annotations
 
@@ -142,7 +142,11 @@ def test_the_table_comes_before_anything_the_ranks_print(launcher: Launcher) -> 
 
 
 def test_a_launcher_without_standard_streams(launcher: Launcher) -> None:
-    script = launcher.script("import os, sys\nprint('x')\nopen(os.environ['MADE'], 'w').write('ran')\n")
+    script = launcher.script("""
+        import os, sys
+        print('x')
+        open(os.environ['MADE'], 'w').write('ran')
+    """)
     made = launcher.directory / "made"
     job = launcher.start("-n", "1", "-q", "true")
     job.finish()

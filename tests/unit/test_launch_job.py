@@ -1,4 +1,4 @@
-"""What is to be started: targets, threads, environments, limits, the table."""
+"""The job before it is started: target, threads, environments, limits, the rank table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.job import make_job, threads_per_rank
+from phalanx.launch.job.job import make_job
 from phalanx.launch.job.target import Target, compile_target, find_target
 from phalanx.system.limits import Limit, Resource, check_limits, machine_limits, usable_cores
 from phalanx.topology.table import RankRow, format_rank_table
@@ -124,44 +124,48 @@ def test_scripts_are_compiled(tmp_path: Path) -> None:
         compile_target(find_target(str(tmp_path / "old.pyc")))
 
 
-def test_threads() -> None:
-    assert threads_per_rank(3, 8, {}) == "2"
-    assert threads_per_rank(64, 8, {}) == "1"
-    assert threads_per_rank(1, 8, {"OMP_NUM_THREADS": "3"}) == "3"
-    assert threads_per_rank(1, 8, {"OMP_NUM_THREADS": "4,2"}) == "4,2"
-    for wrong in ("many", "0", "-1", "2,"):
-        with pytest.raises(LaunchError, match="OMP_NUM_THREADS"):
-            threads_per_rank(1, 8, {"OMP_NUM_THREADS": wrong})
-
-
-def plan_of(ranks: int, kind: str = "script") -> Target:
+def target_of(kind: str = "script") -> Target:
     return Target(kind, "t", "/t", ("t",))  # type: ignore[arg-type]
+
+
+def test_threads_are_the_ranks_share_of_the_cores_or_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(ranks: int, **environment: str) -> str:
+        return make_job(ranks, target_of(), environment=environment).threads
+
+    monkeypatch.setattr("phalanx.launch.job.job.usable_cores", lambda: 8)
+    assert threads(3) == "2"
+    assert threads(64) == "1"
+    assert threads(3, OMP_NUM_THREADS="3") == "3"
+    assert threads(3, OMP_NUM_THREADS="4,2") == "4,2"
+    for wrong in ("many", "0", "-1", "2,"):
+        with pytest.raises(LaunchError, match=f"OMP_NUM_THREADS='{wrong}' is not a number of threads"):
+            threads(1, OMP_NUM_THREADS=wrong)
 
 
 @pytest.mark.parametrize("ranks", [0, -3])
 def test_at_least_one_rank(ranks: int) -> None:
     with pytest.raises(LaunchError, match="at least one rank"):
-        make_job(ranks, plan_of(1))
+        make_job(ranks, target_of())
 
 
 def test_environment() -> None:
-    job = make_job(3, plan_of(3), environment={})
+    job = make_job(3, target_of(), environment={})
     environments = [job.environment(rank, port=1234) for rank in range(3)]
     assert [e["RANK"] for e in environments] == ["0", "1", "2"]
     assert {e["WORLD_SIZE"] for e in environments} == {"3"}
     assert environments[2]["LOCAL_RANK"] == "2"
     assert environments[0]["MASTER_PORT"] == "1234"
     assert environments[0]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    program = make_job(3, plan_of(3, "program")).environment(0, port=1)
+    program = make_job(3, target_of("program")).environment(0, port=1)
     assert program["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert program["PYTHONUNBUFFERED"] == "1"
-    assert make_job(1, plan_of(1)).run_id != make_job(1, plan_of(1)).run_id
+    assert make_job(1, target_of()).run_id != make_job(1, target_of()).run_id
 
 
 def test_more_ranks_than_cores_is_said() -> None:
     cores = usable_cores()
-    assert make_job(cores, plan_of(cores)).warnings() == []
-    (warning,) = make_job(cores + 1, plan_of(cores)).warnings()
+    assert make_job(cores, target_of()).warnings() == []
+    (warning,) = make_job(cores + 1, target_of()).warnings()
     assert f"{cores + 1} ranks share {cores} cores" in warning
 
 

@@ -33,7 +33,7 @@ from phalanx.launch.mpi.gathering import RollCall
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.mpiexec import SHIM
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
-from phalanx.launch.rank.wires import open_wires
+from phalanx.launch.rank.descriptors import open_descriptors
 from phalanx.wire.framing import frame
 from phalanx.wire.proof import GREETING_BYTES
 
@@ -428,14 +428,14 @@ def test_mistakes_cost_one_line(launcher: Launcher, tmp_path: Path, arguments: l
 
 
 def test_what_was_said_before_an_end_is_heard_even_if_nobody_listened_there() -> None:
-    wires = open_wires(1, "phalanx-test", "127.0.0.1")
-    wires.supervisor.send(do="start")
-    wires.zygote.send(event="refused")
-    wires.zygote.close()
-    assert wires.supervisor.receive() == {"event": "refused"}
-    assert wires.supervisor.receive() is None
-    wires.supervisor.close()
-    wires.listener.close()
-    for ends in wires.ranks:
+    descriptors = open_descriptors(1, "phalanx-test", "127.0.0.1")
+    descriptors.supervisor.send(do="start")
+    descriptors.zygote.send(event="refused")
+    descriptors.zygote.close()
+    assert descriptors.supervisor.receive() == {"event": "refused"}
+    assert descriptors.supervisor.receive() is None
+    descriptors.supervisor.close()
+    descriptors.listener.close()
+    for ends in descriptors.ranks:
         for descriptor in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):
             os.close(descriptor)

@@ -74,10 +74,7 @@ def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobS
         while not server.wait_for_all(max(0.0, min(REMIND_S, deadline - time.monotonic()))):
             missing = server.describe_missing()
             if time.monotonic() >= deadline:
-                raise InitializationError(
-                    f"after {timeout_s:.0f} s {missing} had not come to rank 0 on {this_host().name}; check "
-                    f"whether they were started, and what they print"
-                )
+                raise InitializationError.ranks_missing(missing, timeout_s, at=f"rank 0 on {this_host().name}")
             tell(f"waiting for {missing}, {time.monotonic() - start:.0f} s so far")
     except BaseException as error:
         server.end(str(error) or f"rank 0 gave up ({type(error).__name__})")
@@ -127,7 +124,7 @@ def _ask_holder(address: str, port: int, key: Key, claim: Claim) -> str:
         return ""
     sock.close()
     if verdict.kind == "refused":
-        raise InitializationError(f"rank 0 was refused: {verdict.reason}. Start each rank once")
+        raise InitializationError.rank_refused(0, verdict.reason)
     return verdict.reason if verdict.kind == "earlier" else ""
 
 

@@ -65,9 +65,8 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
         raise
     if missing:
         store.end()
-        raise InitializationError(
-            f"rank {place.rank} had joined, but after {timeout_s:.0f} s {missing} had not come to rank 0 at "
-            f"{where[0]} port {where[1]}; check whether they were started, and what they print"
+        raise InitializationError.ranks_missing(
+            missing, timeout_s, at=f"rank 0 at {where[0]} port {where[1]}", before=f"rank {place.rank} had joined, but"
         )
     return store
 
@@ -149,9 +148,7 @@ def _try(
         return sock, where, verdict.token
     sock.close()
     if verdict.kind == "refused":
-        raise InitializationError(
-            f"rank {place.rank} was refused: {verdict.reason}. Start each rank once, with one world size"
-        )
+        raise InitializationError.rank_refused(place.rank, verdict.reason)
     raise _NotHere(verdict.reason or f"another job's rank 0 listens on port {where[1]}")
 
 

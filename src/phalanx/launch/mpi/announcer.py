@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from phalanx.launch.mpi.crew import Member
-from phalanx.launch.rank.wires import Wires
+from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.topology.table import RankRow
 
 __all__ = ["Announcer", "Refusal"]
@@ -35,13 +35,13 @@ class Announcer:
     after everything that the rank has printed.
 
     Args:
-        wires: the descriptors of the job.
+        descriptors: the descriptors of the job.
         ranks: all ranks, by number.
     """
 
-    def __init__(self, wires: Wires, ranks: Sequence[Member]) -> None:
-        self._wires = wires
-        self._control = wires.zygote
+    def __init__(self, descriptors: Descriptors, ranks: Sequence[Member]) -> None:
+        self._wires = descriptors
+        self._control = descriptors.zygote
         self._ranks = ranks
         self._started = False
 

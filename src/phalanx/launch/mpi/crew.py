@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.launch.mpi.channel import ERR, OUT, Channel
-from phalanx.launch.rank.wires import RankEnds
+from phalanx.launch.rank.descriptors import RankEnds
 from phalanx.words import format_spans
 
 __all__ = ["Member", "Pipe", "name_ranks"]

@@ -36,8 +36,8 @@ from phalanx.launch.mpi.channel import IN, Lost, join
 from phalanx.launch.mpi.child import Child
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
+from phalanx.launch.rank.descriptors import RankEnds, report_name
 from phalanx.launch.rank.start import RankStart, enter_rank
-from phalanx.launch.rank.wires import RankEnds, report_name
 from phalanx.system import processes
 from phalanx.system.host import this_host
 

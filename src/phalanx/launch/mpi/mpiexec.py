@@ -22,7 +22,7 @@ from phalanx.launch.job.job import Job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.mpi.channel import Channel, Lost
 from phalanx.launch.output.failure import signal_name
-from phalanx.launch.rank.wires import Control
+from phalanx.launch.rank.descriptors import Control
 from phalanx.system import processes
 
 __all__ = ["Mpiexec"]

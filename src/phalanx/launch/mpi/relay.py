@@ -38,7 +38,7 @@ from phalanx.launch.mpi.gathering import RollCall, take_seat
 from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
 from phalanx.launch.mpi.services import Input, StoreOnDemand
-from phalanx.launch.rank.wires import Wires
+from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.system import processes
 from phalanx.system.host import this_host
 from phalanx.topology.table import RankRow
@@ -56,15 +56,15 @@ _SILENCE_S = 6.0
 _WIND_DOWN_S = 0.5
 
 
-def _run(job: Job, launcher: MpiLauncher, wires: Wires) -> None:
+def _run(job: Job, launcher: MpiLauncher, descriptors: Descriptors) -> None:
     """Check, wait for the order to start, start, and relay until the end."""
-    ranks = [Member(number, Pipe.pair(ends)) for number, ends in enumerate(wires.ranks)]
-    announcer = Announcer(wires, ranks)
+    ranks = [Member(number, Pipe.pair(ends)) for number, ends in enumerate(descriptors.ranks)]
+    announcer = Announcer(descriptors, ranks)
     try:
         _check_target(job)
-        if wires.zygote.receive() is None:
+        if descriptors.zygote.receive() is None:
             return
-        relay = _Relay(job, launcher, wires, ranks, announcer)
+        relay = _Relay(job, launcher, descriptors, ranks, announcer)
     except Refusal as refusal:
         announcer.refuse(f"{refusal}\n", refusal.code)
         return
@@ -89,10 +89,10 @@ class _Relay:
     """
 
     def __init__(
-        self, job: Job, launcher: MpiLauncher, wires: Wires, ranks: list[Member], announcer: Announcer
+        self, job: Job, launcher: MpiLauncher, descriptors: Descriptors, ranks: list[Member], announcer: Announcer
     ) -> None:
         self.job = job
-        self.wires = wires
+        self.descriptors = descriptors
         self.launcher = launcher
         self.ranks = ranks
         self.announcer = announcer
@@ -106,7 +106,7 @@ class _Relay:
         self.ended_by_mpiexec = False
         self.connected = True
         self.give_up_at: float | None = None
-        for ends in wires.ranks:
+        for ends in descriptors.ranks:
             os.set_blocking(ends.out_write, False)
             os.set_blocking(ends.err_write, False)
         try:
@@ -118,8 +118,8 @@ class _Relay:
         read = selectors.EVENT_READ
         self.selector.register(self.mpiexec.handle, read, self._on_mpiexec_ended)
         self.selector.register(self.mpiexec.output, read, self._on_mpiexec_output)
-        self.selector.register(wires.zygote, read, self._on_order)
-        StoreOnDemand(job, wires, self.selector, announcer.lose_store)
+        self.selector.register(descriptors.zygote, read, self._on_order)
+        StoreOnDemand(job, descriptors, self.selector, announcer.lose_store)
         self.roll = RollCall(job, launcher.name)
 
     def run(self) -> None:
@@ -197,7 +197,7 @@ class _Relay:
     # The supervisor.
 
     def _on_order(self) -> None:
-        order = self.wires.zygote.receive()
+        order = self.descriptors.zygote.receive()
         if order is None:
             self.connected = False
         elif order["do"] == "go":
@@ -230,7 +230,7 @@ class _Relay:
                 do="become",
                 target=asdict(self.job.target_of(self.rows[rank.number].local_rank)),
                 run_id=self.job.run_id,
-                environment=self.job.environment(rank.number, port=self.wires.port, rows=self.rows),
+                environment=self.job.environment(rank.number, port=self.descriptors.port, rows=self.rows),
                 carried=dict(os.environ),
                 directory=os.getcwd(),
                 grace_s=self.job.grace_s,
@@ -317,7 +317,7 @@ class _Relay:
         if not self.going or any(rank.channel is None for rank in self.ranks):
             # It would wait for processes that have not begun, or whose host is out of reach.
             self.mpiexec.send(signal.SIGTERM)
-        control = self.wires.zygote if self.connected else None
+        control = self.descriptors.zygote if self.connected else None
         patience_s = _LEAVE_S if len(channels) == len(self.ranks) else _LOST_LEAVE_S
         self.connected = self.mpiexec.see_out(channels, control, patience_s)
         for signum in (signal.SIGTERM, signal.SIGKILL):
@@ -350,13 +350,13 @@ def _lost(rank: Member) -> str:
     return f"rank {rank.number} on {rank.here['host']} no longer answers"
 
 
-def serve_mpi(job: Job, launcher: MpiLauncher, wires: Wires, handlers: dict[int, Any]) -> NoReturn:
+def serve_mpi(job: Job, launcher: MpiLauncher, descriptors: Descriptors, handlers: dict[int, Any]) -> NoReturn:
     """Be the relay; called in the child of the supervisor's fork.
 
     Args:
         job: the job.
         launcher: the MPI launcher that starts its ranks.
-        wires: its descriptors.
+        descriptors: its descriptors.
         handlers: the signals that the supervisor handles, whose defaults the relay gets back.
     """
     # Out of the terminal's foreground group: Ctrl-C is the supervisor's to interpret. This process does not simply die
@@ -367,10 +367,10 @@ def serve_mpi(job: Job, launcher: MpiLauncher, wires: Wires, handlers: dict[int,
     for signum in handlers:
         signal.signal(signum, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    wires.keep_zygote_ends()
+    descriptors.keep_zygote_ends()
     code = 0
     try:
-        _run(job, launcher, wires)
+        _run(job, launcher, descriptors)
     except BaseException:
         sys.stderr.write(f"phalanx: the launcher itself failed\n{traceback.format_exc()}")
         sys.stderr.flush()

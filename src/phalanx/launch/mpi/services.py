@@ -7,8 +7,8 @@ import selectors
 from collections.abc import Callable
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.rank.store import host_store
-from phalanx.launch.rank.wires import Wires
+from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.rank.torch_store import host_store
 
 __all__ = ["Input", "StoreOnDemand"]
 
@@ -70,18 +70,20 @@ class StoreOnDemand:
 
     Args:
         job: the job.
-        wires: its descriptors, the listening socket among them.
+        descriptors: its descriptors, the listening socket among them.
         selector: where to wait.
         lost: called when the process that hosts it has ended, with its wait status.
     """
 
-    def __init__(self, job: Job, wires: Wires, selector: selectors.BaseSelector, lost: Callable[[int], None]) -> None:
+    def __init__(
+        self, job: Job, descriptors: Descriptors, selector: selectors.BaseSelector, lost: Callable[[int], None]
+    ) -> None:
         self._job = job
-        self._wires = wires
+        self._wires = descriptors
         self._selector = selector
         self._lost = lost
         self._pid = self._handle = 0
-        selector.register(wires.listener, selectors.EVENT_READ, self._start)
+        selector.register(descriptors.listener, selectors.EVENT_READ, self._start)
 
     def _start(self) -> None:
         self._selector.unregister(self._wires.listener)

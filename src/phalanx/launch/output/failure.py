@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.words import format_named
 
 __all__ = ["Failure", "Report", "find_cause", "format_failure", "read_report", "signal_name"]
@@ -183,7 +184,7 @@ def _signal_hints(out_of_memory: bool) -> Mapping[int, str]:
     if out_of_memory:
         killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
     else:
-        killed = "another process killed it; if none did, look for an out-of-memory kill with: dmesg | grep -i oom"
+        killed = f"another process killed it; if none did, {OUT_OF_MEMORY_HINT}"
     return {
         signal.SIGKILL: killed,
         signal.SIGSEGV: "native code accessed memory that it may not; the Python stack, if there is one, is above",
