@@ -198,7 +198,7 @@ def test_what_is_marked_does_not_depend_on_how_reasons_and_transports_are_worded
 
 
 def test_an_interrupted_measurement_says_so() -> None:
-    assert "did not come to its end" in format_report({**make_results(make_row()), "complete": False})
+    assert "The measurement ended early" in format_report({**make_results(make_row()), "complete": False})
 
 
 def test_a_row_fits_one_line_of_progress() -> None:

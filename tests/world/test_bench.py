@@ -17,7 +17,7 @@ from tests.launch_support import MARK, marked
 from phalanx.bench.mpi import installed_mpi
 from phalanx.bench.operations import OPERATIONS
 
-PATIENCE_S = 60
+PATIENCE_S = 300  # only a measurement that hangs takes so long, also on a busy machine
 
 
 def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -102,7 +102,7 @@ def test_ctrl_c_prints_what_was_measured_and_leaves_nothing(tmp_path: Path) -> N
     code, out, _ = finish(process, tmp_path)
     assert code == 130
     assert "| all_reduce " in out
-    assert "did not come to its end" in out
+    assert "The measurement ended early" in out
 
 
 def test_a_rank_that_is_killed_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:

