@@ -101,7 +101,7 @@ class StoreServer:
         self._thread = threading.Thread(target=self._serve, name="phalanx-store", daemon=True)
         self._thread.start()
 
-    # -- rank 0's own calls ------------------------------------------------------------------------------
+    # -- rank 0's own calls ------------------------------------------------------------------------
 
     def call(
         self, code: int, number: int = 0, fields: Sequence[bytes] = (), timeout_s: float | None = None
@@ -258,7 +258,7 @@ class StoreServer:
             self._waiting_for_all.clear()
             self._came.notify_all()
 
-    # -- joining ---------------------------------------------------------------------------
+    # -- joining -----------------------------------------------------------------------------------
 
     def _admit(self, arrival: Arrival) -> None:
         """Judge the claim of a process that has proven the key, and let it use the store if it is welcome."""

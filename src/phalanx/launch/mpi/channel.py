@@ -146,7 +146,7 @@ def open_door(address: str, selector: selectors.BaseSelector, admit: Callable[[C
         arrival.answer(b"")
         admit(Channel(arrival.sock, arrival.rest))
 
-    key = Key(secret.encode(), ROLE)
+    key = Key(secret.encode(), "phalanx run")
     door = Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, most=_MOST_STRANGERS)
     return door, f"{host}:{port}:{secret}"
 
@@ -158,7 +158,7 @@ def join(invitation: str) -> Channel:
         OSError: nothing listens there, the launcher has ended, or what listens there does not know the job's key.
     """
     address, port, secret = invitation.rsplit(":", 2)
-    where, key = (address, int(port)), Key(secret.encode(), ROLE)
+    where, key = (address, int(port)), Key(secret.encode(), "phalanx run")
     try:
         sock, _ = dial(where, key, ROLE, b"", patience_s=JOIN_S, keep_alive=_KEEP_ALIVE)
     except ConnectionResetError as error:
