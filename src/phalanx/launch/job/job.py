@@ -341,7 +341,7 @@ def _check_together(
 
 
 def _address(mpi: MpiLauncher | None, hosts: Sequence[HostSlots], environment: Mapping[str, str]) -> str:
-    """The address at which ranks reach the launcher: loopback if all ranks are here, so that no other host connects."""
+    """Loopback as long as every rank is here, so that nobody else can even connect."""
     if hosts:
         return address_towards(host.name for host in hosts)
     if mpi is not None and mpi.may_leave_this_host(environment):
