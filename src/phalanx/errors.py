@@ -9,10 +9,7 @@ A sentence that several modules print is written here, after the class of the ex
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import ClassVar
 
 __all__ = [
     "OUT_OF_MEMORY_HINT",
@@ -115,7 +112,7 @@ class RankError(PhalanxError, ValueError):
     """
 
     @classmethod
-    def not_in_group(cls, rank: int, size: int, members: Sequence[int] = ()) -> RankError:
+    def not_in_group(cls, rank: int, size: int, members: tuple[int, ...] = ()) -> RankError:
         """A group of ``size`` ranks has no such rank. ``members`` are its world ranks, if they are known."""
         of_world = f" (world ranks {list(members)})" if members else ""
         return cls(f"rank {rank} is not in the group: its ranks count from 0 to {size - 1}{of_world}")

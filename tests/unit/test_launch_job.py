@@ -148,6 +148,14 @@ def test_at_least_one_rank(ranks: int) -> None:
         make_job(ranks, target_of())
 
 
+def test_an_interface_that_this_host_has_not_is_refused_with_those_it_has() -> None:
+    with pytest.raises(
+        LaunchError, match=r"^--interface sets PHALANX_INTERFACE=none0: .* no interface .* are .*lo 127"
+    ):
+        make_job(1, target_of(), interface="none0")
+    assert make_job(1, target_of(), interface="lo").environment(0, port=1)["PHALANX_INTERFACE"] == "lo"
+
+
 def test_environment() -> None:
     job = make_job(3, target_of(), environment={})
     environments = [job.environment(rank, port=1234) for rank in range(3)]

@@ -550,7 +550,7 @@ class PhalanxProcessGroup(dist.ProcessGroup):
         if self._messages.closed:
             self._messages.refuse_if_closed()
         if rank is not None and not 0 <= rank < self._size:
-            raise RankError.not_in_group(rank, self._size)
+            raise RankError(f"rank {rank} is not in the group, which has ranks 0 to {self._size - 1}")
 
     def _require_cpu(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
