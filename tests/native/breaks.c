@@ -12,7 +12,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "segment.h"
+#include "comm.h"
+#include "process.h"
 
 #define REQUIRE(condition)                                                                                       \
     do {                                                                                                         \
@@ -94,11 +95,11 @@ static void one_thread_of_a_rank_is_telling(void)
 {
     phx_comm *comm = segment(2);
     char text[PHX_TEXT];
-    comm->places[0].told = 1; /* as while another thread of this rank writes the text */
+    comm->places[0].described = 1; /* as while another thread of this rank writes the text */
     phx_describe(comm, "the second thread");
     REQUIRE(comm->places[0].text[0] == 0);
     REQUIRE(!phx_description(comm, 0, text));
-    comm->places[0].told = 0;
+    comm->places[0].described = 0;
     phx_describe(comm, "the first thread");
     phx_describe(comm, "the second thread");
     REQUIRE(phx_description(comm, 0, text) && strcmp(text, "the first thread") == 0);

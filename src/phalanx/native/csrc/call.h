@@ -1,8 +1,8 @@
-/* One word that stands for a call, so that comparing two ranks' calls is comparing two integers.
+/* The call word: a hash of a call, so that comparing two ranks' calls is comparing two integers.
  *
- * A hash: 64 bits of everything that must agree (kind, dtype, operation, root, bytes, and a hash of the shape
- * that the caller computes). Two different calls agree by accident once in 2^64. What differed is told by the
- * ranks themselves once it matters (see describe.c). */
+ * It covers everything that must agree: kind, dtype, operation, root, bytes, and a hash of the shape that the caller
+ * computes. Two different calls have the same one once in 2^64. If two call words differ, the ranks' descriptions say
+ * what the calls were (breaking.c). */
 #ifndef PHALANX_CALL_H
 #define PHALANX_CALL_H
 

@@ -77,10 +77,6 @@ typedef int (*phx_poll)(void);
 
 PHX_API uint32_t phx_abi(void);
 
-/* How many bytes a segment for `size` ranks takes with slots of `chunk_bytes` (a multiple of 64, and at
- * least 64 per rank). */
-PHX_API uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes);
-
 /* Write the header into a fresh file of that size. `small_bytes`: reductions whose inputs add up to at most so much
  * take one synchronisation (see all_reduce.c). `stream_bytes`: outputs of at least so much are written past the caches
  * (see copy.h). `cookie` (16 bytes) is what attaching ranks check. */
