@@ -1,4 +1,4 @@
-"""The floors of the C core: ``docs/architecture.md`` lists every file, and a file includes only headers listed above it.
+"""The floors of the C core: ``docs/architecture.md`` lists every file, and each includes only headers listed above it.
 
 The list is one order of all files, so there can be no circle. A source may include the header of its own name wherever
 that is listed. Lengths of files are tested in ``test_layers.py``.

@@ -3,10 +3,10 @@
  * Small (at most small_bytes over all ranks): every rank puts in its whole input, waits for the others and combines
  * all slots. One synchronisation; p * n bytes read per rank (by the root alone for a reduce).
  *
- * Otherwise, chunk by chunk (the reduce-scatter and all-gather of Rabenseifner 2004, without its messages): rank r is the
- * only one to reduce slice r. It puts in only what the others reduce, combines slice r of the others' slots with its own
- * input, leaves the result in its slot and its output, and copies out the others' slices (for a reduce only the root
- * does). Two synchronisations per chunk; each rank copies 2 (p-1)/p * n bytes and reads n while reducing. */
+ * Otherwise, chunk by chunk (the reduce-scatter and all-gather of Rabenseifner 2004, without its messages): rank r is
+ * the only one to reduce slice r. It puts in only what the others reduce, combines slice r of the others' slots with
+ * its own input, leaves the result in its slot and its output, and copies out the others' slices (for a reduce only the
+ * root does). Two synchronisations per chunk; each rank copies 2 (p-1)/p * n bytes and reads n while reducing. */
 #include <string.h>
 
 #include "call.h"

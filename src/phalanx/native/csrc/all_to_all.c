@@ -1,9 +1,9 @@
 /* All-to-all with a size of its own for every pair.
  *
- * First chunk: every rank publishes a row, which says how many bytes it sends to each rank, and, if all of them fit into
- * the slot after the row, the data itself. After it every rank knows all sizes, has checked that what it expects of each
- * is what that one sends, and knows how many more chunks there are. In those, each rank's slot holds a share for every
- * other rank. One synchronisation per chunk; each rank copies what it sends in and what it receives out. */
+ * First chunk: every rank publishes a row, which says how many bytes it sends to each rank, and, if all of them fit
+ * into the slot after the row, the data itself. After it every rank knows all sizes, has checked that what it expects
+ * of each is what that one sends, and knows how many more chunks there are. In those, each rank's slot holds a share
+ * for every other rank. One synchronisation per chunk; each rank copies what it sends in and what it receives out. */
 #include <string.h>
 
 #include "breaking.h"

@@ -9,8 +9,8 @@ static inline int phx_broken(const phx_comm *comm)
     return atomic_load_explicit(&comm->header->breaking, memory_order_acquire) != 0;
 }
 
-/* Break the group because of `peer`, unless it is broken already; returns the status of the reason that counts, which is
- * the first. */
+/* Break the group because of `peer`, unless it is broken already; returns the status of the reason that counts, which
+ * is the first. */
 int phx_break(phx_comm *comm, int status, uint32_t peer);
 
 /* The same for two calls that differ at `chunk`. */

@@ -8,7 +8,8 @@
 
 #include <stdint.h>
 
-static inline uint64_t phx_call(uint32_t kind, uint32_t dtype, uint32_t op, uint32_t root, uint64_t nbytes, uint64_t shape)
+static inline uint64_t phx_call(uint32_t kind, uint32_t dtype, uint32_t op, uint32_t root, uint64_t nbytes,
+                                uint64_t shape)
 {
     uint64_t word = (uint64_t)kind | (uint64_t)dtype << 8 | (uint64_t)op << 16 | (uint64_t)root << 32;
     word = (word ^ nbytes * 0x9e3779b97f4a7c15ull ^ (shape << 31 | shape >> 33)) * 0xff51afd7ed558ccdull;

@@ -1,8 +1,9 @@
 /* Copying out of the segment into a tensor.
  *
- * A store to a line that is in no cache first reads the line from memory. An output larger than the caches gains nothing
- * from that, so it is written with streaming stores, which spare the read, a third of the traffic (64 MiB out of a slot
- * in the second-level cache: 3.0 ms instead of 5.0). A smaller output stays in the cache, where its user wants it. */
+ * A store to a line that is in no cache first reads the line from memory. An output larger than the caches gains
+ * nothing from that, so it is written with streaming stores, which spare the read, a third of the traffic (64 MiB out
+ * of a slot in the second-level cache: 3.0 ms instead of 5.0). A smaller output stays in the cache, where its user
+ * wants it. */
 #ifndef PHALANX_COPY_H
 #define PHALANX_COPY_H
 

@@ -28,8 +28,8 @@ static inline _Atomic uint32_t *phx_low_half(_Atomic uint64_t *word)
 
 enum phx_sleep { PHX_WOKEN, PHX_SLEPT_OUT, PHX_SIGNALLED };
 
-/* Sleep for at most a slice while `*word` is `value`. The sleeper counts itself in `*sleepers` meanwhile, which the rank
- * that changes the word reads, to know whether to wake anybody. */
+/* Sleep for at most a slice while `*word` is `value`. The sleeper counts itself in `*sleepers` meanwhile, which the
+ * rank that changes the word reads, to know whether to wake anybody. */
 enum phx_sleep phx_sleep(_Atomic uint32_t *word, uint32_t value, _Atomic uint32_t *sleepers);
 
 /* Wake every thread, of any process, that sleeps on the word. */

@@ -2,8 +2,9 @@
  *
  * A message is a header and its bytes in the ring from its sender to its receiver. A thread that waits for one message
  * moves all messages of its rank, so two ranks that send each other more than a ring holds do not block each other. A
- * message whose receive has not been posted stays in its ring, so a sender that is ahead is held up and no rank's memory
- * fills. It is set aside, in memory of its own, only when a receive with another tag waits for what comes after it. */
+ * message whose receive has not been posted stays in its ring, so a sender that is ahead is held up and no rank's
+ * memory fills. It is set aside, in memory of its own, only when a receive with another tag waits for what comes after
+ * it. */
 #include "mail.h"
 
 #include <pthread.h>
@@ -117,8 +118,8 @@ static void finish(phx_comm *comm, phx_message *message, int status)
 /* -- sending ---------------------------------------------------------------------------------------------------- */
 
 /* How many bytes of a message are put in before its receiver is notified. A receiver that streams reads faster from the
- * cache that all cores share than from the sender's own, so it is kept as far behind as the ring allows: 64 MiB took 4.0
- * ms instead of 6.5. */
+ * cache that all cores share than from the sender's own, so it is kept as far behind as the ring allows: 64 MiB took
+ * 4.0 ms instead of 6.5. */
 static uint64_t piece_bytes(const phx_comm *comm, const phx_message *message)
 {
     const uint64_t quarter = phx_ring_bytes(comm->size) / 4;
@@ -225,8 +226,8 @@ static phx_message *set_aside(struct phx_mail *mail, uint32_t src, const struct 
     return aside;
 }
 
-/* The receive that this message is for. If there is none, a new one to set it aside in if another receive waits for what
- * comes after it, else NULL. */
+/* The receive that this message is for. If there is none, a new one to set it aside in if another receive waits for
+ * what comes after it, else NULL. */
 static phx_message *claim(struct phx_mail *mail, uint32_t src, const struct phx_message_header *header)
 {
     int in_the_way = 0;

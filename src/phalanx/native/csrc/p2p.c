@@ -1,8 +1,8 @@
 /* The calls about messages: start one, test it, wait for it, give it back.
  *
- * mail.c moves the bytes; here is what a waiting thread does between its attempts: spin, yield, sleep on the bell of its
- * place, and after each slice check whether the message can still come. Cost of a message: n bytes in, n bytes out, one
- * ring of the bell for every piece of 64 KiB. */
+ * mail.c moves the bytes; here is what a waiting thread does between its attempts: spin, yield, sleep on the bell of
+ * its place, and after each slice check whether the message can still come. Cost of a message: n bytes in, n bytes out,
+ * one ring of the bell for every piece of 64 KiB. */
 #include <sched.h>
 #include <stdlib.h>
 
@@ -74,8 +74,8 @@ static int overdue(phx_comm *comm, phx_message *message, uint64_t now)
     return now - message->clock > comm->timeout_ns;
 }
 
-/* Once a slice, by the clock: break the group if the message will not come. A peer may send and then end, so messages are
- * moved once more after its process was found gone. */
+/* Once a slice, by the clock: break the group if the message will not come. A peer may send and then end, so messages
+ * are moved once more after its process was found gone. */
 static int check(phx_comm *comm, phx_message *message, uint64_t now)
 {
     uint32_t lost;

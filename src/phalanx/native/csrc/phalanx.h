@@ -139,8 +139,8 @@ PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
  * function's file has its algorithm; docs/algorithms.md compares them. */
 
 /* Combine: out[i] = in_0[i] op in_1[i] op ..., in rank order, on every rank. `out` may be `in`.
- * Small inputs take one synchronisation and read p * n bytes; others take two for each chunk, copy 2 (p-1)/p * n bytes and
- * read n (Rabenseifner, ICCS 2004). */
+ * Small inputs take one synchronisation and read p * n bytes; others take two for each chunk, copy 2 (p-1)/p * n bytes
+ * and read n (Rabenseifner, ICCS 2004). */
 PHX_API int phx_all_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,
                            uint64_t shape);
 
@@ -166,12 +166,12 @@ PHX_API int phx_gather(phx_comm *comm, const void *in, void *const *outs, uint64
                        uint32_t root, uint64_t shape);
 
 /* Copy ins[r] of the root into `out` of rank r; elsewhere `ins` is not read. The root does not wait for the others.
- * The root copies p * n bytes, the others n. */
+ * The root copies (p-1) * n bytes in, the others n out. */
 PHX_API int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbytes, uint32_t dtype,
                         uint32_t root, uint64_t shape);
 
-/* Copy ins[r], of in_bytes[r], to rank r, and into outs[r], of out_bytes[r], what rank r sends. A rank must send another
- * exactly as many bytes as that one expects. Copies what is sent in and what is received out. */
+/* Copy ins[r], of in_bytes[r], to rank r, and into outs[r], of out_bytes[r], what rank r sends. A rank must send
+ * another exactly as many bytes as that one expects. Copies what is sent in and what is received out. */
 PHX_API int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_bytes, void *const *outs,
                            const uint64_t *out_bytes, uint32_t dtype);
 
@@ -188,7 +188,8 @@ PHX_API int phx_barrier(phx_comm *comm);
 typedef struct phx_message phx_message;
 
 /* Start to send `nbytes` to the group rank `dst`, or to receive them from `src` (or PHX_ANY_SOURCE). The data must stay
- * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory or no such rank. */
+ * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory or no such
+ * rank. */
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst,
                               uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag);
@@ -197,20 +198,21 @@ PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint3
  * no message to wait for; 0 if nothing was done. Enough for most short messages, and the cheapest way. */
 PHX_API int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag);
 
-/* Returns whether the message is done or the group broken, after moving what can be moved now. Never blocks. With `watch`
- * it also checks, once a slice, that the peer lives and that the message's timeout has not passed, and else breaks the
- * group. */
+/* Returns whether the message is done or the group broken, after moving what can be moved now. Never blocks. With
+ * `watch` it also checks, once a slice, that the peer lives and that the message's timeout has not passed, and else
+ * breaks the group. */
 PHX_API int phx_message_test(phx_comm *comm, phx_message *message, int watch);
 
 /* Start the group's timeout for this message, as if a thread waited for it. */
 PHX_API void phx_message_expect(phx_comm *comm, phx_message *message);
 
-/* Wait until the message is done; returns its status. With `timeout_ns` other than 0: PHX_UNDER_WAY after that long, and
- * the group stays whole. With 0: the group's own timeout, counted from the last byte that moved, breaks the group. */
+/* Wait until the message is done; returns its status. If `timeout_ns` is not 0, it returns PHX_UNDER_WAY after that
+ * long, and the group stays whole. If it is 0, the group's own timeout, counted from the last byte that moved, breaks
+ * the group. */
 PHX_API int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns);
 
-/* Move messages until one is done, for a slice at most. `finished` is what the last call returned, at first 0: a message
- * that was done since then ends the call at once. Returns how many have been done so far. */
+/* Move messages until one is done, for a slice at most. `finished` is what the last call returned, at first 0: a
+ * message that was done since then ends the call at once. Returns how many have been done so far. */
 PHX_API uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished);
 
 /* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. phx_close() may follow when all threads
@@ -225,7 +227,8 @@ PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
 /* -- MPI ----------------------------------------------------------------------------------------------------------- */
 
-/* MPI runs in this process: its functions, and the communicator of the whole job. `abort` and `finalize` may be NULL. */
+/* MPI runs in this process. Its functions are given, of which `abort` and `finalize` may be NULL, and the communicator
+ * of the whole job. */
 PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_t comm);
 
 /* MPI cannot be finalised any more, because an operation that other ranks take part in was given up. It will be aborted
@@ -235,8 +238,8 @@ PHX_API void phx_mpi_hopeless(void);
 /* MPI has been finalised. */
 PHX_API void phx_mpi_ended(void);
 
-/* What mpi_meet.c knows of one group over MPI: two integers that are reduced to their minimum by a persistent request, and
- * MPI's functions and handles. Filled in by transports/mpi/direct.py. */
+/* What mpi_meet.c knows of one group over MPI: two integers that are reduced to their minimum by a persistent request,
+ * and MPI's functions and handles. Filled in by transports/mpi/direct.py. */
 typedef struct phx_mpi_group {
     int64_t own[2], common[2]; /* a call and its complement; their minima over the group */
     uint64_t sequence;         /* how many comparisons have begun */
@@ -248,9 +251,9 @@ typedef struct phx_mpi_group {
     intptr_t comm, world;       /* the group's communicator, and the one on which notices come */
     int any_source, notice_tag; /* source and tag of notices */
     uint32_t spins;             /* how many tests come before PHX_UNDER_WAY */
-    uint32_t looks;     /* how many MPI_Iprobe calls to make for a notice: MPICH searches what has arrived before it
-                           polls the network, so it finds a new message only in the next call */
-    uint32_t under_way; /* an all_reduce has begun and has not come to its end: interrupting it breaks the group */
+    uint32_t looks;             /* how many MPI_Iprobe calls to make for a notice: MPICH searches what has arrived
+                                   before it polls the network, so it finds a new message only in the next call */
+    uint32_t under_way;         /* an all_reduce has begun and has not ended: interrupting it breaks the group */
 } phx_mpi_group;
 
 /* Compare the call with that of every other rank. Called by all ranks of the group.
@@ -266,8 +269,8 @@ typedef struct phx_mpi_reduction {
     int count;
 } phx_mpi_reduction;
 
-/* phx_mpi_meet(), and if that is PHX_OK MPI's all_reduce of `data` in place. Clears `under_way` if it returns PHX_OK; after
- * any other status the caller does, at the end of the operation. */
+/* phx_mpi_meet(), and if that is PHX_OK MPI's all_reduce of `data` in place. Clears `under_way` if it returns PHX_OK;
+ * after any other status the caller does, at the end of the operation. */
 PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data);
 
 /* End MPI by the process's exit code. Called by glibc, for on_exit(). */

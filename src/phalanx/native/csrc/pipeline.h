@@ -1,7 +1,7 @@
 /* The steps that every collective is made of, piece by piece: put one's own part in, await the others', take them out.
  *
- * A piece is the part of a call's data that one chunk carries. The next piece is put in before this one is awaited, so a
- * rank that is ahead does not stand still, and the others find the next piece there when they need it. That is safe
+ * A piece is the part of a call's data that one chunk carries. The next piece is put in before this one is awaited, so
+ * a rank that is ahead does not stand still, and the others find the next piece there when they need it. That is safe
  * because each rank has PHX_SLOTS slots (segment.h).
  *
  * These are inline so that the compiler sees each collective's own steps in the loop: called through pointers they cost
@@ -14,7 +14,8 @@
 struct phx_steps {
     /* Copy this rank's part of piece `i` into the slot for `chunk`. */
     void (*put)(phx_comm *comm, void *job, uint64_t i, uint64_t chunk);
-    /* Wait for the parts of piece `i` that this rank needs, and take them out of the slots for `chunk`; returns a status. */
+    /* Wait for the parts of piece `i` that this rank needs, and take them out of the slots for `chunk`; returns a
+     * status. */
     int (*take)(phx_comm *comm, void *job, uint64_t i, uint64_t chunk);
 };
 

@@ -1,5 +1,5 @@
-/* A process is known by its pid and its start time, both from /proc/<pid>/stat: a pid alone may have been given to another
- * process since. A pidfd would be as sure, but costs a descriptor for each peer and group. */
+/* A process is known by its pid and its start time, both from /proc/<pid>/stat: a pid alone may have been given to
+ * another process since. A pidfd would be as sure, but costs a descriptor for each peer and group. */
 #include "process.h"
 
 #include <errno.h>

@@ -1,6 +1,6 @@
 /* Reduce-scatter: every rank puts the blocks of the others into its slot, a share each, and reduces its own block from
- * its input and the others' slots, in rank order. One synchronisation per piece; each rank copies (p-1) * n bytes in and
- * reads p * n while reducing. */
+ * its input and the others' slots, in rank order. One synchronisation per piece; each rank copies (p-1) * n bytes in
+ * and reads p * n while reducing. */
 #include <string.h>
 
 #include "call.h"

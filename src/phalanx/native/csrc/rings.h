@@ -9,8 +9,8 @@
 #include "cores.h"
 #include "futex.h"
 
-/* Messages and their pieces begin at cache lines, since a copy to an address that is not a multiple of 32 takes twice as
- * long. */
+/* Messages and their pieces begin at cache lines, since a copy to an address that is not a multiple of 32 takes twice
+ * as long. */
 #define PHX_ALIGN 64u
 
 _Static_assert(sizeof(struct phx_message_header) <= PHX_ALIGN, "a header never wraps around the end of a ring");

@@ -1,5 +1,6 @@
 /* Scatter: the root puts each rank's piece into that rank's own slot, which no other rank uses in a scatter, so a piece
- * is as large as in a broadcast. One synchronisation per piece and reader; the root copies p * n bytes, the others n. */
+ * is as large as in a broadcast. One synchronisation per piece and reader; the root copies (p-1) * n bytes in, the
+ * others n out. */
 #include <string.h>
 
 #include "call.h"

@@ -12,8 +12,8 @@
  *                   a rank works on at most two chunks at a time.
  *   done  = k + 1   "The slice of chunk k that I reduce lies reduced in my slot."
  *
- * Before a rank writes its slot or its call word for chunk k, it waits until every rank's `ready` is at least k - 1. Then
- * every rank has put in chunk k - 2, and so has finished chunk k - 4, which was the last one in the same slot.
+ * Before a rank writes its slot or its call word for chunk k, it waits until every rank's `ready` is at least k - 1.
+ * Then every rank has put in chunk k - 2, and so has finished chunk k - 4, which was the last one in the same slot.
  *
  * A message goes through a *ring*, a circular buffer of bytes; there is one for each ordered pair of ranks. Its `head`
  * and `tail` count all bytes that ever went in and came out.
@@ -26,44 +26,46 @@
  *               the segment. Ordered by the store through which the ranks meet. Death before: the others wait in the
  *               store, or find a file of the wrong size, and do not open it. Death after: the segment is complete.
  *   pid, start_time
- *               Written by their rank when it opens the segment; read by all after the ranks have met through the store,
- *               which orders them. Death before: the ranks do not finish meeting. Death after: any rank that checks
- *               finds the process gone.
+ *               Written by their rank when it opens the segment; read by all after the ranks have met through the
+ *               store, which orders them. Death before: the ranks do not finish meeting. Death after: any rank that
+ *               checks finds the process gone.
  *   ready, done Written by their rank, seq_cst, because the store must not pass the load of `sleepers`; read by all,
  *               acquire. Death before: a rank that waits finds the process gone and breaks the group. Death after: the
  *               data is complete and is used; the next wait for this rank finds the process gone.
  *   call[]      Written by their rank, plainly, before `ready`; read by all after they have acquired `ready`. Death
- *               before, or between the two stores: no rank reads the word. Death after `ready`: it is compared as usual.
- *               A rank that waits for another compares then. A rank that does not wait (a broadcast's root) compares
- *               when it enters a later chunk or next waits, at most two chunks later, when the word is still there.
+ *               before, or between the two stores: no rank reads the word. Death after `ready`: it is compared as
+ *               usual. A rank that waits for another compares then. A rank that does not wait (a broadcast's root)
+ *               compares when it enters a later chunk or next waits, at most two chunks later, when the word is still
+ *               there.
  *   cpu         Written by its rank, relaxed, when it raises a counter or rings a bell; read by all, relaxed. It is a
  *               hint on where the rank ran last, so neither death matters.
  *   slots       Written by their rank, or in a scatter by the root, plainly, before `ready` of the writer; the reduced
- *               slice before `done`. Read after that counter was acquired. Death in the middle of a copy: `ready` is not
- *               raised, and no rank reads the slot. Death after `ready`: see there.
- *   sleepers    Added to and subtracted from by ranks that sleep on a counter of this place, seq_cst; read by the place's
- *               rank, seq_cst. Death of a sleeper leaves it too high: each raise then makes one needless system call, in
- *               a group that is about to break because of that death.
- *   breaking    0 -> 1 by the first rank that breaks the group (compare-and-exchange, seq_cst), which fills in `breakage`
- *               and stores 2, release. Read by all, acquire. Death before: the next rank to notice breaks the group.
- *               Death between: after 100 ms readers search for a process that is gone, and if there is none (the writer
- *               is stopped) they know only that the group is broken. Death after 2, before the sleepers were woken: they
- *               wake at the end of their slice (PHX_SLICE_NS).
+ *               slice before `done`. Read after that counter was acquired. Death in the middle of a copy: `ready` is
+ *               not raised, and no rank reads the slot. Death after `ready`: see there.
+ *   sleepers    Added to and subtracted from by ranks that sleep on a counter of this place, seq_cst; read by the
+ *               place's rank, seq_cst. Death of a sleeper leaves it too high: each raise then makes one needless
+ *               system call, in a group that is about to break because of that death.
+ *   breaking    0 -> 1 by the first rank that breaks the group (compare-and-exchange, seq_cst), which fills in
+ *               `breakage` and stores 2, release. Read by all, acquire. Death before: the next rank to notice breaks
+ *               the group. Death between: after 100 ms readers search for a process that is gone, and if there is none (the
+ *               writer is stopped) they know only that the group is broken. Death after 2, before the sleepers were
+ *               woken: they wake at the end of their slice (PHX_SLICE_NS).
  *   breakage    Written by that rank, plainly, between the two stores; read by all after `breaking` was acquired as 2.
  *   described   0 -> 1 by the one thread of its rank that wins the exchange (seq_cst), which then writes `text` and
  *               stores 2, release. Read by all, acquire. Death before or between: the others' errors lack this rank's
  *               description. Death after: they have it.
  *   text        Written by that thread, plainly; read by all after `described` was acquired as 2.
  *   head        Written by the ring's sender, release, after the bytes that it covers; read by the receiver, acquire.
- *               Death before: those bytes are not seen. Death after, in the middle of a message: the receiver takes what
- *               is there, waits for the rest and finds the process gone.
+ *               Death before: those bytes are not seen. Death after, in the middle of a message: the receiver takes
+ *               what is there, waits for the rest and finds the process gone.
  *   tail        Written by the ring's receiver, release, after the bytes that it covers were copied out; read by the
  *               sender, acquire. Death before or after: the ring stays full or fills up, and the sender, waiting for
  *               room, finds the process gone.
- *   ring bytes  Written by the sender, plainly, before `head`; read by the receiver after it has acquired `head`. They are
- *               overwritten only after the sender has acquired a `tail` that covers them.
- *   bell        Added to by any rank that moved bytes to or from its rank, and by its own threads, seq_cst; read and slept
- *               on by its rank, acquire. Death between moving bytes and ringing: the sleeper wakes at the end of its slice.
+ *   ring bytes  Written by the sender, plainly, before `head`; read by the receiver after it has acquired `head`. They
+ *               are overwritten only after the sender has acquired a `tail` that covers them. Death: as for `head`.
+ *   bell        Added to by any rank that moved bytes to or from its rank, and by its own threads, seq_cst; read and
+ *               slept on by its rank, acquire. Death between moving bytes and ringing: the sleeper wakes at the end
+ *               of its slice.
  *   listening   How many threads of its rank sleep on `bell`: added to and subtracted from by them, read by ranks that
  *               ring, all seq_cst. Death of the sleeping rank leaves it too high: as `sleepers`.
  */

@@ -75,8 +75,8 @@ int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t tar
     return wait_slowly(comm, peer, word, target);
 }
 
-/* Compare the call words of `peer`, which has raised `ready` to `seen`, up to that chunk. At most two chunks are left to
- * compare, and both ranks' call words for the last PHX_SLOTS - 1 chunks are intact. */
+/* Compare the call words of `peer`, which has raised `ready` to `seen`, up to that chunk. At most two chunks are left
+ * to compare, and both ranks' call words for the last PHX_SLOTS - 1 chunks are intact. */
 static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
 {
     const uint64_t *mine = comm->flags[comm->rank].call, *theirs = comm->flags[peer].call;

@@ -16,8 +16,8 @@ static inline void phx_publish(phx_comm *comm, uint64_t chunk)
     phx_raise(comm, &comm->flags[comm->rank].ready, chunk + 1);
 }
 
-/* Wait until a counter of `peer` is at least `target`: spin, yield, then sleep. After every slice of sleep check whether
- * the peer lives, the group is whole, the timeout has passed, and `poll` asks to stop. */
+/* Wait until a counter of `peer` is at least `target`: spin, yield, then sleep. After every slice of sleep check
+ * whether the peer lives, the group is whole, the timeout has passed, and `poll` asks to stop. */
 int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t target);
 
 /* Wait until `peer` has published its part of `chunk`, and compare its calls up to that one with this rank's. */
