@@ -300,7 +300,7 @@ def test_a_stranger_and_a_rank_with_another_key_stay_outside(pair: Pair) -> None
         "while data := s.recv(99): heard += data\n"
         "print(heard[:9].decode(), len(heard))\n"
     )
-    assert pair.start(1, [sys.executable, "-c", knock]).end().out == "phalanx 1 42\n"
+    assert pair.start(1, [sys.executable, "-c", knock]).end().out == "phalanx 2 42\n"
     first.heard("phalanx: refused a connection from 10.213.77.2, which sent no proof that it belongs to the job")
     for environment in ({"PHALANX_KEY_FILE": str(keys[1])}, {}):
         second = pair.rank(1, 1, 2, **environment).end()

@@ -357,7 +357,7 @@ def serve_mpi(job: Job, launcher: MpiLauncher, descriptors: Descriptors, handler
         job: the job.
         launcher: the MPI launcher that starts its ranks.
         descriptors: its descriptors.
-        handlers: the signals that the supervisor handles, whose defaults the relay gets back.
+        handlers: the signals that the supervisor handles; for the relay they do again what they do by default.
     """
     # Out of the terminal's foreground group: Ctrl-C is the supervisor's to interpret. This process does not simply die
     # with the supervisor, because it has to tidy up; it notices that end by the control socket.
