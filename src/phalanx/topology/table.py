@@ -67,10 +67,10 @@ def format_rank_table(
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     rows = sorted(rows, key=lambda row: row.rank)
-    lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
-    for name in lines[0]:
-        table.add_column(name, justify="left" if name in ("host", "device", "ranks") else "right", no_wrap=True)
-    for line in lines[1:]:
+    columns, lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
+    for column in columns:
+        table.add_column(column.name, justify="right" if column.is_number else "left", no_wrap=True)
+    for line in lines:
         table.add_row(*(Text(cell) for cell in line))
     out = io.StringIO()
     console = Console(
@@ -88,11 +88,16 @@ def format_rank_table(
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
 
-def _rank_lines(rows: Sequence[RankRow]) -> list[list[str]]:
-    with_pid = any(row.pid is not None for row in rows)
-    names = ["rank", "node", "host", "local rank", "device", "pid", "cores", "threads"]
-    lines = [names]
-    lines += [
+@dataclass(frozen=True)
+class _Column:
+    name: str
+    is_number: bool = True
+
+
+def _rank_lines(rows: Sequence[RankRow]) -> tuple[list[_Column], list[list[str]]]:
+    columns = [_Column("rank"), _Column("node"), _Column("host", False), _Column("local rank")]
+    columns += [_Column("device", False), _Column("pid"), _Column("cores"), _Column("threads")]
+    lines = [
         [
             str(row.rank),
             str(row.node_rank),
@@ -105,16 +110,19 @@ def _rank_lines(rows: Sequence[RankRow]) -> list[list[str]]:
         ]
         for row in rows
     ]
-    if not with_pid:
+    if all(row.pid is None for row in rows):
+        del columns[5]
         lines = [line[:5] + line[6:] for line in lines]
-    return lines
+    return columns, lines
 
 
-def _node_lines(rows: Sequence[RankRow]) -> list[list[str]]:
+def _node_lines(rows: Sequence[RankRow]) -> tuple[list[_Column], list[list[str]]]:
     nodes: dict[int, list[RankRow]] = {}
     for row in rows:
         nodes.setdefault(row.node_rank, []).append(row)
-    lines = [["node", "host", "ranks", "count", "device", "cores", "threads"]]
+    columns = [_Column("node"), _Column("host", False), _Column("ranks", False), _Column("count")]
+    columns += [_Column("device", False), _Column("cores"), _Column("threads")]
+    lines = []
     for node, members in sorted(nodes.items()):
         lines.append(
             [
@@ -127,7 +135,7 @@ def _node_lines(rows: Sequence[RankRow]) -> list[list[str]]:
                 _common([_number(row.threads) for row in members]),
             ]
         )
-    return lines
+    return columns, lines
 
 
 def _number(value: int | None) -> str:
