@@ -67,10 +67,10 @@ def format_rank_table(
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     rows = sorted(rows, key=lambda row: row.rank)
-    columns, lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
-    for column in columns:
-        table.add_column(column.name, justify="right" if column.is_number else "left", no_wrap=True)
-    for line in lines:
+    lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
+    for name in lines[0]:
+        table.add_column(name, justify="left" if name in ("host", "device", "ranks") else "right", no_wrap=True)
+    for line in lines[1:]:
         table.add_row(*(Text(cell) for cell in line))
     out = io.StringIO()
     console = Console(
@@ -88,16 +88,11 @@ def format_rank_table(
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
 
-@dataclass(frozen=True)
-class _Column:
-    name: str
-    is_number: bool = True
-
-
-def _rank_lines(rows: Sequence[RankRow]) -> tuple[list[_Column], list[list[str]]]:
-    columns = [_Column("rank"), _Column("node"), _Column("host", False), _Column("local rank")]
-    columns += [_Column("device", False), _Column("pid"), _Column("cores"), _Column("threads")]
-    lines = [
+def _rank_lines(rows: Sequence[RankRow]) -> list[list[str]]:
+    with_pid = any(row.pid is not None for row in rows)
+    names = ["rank", "node", "host", "local rank", "device", "pid", "cores", "threads"]
+    lines = [names]
+    lines += [
         [
             str(row.rank),
             str(row.node_rank),
@@ -110,19 +105,16 @@ def _rank_lines(rows: Sequence[RankRow]) -> tuple[list[_Column], list[list[str]]
         ]
         for row in rows
     ]
-    if all(row.pid is None for row in rows):
-        del columns[5]
+    if not with_pid:
         lines = [line[:5] + line[6:] for line in lines]
-    return columns, lines
+    return lines
 
 
-def _node_lines(rows: Sequence[RankRow]) -> tuple[list[_Column], list[list[str]]]:
+def _node_lines(rows: Sequence[RankRow]) -> list[list[str]]:
     nodes: dict[int, list[RankRow]] = {}
     for row in rows:
         nodes.setdefault(row.node_rank, []).append(row)
-    columns = [_Column("node"), _Column("host", False), _Column("ranks", False), _Column("count")]
-    columns += [_Column("device", False), _Column("cores"), _Column("threads")]
-    lines = []
+    lines = [["node", "host", "ranks", "count", "device", "cores", "threads"]]
     for node, members in sorted(nodes.items()):
         lines.append(
             [
@@ -135,7 +127,7 @@ def _node_lines(rows: Sequence[RankRow]) -> tuple[list[_Column], list[list[str]]
                 _common([_number(row.threads) for row in members]),
             ]
         )
-    return columns, lines
+    return lines
 
 
 def _number(value: int | None) -> str:
