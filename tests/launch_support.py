@@ -1,4 +1,4 @@
-"""Start ``phalanx run`` as a user does, and look for what it leaves behind."""
+"""Start ``phalanx run`` as a user does, and check that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ class Outcome:
 
 
 @dataclass
-class Job:
+class RunningJob:
     """A launch under way."""
 
     process: subprocess.Popen[bytes]
@@ -140,12 +141,13 @@ class Launcher:
         self.directory = directory
         self.python = python
         self.options = options
-        self.jobs: list[Job] = []
+        self.jobs: list[RunningJob] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
+        """Write a script into the launcher's directory; the text may be a block that is indented with its test."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(textwrap.dedent(text).removeprefix("\n"))
         return str(path)
 
     def start(
@@ -156,7 +158,7 @@ class Launcher:
         stderr: int | IO[bytes] = subprocess.PIPE,
         environment: dict[str, str] | None = None,
         cwd: Path | None = None,
-    ) -> Job:
+    ) -> RunningJob:
         mark = secrets.token_hex(8)
         # Short, because multiprocessing puts sockets there, whose paths have at most 107 bytes.
         temporary = Path(tempfile.mkdtemp(prefix="phx-"))
@@ -169,7 +171,7 @@ class Launcher:
             cwd=cwd or self.directory,
             env={**own, MARK: mark, "TMPDIR": str(temporary), **(environment or {})},
         )
-        job = Job(process, mark, temporary)
+        job = RunningJob(process, mark, temporary)
         self.jobs.append(job)
         return job
 

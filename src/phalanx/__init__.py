@@ -1,7 +1,7 @@
 """Run one PyTorch program as many processes.
 
-The public names, and nothing else. They are resolved on first use, because this module is imported by every
-``import torch`` on a machine where Phalanx is installed (see ``c10d/register.py``) and must cost nothing.
+This module has the public names and nothing else. They are resolved on first use, because every ``import torch`` on a
+machine where Phalanx is installed imports this module (see ``c10d/register.py``), which must cost nothing.
 """
 
 from __future__ import annotations

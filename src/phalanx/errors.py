@@ -1,13 +1,19 @@
 """Every exception Phalanx raises on purpose.
 
-Each class says when it is raised and what to do about it, and each instance carries, as attributes, what a
-person or a program needs to act: the ranks, the group, the operation, the elapsed seconds. All derive from
-:class:`PhalanxError`, so ``except phalanx.PhalanxError`` catches exactly what this package found wrong.
+Each class says when it is raised and what to do about it. An instance carries, as attributes, the facts on which a
+program can act, such as the lost rank or the elapsed seconds. All derive from :class:`PhalanxError`, so
+``except phalanx.PhalanxError`` catches exactly what this package found wrong.
+
+A sentence that several modules print is written here, after the class of the exception that most often carries it.
 """
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 __all__ = [
+    "OUT_OF_MEMORY_HINT",
+    "PROCESS_LIMIT_HINT",
     "ArgumentError",
     "BackendError",
     "ClosedError",
@@ -26,7 +32,14 @@ __all__ = [
 
 
 class PhalanxError(RuntimeError):
-    """Base of everything below. A ``RuntimeError``, because that is what torch raises and scripts catch."""
+    """Base of everything below. A ``RuntimeError``, because that is what torch raises and scripts catch.
+
+    Attributes:
+        is_consequence: errors of this class are always caused by another rank's end, so the launcher does not name the
+            rank that raised one as the cause of the job's failure if another rank failed by itself.
+    """
+
+    is_consequence: ClassVar[bool] = False
 
 
 class InitializationError(PhalanxError):
@@ -36,21 +49,47 @@ class InitializationError(PhalanxError):
     ``torch.distributed.init_process_group`` itself, or when the ranks cannot meet. The message says which.
     """
 
+    @classmethod
+    def ranks_missing(cls, missing: str, timeout_s: float, *, at: str = "", before: str = "") -> InitializationError:
+        """Some ranks did not come in time.
+
+        Args:
+            missing: the ranks, as ``ranks 1-2 of 3``.
+            timeout_s: how long they were waited for, in seconds.
+            at: the place at which they were expected, as ``rank 0 at h1 port 29500``; empty to leave it out.
+            before: the last success of this rank, as ``rank 4 had joined, but``; empty if there was none.
+        """
+        start = f"{before} after" if before else "after"
+        to = f" to {at}" if at else ""
+        advice = "check whether they were started, and what they print"
+        return cls(f"{start} {timeout_s:.0f} s {missing} had not come{to}; {advice}")
+
+    @classmethod
+    def rank_refused(cls, rank: int, reason: str) -> InitializationError:
+        """Rank 0 refused a process that joined as this rank; the reason is rank 0's."""
+        return cls(f"rank {rank} was refused: {reason}. Start each rank once, with one world size")
+
 
 class LauncherEnvironmentError(InitializationError):
     """The environment describes a process that cannot exist.
 
-    Raised when a launcher's variables are half set, are no numbers, or contradict each other. The message
-    names the variable and its value; fix the launcher's command, or unset the variable.
+    Raised when some of a launcher's variables are missing, hold something that is not a number, or contradict each
+    other. The message names the variable and its value; correct the launcher's command, or unset the variable.
     """
 
 
 class DeviceError(InitializationError):
     """The device of a rank is missing, busy, or another rank's.
 
-    Raised by ``phalanx.init()``: a host has more ranks than devices, two ranks took one device, the one that was asked
-    for is not there or cannot be opened. The message says which, and what hides a device if something does.
+    Raised by ``phalanx.init()`` when a host has more ranks than devices, when two ranks took the same device, or when
+    the device that was asked for does not exist or cannot be opened. The message says which of these it is, and which
+    variable hides a device if one does.
     """
+
+    @staticmethod
+    def not_a_device(given: str) -> str:
+        """The text for a device that torch does not know; ``given`` is the user's own text, as ``--device 3``."""
+        return f"{given} is not a device. Give cpu, cuda, cuda:1 or another of torch's names"
 
 
 class ClosedError(PhalanxError):
@@ -61,8 +100,8 @@ class ReentryError(PhalanxError):
     """A signal handler called a group whose operation it had interrupted.
 
     The group runs one operation at a time, and the interrupted one can only go on when the handler has returned. Let
-    the handler raise, or set a flag that the program looks at. Destroying the group in a handler is possible: that
-    ends the interrupted operation with an error.
+    the handler raise an exception, or set a flag that the program checks. A handler may destroy the group: that ends
+    the interrupted operation with an error.
     """
 
 
@@ -72,6 +111,12 @@ class RankError(PhalanxError, ValueError):
     Ranks given to a ``Group`` count within that group, from 0 to ``group.size - 1``.
     """
 
+    @classmethod
+    def not_in_group(cls, rank: int, size: int, members: tuple[int, ...] = ()) -> RankError:
+        """A group of ``size`` ranks has no such rank. ``members`` are its world ranks, if they are known."""
+        of_world = f" (world ranks {list(members)})" if members else ""
+        return cls(f"rank {rank} is not in the group: its ranks count from 0 to {size - 1}{of_world}")
+
 
 class DeviceMismatch(PhalanxError, ValueError):
     """A tensor lives on a device the group's backend does not serve. Move it, or choose another backend."""
@@ -80,7 +125,7 @@ class DeviceMismatch(PhalanxError, ValueError):
 class ArgumentError(PhalanxError, ValueError):
     """A collective was called with tensors or options that cannot be right, or that no backend here serves.
 
-    Raised on the rank that made the call, before the other ranks hear of it. The message says what was given and
+    Raised on the rank that made the call, before it sends anything to the others. The message says what was given and
     what is needed.
     """
 
@@ -104,6 +149,8 @@ class PeerLost(PhalanxError):
         pid: its process id.
     """
 
+    is_consequence = True
+
     def __init__(self, message: str, *, group_rank: int = -1, pid: int = 0) -> None:
         super().__init__(message)
         self.group_rank = group_rank
@@ -113,8 +160,8 @@ class PeerLost(PhalanxError):
 class CollectiveTimeout(PhalanxError):
     """A collective was not joined by every rank within the group's timeout.
 
-    Raise the timeout with ``phalanx.init(timeout_s=…)`` if a rank is merely slow; look at the rank the
-    message names if it is not.
+    If a rank is merely slow, give a longer timeout: ``phalanx.init(timeout_s=…)``. If not, find out why the rank that
+    the message names did not make the call.
 
     Attributes:
         group_rank: the first rank that had not come, counted within the group.
@@ -129,3 +176,9 @@ class CollectiveTimeout(PhalanxError):
 
 class LaunchError(PhalanxError):
     """``phalanx run`` was asked for something it cannot start. The message says what to change."""
+
+
+# Ends an error about a process that vanished.
+OUT_OF_MEMORY_HINT = "look for an out-of-memory kill with: dmesg | grep -i oom"
+# The remedy when the system refuses a process or a thread.
+PROCESS_LIMIT_HINT = "raise the limit on processes (ulimit -u, or pids.max of the cgroup)"

@@ -220,10 +220,7 @@ class Group:
 
     def _member(self, rank: int) -> int:
         if not 0 <= rank < self.size:
-            raise RankError(
-                f"rank {rank} is not in the group: its ranks count from 0 to {self.size - 1} "
-                f"(world ranks {list(self.ranks)})"
-            )
+            raise RankError.not_in_group(rank, self.size, self.ranks)
         return rank
 
     def _other(self, rank: int) -> int:

@@ -1,7 +1,9 @@
 """The variables that Phalanx reads or sets, its version, and the name of its backend.
 
-Every ``PHALANX_`` variable stands here with its meaning, and nowhere else in the package: ``settings.DEVICE`` is how
-code says ``PHALANX_DEVICE``. This module imports nothing, because ``import torch`` loads it (``c10d/register.py``).
+Every ``PHALANX_`` variable is named here, with its meaning, and nowhere else in the package's code, which writes
+``settings.DEVICE`` for ``PHALANX_DEVICE``. Those that users set are also in the table of docs/launchers.md;
+``tests/unit/test_settings.py`` compares. This module imports nothing, because ``import torch`` loads it
+(``c10d/register.py``).
 """
 
 from __future__ import annotations
@@ -9,18 +11,18 @@ from __future__ import annotations
 VERSION = "0.1.0"
 BACKEND = "phalanx"  # the name under which torch knows the backend
 
-# What users set.
+# Set by users.
 DEVICE = "PHALANX_DEVICE"  # where ranks compute: cpu, cuda, cuda:1, xpu, npu, …
 HOST = "PHALANX_HOST"  # the name this process reports for its host, in place of what it would find
 INTERFACE = "PHALANX_INTERFACE"  # the network interface that ranks talk over
 KEY_FILE = "PHALANX_KEY_FILE"  # a file with the job's key, readable by its owner alone
 MPI_CHECK = "PHALANX_MPI_CHECK"  # 0: do not compare collectives over MPI before they run
-REPLACE = "PHALANX_REPLACE"  # the backends for which Phalanx's stands in: gloo, mpi, or both
+REPLACE = "PHALANX_REPLACE"  # the backends that the backend phalanx replaces: gloo, mpi, or both
 TUNING = "PHALANX_TUNING"  # the file of switch points that `phalanx bench --tune` writes
 
-# What the launcher sets for its ranks.
+# Set by the launcher for its ranks.
 KEY = "PHALANX_KEY"  # the job's key
-MPI_JOIN = "PHALANX_MPI_JOIN"  # where a shim finds `phalanx run`, and the key it proves; gone before the script runs
+MPI_JOIN = "PHALANX_MPI_JOIN"  # where a shim finds `phalanx run`, and the key; removed before the script runs
 REHEARSAL = "PHALANX_REHEARSAL"  # the rehearsed hosts: 2x4, or 1,3,2
 RUN_ID = "PHALANX_RUN_ID"  # a name that no other job has
-TABLE_SHOWN = "PHALANX_TABLE_SHOWN"  # the launcher has printed the rank table
+TABLE_SHOWN = "PHALANX_TABLE_SHOWN"  # 1: the launcher has printed the rank table, so phalanx.init() does not

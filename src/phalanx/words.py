@@ -1,11 +1,16 @@
-"""How people are told: numbers as text, and the line in which Phalanx speaks to whoever started the job."""
+"""How Phalanx writes for people: ranks, plurals, sizes and times as text, and the line it prints under its name.
+
+These texts are for people only: no code may read them back.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 
-__all__ = ["format_spans", "tell"]
+__all__ = ["format_count", "format_gib", "format_named", "format_size", "format_spans", "format_time", "tell"]
+
+_UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 
 
 def format_spans(numbers: Sequence[int]) -> str:
@@ -19,6 +24,40 @@ def format_spans(numbers: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
+def format_named(noun: str, numbers: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-3, 8``: the things of that name that have these numbers."""
+    return f"{_plural(noun, len(numbers))} {format_spans(numbers)}"
+
+
+def format_count(count: int, noun: str) -> str:
+    """``1 rank``, ``4 ranks``, ``0 hosts``: so many of them."""
+    return f"{count} {_plural(noun, count)}"
+
+
+def format_size(nbytes: int) -> str:
+    """A number of bytes, exactly, as options take it: ``64K`` for 65536, ``1000`` for 1000."""
+    for unit, size in _UNITS:
+        if nbytes and nbytes % size == 0:
+            return f"{nbytes // size}{unit}"
+    return str(nbytes)
+
+
+def format_gib(nbytes: int) -> str:
+    """An amount of memory, rounded: ``1.2 GiB``."""
+    return f"{nbytes / (1 << 30):.1f} GiB"
+
+
+def format_time(microseconds: float) -> str:
+    """A time in microseconds, or a ratio of times, with three digits: 0.52, 6.04, 61.2, 623, 40,100."""
+    if microseconds >= 99.95:
+        return f"{float(f'{microseconds:.3g}'):,.0f}"
+    return f"{microseconds:.1f}" if microseconds >= 9.995 else f"{microseconds:.2f}"
+
+
 def tell(text: str) -> None:
     """Write one line to standard error, under Phalanx's name."""
     print(f"phalanx: {text}", file=sys.stderr, flush=True)
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"

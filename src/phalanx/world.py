@@ -28,13 +28,14 @@ from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_p
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 from phalanx.transports.mpi.broadcast import mpi_broadcast
+from phalanx.words import tell
 
 __all__ = ["World", "close", "init"]
 
 _world: World | None = None
-# A world that is closed and opened again meets under new keys of the same store.
+# How many worlds this process has opened. A world that is opened again meets under new keys of the same store.
 _openings = 0
-# Where the ranks of the open world met. torch keeps only what is C++ of a store.
+# The store in which the ranks of the open world met. torch keeps only the C++ part of a store written in Python alive.
 _store: Store | None = None
 
 
@@ -47,11 +48,11 @@ class World(Group):
         node_rank, num_nodes: its host's index among the hosts.
         device: the device this rank computes on.
         backend: the name of the communication backend.
-        launcher: what started the process: ``torchrun``, ``mpich``, ``slurm``, … as ``phalanx env`` says; ``none``
-            for a process started plainly.
+        launcher: the launcher that started the process, named as by ``phalanx env``: ``torchrun``, ``mpich``,
+            ``slurm``, …; ``none`` for a process that was started without one.
         nodes: every host with its ranks, by node rank: ``world.nodes[1].ranks``.
 
-    Hosts are numbered as they first appear when the ranks are counted up, by what the ranks themselves report.
+    Every rank reports its host. Hosts are numbered in the order of their lowest ranks.
     """
 
     def __init__(self, place: Place, topology: Topology, device: torch.device, session: Session) -> None:
@@ -71,9 +72,9 @@ class World(Group):
         self._changed: dict[str, str | None] = {}  # of the environment, to be undone by close()
 
     def _announce(self, store: Store) -> None:
-        """Set torchrun's variables: frameworks look for the world there, and know few launchers."""
+        """Set torchrun's variables, in which frameworks search for the world because they know few launchers."""
         where = second_meeting_point(store, self.rank, one_host=self.num_nodes == 1)
-        told = {
+        variables = {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
@@ -83,16 +84,16 @@ class World(Group):
             **where,
         }
         if self.device.type == "cpu":
-            told |= cpu_settings({**os.environ, **told, settings.DEVICE: "cpu"})
-        self._changed = announce(told)
+            variables |= cpu_settings({**os.environ, **variables, settings.DEVICE: "cpu"})
+        self._changed = announce(variables)
 
     @property
     def node_group(self) -> Group:
         """The ranks on this host, counted by local rank.
 
-        Made when it is first used, which every rank of the world must do, at the same place among the calls that make
-        groups (:meth:`subgroup`, :meth:`split`, :attr:`peers_group`); later uses cost nothing and are nobody else's
-        business.
+        The group is made at its first use. Every rank of the world must use it then, in the same order among the calls
+        that make groups (:meth:`subgroup`, :meth:`split`, :attr:`peers_group`). Later uses cost nothing and need no
+        other rank.
         """
         if self._node_group is None:
             self._node_group = self._own_part([node.ranks for node in self.nodes])
@@ -102,7 +103,7 @@ class World(Group):
     def peers_group(self) -> Group:
         """The ranks with this local rank on every host that has one, counted by node rank.
 
-        Made when it is first used, as :attr:`node_group`.
+        The group is made at its first use, as :attr:`node_group` is.
         """
         if self._peers_group is None:
             most = max(len(node.ranks) for node in self.nodes)
@@ -115,11 +116,11 @@ class World(Group):
         return self._peers_group
 
     def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Divide the world into groups: ranks that give the same color come together. Every rank must call it.
+        """Divide the world into groups of the ranks that give the same color. Every rank must call it.
 
         Args:
-            color: which group this rank joins; None for none.
-            key: the order within the group; ranks with the same key stand in the order of the world.
+            color: the group that this rank joins; None for none.
+            key: the order within the group; ranks with the same key keep the order of the world.
 
         Returns:
             This rank's group, or None if its color is None.
@@ -139,14 +140,17 @@ class World(Group):
         return self._own_part([members[each] for each in sorted(members)])
 
     def _own_part(self, parts: Sequence[Sequence[int]]) -> Group:
-        """The one of these groups, which every rank gives alike, that this rank is in."""
+        """Make all groups of a division, which every rank gives alike, and return the one of this rank."""
         group = self._make(parts)
         if group is None:
             raise RankError(f"rank {self.rank} is in none of the groups {[list(part) for part in parts]}")
         return group
 
     def _make(self, parts: Sequence[Sequence[int]]) -> Group | None:
-        """Make all groups of a division. torch names a group by how many were made, so all ranks make all of them."""
+        """Make all groups of a division; return this rank's, or None.
+
+        torch names a group by the number of groups made before it, so all ranks must make all of them.
+        """
         own = None
         for part in parts:
             own = self.subgroup(part) or own
@@ -156,13 +160,13 @@ class World(Group):
         """Make a group of some ranks. Every rank of the world must call it, with the same ranks.
 
         Args:
-            ranks: world ranks, in the order in which they shall count within the group.
+            ranks: world ranks; their order here is their order in the group.
 
         Returns:
             The group, or None on ranks that are not in it.
 
         Raises:
-            RankError: a rank is not in the world, stands twice, or none was given.
+            RankError: a rank is not in the world or is listed twice, or no rank was given.
         """
         self._use()
         members = [self._member(rank) for rank in ranks]
@@ -193,7 +197,7 @@ class World(Group):
         drop_last: bool = False,
         **options: Any,
     ) -> DataLoader[Any]:
-        """A ``DataLoader`` over this rank's share of ``dataset``; no item is dropped or given out twice.
+        """A ``DataLoader`` over this rank's share of ``dataset``; no item is dropped, and none is in two shares.
 
         ``batch_size`` is per rank. See :func:`phalanx.data.loader.sharded_loader`.
         """
@@ -240,33 +244,34 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> World:
-    """Join the world of this process's launcher, or a world of one when it was started plainly.
+    """Join the world of this process's launcher, or a world of one if no launcher started it.
 
     Every rank calls it once. The launcher is recognised by its variables (``phalanx env`` shows them): torchrun,
     ``mpiexec``, ``srun`` and others need no arguments here. Rank 0 prints the rank table; ``phalanx run`` has printed
     it already.
 
     From here to ``close()`` this process's environment has the variables that torchrun sets (RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), whatever launcher started
-    it, and ACCELERATE_USE_CPU where the ranks compute on the CPU: by them Hugging Face Trainer, Accelerate and
-    Lightning find the world. Processes that the script starts meanwhile inherit them, as they do under torchrun. A
-    world of one changes nothing.
+    LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR, MASTER_PORT), under any launcher, and
+    ACCELERATE_USE_CPU if the ranks compute on the CPU. Hugging Face Trainer, Accelerate and Lightning find the world by
+    them. Processes that the script starts meanwhile inherit them, as they do under torchrun. A world of one changes
+    nothing.
 
     Args:
-        backend: any backend name torch knows; by default ``phalanx`` for the CPU, the device's own otherwise.
-        device: where this rank computes; by default what ``PHALANX_DEVICE`` says, else the accelerator with the index
-            of its local rank, if the machine has accelerators, else the CPU.
+        backend: any backend name that torch knows; by default ``phalanx`` for the CPU, else the device's own.
+        device: the device on which this rank computes. The default is ``PHALANX_DEVICE``; without that variable it is
+            the accelerator with the index of the local rank, or the CPU if the machine has no accelerator.
         timeout_s: how long to wait for the other ranks, now and in every collective, in seconds.
         quiet: print no table and no notes.
-        init_method: ``tcp://host:port`` of rank 0, for scripts that are their own launcher; by default what the
-            launcher says.
-        rank, world_size: this process's place, for the same scripts. Under a launcher they must agree with it.
+        init_method: ``tcp://host:port`` of rank 0, for scripts that are their own launcher; by default the launcher's
+            address.
+        rank, world_size: this process's rank and the number of ranks, for the same scripts. Under a launcher they must
+            agree with its variables.
 
     Returns:
         The world. In a world of one every collective is the identity, so a script needs no ``if``.
 
     Raises:
-        LauncherEnvironmentError: the launcher's variables contradict each other or are half set.
+        LauncherEnvironmentError: the launcher's variables contradict each other, or some of them are missing.
         DeviceError: a device is missing, cannot be opened, or is taken by two ranks.
         InitializationError: called twice without ``close()``, after ``init_process_group``, or a rank did not
             come.
@@ -287,7 +292,7 @@ def init(
     _openings += 1
     try:
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
-        # What an earlier attempt or world left in a launcher's store must not be read.
+        # The keys have a prefix of their own, because a launcher's store keeps those of earlier attempts and worlds.
         store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
         topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
         neighbours = topology.node_of(place.rank).ranks
@@ -309,13 +314,13 @@ def init(
         if place.rank == 0 and not quiet:
             hint = devices.hint_for_one_process(place.launcher, chosen, accelerator)
             for note in (*place.notes, *topology.notes, *([hint] if hint else [])):
-                print(f"phalanx: note: {note}", file=sys.stderr, flush=True)
+                tell(f"note: {note}")
         if place.world_size > 1 and not quiet and settings.TABLE_SHOWN not in os.environ:
             table = world.describe()
             if world.rank == 0:
                 print(table, file=sys.stderr, flush=True)
     except BaseException:
-        # Nobody has been given the world: leave nothing that would stand in the way of another attempt.
+        # The caller gets no world, so nothing may remain that would prevent another attempt.
         if _world is not None:
             withdraw(_world._changed)
         _world = None
@@ -327,7 +332,7 @@ def init(
 
 
 def close() -> None:
-    """Leave the world: finish queued operations, destroy every group. Does nothing when there is none.
+    """Leave the world: finish queued operations, destroy every group. Does nothing if there is no world.
 
     Every rank should call it at the end of its work. Groups of this world raise ``ClosedError`` afterwards,
     and ``init()`` may be called again.
@@ -351,7 +356,7 @@ def _leave_store() -> None:
 
 
 def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None:
-    """Compare what the ranks took. One device for two ranks is a mistake, unless somebody asked for it."""
+    """Compare the devices that the ranks took. Two ranks share one only by mistake, unless they asked for it."""
     taken: list[Any] = [None] * world.size
     world.all_gather_object(taken, (physical, wanted))
     hosts = {rank: f"node {node.node_rank} ({node.host})" for node in world.nodes for rank in node.ranks}
@@ -361,11 +366,11 @@ def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None
     text = "; ".join(f"ranks {', '.join(map(str, ranks))} on {host}: {device}" for host, device, ranks in shared)
     if all(asked for _, asked in taken):
         if world.rank == 0:
-            print(f"phalanx: warning: ranks share a device ({text})", file=sys.stderr)
+            tell(f"warning: ranks share a device ({text})")
         return
     raise DeviceError(
-        f"several ranks took the same device: {text}. Does the launcher tell each rank its local rank, or does a "
-        f"variable like CUDA_VISIBLE_DEVICES hide the others? Where they shall share it, say so: "
+        f"several ranks took the same device: {text}. Does the launcher give each rank its local rank, or does a "
+        f"variable like CUDA_VISIBLE_DEVICES hide the others? If the ranks shall share it, ask for it: "
         f"phalanx.init(device=...)"
     )
 
@@ -373,12 +378,14 @@ def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None
 def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     if group is None:
-        raise ClosedError("torch.distributed was shut down behind the world's back; call phalanx.close() instead")
+        raise ClosedError(
+            "the script has called torch.distributed.destroy_process_group(); call phalanx.close() in its place"
+        )
     return group
 
 
 def _backend_name() -> str:
-    """The one backend's name, or torch's ``device:backend`` list where several serve."""
+    """The name of the backend, or torch's list ``device:backend,...`` if there are several."""
     config: str = dist.get_backend_config()
     names = {entry.partition(":")[2] for entry in config.split(",")}
     return names.pop() if len(names) == 1 else config

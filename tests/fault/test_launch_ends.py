@@ -36,14 +36,14 @@ def test_quiet_prints_nothing_of_its_own(launcher: Launcher) -> None:
 
 
 def test_an_exception_is_shown_once_with_the_traceback_of_the_script(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import os, time\n"
-        "def work():\n"
-        "    raise ValueError('bad thing')\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    work()\n"
-        "time.sleep(300)\n"
-    )
+    script = launcher.script("""
+        import os, time
+        def work():
+            raise ValueError('bad thing')
+        if os.environ['RANK'] == '1':
+            work()
+        time.sleep(300)
+    """)
     outcome = launcher.run("-n", "3", "-q", script)
     text = outcome.err_text
     assert outcome.code == 1
@@ -60,15 +60,15 @@ def test_an_exception_is_shown_once_with_the_traceback_of_the_script(launcher: L
 
 
 def test_torchs_exception_hook_does_not_show_it_a_second_time(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "dist.barrier()\n"
-        "if dist.get_rank() == 1:\n"
-        "    raise ValueError('bad thing')\n"
-        "while True:\n"
-        "    dist.barrier()\n"
-    )
+    script = launcher.script("""
+        import torch.distributed as dist
+        dist.init_process_group('gloo')
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise ValueError('bad thing')
+        while True:
+            dist.barrier()
+    """)
     outcome = launcher.run("-n", "2", "-q", script)
     assert outcome.code == 1
     assert outcome.err_text.count("bad thing") == 3
@@ -77,24 +77,24 @@ def test_torchs_exception_hook_does_not_show_it_a_second_time(launcher: Launcher
     assert "phalanx/launch" not in outcome.err_text
 
 
-def test_the_cause_is_told_from_its_consequences(launcher: Launcher) -> None:
+def test_the_cause_is_distinguished_from_its_consequences(launcher: Launcher) -> None:
     # Rank 1 fails first but takes its time to end; rank 0 notices, fails too and is gone first.
-    script = launcher.script(
-        "import atexit, os, socket, time\n"
-        "rank = int(os.environ['RANK'])\n"
-        "path = os.path.join(os.path.dirname(__file__), 'meet')\n"
-        "if rank == 1:\n"
-        "    server = socket.socket(socket.AF_UNIX); server.bind(path); server.listen()\n"
-        "    peer, _ = server.accept()\n"
-        "    atexit.register(lambda: (peer.close(), time.sleep(1)))\n"
-        "    raise ValueError('the cause')\n"
-        "while True:\n"
-        "    try:\n"
-        "        client = socket.socket(socket.AF_UNIX); client.connect(path); break\n"
-        "    except OSError: pass\n"
-        "client.recv(1)\n"
-        "raise ConnectionResetError('lost rank 1')\n"
-    )
+    script = launcher.script("""
+        import atexit, os, socket, time
+        rank = int(os.environ['RANK'])
+        path = os.path.join(os.path.dirname(__file__), 'meet')
+        if rank == 1:
+            server = socket.socket(socket.AF_UNIX); server.bind(path); server.listen()
+            peer, _ = server.accept()
+            atexit.register(lambda: (peer.close(), time.sleep(1)))
+            raise ValueError('the cause')
+        while True:
+            try:
+                client = socket.socket(socket.AF_UNIX); client.connect(path); break
+            except OSError: pass
+        client.recv(1)
+        raise ConnectionResetError('lost rank 1')
+    """)
     outcome = launcher.run("-n", "2", "-q", "--grace", "0.2", script)
     text = outcome.err_text
     assert text.startswith("phalanx: rank 1 of 2 failed: ValueError: the cause")
@@ -113,9 +113,12 @@ def test_the_cause_is_told_from_its_consequences(launcher: Launcher) -> None:
     ],
 )
 def test_exit_codes(launcher: Launcher, statement: str, code: int, said: str) -> None:
-    script = launcher.script(
-        f"import os, signal, sys, time\nif os.environ['RANK'] == '1':\n    {statement}\ntime.sleep(300)\n"
-    )
+    script = launcher.script(f"""
+        import os, signal, sys, time
+        if os.environ['RANK'] == '1':
+            {statement}
+        time.sleep(300)
+    """)
     outcome = launcher.run("-n", "2", "-q", script)
     assert outcome.code == code
     assert said in outcome.err_text
@@ -124,13 +127,13 @@ def test_exit_codes(launcher: Launcher, statement: str, code: int, said: str) ->
 
 
 def test_the_interpreter_ends_as_it_always_does(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import atexit, sys, threading, time\n"
-        "atexit.register(print, 'exit handler')\n"
-        "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\n"
-        "sys.excepthook = lambda kind, error, trace: print('own hook', error, trace.tb_frame.f_code.co_filename)\n"
-        "raise ValueError('x')\n"
-    )
+    script = launcher.script("""
+        import atexit, sys, threading, time
+        atexit.register(print, 'exit handler')
+        threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()
+        sys.excepthook = lambda kind, error, trace: print('own hook', error, trace.tb_frame.f_code.co_filename)
+        raise ValueError('x')
+    """)
     outcome = launcher.run("-n", "1", "-q", script)
     assert outcome.out_lines == [f"[rank 0] own hook x {script}", "[rank 0] thread", "[rank 0] exit handler"]
     assert "printed by the script itself" in outcome.err_text
@@ -139,26 +142,31 @@ def test_the_interpreter_ends_as_it_always_does(launcher: Launcher) -> None:
 
 
 def test_what_the_script_left_open_is_written_and_finalised(launcher: Launcher, tmp_path: Path) -> None:
-    """In the script and in a module of its own, with torch still there for whoever needs it that late."""
-    (tmp_path / "helper.py").write_text(
-        "import atexit, torch, weakref\n"
-        "class Told:\n"
-        "    def __init__(self, name): self.name, self.tensor = name, torch.ones(2)\n"
-        "    def __del__(self): print(self.name, self.tensor.sum().item(), flush=True)\n"
-        "log = open('helper.log', 'w')\n"
-        "log.write('helper')\n"
-        "kept = Told('object of the module')\n"
-        "class Plain: pass\n"
-        "plain = Plain()\n"
-        "weakref.finalize(plain, print, 'finaliser')\n"
+    """In the script and in a module of its own. Finalisers that use torch still find it."""
+    launcher.script(
+        """
+        import atexit, torch, weakref
+        class Told:
+            def __init__(self, name): self.name, self.tensor = name, torch.ones(2)
+            def __del__(self): print(self.name, self.tensor.sum().item(), flush=True)
+        log = open('helper.log', 'w')
+        log.write('helper')
+        kept = Told('object of the module')
+        class Plain: pass
+        plain = Plain()
+        weakref.finalize(plain, print, 'finaliser')
+        """,
+        "helper.py",
     )
-    script = launcher.script(
-        f"import os, sys\nos.chdir({str(tmp_path)!r})\nsys.path.insert(0, {str(tmp_path)!r})\n"
-        "import helper, torch.distributed\n"
-        "log = open('script.log', 'w')\n"
-        "log.write('script')\n"
-        "kept = helper.Told('object of the script')\n"
-    )
+    script = launcher.script(f"""
+        import os, sys
+        os.chdir({str(tmp_path)!r})
+        sys.path.insert(0, {str(tmp_path)!r})
+        import helper, torch.distributed
+        log = open('script.log', 'w')
+        log.write('script')
+        kept = helper.Told('object of the script')
+    """)
     outcome = launcher.run("-n", "1", "-q", "--no-prefix", script)
     assert (outcome.code, outcome.err_text) == (0, "")
     assert sorted(outcome.out.decode().splitlines()) == [
@@ -171,13 +179,13 @@ def test_what_the_script_left_open_is_written_and_finalised(launcher: Launcher, 
 
 
 def test_a_rank_that_failed_but_cannot_end_does_not_hold_the_job(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import os, threading, time\n"
-        "if os.environ['RANK'] == '1':\n"
-        "    threading.Thread(target=time.sleep, args=(300,)).start()\n"
-        "    raise ValueError('stuck')\n"
-        "time.sleep(300)\n"
-    )
+    script = launcher.script("""
+        import os, threading, time
+        if os.environ['RANK'] == '1':
+            threading.Thread(target=time.sleep, args=(300,)).start()
+            raise ValueError('stuck')
+        time.sleep(300)
+    """)
     outcome = launcher.run("-n", "2", "-q", script)
     assert outcome.code == 1
     assert outcome.elapsed_s < 20
@@ -187,14 +195,16 @@ def test_a_rank_that_failed_but_cannot_end_does_not_hold_the_job(launcher: Launc
 
 def test_a_fork_that_fails_half_way_leaves_nothing(launcher: Launcher) -> None:
     launcher.script(
-        "import os\n"
-        "fork, done = os.fork, []\n"
-        "def limited():\n"
-        "    done.append(1)\n"
-        "    if len(done) == 4:\n"
-        "        raise BlockingIOError(11, 'Resource temporarily unavailable')\n"
-        "    return fork()\n"
-        "os.fork = limited\n",
+        """
+        import os
+        fork, done = os.fork, []
+        def limited():
+            done.append(1)
+            if len(done) == 4:
+                raise BlockingIOError(11, 'Resource temporarily unavailable')
+            return fork()
+        os.fork = limited
+        """,
         "sitecustomize.py",
     )
     outcome = launcher.run("-n", "5", "-q", *WAIT, environment={"PYTHONPATH": str(launcher.directory)})
@@ -203,13 +213,13 @@ def test_a_fork_that_fails_half_way_leaves_nothing(launcher: Launcher) -> None:
 
 
 def test_torchs_record_works(launcher: Launcher) -> None:
-    script = launcher.script(
-        "from torch.distributed.elastic.multiprocessing.errors import record\n"
-        "@record\n"
-        "def main():\n"
-        "    raise ValueError('recorded')\n"
-        "main()\n"
-    )
+    script = launcher.script("""
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            raise ValueError('recorded')
+        main()
+    """)
     direct = launcher.run("-n", "1", "-q", script)
     assert direct.err_text.count("ValueError: recorded") == 2
     assert direct.err_text.count("Traceback") == 1
@@ -219,8 +229,16 @@ def test_torchs_record_works(launcher: Launcher) -> None:
     assert nested.err_text.count("Traceback") == 1
 
 
-def test_a_syntax_error_is_told_once_and_nothing_is_started(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "3", "-q", launcher.script("print('hello')\ndef (\n"))
+def test_a_syntax_error_is_printed_once_and_nothing_is_started(launcher: Launcher) -> None:
+    outcome = launcher.run(
+        "-n",
+        "3",
+        "-q",
+        launcher.script("""
+        print('hello')
+        def (
+    """),
+    )
     assert outcome.code == 1
     assert outcome.out == b""
     assert outcome.err_text.count("SyntaxError") == 1
@@ -264,9 +282,14 @@ def test_a_signal_ends_everything_within_two_seconds(launcher: Launcher, signum:
 
 
 def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import time\ntry:\n    print('up')\n    time.sleep(300)\nfinally:\n    print('cleaned up')\n"
-    )
+    script = launcher.script("""
+        import time
+        try:
+            print('up')
+            time.sleep(300)
+        finally:
+            print('cleaned up')
+    """)
     job = launcher.start("-n", "3", "-q", script)
     job.read_lines(3)
     job.process.send_signal(signal.SIGINT)
@@ -328,7 +351,7 @@ def test_sigkill_of_the_launcher_ends_python_ranks_and_the_store(launcher: Launc
     job.wait_until_gone(1.0)
 
 
-def test_sigkill_of_the_zygote_ends_everything_and_is_told(launcher: Launcher) -> None:
+def test_sigkill_of_the_zygote_ends_everything_and_is_reported(launcher: Launcher) -> None:
     job = launcher.start("-n", "2", "-q", "sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
     job.read_lines(2)
     os.kill(job.named("phalanx-zygote"), signal.SIGKILL)
@@ -393,28 +416,28 @@ def test_children_that_the_launcher_inherited_are_left_alone(launcher: Launcher)
 
 
 def test_a_forked_daemon_is_ended_with_its_rank(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import os, time\n"
-        "if os.fork() == 0:\n"
-        "    os.setsid()\n"
-        "    if os.fork() == 0:\n"
-        "        time.sleep(300)\n"
-        "    os._exit(0)\n"
-        "os.wait()\n"
-    )
+    script = launcher.script("""
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(300)
+            os._exit(0)
+        os.wait()
+    """)
     outcome = launcher.run("-n", "2", "-q", script)
     assert outcome.code == 0
     assert outcome.elapsed_s < 60
 
 
 def test_a_child_that_the_script_forks_does_not_speak_for_the_rank(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import os, sys\n"
-        "if os.fork() == 0:\n"
-        "    raise ValueError('in the child')\n"
-        "_, status = os.wait()\n"
-        "sys.exit(os.waitstatus_to_exitcode(status) + 10)\n"
-    )
+    script = launcher.script("""
+        import os, sys
+        if os.fork() == 0:
+            raise ValueError('in the child')
+        _, status = os.wait()
+        sys.exit(os.waitstatus_to_exitcode(status) + 10)
+    """)
     outcome = launcher.run("-n", "1", "-q", script)
     assert outcome.code == 11
     assert outcome.err_text.count("ValueError: in the child") == 1

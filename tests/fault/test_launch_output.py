@@ -1,4 +1,4 @@
-"""What the ranks print, and what they read."""
+"""The output of the ranks, and their standard input."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+from textwrap import dedent
 
 from tests.launch_support import Launcher, launcher, wait_for
 
@@ -33,7 +34,13 @@ def test_bytes_arrive_unharmed_and_a_last_line_without_newline_comes_whole(launc
 
 def test_python_ranks_print_lines_as_they_come(launcher: Launcher) -> None:
     script = launcher.script(
-        "import sys\nprint('first')\nprint('err', file=sys.stderr)\nsys.stdin.read()\nprint('last', end='')"
+        dedent("""
+        import sys
+        print("first")
+        print("err", file=sys.stderr)
+        sys.stdin.read()
+        print("last", end="")
+        """)
     )
     job = launcher.start("-n", "1", "-q", script, stdin=subprocess.PIPE)
     assert job.read_lines(1) == ["[rank 0] first"]
@@ -70,7 +77,7 @@ def test_the_writer_notices_when_rank_0_ends(launcher: Launcher) -> None:
     job.process.wait(10.0)
 
 
-def test_nobody_reads_any_more(launcher: Launcher) -> None:
+def test_the_job_ends_by_sigpipe_if_its_reader_has_closed_the_pipe(launcher: Launcher) -> None:
     job = launcher.start("-n", "2", "-q", "yes")
     assert job.process.stdout is not None
     assert job.process.stdout.readline() in (b"[rank 0] y\n", b"[rank 1] y\n")
@@ -84,7 +91,7 @@ def test_an_interrupt_gets_through_to_ranks_while_the_reader_has_stopped(launche
     job = launcher.start("-n", "2", "-q", "yes")
     assert job.process.stdout is not None
     job.process.stdout.read(100)
-    # Nothing is read from here on, so the launcher comes to stand in a write.
+    # Nothing is read from here on, so the launcher soon waits in a write.
     wait_for(lambda: all(_is_waiting(pid) for pid in job.processes()), 10.0)
     job.process.send_signal(signal.SIGINT)
     job.wait_until_gone(3.0)
@@ -129,7 +136,7 @@ def test_on_a_terminal_there_are_colours_and_a_live_line(launcher: Launcher) -> 
         seen += os.read(master, 4096)
     job.process.wait(10.0)
     os.close(master)
-    # The live line is wiped before the whole line is printed.
+    # The live line is erased before the whole line is printed.
     assert b"\r\x1b[K" in seen[seen.index(b"50%") : seen.index(b"100%")]
     assert b"\x1b[36m[rank 0]\x1b[0m" in seen
 
@@ -142,7 +149,11 @@ def test_the_table_comes_before_anything_the_ranks_print(launcher: Launcher) -> 
 
 
 def test_a_launcher_without_standard_streams(launcher: Launcher) -> None:
-    script = launcher.script("import os, sys\nprint('x')\nopen(os.environ['MADE'], 'w').write('ran')\n")
+    script = launcher.script("""
+        import os, sys
+        print('x')
+        open(os.environ['MADE'], 'w').write('ran')
+    """)
     made = launcher.directory / "made"
     job = launcher.start("-n", "1", "-q", "true")
     job.finish()

@@ -1,4 +1,4 @@
-"""What a rank finds when the user's code starts to run."""
+"""The environment and the interpreter that a rank's script finds when it starts to run."""
 
 from __future__ import annotations
 
@@ -123,17 +123,17 @@ def test_numpys_random_state_is_not_shared(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 5])
 def test_gloo_meets_and_rank_0_may_leave_first(launcher: Launcher, world: int) -> None:
-    script = launcher.script(
-        "import os, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "x = torch.ones(3) * (dist.get_rank() + 1)\n"
-        "dist.all_reduce(x)\n"
-        "print(int(x[0]))\n"
-        "store = dist.distributed_c10d._get_default_store()\n"
-        "if dist.get_rank() == 0: os._exit(0)\n"
-        "dist.TCPStore\n"
-        "store.set('after', 'x'); assert store.get('after') == b'x'\n"
-    )
+    script = launcher.script("""
+        import os, torch, torch.distributed as dist
+        dist.init_process_group('gloo')
+        x = torch.ones(3) * (dist.get_rank() + 1)
+        dist.all_reduce(x)
+        print(int(x[0]))
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0: os._exit(0)
+        dist.TCPStore
+        store.set('after', 'x'); assert store.get('after') == b'x'
+    """)
     outcome = launcher.run("-n", str(world), "-q", script)
     assert outcome.code == 0, outcome.err_text
     total = world * (world + 1) // 2
@@ -141,20 +141,20 @@ def test_gloo_meets_and_rank_0_may_leave_first(launcher: Launcher, world: int) -
 
 
 def test_worker_processes_of_a_rank(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import multiprocessing, torch\n"
-        "from torch.utils.data import DataLoader, Dataset\n"
-        "class Squares(Dataset):\n"
-        "    def __len__(self): return 8\n"
-        "    def __getitem__(self, i): return torch.tensor(i * i)\n"
-        "def double(x): return 2 * x\n"
-        "if __name__ == '__main__':\n"
-        "    for context in ('fork', 'spawn'):\n"
-        "        loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context=context)\n"
-        "        print(context, [batch.tolist() for batch in loader])\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-        "        print(pool.map(double, [1, 2]))\n"
-    )
+    script = launcher.script("""
+        import multiprocessing, torch
+        from torch.utils.data import DataLoader, Dataset
+        class Squares(Dataset):
+            def __len__(self): return 8
+            def __getitem__(self, i): return torch.tensor(i * i)
+        def double(x): return 2 * x
+        if __name__ == '__main__':
+            for context in ('fork', 'spawn'):
+                loader = DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context=context)
+                print(context, [batch.tolist() for batch in loader])
+            with multiprocessing.get_context('spawn').Pool(1) as pool:
+                print(pool.map(double, [1, 2]))
+    """)
     outcome = launcher.run("-n", "2", "-q", script)
     assert outcome.code == 0, outcome.err_text
     batches = "[[0, 1, 4, 9], [16, 25, 36, 49]]"
@@ -171,9 +171,12 @@ def test_a_program_finds_its_place_too(launcher: Launcher) -> None:
 
 
 def test_a_program_can_meet_through_the_port_it_was_given(launcher: Launcher) -> None:
-    script = launcher.script(
-        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nprint('met')\n"
-    )
+    script = launcher.script("""
+        import torch.distributed as dist
+        dist.init_process_group('gloo')
+        dist.barrier()
+        print('met')
+    """)
     outcome = launcher.run("-n", "2", "-q", "sh", "-c", f"exec {sys.executable} {script}")
     assert outcome.code == 0, outcome.err_text
     assert sorted(outcome.out_lines) == ["[rank 0] met", "[rank 1] met"]
@@ -216,7 +219,7 @@ phalanx.close()
 def test_a_closed_world_leaves_no_thread_and_the_script_still_ends_as_always(
     launcher: Launcher, tmp_path: Path, ranks: int
 ) -> None:
-    """What was imported before the fork is then left to the kernel; what is the script's own is not."""
+    """Modules that were imported before the fork are then left to the kernel; the script's own are emptied."""
     script = launcher.script(LEAVES_CLOSED)
     left = tmp_path / "left-"
     outcome = launcher.run("-q", "--no-prefix", "-n", str(ranks), script, environment={"LEFT": str(left)})

@@ -283,17 +283,3 @@ def test_a_torch_with_its_own_mpi_is_left_alone() -> None:
     )
     done = python(script)
     assert done.stdout == "True\n", done.stderr
-
-
-def test_a_name_that_torch_has_removed_says_the_new_one() -> None:
-    script = (
-        "import torch.distributed as dist\n"
-        "print(hasattr(dist, 'all_reduce_multigpu'), dist.reduce_op.SUM)\n"
-        "try:\n"
-        "    dist.all_reduce_multigpu\n"
-        "except AttributeError as error:\n"
-        "    print(error)\n"
-    )
-    done = python(script)
-    assert done.stdout.splitlines()[0] == "False RedOpType.SUM"
-    assert "call torch.distributed.all_reduce, with one tensor per rank" in done.stdout

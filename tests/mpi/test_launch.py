@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Job, Launcher, wait_for
+from tests.launch_support import Launcher, RunningJob, wait_for
 from tests.mpi.environments import MpiEnvironment
 
 # Meets over MPI, so that the library has made its shared memory, and says which; then does what the test wants.
@@ -33,7 +33,7 @@ def shared_memory(lines: list[str]) -> set[Path]:
     return {Path(word) for line in lines for word in line.split() if word.startswith("/dev/shm/")}
 
 
-def wait_for_ranks(job: Job, count: int) -> set[Path]:
+def wait_for_ranks(job: RunningJob, count: int) -> set[Path]:
     lines = job.read_lines(count)
     assert all(" up" in line for line in lines), lines
     return shared_memory(lines)
@@ -202,7 +202,7 @@ def test_sigkill_of_any_process_leaves_nothing(launcher: Launcher, victim: str) 
         assert "was ended by signal 9 (SIGKILL), and ranks 0-2 with it" in outcome.err_text
 
 
-def find(job: Job, victim: str) -> int:
+def find(job: RunningJob, victim: str) -> int:
     if victim == "launcher":
         return job.pid
     found = {}

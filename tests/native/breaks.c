@@ -1,7 +1,7 @@
-/* States of a segment that a rank meets only when another loses its core at one certain instruction, set by hand; and
- * a /proc that cannot be read. Prints the line that did not hold.
+/* States of a segment that occur only if a rank loses its core at one certain instruction, set by hand; and a /proc
+ * that cannot be read. Prints the line that failed.
  *
- * Ranks 0 and 1 of each segment are this process, rank 2 has ended. */
+ * Ranks 0 and 1 of each segment are this process; rank 2 has ended. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <pthread.h>
@@ -12,7 +12,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "segment.h"
+#include "comm.h"
+#include "process.h"
 
 #define REQUIRE(condition)                                                                                       \
     do {                                                                                                         \
@@ -25,7 +26,7 @@
 static const uint8_t cookie[16] = "breaks";
 static int open_fails; /* with this errno */
 
-/* Stands before the C library's for the core too. */
+/* Replaces the C library's, for the core as well. */
 int open(const char *path, int flags, ...)
 {
     if (open_fails) {
@@ -90,15 +91,15 @@ static void the_reason_does_not_come(int size)
     phx_close(comm);
 }
 
-static void one_thread_of_a_rank_is_telling(void)
+static void one_thread_of_a_rank_is_describing(void)
 {
     phx_comm *comm = segment(2);
     char text[PHX_TEXT];
-    comm->places[0].told = 1; /* as while another thread of this rank writes the text */
+    comm->places[0].described = 1; /* as while another thread of this rank writes the text */
     phx_describe(comm, "the second thread");
     REQUIRE(comm->places[0].text[0] == 0);
     REQUIRE(!phx_description(comm, 0, text));
-    comm->places[0].told = 0;
+    comm->places[0].described = 0;
     phx_describe(comm, "the first thread");
     phx_describe(comm, "the second thread");
     REQUIRE(phx_description(comm, 0, text) && strcmp(text, "the first thread") == 0);
@@ -106,7 +107,7 @@ static void one_thread_of_a_rank_is_telling(void)
     phx_close(comm);
 }
 
-static void who_cannot_look_takes_nobody_for_dead(void)
+static void a_rank_that_cannot_read_proc_takes_no_other_for_dead(void)
 {
     phx_comm *comm = segment(3);
     const int blind[] = {EMFILE, ENFILE, ENOMEM, EACCES, EPERM, EINTR};
@@ -125,8 +126,8 @@ static void who_cannot_look_takes_nobody_for_dead(void)
 
 int main(void)
 {
-    one_thread_of_a_rank_is_telling();
-    who_cannot_look_takes_nobody_for_dead();
+    one_thread_of_a_rank_is_describing();
+    a_rank_that_cannot_read_proc_takes_no_other_for_dead();
     the_reason_comes_30_ms_late();
     the_reason_does_not_come(2);
     the_reason_does_not_come(3);

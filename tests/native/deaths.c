@@ -1,11 +1,11 @@
-/* A rank dies at every point of every operation: each time the others must end with whole results or with the news of
- * that death, never with anything else and never not at all.
+/* A rank dies at every point of every operation. Each time the others must end, with complete results or with an error
+ * that names the dead rank.
  *
  *   deaths RANKS
  *
- * Built with deaths.h before every source. For each operation and victim, one world of forked ranks for the victim's
- * first point, one for its second, and so on until it gets through; it then ends on its own, which is the death right
- * after the last point. Worlds run side by side, since their survivors mostly sleep. */
+ * Built with deaths.h included before every source. For each operation and victim there is one world of forked ranks
+ * for the victim's first point, one for its second, and so on, until the victim gets through; it then exits, which is
+ * the death right after the last point. Worlds run side by side, since their survivors mostly sleep. */
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -80,7 +80,7 @@ static int pass_a_message(phx_comm *comm, int rank, const int *x, int *y, uint64
     return status;
 }
 
-/* One call with root 0; what it gives is checked if it returns PHX_OK. */
+/* One call with root 0; its result is checked if it returns PHX_OK. */
 static int call(phx_comm *comm, int rank, int turn, uint32_t kind)
 {
     static int x[400000], y[MAX_RANKS * 3000];
@@ -174,7 +174,7 @@ static void run_rank(struct world *world, int rank, uint32_t kind, int victim, l
     for (; turn < TURNS && !status; turn++)
         status = call(comm, rank, turn, kind);
     if (rank == victim)
-        _exit(status ? 3 : 0); /* nobody else has died */
+        _exit(status ? 3 : 0); /* no other rank has died */
     for (; turn < TURNS + 4 && !status; turn++)
         status = phx_barrier(comm);
     _Atomic uint32_t *victims_pid = (_Atomic uint32_t *)(world->opened + 1);
@@ -183,8 +183,8 @@ static void run_rank(struct world *world, int rank, uint32_t kind, int victim, l
     _exit(0);
 }
 
-/* The last rank is dead, rank 1 notices it first and dies while it breaks the group. The others must name one of the
- * dead, whatever rank 1 still got written. */
+/* The last rank is dead; rank 1 notices it first and dies while it breaks the group. The others must name one of the
+ * two, however much of the reason rank 1 has written. */
 static void run_rank_beside_noticer(struct world *world, int rank, uint32_t kind, int victim, long point)
 {
     (void)kind;
@@ -230,7 +230,7 @@ static void start(struct world *world, body *run, uint32_t kind, int victim, lon
     close(world->segment);
 }
 
-/* Whether the victim got through without meeting its point; -1 when a survivor did not end well. */
+/* Whether the victim ended without reaching its point; -1 if a survivor did not end well. */
 static int finish(struct world *world, uint32_t kind, int victim, long point)
 {
     int through = 0, bad = 0;

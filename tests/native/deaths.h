@@ -1,5 +1,5 @@
-/* Put before every source of the core (cc -include) by the test of deaths: each store to an atomic word, each exchange
- * and each copy becomes a place where the process may end, right before it, right after it, or half way through. */
+/* Included before every source of the core (cc -include) by the test of deaths. It makes each store to an atomic word,
+ * each exchange and each copy a point at which the process may end: right before it, right after it, or half way. */
 #ifndef PHALANX_TEST_DEATHS_H
 #define PHALANX_TEST_DEATHS_H
 
@@ -7,7 +7,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
-/* Counts; ends the process by SIGKILL at the chosen count. */
+/* Counts its calls; ends the process by SIGKILL at the chosen one. */
 void death_point(void);
 
 #undef atomic_store_explicit

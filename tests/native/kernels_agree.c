@@ -1,7 +1,7 @@
 /* The kernels of every instruction set this CPU has must give the same bits: every operation of every dtype, on NaNs,
  * infinities, subnormals, zeros of both signs and ordinary numbers, at odd lengths and at addresses that are not
- * aligned to a vector. A NaN must be a NaN in both; which of several meeting NaNs passes its payload on is the
- * compiler's choice, as it is everywhere in torch. Includes the kernels, since the core chooses among them on its own. */
+ * aligned to a vector. A NaN must be a NaN in both, but the compiler chooses which of several NaNs passes its payload
+ * on, as everywhere in torch. This file includes the kernels, since the core itself offers only those of this CPU. */
 #include <stdio.h>
 #include <stdlib.h>
 

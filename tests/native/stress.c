@@ -2,9 +2,10 @@
  *
  *   stress RANKS TURNS SEED [CHUNK_BYTES]
  *
- * All ranks draw the same operations from the seed and their delays from a seed of their own. A second thread of each
- * rank passes messages around the ring meanwhile, with tags that arrive out of order, sizes beyond a ring, and, with two
- * ranks, from any source. `make sanitize` builds it with AddressSanitizer and UBSan, and with ThreadSanitizer. */
+ * All ranks draw the same operations from the seed, and their delays from a seed of their own. Meanwhile a second
+ * thread of each rank passes messages from rank to rank: with tags that arrive out of order, of sizes beyond a ring,
+ * and, with two ranks, received from any source. `make sanitize` builds it with AddressSanitizer and UBSan, and with
+ * ThreadSanitizer. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -53,7 +54,7 @@ static int sum_given(int turn, unsigned i)
     return sum;
 }
 
-/* How many elements `from` sends `to`: a size of its own for every pair, nothing for some. */
+/* How many bytes `from` sends `to`: a size of its own for every pair, nothing for some. */
 static uint64_t pair_bytes(int from, int to, unsigned count)
 {
     return sizeof(int) * (uint64_t)(count * ((unsigned)(from + 2 * to) % 3) / 2);
@@ -89,7 +90,8 @@ static void *pass_messages(void *argument)
     return NULL;
 }
 
-static void one_collective(phx_comm *comm, int rank, int turn, unsigned kind, unsigned count, unsigned root, int *x, int *y)
+static void one_collective(phx_comm *comm, int rank, int turn, unsigned kind, unsigned count, unsigned root, int *x,
+                           int *y)
 {
     const uint64_t nbytes = count * sizeof *x;
     void *outs[MAX_RANKS];

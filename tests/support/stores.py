@@ -8,12 +8,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from phalanx.rendezvous.opening import bind
+from phalanx.store.claim import Claim, Verdict
 from phalanx.store.client import Connections, JobStore, connect
 from phalanx.store.seats import Seats
 from phalanx.store.server import StoreServer
 from phalanx.wire.key import Key
-from phalanx.wire.proof import Claim, Verdict
+from phalanx.wire.sockets import listen
 
 __all__ = ["KEY", "Job", "claim"]
 
@@ -31,7 +31,7 @@ class Job:
         self.said: list[str] = []
         self.key = key
         self.size = size
-        listener = bind(address, 0)
+        listener = listen(address, 0)
         self.where: tuple[str, int] = listener.getsockname()[:2]
         self.seats = Seats(claim(0, size, **more))
         self.server = StoreServer(listener, key, self.seats, self.said.append)
@@ -56,8 +56,8 @@ class Job:
         """Let ``rank`` join."""
         who = claim(rank, self.size, **more)
         sock, verdict = connect(self.where, self.key, who, 20.0)
-        assert verdict.word == "welcome", verdict.said
-        known = Claim(**{**who.__dict__, "pass_word": verdict.said})
+        assert verdict.kind == "welcome", verdict.reason
+        known = Claim(**{**who.__dict__, "token": verdict.token})
         self.ranks[rank] = JobStore(Connections(sock, self.where, self.key, known), timedelta(seconds=20))
         return self.ranks[rank]
 

@@ -1,4 +1,4 @@
-"""What the command line of phalanx bench means."""
+"""What the command line of phalanx bench means, and the table of operations behind it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from dataclasses import asdict
 import pytest
 from click.testing import CliRunner
 
-from phalanx.bench.cases import (
-    OPERATIONS,
-    BenchOptions,
-    Case,
-    format_size,
-    parse_dtypes,
-    parse_operations,
-    parse_sizes,
-)
-from phalanx.bench.operations import make_operation
+from phalanx.bench import measurement
+from phalanx.bench.buffers import Buffers
+from phalanx.bench.cases import BenchOptions, Case, parse_dtypes, parse_operations, parse_sizes
+from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
 from phalanx.commands.bench import bench
+from phalanx.errors import LaunchError
+from phalanx.system.limits import Limit, Resource
+from phalanx.words import format_size
 
 
 @pytest.mark.parametrize(
@@ -38,8 +35,8 @@ def test_sizes_are_read(text: str, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4,", "0", "-4", "1.5M", "4T", "K", "four"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size; write bytes"):
+def test_a_text_that_is_not_a_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a valid size; write a number of bytes"):
         parse_sizes(text)
 
 
@@ -50,15 +47,17 @@ def test_sizes_are_written_as_they_are_read(text: str) -> None:
 
 def test_operations_and_dtypes_are_names_that_are_known() -> None:
     assert parse_operations(["barrier", "reduce", "barrier"]) == ("barrier", "reduce")
-    assert parse_operations(["all"]) == OPERATIONS
+    assert parse_operations(["all"]) == tuple(OPERATIONS)
     assert parse_dtypes("float32,bfloat16") == ("float32", "bfloat16")
-    with pytest.raises(ValueError, match="'allreduce' is no operation that can be measured; choose from all_reduce,"):
+    with pytest.raises(
+        ValueError, match="'allreduce' is not an operation that can be measured; choose from all_reduce,"
+    ):
         parse_operations(["allreduce"])
-    with pytest.raises(ValueError, match="'float' is no dtype"):
+    with pytest.raises(ValueError, match="'float' is not a dtype"):
         parse_dtypes("float")
 
 
-def make_plan(**changes: object) -> BenchOptions:
+def make_options(**changes: object) -> BenchOptions:
     fields = {
         "operations": ("all_reduce", "barrier"),
         "sizes": (4, 8),
@@ -73,8 +72,8 @@ def make_plan(**changes: object) -> BenchOptions:
     return BenchOptions.from_json({**fields, **changes})
 
 
-def test_a_barrier_is_one_case_and_the_rest_is_every_combination() -> None:
-    assert list(make_plan().cases()) == [
+def test_a_barrier_is_one_case_and_every_other_operation_one_for_each_size_and_dtype() -> None:
+    assert list(make_options().cases()) == [
         Case("all_reduce", "float32", 4),
         Case("all_reduce", "float32", 8),
         Case("all_reduce", "int8", 4),
@@ -83,24 +82,24 @@ def test_a_barrier_is_one_case_and_the_rest_is_every_combination() -> None:
     ]
 
 
-def test_a_plan_survives_json() -> None:
-    options = make_plan()
+def test_options_survive_json() -> None:
+    options = make_options()
     assert BenchOptions.from_json(json.loads(json.dumps(asdict(options)))) == options
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["allreduce"], "'allreduce' is no operation"),
-        (["--sizes", "big"], "'big' is no size"),
-        (["--ranks", "2,x"], "'2,x' are no numbers of ranks"),
-        (["--ranks", "1"], "a group of one rank moves nothing"),
+        (["allreduce"], "'allreduce' is not an operation"),
+        (["--sizes", "big"], "'big' is not a valid size"),
+        (["--ranks", "2,x"], "'2,x' is not a list of numbers of ranks"),
+        (["--ranks", "1"], "a single rank has nobody to talk to"),
         (["--against", "nccl"], "'nccl' cannot be measured beside Phalanx"),
-        (["--mpi", "/nowhere/mpiexec"], "'/nowhere/mpiexec' is no program"),
+        (["--mpi", "/nowhere/mpiexec"], "'/nowhere/mpiexec' is not a program"),
         (["--load", "pyproject.toml"], "is not what this version of phalanx bench --json prints"),
     ],
 )
-def test_mistakes_on_the_command_line_are_told(arguments: list[str], complaint: str) -> None:
+def test_mistakes_on_the_command_line_are_reported(arguments: list[str], complaint: str) -> None:
     result = CliRunner().invoke(bench, arguments, terminal_width=200)
     assert result.exit_code == 2
     assert complaint in result.output
@@ -121,27 +120,76 @@ def test_the_command_line_loads_neither_the_bench_nor_torch_before_they_are_need
     assert done.stdout.split() == ["False", "False"]
 
 
+def test_buffers_that_do_not_fit_are_refused_whatever_the_limits_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine_limits(**_: object) -> list[Limit]:
+        return [
+            Limit(Resource.FILES, "?", available=1000, per_rank=1, beside=0),
+            Limit(Resource.MEMORY, "?", available=1 << 30, per_rank=1, beside=0),
+        ]
+
+    monkeypatch.setattr(measurement, "machine_limits", machine_limits)
+    monkeypatch.setattr(Resource, "describe", lambda resource, amount: "some of it")
+    for resource in Resource:
+        monkeypatch.setattr(resource, "_value_", "another name")
+    options = make_options(ranks=(2,), sizes=(1 << 30,))
+    with pytest.raises(LaunchError, match=r"2 ranks with buffers of 1G need about 16\.0 GiB, and 1\.0 GiB are left"):
+        measurement.measure(options, [], [], quiet=True)
+
+
+def make_buffers(name: str, rank: int, size: int, dtype: str, nbytes: int) -> Buffers:
+    return OPERATIONS[name].make_buffers(rank, size, dtype, nbytes)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "barrier"])
+@pytest.mark.parametrize("name", [row.name for row in OPERATIONS.values() if row.size_of is not SizeOf.NOTHING])
 def test_an_operation_that_has_not_run_counts_as_wrong(name: str, dtype: str) -> None:
     """The check must not be satisfied by the values that were there before; rank 1, because it is never the root."""
-    operation = make_operation(name, 1, 3, dtype, 96)
-    operation.fill()
-    expected = operation.expected()
-    assert bool(operation.wrong()) is (expected is not None)
-    if expected is not None and operation.recv is not None:
-        operation.recv.copy_(expected)
-        assert operation.wrong() == ""
-        operation.recv[-1] += 1
-        assert f"element {len(operation.recv) - 1}" in operation.wrong()
+    buffers = make_buffers(name, 1, 3, dtype, 96)
+    buffers.fill()
+    expected = OPERATIONS[name].expected(buffers)
+    assert (buffers.difference(expected) is None) is (expected is None)
+    if expected is not None and buffers.recv is not None:
+        buffers.recv.copy_(expected)
+        assert buffers.difference(expected) is None
+        buffers.recv[-1] += 1
+        assert f"element {len(buffers.recv) - 1}" in (buffers.difference(expected) or "")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_size_of_a_tensor_does_not_depend_on_the_ranks_and_that_of_blocks_is_a_multiple_of_them(name: str) -> None:
+    used = max(make_buffers(name, rank, 3, "float32", 1024).nbytes for rank in range(3))
+    assert used == {SizeOf.TENSOR: 1024, SizeOf.BLOCKS: 1020, SizeOf.NOTHING: 0}[OPERATIONS[name].size_of]
+
+
+def test_a_new_row_is_measured_listed_and_explained_without_any_other_change() -> None:
+    code = """if True:
+        from dataclasses import replace
+        from phalanx.bench.operations import OPERATIONS
+        OPERATIONS["new_gather"] = replace(OPERATIONS["gather"], name="new_gather")
+        from click.testing import CliRunner
+        from phalanx.bench.cases import parse_operations
+        from phalanx.commands.bench import bench
+        print(parse_operations(["new_gather"]))
+        print(" ".join(CliRunner().invoke(bench, ["--help"], terminal_width=200).output.split()))
+    """
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    accepted, text = out.splitlines()
+    assert accepted == "('new_gather',)"
+    assert "send_recv, barrier, new_gather." in text
+    assert "all_to_all_single and new_gather. memcpy" in text
+
+
+def test_every_dtype_has_a_name_of_torchs() -> None:
+    for dtype in DTYPES:
+        assert make_buffers("all_reduce", 0, 2, dtype, 8).nbytes == 8
 
 
 def test_the_expected_sums_are_the_sums_of_the_values() -> None:
-    operation = make_operation("all_reduce", 0, 5, "float16", 200)
-    assert operation.sums(3, 50).tolist() == sum(operation.values(rank, 3, 50) for rank in range(5)).tolist()  # type: ignore[union-attr]
+    buffers = make_buffers("all_reduce", 0, 5, "float16", 200)
+    assert buffers.sums(3, 50).tolist() == sum(buffers.values(rank, 3, 50) for rank in range(5)).tolist()  # type: ignore[union-attr]
 
 
 def test_blocks_share_a_size_and_never_vanish() -> None:
-    assert make_operation("all_gather", 0, 3, "float32", 1024).nbytes == 1020
-    assert make_operation("all_gather", 0, 3, "float32", 4).nbytes == 12
-    assert make_operation("all_reduce", 0, 3, "float64", 4).nbytes == 8
+    assert make_buffers("all_gather", 0, 3, "float32", 1024).nbytes == 1020
+    assert make_buffers("all_gather", 0, 3, "float32", 4).nbytes == 12
+    assert make_buffers("all_reduce", 0, 3, "float64", 4).nbytes == 8

@@ -1,4 +1,4 @@
-"""The statistics, the verdict on the machine, the tables and the plot, from canned figures."""
+"""The statistics, the noise of the machine, the tables and the plot, from canned figures."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phalanx.bench import plot
+from phalanx.bench import plot, report
 from phalanx.bench.machine import cpu_model
 from phalanx.bench.noise import Noise, Usage, load_reason, parse_cpu_times, probe_spread, reasons, severity, worst
-from phalanx.bench.report import format_report, format_row, format_time, format_verdict
+from phalanx.bench.report import format_noise, format_report, format_row
 from phalanx.bench.samples import Summary, ratio
 from phalanx.commands.bench import bench
+from phalanx.words import format_time
 
 QUIET = {"probe_spread": 0.01, "stolen": 0.0, "others": 0.0}
 
@@ -44,8 +45,9 @@ def test_a_spread_is_quartiles_over_median() -> None:
         (Noise(0.0, 0.0, 0.4), ["other programs took 40% of the CPU time"]),
     ],
 )
-def test_noise_is_told_in_words(noise: Noise, words: list[str]) -> None:
+def test_noise_is_explained(noise: Noise, words: list[str]) -> None:
     assert reasons(noise) == words
+    assert noise.excessive is bool(words)
 
 
 def test_noises_are_compared_by_how_far_they_exceed_their_bounds() -> None:
@@ -60,9 +62,9 @@ def test_the_worst_of_several_is_taken_figure_by_figure() -> None:
 
 
 def test_a_load_counts_against_the_cores_there_are() -> None:
-    assert load_reason(1.0, 2) == ""
+    assert load_reason(1.0, 2) is None
     assert load_reason(1.5, 2) == "the load average was 1.5 on 2 cores before the first measurement"
-    assert load_reason(1.5, 64) == ""
+    assert load_reason(1.5, 64) is None
 
 
 def test_cpu_times_are_read_without_interrupts() -> None:
@@ -105,11 +107,12 @@ def make_results(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "mpi": None,
         "rows": list(rows),
         "transport": "SharedMemoryCommunicator",
+        "shared_memory": True,
         "cores": 2,
         "versions": {},
     }
     return {
-        "schema": 1,
+        "schema": 2,
         "command": "phalanx bench",
         "date": "2026-11-21T12:00:00+00:00",
         "machine": {
@@ -131,58 +134,71 @@ def make_results(*rows: dict[str, Any], **changes: Any) -> dict[str, Any]:
     }
 
 
-def cells(report: str, operation: str = "all_reduce") -> list[str]:
-    (line,) = [line for line in report.splitlines() if f" {operation} " in line and line.startswith("|")]
+def cells(text: str, operation: str = "all_reduce") -> list[str]:
+    (line,) = [line for line in text.splitlines() if f" {operation} " in line and line.startswith("|")]
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def test_a_row_shows_medians_quartiles_and_ratio() -> None:
-    report = format_report(make_results(make_row()))
-    assert cells(report) == [
+    text = format_report(make_results(make_row()))
+    assert cells(text) == [
         "", "all_reduce", "float32", "1M", "30.0", "61.0 (60.5–63.0)", "610 (605–655)", "10.0×",
     ]  # fmt: skip
-    assert "Some CPU, 2 of 4 cores usable, L1d 32K, L2 1024K; Linux 6.1" in report
-    assert "3 interleaved rounds of 40 ms" in report
-    assert "The machine was quiet" in report
+    assert "Some CPU, 2 of 4 cores usable, L1d 32K, L2 1024K; Linux 6.1" in text
+    assert "3 interleaved rounds of 40 ms" in text
+    assert "The machine was quiet" in text
 
 
 def test_columns_are_aligned() -> None:
-    report = format_report(make_results(make_row(), make_row(operation="barrier", samples_us={"phalanx": [1.0]})))
-    widths = {len(line) for line in report.splitlines() if line.startswith("|")}
+    text = format_report(make_results(make_row(), make_row(operation="barrier", samples_us={"phalanx": [1.0]})))
+    widths = {len(line) for line in text.splitlines() if line.startswith("|")}
     assert len(widths) == 1
 
 
-def test_a_noisy_row_is_marked_and_the_verdict_says_why() -> None:
+def test_a_noisy_row_is_marked_and_the_report_says_why() -> None:
     noisy = make_row(operation="broadcast", noise={**QUIET, "others": 0.4})
     results = make_results(make_row(), noisy)
-    report = format_report(results)
-    assert cells(report)[0] == ""
-    assert cells(report, "broadcast")[0] == "~"
-    assert "TOO NOISY TO BELIEVE 1 OF 2 ROWS" in report
-    assert "other programs took 40% of the CPU time" in format_verdict(results)
+    text = format_report(results)
+    assert cells(text)[0] == ""
+    assert cells(text, "broadcast")[0] == "~"
+    assert "TOO NOISY TO BELIEVE 1 OF 2 ROWS" in text
+    assert "other programs took 40% of the CPU time" in format_noise(results)
 
 
 def test_mpi_is_named_and_what_was_left_out_is_explained() -> None:
-    mpi = {"name": "Open MPI 5.0.11", "library_version": "Open MPI v5.0.11"}
+    mpi = {"name": "Open MPI", "version": "5.0.11", "library_version": "Open MPI v5.0.11"}
     row = make_row(samples_us={"phalanx": [2.0], "mpi": [3.0]}, left_out={"gloo": "not supported"})
-    report = format_report(make_results(row, mpi=mpi, size=4))
-    assert "### 4 ranks, started by mpiexec of Open MPI 5.0.11" in report
-    assert "Open MPI/phalanx" in report
-    assert cells(report)[-4:] == ["3.00 (3.00–3.00)", "1.50×", "–", ""]
-    assert "- gloo, all_reduce float32: not supported" in report
-    assert "4 ranks share 2 cores" in report
+    text = format_report(make_results(row, mpi=mpi, size=4))
+    assert "### 4 ranks, started by mpiexec of Open MPI 5.0.11" in text
+    assert "Open MPI/phalanx" in text
+    assert cells(text)[-4:] == ["3.00 (3.00–3.00)", "1.50×", "–", ""]
+    assert "- gloo, all_reduce float32: not supported" in text
+    assert "4 ranks share 2 cores" in text
 
 
-def test_a_wrong_result_and_another_transport_are_shouted_about() -> None:
+def test_a_wrong_result_and_another_transport_are_reported() -> None:
     row = make_row(samples_us={"phalanx": [2.0]}, left_out={"gloo": "wrong result: rank 1, element 0"}, wrong=["gloo"])
-    report = format_report(make_results(row, transport="GlooCommunicator"))
-    assert cells(report)[-2:] == ["wrong", ""]
-    assert "wrong result: rank 1" in report
-    assert "did not go through shared memory here but through GlooCommunicator" in report
+    text = format_report(make_results(row, transport="GlooCommunicator", shared_memory=False))
+    assert cells(text)[-2:] == ["wrong", ""]
+    assert "wrong result: rank 1" in text
+    assert "phalanx did not use shared memory here but GlooCommunicator" in text
+
+
+def test_what_is_marked_does_not_depend_on_how_reasons_and_transports_are_worded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "reasons", lambda noise: [])
+    monkeypatch.setattr(report, "load_reason", lambda load, cores: "")
+    noisy = make_row(noise={**QUIET, "stolen": 0.4})
+    text = format_report(make_results(make_row(operation="reduce"), noisy, transport="Anything"))
+    assert cells(text)[0] == "~"
+    assert cells(text, "reduce")[0] == ""
+    assert "TOO NOISY TO BELIEVE 1 OF 2 ROWS" in text
+    assert "shared memory" not in text
 
 
 def test_an_interrupted_measurement_says_so() -> None:
-    assert "did not come to its end" in format_report({**make_results(make_row()), "complete": False})
+    assert "The measurement ended early" in format_report({**make_results(make_row()), "complete": False})
 
 
 def test_a_row_fits_one_line_of_progress() -> None:

@@ -1,4 +1,4 @@
-"""Which values a tuning run chooses from what it measured."""
+"""Which values a tuning run chooses, given what it measured."""
 
 from __future__ import annotations
 

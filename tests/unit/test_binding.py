@@ -42,10 +42,6 @@ def test_a_numa_node_takes_its_share_of_the_ranks() -> None:
     assert bind_ranks("numa", 4, few) == [(0,), (2, 6, 3), (2, 6, 3), (2, 6, 3)]
 
 
-def test_unbound_ranks_have_no_list() -> None:
-    assert bind_ranks("none", 100, TWO_SOCKETS) == []
-
-
 def test_too_few_cores_is_an_error_with_both_remedies() -> None:
     with pytest.raises(LaunchError, match=r"9 ranks need a core each.* may use 8 .*at most 8 ranks.*--bind none"):
         bind_ranks("core", 9, TWO_SOCKETS)

@@ -71,7 +71,7 @@ def test_what_hides_the_others_is_named() -> None:
         ("xpu", FOUR, {}, "sees 4 of type cuda"),
         ("cuda", None, {}, "sees no accelerator"),
         ("cuda", None, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides them"),
-        ("graphics", None, {}, "'graphics' is no device"),
+        ("graphics", None, {}, "'graphics' is not a device"),
     ],
 )
 def test_what_is_not_there(

@@ -74,11 +74,11 @@ def test_ranks_meet_where_the_script_says() -> None:
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         port = chosen.getsockname()[1]
 
-    def body(place: Member) -> tuple[Any, ...]:
+    def body(member: Member) -> tuple[Any, ...]:
         for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "PHALANX", "RANK", "WORLD"))]:
             del os.environ[name]
         method = f"tcp://127.0.0.1:{port}"
-        world = phalanx.init(init_method=method, rank=place.rank, world_size=3, quiet=True, timeout_s=60)
+        world = phalanx.init(init_method=method, rank=member.rank, world_size=3, quiet=True, timeout_s=60)
         tensor = torch.tensor([float(world.rank)])
         world.all_reduce(tensor)
         phalanx.close()

@@ -1,16 +1,26 @@
-"""Which rank is the cause, and how it is told."""
+"""Which rank is the cause, and what is printed about it."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
 
+import pytest
+
+from phalanx.launch.output import failure
 from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
 
 
-def report(name: str = "builtins.ValueError", *, time: float | None = 1.0, text: str = "bad") -> Report:
-    return Report(name, text, f"Traceback\n{name}: {text}\n", False, time, 1)
+def report(
+    name: str = "builtins.ValueError", *, time: float | None = 1.0, text: str = "bad", consequence: bool = False
+) -> Report:
+    return Report(name, text, f"Traceback\n{name}: {text}\n", False, time, 1, consequence=consequence)
 
 
 def test_the_earliest_report_is_the_cause_whatever_ended_first() -> None:
@@ -26,15 +36,60 @@ def test_a_killed_rank_precedes_the_complaint_about_it() -> None:
 
 
 def test_a_lost_peer_is_never_the_cause_if_there_is_another() -> None:
-    lost = Failure(0, 10, 1, 5.0, report("phalanx.errors.PeerLost"))
+    lost = Failure(0, 10, 1, 5.0, report("phalanx.errors.PeerLost", consequence=True))
     exited = Failure(1, 11, 3, 5.5)
     assert find_cause([lost, exited]) is exited
     assert find_cause([lost]) is lost
 
 
-def test_what_the_launcher_ended_is_no_cause() -> None:
+def test_a_rank_that_the_launcher_ended_is_not_the_cause() -> None:
     ended = Failure(0, 10, -15, 1.0, ended_by_launcher=True)
     assert find_cause([ended, Failure(1, 11, 3, 2.0)]).rank == 1
+
+
+def test_the_cause_does_not_depend_on_the_names_and_texts_of_exceptions() -> None:
+    lost = Failure(0, 10, 1, 5.0, report("some.Name", text="nothing", consequence=True))
+    raised = Failure(1, 11, 1, 5.5, report("phalanx.errors.PeerLost", text="rank 0 ended"))
+    assert find_cause([lost, raised]) is raised
+
+
+def test_a_script_that_exited_is_recognised_whatever_its_exception_is_called() -> None:
+    exited = replace(report("script.Enough", text="3 of 4"), exited=True)
+    block = format_failure(Failure(0, 1, 3, 1.0, exited), [], ranks=1, host="h", started=0.0)
+    assert block.startswith("phalanx: rank 0 of 1 failed\n")
+    assert "sys.exit" in block
+
+
+def test_the_aftermath_does_not_depend_on_how_ranks_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "format_named", lambda noun, numbers: f"<{noun}: {len(numbers)}>")
+    others = [Failure(2, 12, -15, 14.0, ended_by_launcher=True), Failure(3, 13, -15, 14.0, ended_by_launcher=True)]
+    block = format_failure(Failure(1, 11, 1, 13.25, report()), others, ranks=4, host="h", started=10.0)
+    assert block.endswith("  <rank: 2> ended by the launcher\n")
+
+
+def test_a_rank_reports_what_its_exception_is_not_what_it_is_called(tmp_path: Path) -> None:
+    """The classes are subclasses under other names; the report is written before the script's exception hook runs."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        dedent("""
+        import json, os, sys
+        from phalanx.errors import ClosedError, PeerLost
+
+        class Lost(PeerLost): pass
+        class PeerLost(ClosedError): pass
+
+        def show(*_):
+            with open(os.environ["TORCHELASTIC_ERROR_FILE"]) as file:
+                print(json.load(file)["phalanx"]["consequence"])
+
+        sys.excepthook = show
+        raise {"lost": Lost, "closed": PeerLost}[sys.argv[1]]("another text")
+        """)
+    )
+    for kind, consequence in (("lost", "True"), ("closed", "False")):
+        command = [sys.executable, "-m", "phalanx", "run", "-n", "1", "-q", "--no-prefix", str(script), kind]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (1, f"{consequence}\n"), done.stderr
 
 
 def test_exit_codes() -> None:

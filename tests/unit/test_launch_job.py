@@ -1,4 +1,4 @@
-"""What is to be started: targets, threads, environments, limits, the table."""
+"""The job before it is started: target, threads, environments, limits, the rank table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.job.job import make_job, threads_per_rank
+from phalanx.launch.job.job import make_job
 from phalanx.launch.job.target import Target, compile_target, find_target
-from phalanx.system.limits import Limit, check_limits, machine_limits, usable_cores
+from phalanx.system.limits import Limit, Resource, check_limits, machine_limits, usable_cores
 from phalanx.topology.table import RankRow, format_rank_table
 
 
@@ -124,61 +124,73 @@ def test_scripts_are_compiled(tmp_path: Path) -> None:
         compile_target(find_target(str(tmp_path / "old.pyc")))
 
 
-def test_threads() -> None:
-    assert threads_per_rank(3, 8, {}) == "2"
-    assert threads_per_rank(64, 8, {}) == "1"
-    assert threads_per_rank(1, 8, {"OMP_NUM_THREADS": "3"}) == "3"
-    assert threads_per_rank(1, 8, {"OMP_NUM_THREADS": "4,2"}) == "4,2"
-    for wrong in ("many", "0", "-1", "2,"):
-        with pytest.raises(LaunchError, match="OMP_NUM_THREADS"):
-            threads_per_rank(1, 8, {"OMP_NUM_THREADS": wrong})
-
-
-def plan_of(ranks: int, kind: str = "script") -> Target:
+def target_of(kind: str = "script") -> Target:
     return Target(kind, "t", "/t", ("t",))  # type: ignore[arg-type]
+
+
+def test_threads_are_the_ranks_share_of_the_cores_or_what_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(ranks: int, **environment: str) -> str:
+        return make_job(ranks, target_of(), environment=environment).threads
+
+    monkeypatch.setattr("phalanx.launch.job.job.usable_cores", lambda: 8)
+    assert threads(3) == "2"
+    assert threads(64) == "1"
+    assert threads(3, OMP_NUM_THREADS="3") == "3"
+    assert threads(3, OMP_NUM_THREADS="4,2") == "4,2"
+    for wrong in ("many", "0", "-1", "2,"):
+        with pytest.raises(LaunchError, match=f"OMP_NUM_THREADS='{wrong}' is not a number of threads"):
+            threads(1, OMP_NUM_THREADS=wrong)
 
 
 @pytest.mark.parametrize("ranks", [0, -3])
 def test_at_least_one_rank(ranks: int) -> None:
     with pytest.raises(LaunchError, match="at least one rank"):
-        make_job(ranks, plan_of(1))
+        make_job(ranks, target_of())
+
+
+def test_an_interface_that_this_host_has_not_is_refused_with_those_it_has() -> None:
+    with pytest.raises(
+        LaunchError, match=r"^--interface sets PHALANX_INTERFACE=none0: .* no interface .* are .*lo 127"
+    ):
+        make_job(1, target_of(), interface="none0")
+    assert make_job(1, target_of(), interface="lo").environment(0, port=1)["PHALANX_INTERFACE"] == "lo"
 
 
 def test_environment() -> None:
-    job = make_job(3, plan_of(3), environment={})
+    job = make_job(3, target_of(), environment={})
     environments = [job.environment(rank, port=1234) for rank in range(3)]
     assert [e["RANK"] for e in environments] == ["0", "1", "2"]
     assert {e["WORLD_SIZE"] for e in environments} == {"3"}
     assert environments[2]["LOCAL_RANK"] == "2"
     assert environments[0]["MASTER_PORT"] == "1234"
     assert environments[0]["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-    program = make_job(3, plan_of(3, "program")).environment(0, port=1)
+    program = make_job(3, target_of("program")).environment(0, port=1)
     assert program["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert program["PYTHONUNBUFFERED"] == "1"
-    assert make_job(1, plan_of(1)).run_id != make_job(1, plan_of(1)).run_id
+    assert make_job(1, target_of()).run_id != make_job(1, target_of()).run_id
 
 
 def test_more_ranks_than_cores_is_said() -> None:
     cores = usable_cores()
-    assert make_job(cores, plan_of(cores)).warnings() == []
-    (warning,) = make_job(cores + 1, plan_of(cores)).warnings()
+    assert make_job(cores, target_of()).warnings() == []
+    (warning,) = make_job(cores + 1, target_of()).warnings()
     assert f"{cores + 1} ranks share {cores} cores" in warning
 
 
 def test_a_limit_says_how_many_would_fit() -> None:
-    limit = Limit("open files", "raise it", available=132, per_rank=5, beside=32)
+    limit = Limit(Resource.FILES, "raise it", available=132, per_rank=5, beside=32)
     assert limit.fits == 20
     check_limits(20, [limit])
     with pytest.raises(LaunchError, match=r"21 ranks need about 137 open files.*enough for 20 ranks; raise it"):
         check_limits(21, [limit])
-    memory = Limit("bytes of memory", "free memory", available=1 << 30, per_rank=1 << 28, beside=0)
+    memory = Limit(Resource.MEMORY, "free memory", available=1 << 30, per_rank=1 << 28, beside=0)
     with pytest.raises(LaunchError, match=r"1\.2 GiB of memory, and 1\.0 GiB of memory are left"):
         check_limits(5, [memory])
 
 
 def test_this_machine_bears_two_ranks() -> None:
     limits = machine_limits(python=True)
-    assert {"open files", "bytes of memory"} <= {limit.name for limit in limits}
+    assert {Resource.FILES, Resource.MEMORY} <= {limit.resource for limit in limits}
     check_limits(2, limits)
 
 

@@ -20,7 +20,7 @@ def assemble(data: bytes, cuts: list[int], prefix: bytes = b"> ") -> bytes:
 
 
 def expected(data: bytes, prefix: bytes = b"> ") -> bytes:
-    """The plain reading: split at newlines, keep what a carriage return left visible."""
+    """The same by the simplest means: split at newlines, and keep of each line what a carriage return left visible."""
     lines = data.split(b"\n")
     last = lines.pop()
     shown = [prefix + (line.rstrip(b"\r").split(b"\r")[-1]) + b"\n" for line in lines]

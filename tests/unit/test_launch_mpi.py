@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import selectors
 import socket
+import struct
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,10 +28,14 @@ from phalanx.launch.job.mpi_launcher import (
     unbound_environment,
 )
 from phalanx.launch.job.target import Target
+from phalanx.launch.mpi.channel import OUT, Channel, Lost, join, open_door
+from phalanx.launch.mpi.gathering import RollCall
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
-from phalanx.launch.mpi.placing import RollCall, find_contradiction, place_ranks
-from phalanx.launch.mpi.wire import OUT, Channel, Door, Lost, join, new_key
-from phalanx.launch.rank.wires import open_wires
+from phalanx.launch.mpi.mpiexec import SHIM
+from phalanx.launch.mpi.placing import find_contradiction, place_ranks
+from phalanx.launch.rank.descriptors import open_descriptors
+from phalanx.wire.framing import frame
+from phalanx.wire.proof import GREETING_BYTES
 
 __all__ = ["launcher"]
 
@@ -131,13 +138,6 @@ def test_for_a_measurement_no_launcher_binds_and_none_refuses_more_ranks_than_co
     }
 
 
-def test_the_end_of_a_rank_that_called_abort_is_its_own() -> None:
-    printed = b"x\nAbort(3) on node 1 (rank 1 in comm 0): application called MPI_Abort\n"
-    assert find_abort("mpich", printed) == ("Abort(3) on node 1 (rank 1 in comm 0): application called MPI_Abort", 3)
-    assert find_abort("intel", b"fine\n") is None
-    assert find_abort("openmpi", printed) is None
-
-
 def test_a_launcher_says_how_many_ranks_are_beside_a_process_if_it_can() -> None:
     step = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
     assert place_of("slurm", step) == {"rank": 2, "size": 3, "beside": 1}
@@ -153,6 +153,15 @@ def test_place_of_a_process() -> None:
         place_of("openmpi", own)
 
 
+def test_a_rank_that_called_mpi_abort_is_known_by_what_it_printed() -> None:
+    said = b"some warning\nAbort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 5)\n"
+    line = "Abort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 5)"
+    assert find_abort("mpich", said) == (line, 5)
+    assert find_abort("intel", b"Abort(0)\n") == ("Abort(0)", 1)  # it did not end well
+    assert find_abort("slurm", b"I said Abort(5)\n") is None
+    assert find_abort("openmpi", said) is None
+
+
 def test_the_environment_is_the_users_but_for_what_is_the_processes_own() -> None:
     user = {"A": "1", "PATH": "/mine", "HOSTNAME": "h0", "PMI_RANK": "9", "OMPI_MCA_btl": "self", "SAME": "x"}
     here = {"PATH": "/usr/bin", "HOSTNAME": "h1", "PMI_RANK": "0", "SAME": "x", "PMI_FD": "7"}
@@ -162,62 +171,131 @@ def test_the_environment_is_the_users_but_for_what_is_the_processes_own() -> Non
 # Who may join.
 
 
-@pytest.fixture
-def door() -> Iterator[Door]:
-    made = Door("127.0.0.1", new_key())
-    yield made
-    made.close()
+class Entrance:
+    """The launcher's door, and the keepers that came in."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.admitted: list[Channel] = []
+        self.door, self.invitation = open_door("127.0.0.1", self.selector, self.admitted.append)
+
+    def __enter__(self) -> Entrance:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.door.close()
+        for channel in self.admitted:
+            channel.close()
+        self.selector.close()
+
+    def serve(self, until: Callable[[], bool]) -> None:
+        limit = time.monotonic() + 20
+        while not until():
+            assert time.monotonic() < limit
+            for key, _ in self.selector.select(0.02):
+                key.data()
 
 
-def admit(door: Door, client: socket.socket | None = None) -> Channel | None:
-    sock = None
-    while sock is None:
-        sock = door.knock()
-    answer: Channel | bool = True
-    while answer is True:
-        answer = door.answer(sock)
-    if isinstance(answer, Channel):
-        return answer
-    sock.close()
-    return None
-
-
-def test_who_knows_the_key_comes_in_and_frames_arrive_whole(door: Door) -> None:
-    pid = os.fork()
-    if pid == 0:
-        channel = join(door.invitation)
-        channel.say(event="here", rank=3)
-        channel.send(OUT, b"x" * 300_000)
-        channel.finish(5.0)
-        os._exit(0)
-    admitted = admit(door)
-    assert admitted is not None
-    frames: list[tuple[bytes, bytes]] = []
-    with pytest.raises(Lost):
-        while True:
-            frames += admitted.receive()
-    admitted.close()
-    os.waitpid(pid, 0)
-    assert frames == [(b"m", b'{"event": "here", "rank": 3}'), (OUT, b"x" * 300_000)]
-
-
-def test_a_stranger_is_turned_away_before_anything_is_read(door: Door) -> None:
-    address, port, key = door.invitation.split(":")
-    with socket.create_connection((address, int(port))) as stranger:
-        stranger.sendall(b'{"event": "here"}' + b"x" * 64)
-        assert admit(door) is None
-        assert len(stranger.recv(64, socket.MSG_WAITALL)) == 32  # the challenge, and then nothing
-    other = Door("127.0.0.1", new_key())
-    pid = os.fork()
-    if pid == 0:
-        try:
-            join(other.invitation.rpartition(":")[0] + ":" + key)
-        except ConnectionRefusedError:
+def test_a_keeper_that_knows_the_key_comes_in_and_frames_arrive_whole() -> None:
+    with Entrance() as entrance:
+        pid = os.fork()
+        if pid == 0:
+            channel = join(entrance.invitation)
+            channel.say(event="here", rank=3)
+            channel.send(OUT, b"x" * 300_000)
+            channel.finish(5.0)
             os._exit(0)
-        os._exit(1)
-    assert admit(other) is None
-    other.close()
-    assert os.waitpid(pid, 0)[1] == 0
+        entrance.serve(lambda: bool(entrance.admitted))
+        frames: list[tuple[bytes, bytes]] = []
+        with pytest.raises(Lost):
+            while True:
+                frames += entrance.admitted[0].receive()
+        os.waitpid(pid, 0)
+        assert frames == [(b"m", b'{"event": "here", "rank": 3}'), (OUT, b"x" * 300_000)]
+
+
+def test_a_stranger_is_turned_away_before_anything_is_read() -> None:
+    with Entrance() as entrance, Entrance() as other:
+        address, port, key = entrance.invitation.split(":")
+        with socket.create_connection((address, int(port))) as stranger:
+            stranger.sendall(b'{"event": "here"}' + b"x" * 64)
+            stranger.setblocking(False)
+            heard = b""
+
+            def closed() -> bool:
+                nonlocal heard
+                try:
+                    data = stranger.recv(4096)
+                except BlockingIOError:
+                    return False
+                heard += data
+                return not data
+
+            entrance.serve(closed)
+            assert len(heard) == GREETING_BYTES  # the challenge, and then nothing
+        pid = os.fork()
+        if pid == 0:
+            try:
+                join(other.invitation.rpartition(":")[0] + ":" + key)
+            except ConnectionRefusedError as error:
+                os._exit(0 if "does not know the job's key" in str(error) else 2)
+            os._exit(1)
+        ended: list[int] = []
+
+        def end() -> bool:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            ended.extend([status] if found else [])
+            return bool(found)
+
+        other.serve(end)
+        assert ended == [0]
+        assert entrance.admitted == other.admitted == []
+
+
+@pytest.mark.parametrize("length", [0, (1 << 26) + 1, 0xFFFFFFFF])
+def test_a_frame_of_an_impossible_length_ends_the_connection_after_those_before_it(length: int) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours)
+        theirs.sendall(frame(OUT, b"before") + struct.pack("!I", length) + b"o" + frame(OUT, b"after"))
+        assert channel.receive() == [(OUT, b"before")]
+        with pytest.raises(Lost):
+            channel.receive()
+        channel.close()
+
+
+def test_what_came_with_the_proof_is_read_before_anything_else_comes() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        channel = Channel(ours, frame(OUT, b"early")[:-1])
+        assert channel.receive() == []
+        theirs.sendall(b"y" + frame(OUT, b"late")[:-2])
+        assert channel.receive() == [(OUT, b"early")]
+        channel.close()
+        again = Channel(theirs.dup(), frame(OUT, b"whole"))
+        assert again.receive() == [(OUT, b"whole")]
+        again.close()
+
+
+# The shim.
+
+
+def test_the_shim_finds_the_package_by_its_own_path(tmp_path: Path) -> None:
+    """Without the site module nothing else leads to it. The working directory has modules of the same names."""
+    for name in ("phalanx.py", "signal.py"):
+        (tmp_path / name).write_text("raise ImportError('from the working directory')")
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PHALANX_MPI_JOIN")}
+    done = subprocess.run(
+        [sys.executable, "-S", SHIM, "mpich"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "phalanx: this program is for `phalanx run --mpi` to start; start your script with that\n"
 
 
 # The table.
@@ -257,19 +335,18 @@ def test_what_the_launcher_did_otherwise_is_said() -> None:
     asked = plan(2, hosts=(HostSlots("a", 1), HostSlots("b", 1)))
     here = [said("vm", [0]), said("vm", [0])]
     assert "asked for rank 0 on a and rank 1 on b; they run on vm" in find_contradiction(
-        asked, place_ranks(asked, here), here
+        asked, "mpiexec", place_ranks(asked, here), here
     )
     here = [said("vm", [0], beside=1), said("vm", [0], beside=1)]
-    assert "1 of 2 ranks" in find_contradiction(plan(2), place_ranks(plan(2), here), here)
+    assert "1 of 2 ranks" in find_contradiction(plan(2), "mpiexec", place_ranks(plan(2), here), here)
     here = [said("a", [0], beside=1), said("b", [0], beside=1)]
-    assert find_contradiction(asked, place_ranks(asked, here), here) == ""
+    assert find_contradiction(asked, "mpiexec", place_ranks(asked, here), here) == ""
 
 
 def test_who_does_not_come_is_named_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    roll = RollCall(plan(3, hosts=(HostSlots("a", 1), HostSlots("b", 2))))
-    roll.begin()
+    roll = RollCall(plan(3, hosts=(HostSlots("a", 1), HostSlots("b", 2))), "mpiexec")
     assert roll.due_at == 105.0
     now = 105.0
     assert roll.call([0, 1, 2]) == "after 5 s mpiexec has not brought ranks 0-2 (on a, b) yet"
@@ -296,7 +373,7 @@ def test_only_what_the_rank_has_made_is_removed() -> None:
         for path in (mine, other, precious):
             path.write_bytes(b"x")
         with before.open(), mine.open(), precious.open():
-            watch.look([os.getpid()])
+            watch.poll([os.getpid()])
             assert watch.remove() == []  # somebody holds it
             assert watch.left()
         assert watch.remove() == [str(mine)]
@@ -316,7 +393,7 @@ def test_a_file_that_took_the_name_is_left_alone() -> None:
         watch = SharedMemoryWatch()
         path.write_bytes(b"x")
         with path.open():
-            watch.look([os.getpid()])
+            watch.poll([os.getpid()])
             successor = path.with_name(path.name + "_new")
             successor.write_bytes(b"y")
             successor.rename(path)
@@ -351,14 +428,14 @@ def test_mistakes_cost_one_line(launcher: Launcher, tmp_path: Path, arguments: l
 
 
 def test_what_was_said_before_an_end_is_heard_even_if_nobody_listened_there() -> None:
-    wires = open_wires(1, "phalanx-test", "127.0.0.1")
-    wires.supervisor.send(do="start")
-    wires.zygote.send(event="refused")
-    wires.zygote.close()
-    assert wires.supervisor.receive() == {"event": "refused"}
-    assert wires.supervisor.receive() is None
-    wires.supervisor.close()
-    wires.listener.close()
-    for ends in wires.ranks:
+    descriptors = open_descriptors(1, "phalanx-test", "127.0.0.1")
+    descriptors.supervisor.send(do="start")
+    descriptors.zygote.send(event="refused")
+    descriptors.zygote.close()
+    assert descriptors.supervisor.receive() == {"event": "refused"}
+    assert descriptors.supervisor.receive() is None
+    descriptors.supervisor.close()
+    descriptors.listener.close()
+    for ends in descriptors.ranks:
         for descriptor in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):
             os.close(descriptor)

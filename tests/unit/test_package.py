@@ -1,4 +1,4 @@
-"""What `pip install .` builds: one wheel for every Python 3 on the platform, from the checkout or the sdist."""
+"""The result of `pip install .`: one wheel for every Python 3 on the platform, from the checkout or the sdist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Who is let in: the key is proven by both sides before a byte counts as a request."""
+"""Which processes the store lets in: both sides prove the key before a byte counts as a request.
+
+The handshake itself, for every role, is tested in ``test_wire.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ import struct
 import threading
 import time
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 from tests.support.stores import KEY, Job, claim
 
 from phalanx.store import requests as wire
 from phalanx.store import server as store_server
+from phalanx.store.claim import ROLE, Claim, Verdict
 from phalanx.store.client import connect
-from phalanx.wire import proof
+from phalanx.wire import door, framing, proof
 from phalanx.wire.key import Key
 
 OTHER = Key(b"another key than it", "another test")
@@ -68,7 +73,7 @@ def test_a_wrong_key_is_told_on_both_sides() -> None:
         b"GET / HTTP/1.1\r\n\r\n",
         b"\0" * 200,
         b"\x80\x04\x95" + b"x" * 500,  # a pickle's beginning
-        proof.GREETING + b"x" * 64 + struct.pack("!H", 60000) + b"x" * 60000,
+        proof.GREETING + b"x" * 64 + struct.pack("!I", 60000) + b"x" * 60000,
         wire.pack(wire.SET, 0, [b"key", b"value"]),
     ],
 )
@@ -83,7 +88,7 @@ def test_garbage_is_refused_unread(said: bytes) -> None:
 
 
 def test_a_silent_stranger_is_sent_away_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_server, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(door, "PATIENCE_S", 0.3)
     with Job(2) as job:
         strangers = [job.stranger() for _ in range(5)]
         strangers[1].sendall(proof.GREETING)
@@ -104,7 +109,7 @@ def test_a_port_scan_is_told_of_a_few_times_only() -> None:
                 closed(sock)
         job.join(1)
         assert len(job.said) == store_server.MOST_COMPLAINTS
-        assert job.said[-1].endswith("others are not told of")
+        assert job.said[-1].endswith("further ones are not reported")
 
 
 class Recorder:
@@ -129,7 +134,7 @@ def test_a_recorded_proof_is_worth_nothing_to_another_connection() -> None:
     with Job(3) as job:
         recorder = Recorder(job)
         sock, verdict = connect(recorder.where, KEY, claim(1, 3), 20.0)
-        assert verdict.word == "welcome"
+        assert verdict.kind == "welcome"
         sock.close()
         recorder.thread.join(20)
         with job.stranger() as again:
@@ -139,7 +144,7 @@ def test_a_recorded_proof_is_worth_nothing_to_another_connection() -> None:
         assert job.heard("proves another key")
         # What it hears proves nothing to it either, and lets it in nowhere.
         with pytest.raises(proof.WrongKey):
-            proof.read_verdict(OTHER, recorder.said["greeting"], b"x" * 32, answer)
+            proof.Response(OTHER, ROLE, recorder.said["greeting"], b"").check(answer)
 
 
 def test_rank_0_must_prove_the_key_too() -> None:
@@ -149,11 +154,10 @@ def test_rank_0_must_prove_the_key_too() -> None:
 
         def pretend(listener: socket.socket = listener, liar: object = liar) -> None:
             with listener, listener.accept()[0] as sock:
-                sock.sendall(proof.greeting())
+                sock.sendall(proof.Challenge(OTHER, ROLE).greeting)
                 said = sock.recv(8192)
-                words = json.dumps(asdict(proof.Verdict("welcome", "word"))).encode()
                 digest = liar(said)[:32]  # type: ignore[operator]
-                sock.sendall(digest + struct.pack("!H", len(words)) + words)
+                sock.sendall(digest + framing.frame(Verdict("welcome", token="guessed").encode()))
 
         thread = threading.Thread(target=pretend)
         thread.start()
@@ -189,17 +193,19 @@ def test_something_else_that_listens_there_is_no_rank_0(greeting: bytes) -> None
         (claim(1, 2, attempt=2, opening=0), "earlier", "is still in attempt 1"),
         (claim(1, 2, attempt=1, opening=2), "earlier", "is still in attempt 1, world 1"),
         (claim(1, 2, job="another"), "other", ""),
-        (claim(1, 2, attempt=1, opening=1, pass_word="guessed"), "welcome", ""),
+        (claim(1, 2, attempt=1, opening=1, token="guessed"), "welcome", ""),
     ],
 )
-def test_who_belongs_elsewhere_is_told_in_words(who: proof.Claim, word: str, said: str) -> None:
+def test_who_belongs_elsewhere_is_told_in_words(who: Claim, word: str, said: str) -> None:
     if who.attempt == 0 and who.opening == 0 and not who.job:
-        who = proof.Claim(**{**asdict(who), "attempt": 1, "opening": 1})
+        who = Claim(**{**asdict(who), "attempt": 1, "opening": 1})
     with Job(2, attempt=1, opening=1) as job:
         verdict = job.knock(who)
-        assert verdict.word == word
-        assert said in verdict.said
-        assert (word == "refused") == job.heard(f"refused a process: {verdict.said}", 20.0 if word == "refused" else 0)
+        assert verdict.kind == word
+        assert said in verdict.reason
+        assert (word == "refused") == job.heard(
+            f"refused a process: {verdict.reason}", 20.0 if word == "refused" else 0
+        )
 
 
 def test_a_second_process_of_a_rank_is_refused_at_once_naming_both() -> None:
@@ -208,9 +214,9 @@ def test_a_second_process_of_a_rank_is_refused_at_once_naming_both() -> None:
         started = time.monotonic()
         verdict = job.knock(claim(1, 3, pid=77, host="elsewhere"))
         assert time.monotonic() - started < 1
-        assert verdict.said == "there are two of rank 1: pid 77 on elsewhere and pid 1001 on h1"
-        assert job.heard(verdict.said)
-        assert job.knock(claim(1, 3, pid=77, pass_word="guessed")).word == "refused"
+        assert verdict.reason == "there are two of rank 1: pid 77 on elsewhere and pid 1001 on h1"
+        assert job.heard(verdict.reason)
+        assert job.knock(claim(1, 3, pid=77, token="guessed")).kind == "refused"
 
 
 def test_a_rank_that_leaves_before_all_have_come_may_come_again() -> None:
@@ -221,12 +227,45 @@ def test_a_rank_that_leaves_before_all_have_come_may_come_again() -> None:
         job.everybody()
         assert job.server.wait_for_all(0)
         job.ranks.pop(2).end()
-        assert job.knock(claim(2, 3, pid=5)).word == "refused"
+        assert job.knock(claim(2, 3, pid=5)).kind == "refused"
 
 
 def test_a_host_that_is_printed_cannot_move_the_cursor() -> None:
     with Job(2) as job:
         verdict = job.knock(claim(0, 2, host="h\x1b[2J\n1"))
-        assert verdict.said.startswith("there are two of rank 0: pid 1000 on h[2J1 and")
+        assert verdict.reason.startswith("there are two of rank 0: pid 1000 on h[2J1 and")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": "one"},
+        {"rank": True},
+        {"rank": 10**30},
+        {"node_rank": []},
+        {"host": ["h"]},
+        {"token": "\ud800"},
+        {"job": "\udfff"},
+        {"more": 1},
+        {"text": "[" * 1500},
+    ],
+    ids=str,
+)
+def test_a_claim_of_the_wrong_form_ends_its_connection_alone(wrong: dict[str, Any]) -> None:
+    """With an open join anybody can prove the key, so rank 0 must survive whatever a stranger claims."""
+
+    class Wrong(Claim):
+        def encode(self) -> bytes:
+            return wrong["text"].encode() if "text" in wrong else json.dumps({**asdict(self), **wrong}).encode()
+
+    with Job(2, Key()) as job:
         with pytest.raises((proof.NoProof, ConnectionError)):
-            job.knock(proof.Claim(**{**asdict(claim(1, 2)), "rank": "one"}))
+            job.knock(Wrong(**asdict(claim(1, 2))))
+        assert job.heard("sent no proof that it belongs to the job")
+        job.join(1).set("a", "b")
+
+
+def test_a_reason_that_would_be_too_long_to_send_is_cut() -> None:
+    verdict = Verdict("refused", "\N{SNOWMAN}" * 5000)
+    assert len(verdict.encode()) <= framing.LONGEST_UNPROVEN
+    assert Verdict.decode(verdict.encode()).reason.startswith("\N{SNOWMAN}" * 100)

@@ -1,4 +1,4 @@
-"""Hosts that are not there: how they are written, who sits where, and what each rank is told."""
+"""Rehearsed hosts: how they are written, which rank is on which, and the variables that each rank gets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_who_sits_where(text: str, placement: Placement, seats: list[str]) -> No
 
 
 @pytest.mark.parametrize("text", ["0x4", "4x0", "2x", "x4", "4", "", "2x4x2", "1,,2", "1,0", "1,2,", "-1x2", "2x4,1"])
-def test_what_is_no_cluster_is_refused_with_an_example(text: str) -> None:
+def test_a_text_that_is_not_a_cluster_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(LaunchError, match="Say --rehearse 2x4") as caught:
         parse_rehearsal(text)
     assert f"--rehearse {text}:" in str(caught.value)
@@ -63,7 +63,7 @@ def test_the_cpu_is_in_place_of_devices() -> None:
     assert [row.device for row in job.rows()] == ["cpu"] * 4
     assert job.environment(3, port=1)["PHALANX_DEVICE"] == "cpu"
     assert job.environment(3, port=1)["CUDA_VISIBLE_DEVICES"] == ""
-    with pytest.raises(LaunchError, match="has the CPU in place of devices"):
+    with pytest.raises(LaunchError, match="computes on the CPU in place of devices"):
         make_job(None, SCRIPT, rehearsal=parse_rehearsal("2x2"), device="cuda", environment={})
 
 
@@ -76,8 +76,8 @@ def test_title_and_notes_say_that_it_is_a_rehearsal() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["", "3", "cuda:", "cuda:x", "cuda 1", "CUDA"])
-def test_what_is_no_device_is_refused(wanted: str) -> None:
-    with pytest.raises(LaunchError, match="is no device"):
+def test_a_text_that_is_not_a_device_is_refused(wanted: str) -> None:
+    with pytest.raises(LaunchError, match="is not a device"):
         make_job(1, SCRIPT, device=wanted, environment={})
 
 

@@ -247,7 +247,7 @@ def test_a_request_that_makes_no_sense_ends_its_connection_alone(message: bytes)
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        ((99, 0, []), "no such request: 99"),
+        ((99, 0, []), "there is no request with the code 99"),
         ((wire.SET, 0, [b"key"]), "a key without a value"),
         ((wire.ADD, 1, []), "."),
         ((wire.COMPARE_SET, 0, [b"a"]), "."),
@@ -265,11 +265,11 @@ def test_what_is_too_large_is_refused_before_it_is_sent(monkeypatch: pytest.Monk
     monkeypatch.setattr(wire, "LONGEST", 1000)
     with Job(2) as job:
         store = job.everybody()[1]
-        with pytest.raises(ValueError, match="the store takes at most 1000"):
+        with pytest.raises(ValueError, match="at most 1000 bytes are taken"):
             store.set("a", "x" * 1000)
         for name in ("a", "b"):
             store.set(name, "x" * 900)
-        with pytest.raises(dist.DistStoreError, match="the store takes at most 1000"):
+        with pytest.raises(dist.DistStoreError, match="at most 1000 bytes are taken"):
             store.multi_get(["a", "b"])
         assert store.check(["a"])
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from tests.launch_support import MARK, marked
 
-from phalanx.bench.cases import OPERATIONS
 from phalanx.bench.mpi import installed_mpi
+from phalanx.bench.operations import OPERATIONS
 
-PATIENCE_S = 60
+PATIENCE_S = 300  # only a measurement that hangs takes so long, also on a busy machine
 
 
 def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -71,7 +71,7 @@ def test_every_operation_is_right_and_measured(tmp_path: Path, more: tuple[str, 
     assert results["machine"]["usable_cores"] >= 1
     assert [job["size"] for job in results["jobs"]] == [2, 3]
     for job in results["jobs"]:
-        assert job["transport"] == "SharedMemoryCommunicator"
+        assert job["shared_memory"]
         assert [row["operation"] for row in job["rows"]] == [
             name for name in OPERATIONS for _ in range(1 if name == "barrier" else 4)
         ]
@@ -102,10 +102,10 @@ def test_ctrl_c_prints_what_was_measured_and_leaves_nothing(tmp_path: Path) -> N
     code, out, _ = finish(process, tmp_path)
     assert code == 130
     assert "| all_reduce " in out
-    assert "did not come to its end" in out
+    assert "The measurement ended early" in out
 
 
-def test_a_rank_that_is_killed_is_told_and_the_rest_ended(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
     process = start(tmp_path, "--ranks", "3", "--against", "none")
     assert process.stderr is not None
     process.stderr.readline()
@@ -134,7 +134,7 @@ def test_tune_measures_the_candidates_and_keeps_the_best(tmp_path: Path, monkeyp
         assert json.loads(kept.read_text()) == found["tuning"]
 
 
-def test_tune_refuses_what_it_would_not_heed(tmp_path: Path) -> None:
+def test_tune_refuses_options_that_it_would_ignore(tmp_path: Path) -> None:
     code, _, err = finish(start(tmp_path, "--tune", "all_reduce"), tmp_path)
     assert code == 2
-    assert "--tune chooses by itself what it measures" in err
+    assert "--tune chooses what it measures" in err

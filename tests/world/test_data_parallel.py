@@ -40,20 +40,20 @@ def model_of(seed: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(10, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1))
 
 
-def train(place: Member, hook: str | None = None, **options: Any) -> torch.Tensor:
+def train(member: Member, hook: str | None = None, **options: Any) -> torch.Tensor:
     """Three epochs at a global batch of 24; all parameters in one tensor."""
-    place.join()
+    member.join()
     world = dist.group.WORLD
     assert world is not None
     model = data_parallel(
-        model_of(seed=place.rank),
+        model_of(seed=member.rank),
         world,
         CPU,
         comm_hook=hook,
         **options,
     )
     loader = sharded_loader(
-        Items(), 24 // place.size, rank=place.rank, world_size=place.size, shuffle=True, seed=5, drop_last=True
+        Items(), 24 // member.size, rank=member.rank, world_size=member.size, shuffle=True, seed=5, drop_last=True
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_replicas_end_where_one_process_ends(size: int) -> None:
 
 
 def test_two_runs_agree_bit_for_bit_and_so_do_the_ranks() -> None:
-    runs = [on_ranks(lambda place: train(place, bucket_cap_mb=0.001), 3) for _ in range(2)]
+    runs = [on_ranks(lambda member: train(member, bucket_cap_mb=0.001), 3) for _ in range(2)]
     for parameters in runs[0] + runs[1]:
         assert torch.equal(parameters, runs[0][0])
 
@@ -96,13 +96,13 @@ def test_two_runs_agree_bit_for_bit_and_so_do_the_ranks() -> None:
 @pytest.mark.parametrize("hook", ["bf16", "fp16"])
 def test_hooks_by_name_shorten_what_travels(hook: str) -> None:
     expected = trained_alone()
-    for parameters in on_ranks(lambda place: train(place, hook), 2):
+    for parameters in on_ranks(lambda member: train(member, hook), 2):
         torch.testing.assert_close(parameters, expected, rtol=0.05, atol=0.01)
 
 
 def test_unused_parameters_and_static_graphs() -> None:
-    def body(place: Member) -> list[float]:
-        place.join()
+    def body(member: Member) -> list[float]:
+        member.join()
         torch.manual_seed(0)
         results = []
         choices: tuple[dict[str, Any], ...] = ({"find_unused_parameters": True}, {"static_graph": True})
@@ -120,7 +120,7 @@ def test_unused_parameters_and_static_graphs() -> None:
 
             model = DistributedDataParallel(Net(layers), **options)
             for _ in range(3):
-                model(torch.full((2, 4), float(place.rank))).sum().backward()
+                model(torch.full((2, 4), float(member.rank))).sum().backward()
             gradient = next(layers["used"].parameters()).grad
             assert gradient is not None
             results.append(gradient[0, 0].item())
@@ -132,11 +132,11 @@ def test_unused_parameters_and_static_graphs() -> None:
 
 
 def test_a_rank_that_dies_in_training_ends_backward_on_the_others() -> None:
-    def body(place: Member) -> bool:
-        place.join()
+    def body(member: Member) -> bool:
+        member.join()
         model = DistributedDataParallel(model_of(0))
         for step in range(100):
-            if step == 5 and place.rank == 1:
+            if step == 5 and member.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
                 model(torch.ones(4, 10)).sum().backward()

@@ -1,4 +1,4 @@
-"""What frameworks find in the environment: under ``phalanx run``, and from ``phalanx.init()`` to ``close()``."""
+"""The variables that frameworks find: under ``phalanx run``, and from ``phalanx.init()`` to ``close()``."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ def forget_launchers() -> None:
         del os.environ[name]
 
 
-def free_port(place: Member) -> str:
+def free_port(member: Member) -> str:
     """A port that is free, the same on every rank."""
-    store = place.store("port")
-    if place.rank == 0:
+    store = member.store("port")
+    if member.rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as chosen:
             store.set("port", str(chosen.getsockname()[1]))
     return str(store.get("port").decode())
 
 
-def become_mpi_rank(place: Member) -> None:
-    """What Hydra tells a rank, and where to meet; nothing else of any launcher."""
+def become_mpi_rank(member: Member) -> None:
+    """Set the variables that Hydra gives a rank, and an address to meet at; no other launcher's variables."""
     forget_launchers()
     os.environ.update(
-        PMI_RANK=str(place.rank),
-        PMI_SIZE=str(place.size),
-        MPI_LOCALRANKID=str(place.rank),
-        MPI_LOCALNRANKS=str(place.size),
+        PMI_RANK=str(member.rank),
+        PMI_SIZE=str(member.size),
+        MPI_LOCALRANKID=str(member.rank),
+        MPI_LOCALNRANKS=str(member.size),
         HYDI_CONTROL_FD="1",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=free_port(place),
+        MASTER_PORT=free_port(member),
     )
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_init_sets_what_torchrun_sets_and_close_undoes_it(size: int) -> None:
-    def body(place: Member) -> tuple[dict[str, str], str, str]:
-        become_mpi_rank(place)
+    def body(member: Member) -> tuple[dict[str, str], str, str]:
+        become_mpi_rank(member)
         before = dict(os.environ)
         phalanx.init(quiet=True, timeout_s=60, device="cpu")
         during = dict(os.environ)
@@ -69,11 +69,11 @@ def test_init_sets_what_torchrun_sets_and_close_undoes_it(size: int) -> None:
 
 
 def test_where_no_port_was_given_a_second_store_can_meet_at_the_one_that_is_set() -> None:
-    def body(place: Member) -> Any:
+    def body(member: Member) -> Any:
         forget_launchers()
-        where = f"tcp://127.0.0.1:{free_port(place)}"
+        where = f"tcp://127.0.0.1:{free_port(member)}"
         world = phalanx.init(
-            quiet=True, timeout_s=60, device="cpu", init_method=where, rank=place.rank, world_size=place.size
+            quiet=True, timeout_s=60, device="cpu", init_method=where, rank=member.rank, world_size=member.size
         )
         # What torch.distributed.rpc does, beside the world's own store.
         store, _, _ = next(rendezvous("env://"))
@@ -91,7 +91,7 @@ def test_where_no_port_was_given_a_second_store_can_meet_at_the_one_that_is_set(
 
 
 def test_a_world_of_one_changes_nothing() -> None:
-    def body(place: Member) -> bool:
+    def body(member: Member) -> bool:
         forget_launchers()
         before = dict(os.environ)
         phalanx.init(quiet=True, device="cpu")

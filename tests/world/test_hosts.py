@@ -167,7 +167,9 @@ def test_started_by_hand_on_each_host(pair: Pair, hosts: Sequence[int]) -> None:
     assert [one.code for one in ended] == [0] * len(hosts), "".join(one.err for one in ended)
     check(json.loads(ended[0].out), hosts)
     assert f"{len(hosts)} ranks, started by env, phalanx over Gloo" in ended[0].err
-    assert f"phalanx: note: the join is open: whoever reaches 10.213.77.1 port {PORT} can join" in ended[0].err
+    assert (
+        f"phalanx: note: the join is open: every process that reaches 10.213.77.1 port {PORT} can join" in ended[0].err
+    )
     assert "PHALANX_KEY_FILE" not in ended[1].err
 
 

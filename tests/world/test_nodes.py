@@ -19,9 +19,11 @@ def on_hosts(
 ) -> list[Any]:
     """Run ``body(world)`` on one rank for each letter, which names its host; with four stand-in devices a host."""
 
-    def rank(place: Member) -> Any:
-        os.environ.update({"RANK": str(place.rank), "WORLD_SIZE": str(place.size), "PHALANX_HOST": hosts[place.rank]})
-        monkeypatch.setattr("phalanx.world.meet", lambda *_: place.store())
+    def rank(member: Member) -> Any:
+        os.environ.update(
+            {"RANK": str(member.rank), "WORLD_SIZE": str(member.size), "PHALANX_HOST": hosts[member.rank]}
+        )
+        monkeypatch.setattr("phalanx.world.meet", lambda *_: member.store())
         if device is not None:
             if device != "cuda":
                 rename_privateuse1_backend(device)
@@ -124,9 +126,9 @@ def test_the_table_shows_the_hosts_that_were_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_two_processes_that_claim_one_rank_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(place: Member) -> None:
+    def rank(member: Member) -> None:
         os.environ.update({"RANK": "0", "WORLD_SIZE": "2"})
-        monkeypatch.setattr("phalanx.world.meet", lambda *_: place.store())
+        monkeypatch.setattr("phalanx.world.meet", lambda *_: member.store())
         phalanx.init("phalanx", quiet=True, timeout_s=3)
 
     outcomes = run_ranks(rank, 2)

@@ -146,17 +146,17 @@ def test_a_dry_run_as_json(launcher: Launcher) -> None:
         (["--rehearse", "0x4"], "at least one rank"),
         (["--rehearse", "2x"], "Say --rehearse 2x4"),
         (["--rehearse", "2x4", "-n", "3"], "leave -n out"),
-        (["--rehearse", "2x4", "--device", "cuda"], "leave one of the two out"),
+        (["--rehearse", "2x4", "--device", "cuda"], "leave --device or --rehearse out"),
         (["--rehearse", "2x4", "--placement", "random"], "'block', 'cyclic'"),
         (["--placement", "cyclic"], "add --rehearse 2x4"),
         (["--rehearse", "2x2", "-H", "a:2,b:2"], "Add --mpi mpiexec"),
-        (["--device", "3"], "Say cpu, cuda, cuda:1"),
+        (["--device", "3"], "--device 3 is not a device. Give cpu, cuda, cuda:1"),
         (["--bind", "socket"], "'none', 'core', 'numa'"),
         (["--bind", "core", "-n", "100000"], "or let them share: --bind none"),
         (["--rehearse", "9999x9999"], "99980001 ranks need about"),
     ],
 )
-def test_a_mistake_is_told_with_its_remedy(launcher: Launcher, options: list[str], said: str) -> None:
+def test_a_mistake_is_printed_with_its_remedy(launcher: Launcher, options: list[str], said: str) -> None:
     outcome = launcher.run(*options, launcher.script("print('started')"))
     assert (outcome.code, outcome.out) == (2, b"")
     assert said in outcome.err_text

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,25 +183,26 @@ def test_init_after_torchs_own_init_is_refused() -> None:
 
 def test_point_to_point_takes_group_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, phalanx\n"
-        "world = phalanx.init()\n"
-        "pair = world.subgroup([2, 1])\n"  # group rank 0 is world rank 2
-        "if pair is not None:\n"
-        "    x = torch.tensor([float(world.rank)])\n"
-        "    if pair.rank == 0:\n"
-        "        pair.send(x, dst=1)\n"
-        "        pair.isend(x, dst=1, tag=3).wait()\n"
-        "        pair.send_object_list(['hello'], dst=1)\n"
-        "    else:\n"
-        "        assert pair.recv(x, src=0) == 0 and x.item() == 2\n"
-        "        assert pair.ranks == (2, 1)\n"
-        "        pair.irecv(x, src=0, tag=3).wait()\n"
-        "        box = [None]\n"
-        "        assert pair.recv_object_list(box, src=0) == 0 and box == ['hello']\n"
-        "        print('received')\n"
-        "phalanx.close()\n"
-    )
+    text = """
+        import torch, phalanx
+        world = phalanx.init()
+        pair = world.subgroup([2, 1])  # group rank 0 is world rank 2
+        if pair is not None:
+            x = torch.tensor([float(world.rank)])
+            if pair.rank == 0:
+                pair.send(x, dst=1)
+                pair.isend(x, dst=1, tag=3).wait()
+                pair.send_object_list(['hello'], dst=1)
+            else:
+                assert pair.recv(x, src=0) == 0 and x.item() == 2
+                assert pair.ranks == (2, 1)
+                pair.irecv(x, src=0, tag=3).wait()
+                box = [None]
+                assert pair.recv_object_list(box, src=0) == 0 and box == ['hello']
+                print('received')
+        phalanx.close()
+    """
+    script.write_text(textwrap.dedent(text))
     command = [sys.executable, "-m", "phalanx", "run", "-n", "3", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
@@ -253,19 +255,19 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
     def fail(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    def body(place: Member) -> float:
+    def body(member: Member) -> float:
         os.environ.update(
             {
-                "RANK": str(place.rank),
-                "WORLD_SIZE": str(place.size),
-                "LOCAL_RANK": str(place.rank),
-                "LOCAL_WORLD_SIZE": str(place.size),
+                "RANK": str(member.rank),
+                "WORLD_SIZE": str(member.size),
+                "LOCAL_RANK": str(member.rank),
+                "LOCAL_WORLD_SIZE": str(member.size),
                 "GROUP_RANK": "0",
                 "GROUP_WORLD_SIZE": "1",
                 "TORCHELASTIC_RUN_ID": "none",
             }
         )
-        store = place.store()
+        store = member.store()
         monkeypatch.setattr("phalanx.world.meet", lambda *_: store)
         for broken in ("phalanx.world.Session", "phalanx.world.World.describe"):
             with monkeypatch.context() as patch:
@@ -285,15 +287,15 @@ def test_an_init_that_fails_half_way_can_be_repeated(size: int, monkeypatch: pyt
 def test_two_ranks_on_one_device_are_refused_unless_both_asked_for_it(capfd: pytest.CaptureFixture[str]) -> None:
     """The devices are names only: what is compared is what the ranks say they took."""
 
-    def body(place: Member) -> str:
-        place.join()
-        launched = Place("phalanx", place.rank, place.size, place.rank, place.size)
-        topology = Topology((Node(0, "here", tuple(range(place.size))),))
+    def body(member: Member) -> str:
+        member.join()
+        launched = Place("phalanx", member.rank, member.size, member.rank, member.size)
+        topology = Topology((Node(0, "here", tuple(range(member.size))),))
         world = phalanx.World(launched, topology, torch.device("cpu"), Session(frozenset({"cpu"})))
-        world_module._refuse_shared_devices(world, f"cuda {place.rank}", wanted=False)
+        world_module._refuse_shared_devices(world, f"cuda {member.rank}", wanted=False)
         world_module._refuse_shared_devices(world, "cuda 0", wanted=True)
         with pytest.raises(DeviceError) as caught:
-            world_module._refuse_shared_devices(world, "cuda 0", wanted=place.rank == 0)
+            world_module._refuse_shared_devices(world, "cuda 0", wanted=member.rank == 0)
         return str(caught.value)
 
     for text in on_ranks(body, 2):

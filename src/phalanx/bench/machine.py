@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine, and the versions of what ran on it."""
+"""What a figure was measured on: the machine, and the versions of the software."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_model(cpuinfo: str) -> str:
-    """The processor's name in the text of ``/proc/cpuinfo``; other architectures name it otherwise."""
+    """The processor's name in the text of ``/proc/cpuinfo``, whose key depends on the architecture."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     named = {key.strip(): value.strip() for key, _, value in lines}
     return named.get("model name") or named.get("Model") or named.get("CPU part") or "unknown"
@@ -50,7 +50,7 @@ def _caches() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter here."""
+    """The versions of Python, Phalanx, and the packages that influence a figure."""
     found = {"python": platform.python_version(), "phalanx": settings.VERSION}
     for package in ("torch", "numpy", "mpi4py"):
         with contextlib.suppress(PackageNotFoundError):
@@ -59,11 +59,11 @@ def versions() -> dict[str, str]:
 
 
 def mpi_description(mpi: Any) -> dict[str, str]:
-    """Name and version of an MPI library, short and in its own words.
+    """Name and version of an MPI library: ``Open MPI``, ``5.0.11``, and the whole text that it gives.
 
     Args:
         mpi: the module ``mpi4py.MPI``.
     """
     name, number = mpi.get_vendor()
     text = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
-    return {"name": f"{name} {'.'.join(map(str, number))}", "library_version": " ".join(text.split())}
+    return {"name": name, "version": ".".join(map(str, number)), "library_version": " ".join(text.split())}

@@ -1,4 +1,4 @@
-"""A rank that ``mpiexec`` has started: the same measurement, with MPI as one backend more."""
+"""A rank that ``mpiexec`` has started: it measures the same, and MPI as one more backend."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Take the rank from ``MPI.COMM_WORLD`` and measure; the folder with the options is the one argument."""
+    """Take the rank from ``MPI.COMM_WORLD`` and measure; the only argument is the folder with the options."""
     die_with_parent(os.getppid())
     folder = Path(sys.argv[1])
     description = json.loads((folder / "options.json").read_text())
     options = BenchOptions.from_json(description["options"])
-    # Each library at its best. Only the main thread calls MPI here, and asking for no more spares the library its
-    # locks; but MPICH gives up the core while it waits only if other threads may call it, and waits for whole time
-    # slices (500 times as long, measured) when ranks share cores without.
+    # The level at which each library is quickest. Only the main thread calls MPI here, and with "funneled" the library
+    # needs no locks. But if ranks share cores, MPICH must yield its core while it waits, and it does so only if other
+    # threads may call it; otherwise a call waits for whole time slices (measured: 500 times as long).
     level = "funneled" if description["size"] <= usable_cores() else "multiple"
     importlib.import_module("mpi4py").rc.thread_level = level
     mpi = importlib.import_module("mpi4py.MPI")
@@ -32,11 +32,11 @@ def main() -> None:
     try:
         if world.size != description["size"]:
             raise RuntimeError(
-                f"{description['size']} ranks were started and each found a world of {world.size}: this mpiexec does "
-                f"not belong to the library that mpi4py loads ({mpi.Get_library_version().splitlines()[0]}); give "
-                f"the right one with --mpi"
+                f"{description['size']} ranks were started, and each of them found a world of {world.size}: this "
+                f"mpiexec does not belong to the library that mpi4py loads "
+                f"({mpi.Get_library_version().splitlines()[0]}); give that library's mpiexec with --mpi"
             )
-        from phalanx.bench.measure import run_rank
+        from phalanx.bench.rank import run_rank
 
         run_rank(world.rank, world.size, folder, options, mpi)
     except BaseException:

@@ -1,9 +1,10 @@
 """Whether the machine was quiet enough to believe what was measured on it.
 
-Three witnesses. The same piece of work, a loop and a copy, timed again and again between the cases: its spread
-shows what slows a core down (its frequency, a neighbour on the same core or in the shared cache). The kernel's count
-of stolen time: what the hypervisor gave to another guest. And the CPU time that was spent on this machine but not by
-the ranks: what other programs took. Each has a bound; past it the row is marked and the reason is said in words.
+Three figures say so. The first is the spread of the probe: one piece of work, a loop and a copy, is timed again and
+again between the cases, and its times differ if something slows a core down (its frequency, a neighbour on the same
+core or in the shared cache). The second is the kernel's count of stolen time, which the hypervisor gave to another
+guest. The third is the CPU time that other programs than the ranks used. A row is marked if one of them is above its
+bound.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from phalanx.bench.samples import Summary
 
 __all__ = ["CpuClock", "Noise", "Usage", "parse_cpu_times", "probe_spread", "reasons", "severity", "worst"]
 
-# A quiet machine keeps the probe within 3 %, steals nothing and leaves others less than 2 % of its cores; a
-# difference of 10 % between two medians means something up to these bounds, and little past them.
+# On a quiet machine the probe's spread is within 3 %, nothing is stolen, and other programs take less than 2 % of the
+# CPU time. Below these bounds a difference of 10 % between two medians means something; above them it means little.
 PROBE_SPREAD = 0.10
 STOLEN = 0.02
 OTHERS = 0.05
@@ -28,14 +29,15 @@ LOAD_PER_CORE = 0.5
 _REPEATS = 15
 _WARM = 3
 _LOOPS = 30_000
-# Within the cache of one core: the ranks probe at once and would disturb each other on the way to memory.
+# The copy fits in the cache of one core. The ranks probe at the same time and would slow each other down in main
+# memory.
 _COPY_BYTES = 128 << 10
 _COPIES = 16
 
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU seconds of the whole machine since it was started, and how many cores it has."""
+    """CPU seconds that the whole machine has used since it was started, and how many cores it has."""
 
     busy_s: float
     stolen_s: float
@@ -47,18 +49,23 @@ class Noise:
     """What disturbed one case.
 
     Attributes:
-        probe_spread: interquartile range over median of the probe, on the rank where it was largest.
-        stolen: share of the machine's CPU time that the hypervisor gave away.
-        others: share of it that went to other programs.
+        probe_spread: the interquartile range of the probe's times over their median, on the rank where it was largest.
+        stolen: the share of the machine's CPU time that the hypervisor gave to other guests.
+        others: the share of it that other programs used.
     """
 
     probe_spread: float
     stolen: float
     others: float
 
+    @property
+    def excessive(self) -> bool:
+        """Whether a figure is above its bound, so that what was measured meanwhile is not to be believed."""
+        return self.probe_spread > PROBE_SPREAD or self.stolen > STOLEN or self.others > OTHERS
+
 
 def reasons(noise: Noise) -> list[str]:
-    """In words, what was too much; empty on a quiet machine."""
+    """For people, which figures are above their bounds; as many texts as there are such figures."""
     found = []
     if noise.probe_spread > PROBE_SPREAD:
         found.append(f"the same piece of work took times that differ by {noise.probe_spread:.0%}")
@@ -70,31 +77,31 @@ def reasons(noise: Noise) -> list[str]:
 
 
 def severity(noise: Noise) -> float:
-    """One number to compare by: the figure that exceeds its bound most, as a multiple of it."""
+    """How noisy it was, in one number: the largest figure as a multiple of its bound."""
     return max(noise.probe_spread / PROBE_SPREAD, noise.stolen / STOLEN, noise.others / OTHERS)
 
 
-def load_reason(load: float, cores: int) -> str:
-    """In words, that the machine was busy before anything began; empty if it was not."""
+def load_reason(load: float, cores: int) -> str | None:
+    """For people, that the machine was busy before the first measurement; None if it was not."""
     if load <= LOAD_PER_CORE * cores:
-        return ""
+        return None
     return f"the load average was {load:.1f} on {cores} cores before the first measurement"
 
 
 def worst(noises: Iterable[Noise]) -> Noise:
-    """The largest of each figure."""
+    """The largest of each figure among several cases."""
     columns = [asdict(noise) for noise in noises] or [asdict(Noise(0.0, 0.0, 0.0))]
     return Noise(**{name: max(column[name] for column in columns) for name in columns[0]})
 
 
 def probe_spread(samples: Sequence[float]) -> float:
-    """Interquartile range over median."""
+    """The interquartile range over the median."""
     summary = Summary.of(samples)
     return (summary.q3 - summary.q1) / summary.median
 
 
 def probe() -> list[float]:
-    """Time the fixed piece of work, about half a millisecond a time; the samples, in seconds."""
+    """Time the probe, which takes about half a millisecond, several times; the samples are in seconds."""
     source = ctypes.create_string_buffer(_COPY_BYTES)
     target = ctypes.create_string_buffer(_COPY_BYTES)
     samples = []
@@ -104,21 +111,21 @@ def probe() -> list[float]:
             pass
         for _ in range(_COPIES):
             ctypes.memmove(target, source, _COPY_BYTES)
-        if index >= _WARM:  # the first meet fresh pages and a cache full of the last case
+        if index >= _WARM:  # the first are slower: their pages are new, and the cache is full of the last case
             samples.append(time.perf_counter() - started)
     return samples
 
 
 def parse_cpu_times(text: str, ticks_per_s: int) -> Usage:
-    """Read ``/proc/stat``. Interrupts are left out: they are mostly the ranks' own (Gloo's loopback)."""
+    """Read ``/proc/stat``. Interrupts are not counted, because most are caused by the ranks (Gloo's loopback)."""
     first, *rest = text.splitlines()
-    user, nice, system, _idle, _iowait, _irq, _softirq, stolen = (int(word) for word in first.split()[1:9])
+    user, nice, system, _idle, _iowait, _irq, _softirq, stolen = (int(ticks) for ticks in first.split()[1:9])
     cores = sum(line.startswith("cpu") for line in rest)
     return Usage((user + nice + system) / ticks_per_s, stolen / ticks_per_s, cores)
 
 
 class CpuClock:
-    """What happened on the machine between two looks at it."""
+    """How the machine's CPU time was used since this clock was made."""
 
     def __init__(self) -> None:
         self._usage = self._now()
@@ -135,14 +142,14 @@ class CpuClock:
         return time.process_time() - self._own_s
 
     def shares(self, ranks_s: float) -> tuple[float, float]:
-        """Which share of the machine's CPU time was stolen, and which went to others.
+        """Which share of the machine's CPU time was stolen, and which share other programs used.
 
         Args:
             ranks_s: CPU seconds of all ranks together since the clock was made.
         """
         now, elapsed = self._now(), time.monotonic() - self._since
         total = max(elapsed * now.cores, 1e-3)
-        # The kernel counts in ticks of 10 ms per core; less than two of them is nothing.
+        # The kernel counts in ticks of 10 ms for each core, so a difference below two ticks a core may be rounding.
         grain = 2 * now.cores / os.sysconf("SC_CLK_TCK")
         others = now.busy_s - self._usage.busy_s - ranks_s - grain
         stolen = now.stolen_s - self._usage.stolen_s

@@ -1,301 +1,256 @@
-"""What is timed, one class per operation, and what each must have computed.
+"""The operations that can be measured, one row each: a new collective is one more row here.
 
-An operation owns one buffer it sends from and one it receives into, made once and used by every backend alike.
-*Size* is the whole buffer: the tensor that is reduced, broadcast or sent, and where an operation gathers,
-scatters or exchanges blocks, all blocks of a rank together (nccl-tests counts the same way; the OSU benchmarks
-count one block). Rank 0 is the root.
-
-The values are small whole numbers, so that every dtype holds every sum exactly, and depend on the rank and on
-the place in the tensor with a period of 7, which no power of two is a multiple of: blocks that changed places do
-not go unnoticed.
+Help texts, the command line, the calls and the checks are derived from this table. It does not import torch, because
+the command line reads it before anything is measured. Rank 0 is the root.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import torch
-import torch.distributed as dist
-
-__all__ = ["Operation", "make_operation"]
-
-_PERIOD = 7
-_POISON = 101
-_ROOT = 0
-
-Call = Callable[[], Any]
-
-
-class Operation(ABC):
-    """One operation on one rank, with its buffers.
-
-    Args:
-        rank, size: this process's place in the world.
-        dtype: of the elements.
-        nbytes: the size asked for; rounded down to whole elements and blocks, of which there is at least one.
-
-    Attributes:
-        send: what this rank gives, where that is not also what it receives into; None if it gives nothing.
-        recv: what this rank receives into, or works on in place; None if it receives nothing.
-        messages: how many transfers one call stands for: the measured time is divided by it.
-    """
-
-    messages = 1
-
-    def __init__(self, rank: int, size: int, dtype: torch.dtype, nbytes: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.dtype = dtype
-        elements = nbytes // dtype.itemsize
-        self.count = max(1, elements)
-        self.block = max(1, elements // size)
-        self.whole = self.block * size
-        given, received = self.lengths()
-        self.send = torch.zeros(given, dtype=dtype) if given else None
-        self.recv = torch.zeros(received, dtype=dtype) if received else None
-
-    @abstractmethod
-    def lengths(self) -> tuple[int, int]:
-        """Elements of ``send`` and of ``recv``; 0 for a buffer this rank does not need."""
-
-    @abstractmethod
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        """What is timed: one call of torch.distributed, complete when it returns."""
-
-    def expected(self) -> torch.Tensor | None:
-        """What ``recv`` holds after one call on filled buffers; None where nothing is promised."""
-        return None
-
-    @property
-    def nbytes(self) -> int:
-        """The size that is really used."""
-        return max((len(t) for t in (self.send, self.recv) if t is not None), default=0) * self.dtype.itemsize
-
-    def fill(self) -> None:
-        """Put the values in that :meth:`expected` is computed from."""
-        given, received = self.send, self.recv
-        if given is not None:
-            given.copy_(self.values(self.rank, 0, len(given)))
-        if received is not None:
-            received.fill_(_POISON)
-
-    def clear(self) -> None:
-        """Zeros: what is reduced in place again and again must not run over."""
-        for tensor in (self.send, self.recv):
-            if tensor is not None:
-                tensor.zero_()
-
-    def wrong(self) -> str:
-        """After one call on filled buffers: in words, what is wrong; empty when all is right."""
-        expected, got = self.expected(), self.recv
-        if expected is None or got is None or torch.equal(got, expected):
-            return ""
-        index = int((got != expected).nonzero()[0])
-        return f"rank {self.rank}, element {index}: got {got[index].item()}, expected {expected[index].item()}"
-
-    def values(self, rank: int, start: int, count: int) -> torch.Tensor:
-        """The values ``start`` to ``start + count`` of a rank's tensor."""
-        return self._repeat([(i + 3 * rank) % _PERIOD for i in range(_PERIOD)], start, count)
-
-    def sums(self, start: int, count: int) -> torch.Tensor:
-        """The sums of those values over all ranks."""
-        period = [sum((i + 3 * rank) % _PERIOD for rank in range(self.size)) for i in range(_PERIOD)]
-        return self._repeat(period, start, count)
-
-    def _repeat(self, period: list[int], start: int, count: int) -> torch.Tensor:
-        offset = start % _PERIOD
-        return torch.tensor(period, dtype=self.dtype).repeat(count // _PERIOD + 2)[offset : offset + count]
-
-    def blocks(self, tensor: torch.Tensor | None) -> list[torch.Tensor]:
-        """A whole buffer as the list of tensors that the list forms take."""
-        if tensor is None:
-            return []
-        return [tensor[start : start + self.block] for start in range(0, len(tensor), self.block)]
-
-
-def _finished(function: Callable[..., Any], asynchronous: bool, *args: Any, **kwargs: Any) -> Call:
-    if not asynchronous:
-        return lambda: function(*args, **kwargs)
-    return lambda: function(*args, async_op=True, **kwargs).wait()
-
-
-class _InPlace(Operation):
-    def lengths(self) -> tuple[int, int]:
-        return 0, self.count
-
-    def fill(self) -> None:
-        if self.recv is not None:
-            self.recv.copy_(self.values(self.rank, 0, self.count))
-
-
-class _AllReduce(_InPlace):
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.all_reduce, asynchronous, self.recv, group=group)
-
-    def expected(self) -> torch.Tensor:
-        return self.sums(0, self.count)
-
-
-class _Reduce(_InPlace):
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.reduce, asynchronous, self.recv, dst=_ROOT, group=group)
-
-    def expected(self) -> torch.Tensor | None:
-        return self.sums(0, self.count) if self.rank == _ROOT else None
-
-
-class _Broadcast(_InPlace):
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.broadcast, asynchronous, self.recv, src=_ROOT, group=group)
-
-    def expected(self) -> torch.Tensor:
-        return self.values(_ROOT, 0, self.count)
-
-
-class _AllGatherSingle(Operation):
-    def lengths(self) -> tuple[int, int]:
-        return self.block, self.whole
-
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.all_gather_single, asynchronous, self.recv, self.send, group=group)
-
-    def expected(self) -> torch.Tensor | None:
-        return torch.cat([self.values(peer, 0, self.block) for peer in range(self.size)])
-
-
-class _AllGather(_AllGatherSingle):
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.all_gather, asynchronous, self.blocks(self.recv), self.send, group=group)
-
-
-class _Gather(_AllGatherSingle):
-    def lengths(self) -> tuple[int, int]:
-        return self.block, self.whole if self.rank == _ROOT else 0
-
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        outputs = self.blocks(self.recv) or None
-        return _finished(dist.gather, asynchronous, self.send, outputs, dst=_ROOT, group=group)
-
-    def expected(self) -> torch.Tensor | None:
-        return super().expected() if self.rank == _ROOT else None
-
-
-class _Scatter(Operation):
-    def lengths(self) -> tuple[int, int]:
-        return self.whole if self.rank == _ROOT else 0, self.block
-
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        inputs = self.blocks(self.send) or None
-        return _finished(dist.scatter, asynchronous, self.recv, inputs, src=_ROOT, group=group)
-
-    def expected(self) -> torch.Tensor:
-        return self.values(_ROOT, self.rank * self.block, self.block)
-
-
-class _ReduceScatterSingle(Operation):
-    def lengths(self) -> tuple[int, int]:
-        return self.whole, self.block
-
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.reduce_scatter_single, asynchronous, self.recv, self.send, group=group)
-
-    def expected(self) -> torch.Tensor:
-        return self.sums(self.rank * self.block, self.block)
-
-
-class _ReduceScatter(_ReduceScatterSingle):
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.reduce_scatter, asynchronous, self.recv, self.blocks(self.send), group=group)
-
-
-class _AllToAllSingle(Operation):
-    def lengths(self) -> tuple[int, int]:
-        return self.whole, self.whole
-
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.all_to_all_single, asynchronous, self.recv, self.send, group=group)
-
-    def expected(self) -> torch.Tensor:
-        own = self.rank * self.block
-        return torch.cat([self.values(peer, own, self.block) for peer in range(self.size)])
-
-
-class _AllToAll(_AllToAllSingle):
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.all_to_all, asynchronous, self.blocks(self.recv), self.blocks(self.send), group=group)
-
-
-class _SendRecv(Operation):
-    """A ping-pong of ranks 0 and 1, 2 and 3, … at the same time; the last of an odd number looks on."""
-
-    messages = 2
-
-    @property
-    def partner(self) -> int:
-        """The rank this one plays with; itself if there is none."""
-        return self.rank ^ 1 if self.rank ^ 1 < self.size else self.rank
-
-    def lengths(self) -> tuple[int, int]:
-        plays = self.partner != self.rank
-        return (self.count if plays and self.rank % 2 == 0 else 0), (self.count if plays else 0)
-
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        there, back, partner = self.send, self.recv, self.partner
-        if back is None:
-            return lambda: None
-        steps: Sequence[tuple[Any, torch.Tensor]]
-        send, recv = (dist.isend, dist.irecv) if asynchronous else (dist.send, dist.recv)
-        steps = [(recv, back), (send, back)] if there is None else [(send, there), (recv, back)]
-        (first, one), (second, other) = steps
-
-        def play() -> None:
-            first(one, partner, group=group)
-            second(other, partner, group=group)
-
-        def play_waiting() -> None:
-            first(one, partner, group=group).wait()
-            second(other, partner, group=group).wait()
-
-        return play_waiting if asynchronous else play
-
-    def expected(self) -> torch.Tensor | None:
-        return self.values(self.rank & ~1, 0, self.count) if self.recv is not None else None
-
-
-class _Barrier(Operation):
-    def lengths(self) -> tuple[int, int]:
-        return 0, 0
-
-    def call(self, group: dist.ProcessGroup, asynchronous: bool) -> Call:
-        return _finished(dist.barrier, asynchronous, group=group)
-
-
-_CLASSES: dict[str, type[Operation]] = {
-    "all_reduce": _AllReduce,
-    "reduce": _Reduce,
-    "broadcast": _Broadcast,
-    "all_gather": _AllGather,
-    "all_gather_single": _AllGatherSingle,
-    "gather": _Gather,
-    "scatter": _Scatter,
-    "reduce_scatter": _ReduceScatter,
-    "reduce_scatter_single": _ReduceScatterSingle,
-    "all_to_all": _AllToAll,
-    "all_to_all_single": _AllToAllSingle,
-    "send_recv": _SendRecv,
-    "barrier": _Barrier,
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from phalanx.bench.calls import (
+    MpiCall,
+    TorchCall,
+    mpi_call,
+    mpi_ping_pong,
+    partner_of,
+    torch_call,
+    torch_ping_pong,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from phalanx.bench.buffers import Buffers
+
+__all__ = ["DTYPES", "OPERATIONS", "Operation", "SizeOf"]
+
+ROOT = 0
+# torch's names of the dtypes, and MPI's names of those that every MPI library has.
+DTYPES = {
+    "float32": "FLOAT",
+    "float64": "DOUBLE",
+    "float16": None,
+    "bfloat16": None,
+    "int8": "INT8_T",
+    "uint8": "UINT8_T",
+    "int32": "INT32_T",
+    "int64": "INT64_T",
 }
 
 
-def make_operation(name: str, rank: int, size: int, dtype: str, nbytes: int) -> Operation:
-    """The operation of that name, with buffers of its own.
+class SizeOf(Enum):
+    """Of what the size in the tables is the size."""
 
-    Args:
-        name: one of ``phalanx.bench.cases.OPERATIONS``.
-        rank, size: this process's place in the world.
-        dtype: torch's name of the dtype; empty for a barrier.
-        nbytes: the size, in bytes.
+    TENSOR = auto()  # the one tensor that is reduced, broadcast or sent
+    BLOCKS = auto()  # all blocks together that a rank gathers, scatters or exchanges
+    NOTHING = auto()  # no data is moved, so neither sizes nor dtypes are measured
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of the table.
+
+    Attributes:
+        name: as in torch.distributed.
+        size_of: what the size means.
+        sends, receives: how many elements this rank's two buffers have; 0 for one that it does not need.
+        expected: what ``recv`` holds after one call on filled buffers; None if nothing is promised on this rank.
+        torch: from a group, the buffers and whether to use ``async_op`` to the call that is timed.
+        mpi: the same, from the buffers as mpi4py takes them.
+        in_place: the input is in ``recv``.
+        messages: how many transfers follow one after the other in a call: the measured time is divided by it.
     """
-    return _CLASSES[name](rank, size, getattr(torch, dtype or "uint8"), nbytes)
+
+    name: str
+    size_of: SizeOf
+    sends: Callable[[Buffers], int]
+    receives: Callable[[Buffers], int]
+    expected: Callable[[Buffers], torch.Tensor | None]
+    torch: TorchCall
+    mpi: MpiCall
+    in_place: bool = False
+    messages: int = 1
+
+    def make_buffers(self, rank: int, size: int, dtype: str, nbytes: int) -> Buffers:
+        """The buffers of this operation on one rank.
+
+        Args:
+            rank, size: this process's place in the world.
+            dtype: torch's name of the dtype.
+            nbytes: the size, in bytes.
+        """
+        import torch
+
+        from phalanx.bench.buffers import Buffers
+
+        kind: torch.dtype = getattr(torch, dtype)
+        return Buffers(rank, size, kind, nbytes, sends=self.sends, receives=self.receives, in_place=self.in_place)
+
+
+def _nothing(_: Buffers) -> int:
+    return 0
+
+
+def _tensor(buffers: Buffers) -> int:
+    return buffers.count
+
+
+def _block(buffers: Buffers) -> int:
+    return buffers.block
+
+
+def _blocks(buffers: Buffers) -> int:
+    return buffers.whole
+
+
+def _blocks_on_root(buffers: Buffers) -> int:
+    return buffers.whole if buffers.rank == ROOT else 0
+
+
+def _ball(buffers: Buffers) -> int:
+    """A ping-pong's message, on the even rank of each pair, which begins."""
+    return _caught(buffers) if buffers.rank % 2 == 0 else 0
+
+
+def _caught(buffers: Buffers) -> int:
+    return 0 if partner_of(buffers.rank, buffers.size) is None else buffers.count
+
+
+def _own_start(buffers: Buffers) -> int:
+    """Where in a whole buffer this rank's block begins."""
+    return buffers.rank * buffers.block
+
+
+OPERATIONS = {
+    row.name: row
+    for row in (
+        Operation(
+            "all_reduce",
+            SizeOf.TENSOR,
+            _nothing,
+            _tensor,
+            in_place=True,
+            expected=lambda b: b.sums(0, b.count),
+            torch=torch_call("all_reduce", lambda b: (b.recv,)),
+            mpi=mpi_call("Allreduce", lambda b: (b.mpi.IN_PLACE, b.recv)),
+        ),
+        Operation(
+            "reduce",
+            SizeOf.TENSOR,
+            _nothing,
+            _tensor,
+            in_place=True,
+            expected=lambda b: b.sums(0, b.count) if b.rank == ROOT else None,
+            torch=torch_call("reduce", lambda b: (b.recv,), dst=ROOT),
+            mpi=mpi_call(
+                "Reduce",  # MPI_IN_PLACE is for the root alone
+                lambda b: (*((b.mpi.IN_PLACE, b.recv) if b.rank == ROOT else (b.recv, None)), b.mpi.SUM, ROOT),
+            ),
+        ),
+        Operation(
+            "broadcast",
+            SizeOf.TENSOR,
+            _nothing,
+            _tensor,
+            in_place=True,
+            expected=lambda b: b.values(ROOT, 0, b.count),
+            torch=torch_call("broadcast", lambda b: (b.recv,), src=ROOT),
+            mpi=mpi_call("Bcast", lambda b: (b.recv, ROOT)),
+        ),
+        Operation(
+            "all_gather",
+            SizeOf.BLOCKS,
+            _block,
+            _blocks,
+            expected=lambda b: b.joined(0),
+            torch=torch_call("all_gather", lambda b: (b.blocks(b.recv), b.send)),
+            mpi=mpi_call("Allgather", lambda b: (b.send, b.recv)),
+        ),
+        Operation(
+            "all_gather_single",
+            SizeOf.BLOCKS,
+            _block,
+            _blocks,
+            expected=lambda b: b.joined(0),
+            torch=torch_call("all_gather_single", lambda b: (b.recv, b.send)),
+            mpi=mpi_call("Allgather", lambda b: (b.send, b.recv)),
+        ),
+        Operation(
+            "gather",
+            SizeOf.BLOCKS,
+            _block,
+            _blocks_on_root,
+            expected=lambda b: b.joined(0) if b.rank == ROOT else None,
+            torch=torch_call("gather", lambda b: (b.send, b.blocks(b.recv) or None), dst=ROOT),
+            mpi=mpi_call("Gather", lambda b: (b.send, b.recv, ROOT)),
+        ),
+        Operation(
+            "scatter",
+            SizeOf.BLOCKS,
+            _blocks_on_root,
+            _block,
+            expected=lambda b: b.values(ROOT, _own_start(b), b.block),
+            torch=torch_call("scatter", lambda b: (b.recv, b.blocks(b.send) or None), src=ROOT),
+            mpi=mpi_call("Scatter", lambda b: (b.send, b.recv, ROOT)),
+        ),
+        Operation(
+            "reduce_scatter",
+            SizeOf.BLOCKS,
+            _blocks,
+            _block,
+            expected=lambda b: b.sums(_own_start(b), b.block),
+            torch=torch_call("reduce_scatter", lambda b: (b.recv, b.blocks(b.send))),
+            mpi=mpi_call("Reduce_scatter_block", lambda b: (b.send, b.recv)),
+        ),
+        Operation(
+            "reduce_scatter_single",
+            SizeOf.BLOCKS,
+            _blocks,
+            _block,
+            expected=lambda b: b.sums(_own_start(b), b.block),
+            torch=torch_call("reduce_scatter_single", lambda b: (b.recv, b.send)),
+            mpi=mpi_call("Reduce_scatter_block", lambda b: (b.send, b.recv)),
+        ),
+        Operation(
+            "all_to_all",
+            SizeOf.BLOCKS,
+            _blocks,
+            _blocks,
+            expected=lambda b: b.joined(_own_start(b)),
+            torch=torch_call("all_to_all", lambda b: (b.blocks(b.recv), b.blocks(b.send))),
+            mpi=mpi_call("Alltoall", lambda b: (b.send, b.recv)),
+        ),
+        Operation(
+            "all_to_all_single",
+            SizeOf.BLOCKS,
+            _blocks,
+            _blocks,
+            expected=lambda b: b.joined(_own_start(b)),
+            torch=torch_call("all_to_all_single", lambda b: (b.recv, b.send)),
+            mpi=mpi_call("Alltoall", lambda b: (b.send, b.recv)),
+        ),
+        Operation(
+            "send_recv",  # a ping-pong of ranks 0 and 1, 2 and 3, … at the same time
+            SizeOf.TENSOR,
+            _ball,
+            _caught,
+            messages=2,
+            expected=lambda b: b.values(b.rank & ~1, 0, b.count) if b.recv is not None else None,
+            torch=torch_ping_pong,
+            mpi=mpi_ping_pong,
+        ),
+        Operation(
+            "barrier",
+            SizeOf.NOTHING,
+            _nothing,
+            _nothing,
+            expected=lambda b: None,
+            torch=torch_call("barrier", lambda b: ()),
+            mpi=mpi_call("Barrier", lambda b: ()),
+        ),
+    )
+}

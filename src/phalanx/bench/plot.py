@@ -1,4 +1,4 @@
-"""A picture of the medians: time against size, both on logarithmic axes, one panel for each operation and dtype."""
+"""A plot of the medians: time against size, both on logarithmic axes, one panel for each operation and dtype."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.cases import format_size
-from phalanx.bench.report import FLOOR, OWN
+from phalanx import settings
+from phalanx.bench.cases import MEMCPY, MPI
+from phalanx.bench.report import backend_title
 from phalanx.bench.samples import Summary
+from phalanx.words import format_count, format_size
 
 __all__ = ["PlotError", "draw", "require_matplotlib", "series"]
 
@@ -24,7 +26,7 @@ class PlotError(ValueError):
 
 
 def require_matplotlib() -> None:
-    """Check early, so that nobody measures for a minute to learn it.
+    """Check for matplotlib before anything is measured, so that a missing one is reported at once.
 
     Raises:
         PlotError: matplotlib is not installed.
@@ -34,14 +36,14 @@ def require_matplotlib() -> None:
 
 
 def series(results: dict[str, Any]) -> dict[str, dict[tuple[str, int, str], list[tuple[int, Summary]]]]:
-    """The curves: panel → (backend, ranks, MPI that started them) → sizes with their summaries.
+    """The curves of each panel, by backend, number of ranks and the MPI that started these; a curve is sizes and times.
 
     Args:
         results: what ``--json`` prints.
     """
     panels: dict[str, dict[tuple[str, int, str], list[tuple[int, Summary]]]] = {}
     for job, row in _rows(results):
-        launcher = job["mpi"]["name"] if job["mpi"] else ""
+        launcher = backend_title(job, MPI) if job["mpi"] else ""
         panel = panels.setdefault(f"{row['operation']}, {row['dtype']}", {})
         for backend, samples in row["samples_us"].items():
             key = (backend, job["size"], launcher)
@@ -70,7 +72,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     panels = series(results)
     if not panels:
         raise PlotError("nothing to plot: a barrier has no size")
-    # The object interface: it needs no display and keeps no state between calls.
+    # matplotlib's object interface needs no display and keeps no state between calls.
     figure_module = importlib.import_module("matplotlib.figure")
     columns = min(_COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
@@ -82,21 +84,21 @@ def draw(results: dict[str, Any], path: Path) -> None:
     colours: dict[tuple[str, str], str] = {}
     for panel, (title, curves) in zip(axes, panels.items(), strict=False):
         for (backend, ranks, launcher), points in curves.items():
-            # MPIs differ by colour; Phalanx and Gloo keep theirs, whoever started them.
-            identity = (backend, launcher if backend == "mpi" else "")
-            colours.setdefault(identity, "0.6" if backend == FLOOR else f"C{len(colours)}")
+            # Each MPI has a colour of its own; Phalanx and Gloo have one each, whichever MPI started the ranks.
+            identity = (backend, launcher if backend == MPI else "")
+            colours.setdefault(identity, "0.6" if backend == MEMCPY else f"C{len(colours)}")
             nbytes = [point[0] for point in points]
             medians = [point[1].median for point in points]
-            name = launcher if backend == "mpi" else backend
+            name = launcher if backend == MPI else backend
             panel.plot(
                 nbytes,
                 medians,
                 _STYLES[sizes.index(ranks) % len(_STYLES)],
                 marker=_MARKERS[launchers.index(launcher) % len(_MARKERS)],
                 markersize=3.5,
-                linewidth=2 if backend == OWN else 1.2,
+                linewidth=2 if backend == settings.BACKEND else 1.2,
                 color=colours[identity],
-                label=f"{name}, {ranks} ranks",
+                label=f"{name}, {format_count(ranks, 'rank')}",
                 zorder=len(backends) - backends.index(backend),
             )
             panel.fill_between(

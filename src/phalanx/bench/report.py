@@ -1,7 +1,7 @@
 """From samples to what a person reads: tables, footnotes, and whether to believe them.
 
 Everything here works on the JSON object that ``--json`` prints, so an old file can be shown again. The tables are
-aligned Markdown: legible in a terminal, and ready for a page of documentation.
+Markdown with aligned columns, so they can be read in a terminal and copied into a document.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.bench.cases import format_size
+from phalanx import settings
+from phalanx.bench.cases import MEMCPY, MPI
 from phalanx.bench.noise import Noise, load_reason, reasons, worst
 from phalanx.bench.samples import Summary, ratio
+from phalanx.words import format_count, format_size, format_time
 
-__all__ = ["format_report", "format_row", "format_time", "format_verdict", "noise_of"]
+__all__ = ["backend_title", "format_noise", "format_report", "format_row", "noise_of"]
 
-OWN = "phalanx"
-FLOOR = "memcpy"
-NAMED = 4
+MOST_NAMED = 4  # operations in a footnote; more are counted
 
 
 def format_report(results: dict[str, Any]) -> str:
-    """The whole report: machine, one table for each set of ranks, footnotes, verdict.
+    """The whole report: the machine, a table with footnotes for each set of ranks, and how noisy the machine was.
 
     Args:
         results: what ``--json`` prints.
     """
     parts = [_heading(results)]
     parts += [f"{_job_title(job)}\n\n{_table(job)}{_footnotes(job)}" for job in results["jobs"]]
-    parts.append(format_verdict(results))
+    parts.append(format_noise(results))
     if not results["complete"]:
-        parts.append("The measurement did not come to its end; this is what was measured before.")
+        parts.append("The measurement ended early; these are the rows that were measured before.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -50,66 +50,70 @@ def _heading(results: dict[str, Any]) -> str:
 
 
 def _job_title(job: dict[str, Any]) -> str:
-    if job["mpi"]:
-        return f"### {job['size']} ranks, started by mpiexec of {job['mpi']['name']}"
-    return f"### {job['size']} ranks"
+    title = f"### {format_count(job['size'], 'rank')}"
+    return f"{title}, started by mpiexec of {backend_title(job, MPI)}" if job["mpi"] else title
 
 
 def noise_of(row: dict[str, Any]) -> Noise:
-    """What disturbed a row."""
+    """How noisy the machine was while a row was measured."""
     return Noise(**row["noise"])
 
 
 def _peers(job: dict[str, Any]) -> list[str]:
     """The backends beside Phalanx, in the order they were asked for."""
     found = dict.fromkeys(name for row in job["rows"] for name in (*row["samples_us"], *row["left_out"]))
-    return [name for name in found if name not in (OWN, FLOOR)]
+    return [name for name in found if name not in (settings.BACKEND, MEMCPY)]
 
 
-def _name(job: dict[str, Any], backend: str) -> str:
-    return str(job["mpi"]["name"]) if backend == "mpi" and job["mpi"] else backend
+def backend_title(job: dict[str, Any], backend: str, *, version: bool = True) -> str:
+    """The name of a backend as it is shown: for MPI that of the library, with its version or without."""
+    if backend != MPI or not job["mpi"]:
+        return backend
+    return f"{job['mpi']['name']} {job['mpi']['version']}" if version else str(job["mpi"]["name"])
 
 
 def _table(job: dict[str, Any]) -> str:
     peers = _peers(job)
-    header = ["", "operation", "dtype", "size", FLOOR, OWN]
+    own = settings.BACKEND
+    header = ["", "operation", "dtype", "size", MEMCPY, own]
     for peer in peers:
-        header += [_name(job, peer), f"{_name(job, peer).rsplit(' ', 1)[0]}/{OWN}"]
+        header += [backend_title(job, peer), f"{backend_title(job, peer, version=False)}/{own}"]
     lines = []
     for row in job["rows"]:
         summaries = {name: Summary.of(samples) for name, samples in row["samples_us"].items()}
-        floor = summaries.get(FLOOR)
+        floor = summaries.get(MEMCPY)
         cells = [
-            "~" if reasons(noise_of(row)) else "",
+            "~" if noise_of(row).excessive else "",
             row["operation"],
             row["dtype"],
             _size(row),
             format_time(floor.median) if floor else "",
-            _cell(summaries.get(OWN), row, OWN),
+            _cell(summaries.get(own), row, own),
         ]
         for peer in peers:
-            both = OWN in summaries and peer in summaries
+            both = own in summaries and peer in summaries
             cells += [
                 _cell(summaries.get(peer), row, peer),
-                f"{_number(ratio(summaries[peer], summaries[OWN]))}×" if both else "",
+                f"{format_time(ratio(summaries[peer], summaries[own]))}×" if both else "",
             ]
         lines.append(cells)
     return _aligned(header, lines, left=3)
 
 
 def _size(row: dict[str, Any]) -> str:
-    """The size as it was asked for; as it was if even one element a block is more than that."""
+    """The size that was asked for, or the size that was used if blocks of one element each are more than that."""
     return format_size(max(row["nbytes"], row["used_nbytes"])) if row["used_nbytes"] else ""
 
 
 def _cell(summary: Summary | None, row: dict[str, Any], backend: str) -> str:
+    """Median and quartiles; without samples ``wrong``, or ``–`` for a backend that was left out."""
     if summary is None:
         return "wrong" if backend in row["wrong"] else "–" if backend in row["left_out"] else ""
     return f"{format_time(summary.median)} ({format_time(summary.q1)}–{format_time(summary.q3)})"
 
 
 def _aligned(header: Sequence[str], lines: Sequence[Sequence[str]], left: int) -> str:
-    """A Markdown table with its columns aligned, the first ``left`` of them to the left."""
+    """A Markdown table with aligned columns: the first ``left`` of them to the left, the others to the right."""
     widths = [max(3, *(len(line[i]) for line in [header, *lines])) for i in range(len(header))]
 
     def joined(cells: Sequence[str]) -> str:
@@ -121,7 +125,7 @@ def _aligned(header: Sequence[str], lines: Sequence[Sequence[str]], left: int) -
 
 
 def _footnotes(job: dict[str, Any]) -> str:
-    """Why a cell is empty, each reason once."""
+    """Why cells are empty, each reason once; and what else a reader of this table must know."""
     where: dict[tuple[str, str], list[str]] = {}
     for row in job["rows"]:
         for backend, why in row["left_out"].items():
@@ -129,52 +133,44 @@ def _footnotes(job: dict[str, Any]) -> str:
     notes = []
     for (backend, why), rows in where.items():
         names = list(dict.fromkeys(rows))
-        listed = ", ".join(names) if len(names) <= NAMED else f"{len(names)} operations"
-        notes.append(f"- {_name(job, backend)}, {listed}: {why}")
-    if job["transport"] != "SharedMemoryCommunicator":
-        notes.append(f"- {OWN} did not go through shared memory here but through {job['transport']}")
+        listed = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} operations"
+        notes.append(f"- {backend_title(job, backend)}, {listed}: {why}")
+    if not job["shared_memory"]:
+        notes.append(f"- {settings.BACKEND} did not use shared memory here but {job['transport']}")
     if job["cores"] < job["size"]:
-        notes.append(f"- {job['size']} ranks share {job['cores']} cores: waiting ranks take turns with working ones")
+        notes.append(
+            f"- {job['size']} ranks share {format_count(job['cores'], 'core')}: "
+            f"waiting ranks take turns with working ones"
+        )
     return "\n\n" + "\n".join(notes) if notes else ""
 
 
-def format_verdict(results: dict[str, Any]) -> str:
-    """In words, whether the machine was quiet enough; says which rows not to believe and why."""
+def format_noise(results: dict[str, Any]) -> str:
+    """Whether the machine was quiet enough; if not, how many rows are not to be believed, and why."""
     machine = results["machine"]
     rows = [row for job in results["jobs"] for row in job["rows"]]
-    noisy = [noise_of(row) for row in rows if reasons(noise_of(row))]
+    noisy = [noise_of(row) for row in rows if noise_of(row).excessive]
     load = load_reason(machine["load_average"][0], machine["usable_cores"])
     if not noisy:
-        calm = worst(noise_of(row) for row in rows)
+        most = worst(noise_of(row) for row in rows)
         text = (
-            f"The machine was quiet: the probe's spread was at most {calm.probe_spread:.0%}, others took at most "
-            f"{calm.others:.0%} of the CPU time and the hypervisor {calm.stolen:.0%}."
+            f"The machine was quiet: the probe's spread was at most {most.probe_spread:.0%}, and of the CPU time other "
+            f"programs took at most {most.others:.0%} and the hypervisor at most {most.stolen:.0%}."
         )
-        return f"{text} (But {load}.)" if load else text
-    why = reasons(worst(noisy)) + ([load] if load else [])
+        return text if load is None else f"{text} (But {load}.)"
+    why = reasons(worst(noisy)) + ([] if load is None else [load])
     return (
-        f"THE MACHINE WAS TOO NOISY TO BELIEVE {len(noisy)} OF {len(rows)} ROWS, marked ~ "
+        f"THE MACHINE WAS TOO NOISY TO BELIEVE {len(noisy)} OF {len(rows)} ROWS, which are marked ~ "
         f"(at worst, {'; '.join(why)}). Repeat them when nothing else runs here."
     )
 
 
 def format_row(row: dict[str, Any], job: dict[str, Any]) -> str:
-    """One row in one line, for a log of the progress."""
+    """One row in one line, as progress that is not shown on a terminal."""
     medians = [
-        f"{_name(job, name)} {format_time(Summary.of(samples).median)}"
+        f"{backend_title(job, name)} {format_time(Summary.of(samples).median)}"
         for name, samples in row["samples_us"].items()
-        if name != FLOOR
+        if name != MEMCPY
     ]
-    what = " ".join(word for word in (row["operation"], row["dtype"], _size(row)) if word)
-    return f"{job['size']} ranks, {what}: {', '.join(medians)} µs"
-
-
-def format_time(microseconds: float) -> str:
-    """Three digits: 0.52, 6.04, 61.2, 623, 40,100."""
-    return _number(microseconds)
-
-
-def _number(value: float) -> str:
-    if value >= 99.95:
-        return f"{float(f'{value:.3g}'):,.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    what = " ".join(filter(None, (row["operation"], row["dtype"], _size(row))))
+    return f"{format_count(job['size'], 'rank')}, {what}: {', '.join(medians)} µs"

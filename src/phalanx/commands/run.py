@@ -21,7 +21,7 @@ from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 
 __all__ = ["run"]
 
-# A module name ends the options: everything after it is the module's own, as it is with python -m.
+# The target ends the options: all arguments after it are its own, as with python and python -m.
 _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -37,20 +37,23 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
 @click.option(
     "--rehearse",
     metavar="NODESxRANKS",
-    help="As if on that many hosts with so many ranks each, or on hosts of 1,3,2 ranks: all here, on the CPU.",
+    help="Run all ranks here, on the CPU, as if on that many hosts with that many ranks each (2x4), or on hosts with "
+    "1,3,2 ranks.",
 )
 @click.option(
     "--placement",
     type=click.Choice(["block", "cyclic"]),
-    help="With --rehearse: fill one host after the other, or all in turn.  [default: block]",
+    help="With --rehearse: fill one host after the other (block), or give each host one rank in turn (cyclic).  "
+    "[default: block]",
 )
 @click.option(
     "--bind",
     type=click.Choice(["none", "core", "numa"]),
     default="none",
     show_default=True,
-    help="Bind each rank to a share of the cores of its own, or to the cores of one NUMA node. Only where the machine "
-    "is yours alone: two jobs that bind crowd onto the same cores, and a data loader's workers onto their rank's.",
+    help="Bind each rank to its own share of the cores (core), or to the cores of one NUMA node (numa). Use it only if "
+    "this job has the machine to itself: two jobs that bind crowd onto the same cores. The workers of a data loader "
+    "stay on the cores of their rank.",
 )
 @click.option(
     "--device",
@@ -63,7 +66,7 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
     is_flag=True,
     help="Give TARGET --local_rank=R before its arguments, as torch.distributed.launch did.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still told.")
+@click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still printed.")
 @click.option("--no-prefix", is_flag=True, help="Do not write '[rank 3]' before each line of output.")
 @click.option(
     "--grace",
@@ -79,13 +82,15 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
     help="Let this MPI launcher start the ranks: mpiexec, mpirun, srun, or a path to one; with its own options in "
     "quotes: --mpi 'mpiexec -iface ib0'.",
 )
-@click.option("-H", "--hosts", metavar="HOST:N,...", help="With --mpi: where, and how many on each; in rank order.")
-@click.option("--hostfile", metavar="FILE", help="With --mpi: the same from a file, a host a line (h1:4, h1 slots=4).")
+@click.option(
+    "-H", "--hosts", metavar="HOST:N,...", help="With --mpi: the hosts, and how many ranks each takes, in rank order."
+)
+@click.option("--hostfile", metavar="FILE", help="With --mpi: the hosts from a file, one a line (h1:4, or h1 slots=4).")
 @click.option("--ppn", type=int, metavar="N", help="With --hosts or --hostfile: the most ranks a host takes.")
 @click.option(
     "--address",
     metavar="ADDR",
-    help="With --mpi: this host's address on the ranks' network, if another is found.",
+    help="With --mpi: this host's address on the network of the ranks, if phalanx finds another one.",
 )
 @click.option(
     "--replace",
@@ -96,10 +101,10 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
 @click.option(
     "--interface",
     metavar="NAME",
-    help="The network interface of every rank's host that ranks talk over (ib0), if another is found.",
+    help="The network interface, on every host, over which ranks talk (ib0), if phalanx finds another one.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
-@click.option("--json", "as_json", is_flag=True, help="With --dry-run: one JSON object instead of the table.")
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON object in place of the table.")
 @click.argument("target", metavar="TARGET")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def run(
@@ -128,12 +133,12 @@ def run(
     """Start TARGET as N processes that know their place.
 
     TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
-    other program. Options for the launcher stand before it; everything after it is its own.
+    other program. Options of the launcher come before TARGET; all arguments after it are its own.
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks of a script
       phalanx run -n 2 -m package.train       two ranks of a module
-      phalanx run -n 8 --dry-run train.py     who would run where
+      phalanx run -n 8 --dry-run train.py     which rank would run where
       phalanx run --rehearse 32x8 train.py    256 ranks, as if on 32 hosts
       phalanx run -n 2 ./simulate --fast      a program that is not Python
       phalanx run -n 4 --mpi mpiexec mpi.py   four ranks that can use MPI
@@ -141,32 +146,33 @@ def run(
       phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
 
     Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in
-    its environment, so scripts written for torchrun run unchanged. Scripts of Python are forked from one
-    process that has imported torch, so starting many costs little more than starting one.
+    its environment, so scripts written for torchrun run unchanged. Python scripts are forked from one process
+    that has imported torch, so starting many ranks takes little longer than starting one.
 
     With --mpi the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or
-    on others that it can reach and that see the same files; everything else is as without. Such ranks can use MPI
-    (init_process_group("mpi"), mpi4py). They import torch each for itself. Open MPI is told that root may start it.
+    on others that it can reach and that see the same files; all else is as without --mpi. Such ranks can use MPI
+    (init_process_group("mpi"), mpi4py). Each of them imports torch for itself. Open MPI gets its option that allows
+    root to start it.
 
     With --rehearse ranks have the node ranks, local ranks, hosts and groups that they would have on such hosts. They
-    compute on the CPU, talk through shared memory, and share this machine's cores: what fails there for its size or
-    its placement fails here, but nothing is as fast.
+    compute on the CPU, talk through shared memory, and share this machine's cores. A program that would fail on those
+    hosts because of its size or its placement fails here; its speed here says nothing about them.
 
-    With --replace gloo, whatever asks torch for gloo gets Phalanx's shared memory, unmodified: a script with
-    init_process_group("gloo") or "cpu:gloo,cuda:nccl", torch's own default for the CPU, new_group(backend="gloo"),
-    Hugging Face Trainer, Accelerate, Lightning. torch.distributed.get_backend() then says phalanx. It is the same as
-    PHALANX_REPLACE=gloo in the environment, which also holds under torchrun and others. nccl cannot be replaced.
+    With --replace gloo, every program that asks torch for gloo gets Phalanx's shared memory, without a change of the
+    program: init_process_group("gloo") or "cpu:gloo,cuda:nccl", torch's own default for the CPU,
+    new_group(backend="gloo"), Hugging Face Trainer, Accelerate, Lightning. torch.distributed.get_backend() then says
+    phalanx. PHALANX_REPLACE=gloo in the environment does the same, also under torchrun and other launchers. nccl cannot
+    be replaced.
 
     OMP_NUM_THREADS is each rank's share of the cores unless you set it. Rank 0 reads the launcher's standard
     input, unless that is a terminal; the others read nothing.
 
-    \b
-    Exit codes: 0 when every rank ends well; otherwise that of the rank that failed first (128 + signal if it
+    Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it
     was killed); 2 for a mistake on the command line; 130 after Ctrl-C. A second Ctrl-C kills at once.
     """
     if placement is not None and rehearse is None:
         raise LaunchError(
-            f"--placement {placement}: is for hosts that are rehearsed; add --rehearse 2x4, or leave it out"
+            f"--placement {placement}: places ranks on rehearsed hosts; add --rehearse 2x4, or leave --placement out"
         )
     job = make_job(
         ranks,

@@ -24,13 +24,13 @@ def sharded_loader(
 ) -> DataLoader[Any]:
     """Make the loader of one rank. All ranks together see every item exactly once per pass.
 
-    Iterate it equally often on every rank: each pass over a shuffled loader is the next epoch, and ranks that
+    Iterate over it equally often on every rank: each pass over a shuffled loader is the next epoch, and ranks that
     count differently shuffle differently. To resume, call ``loader.batch_sampler.set_epoch(epoch)``.
 
     Args:
         dataset: has a length and items by index; the same on every rank.
         batch_size: items per rank and step.
-        rank, world_size: whose share.
+        rank, world_size: the rank that gets the share, and the number of shares.
         shuffle, seed, drop_last: see :class:`~phalanx.data.sampler.ShardedBatchSampler`.
         options: passed to ``DataLoader`` (``num_workers``, ``collate_fn``, ``pin_memory``, …).
 

@@ -20,18 +20,18 @@ __all__ = ["ShardedBatchSampler"]
 class ShardedBatchSampler(Sampler[list[int]]):
     """Batches of indices for one rank.
 
-    The order of an epoch (shuffled by seed and epoch, or as it stands) is cut into global batches of
-    ``batch_size * world_size`` items, and rank r takes the r-th part of each. Of the last, shorter one every
-    rank takes an equal part, give or take one item; if it has fewer items than there are ranks, it is added
-    to the batch before, so that all ranks make the same number of steps. Only a dataset with fewer items than
-    ranks leaves ranks without a batch.
+    The order of an epoch (shuffled by seed and epoch, or that of the dataset) is cut into global batches of
+    ``batch_size * world_size`` items, and rank r takes the r-th part of each. The last global batch may be shorter:
+    every rank then takes an equal part of it, give or take one item. If it has fewer items than there are ranks, it
+    is added to the batch before, so that all ranks make the same number of steps. Only a dataset with fewer items
+    than ranks leaves ranks without a batch.
 
     Args:
         length: the number of items in the dataset.
         batch_size: items per rank and step; the last step may have one more or some less.
-        rank, world_size: whose share.
-        shuffle: a new order every epoch, the same on every rank.
-        seed: what the orders depend on; equal on every rank.
+        rank, world_size: the rank that gets the share, and the number of shares.
+        shuffle: take a new order in every epoch, the same on every rank.
+        seed: the orders follow from it; give the same on every rank.
         drop_last: leave out the items that do not fill a global batch, so that all batches have one size and
             the mean of the ranks' means is the mean over the global batch.
 
@@ -70,14 +70,14 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self._bounds = _global_batch_bounds(length, batch_size * world_size, world_size, drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass epoch ``epoch``; only needed to resume, as each pass counts on by itself."""
+        """Make the next pass epoch ``epoch``. Only needed to resume, because each pass counts on by itself."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return sum(1 for first, last in self._bounds if self._part(first, last)[0] < self._part(first, last)[1])
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Counted here, not when the pass ends: a pass that is broken off must not be repeated.
+        # Counted when the pass begins, so that a pass which is broken off is not repeated.
         epoch, self.epoch = self.epoch, self.epoch + 1
         return self._batches(self._order(epoch))
 
@@ -90,8 +90,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        # Hashed together: with seed + epoch, seed 0's second epoch would be seed 1's first; and torch's CPU
-        # generator looks at 32 bits only, so the two cannot stand side by side in one number.
+        # Hashed together: with seed + epoch, the second epoch of seed 0 would be the first of seed 1. torch's CPU
+        # generator uses only 32 bits of its seed, so one number cannot hold both side by side.
         digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()

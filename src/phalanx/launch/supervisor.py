@@ -1,19 +1,20 @@
-"""The process the user started: it prints what the ranks say, passes signals on, and tells how the job ended.
+"""The process that the user started: it prints the ranks' output, passes signals on, and reports how the job ended.
 
-It never imports torch and runs no thread: one selector waits for the ranks' pipes, the zygote's messages and
-its own signals. It waits for no end of a pipe, since anything a rank has started may hold it open: a rank has
-ended when the zygote says so, and what it wrote by then is read and printed.
+It never imports torch and runs no thread: one selector waits for the ranks' pipes, for the zygote's messages and for
+signals. It does not wait for the end of a pipe, because any process that a rank has started may hold the pipe open. A
+rank has ended when the zygote says so; the output that it wrote until then is read and printed.
 
-How the job ends is decided here, and carried out by the zygote (which alone may signal process ids safely):
+The supervisor decides how the job ends, and the zygote carries that out, because only the parent of a process can be
+sure that a process id has not been given to another one:
 
-- a rank fails: after a short settling time, in which the others' complaints come in and the cause can be told
-  from the consequences, the others are asked to end (SIGTERM) and, after a grace, killed;
-- a signal arrives: it is passed on, and after the grace the ranks are killed; a second one kills at once;
-- nobody reads the output any more: as if SIGTERM had come, silently, like any other tool in a pipe;
-- the zygote is killed: the kernel kills the ranks, and what they had started is killed here.
+- A rank fails. For a short settling time the other ranks may report errors of their own, so that the cause can be
+  distinguished from its consequences. Then they are asked to end (SIGTERM) and, after a grace, killed.
+- A signal arrives. It is passed on, and after the grace the ranks are killed; a second signal kills them at once.
+- Nothing reads the output any more. The job ends as after SIGTERM, and silently, like any other tool in a pipe.
+- The zygote is killed. The kernel kills the ranks, and the supervisor kills all processes that they had started.
 
-When an MPI launcher starts the ranks, a relay (``mpi/relay.py``) stands where the zygote does and says the same
-things; only the table has to wait until the ranks' processes have said where they are.
+When an MPI launcher starts the ranks, a relay (``launch/mpi/relay.py``) takes the zygote's place and sends the same
+messages. The rank table is then printed later, when the ranks' processes have reported their hosts.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
 from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
+from phalanx.launch.rank.descriptors import Descriptors, open_descriptors
 from phalanx.launch.rank.start import RankStart
-from phalanx.launch.rank.wires import Wires, open_wires
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.system import processes
 from phalanx.system.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
@@ -42,31 +44,46 @@ from phalanx.topology.table import RankRow, format_rank_table
 __all__ = ["launch"]
 
 BLOCK = 1 << 16
-# What may still lie in an ended rank's pipe; whoever goes on writing after that is not the rank.
+# The most that an ended rank's pipe may still hold. Whatever comes after that was written by another process.
 LARGEST_REMAINDER = 1 << 20
-# How long others' failures are collected after the first, before the rest is ended.
+# How long the failures of other ranks are collected after the first one, before the rest is ended.
 SETTLE_S = 0.1
-# How long a reader that has stopped may hold the launcher back once the job is over.
+# How long a reader of the output that has stopped reading may delay the launcher once the job is over.
 STALLED_READER_S = 1.0
+# How long the keepers of a killed relay may take to end their ranks.
 KEEPERS_S = 2.0
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
 class _Stream:
-    rank: int
     descriptor: int
     sink: Sink
     lines: LineAssembler
 
 
+@dataclass(frozen=True)
+class _End:
+    """How a rank ended.
+
+    Attributes:
+        status: its exit code, or minus the signal that ended it.
+        at: when, in the seconds of ``time.monotonic()``.
+        by_launcher: whether the launcher had asked it to end.
+    """
+
+    status: int
+    at: float
+    by_launcher: bool
+
+
 @dataclass
 class _Rank:
-    pid: int = 0
-    status: int | None = None
-    ended_at: float = 0.0
-    ended_by_launcher: bool = False
-    streams: list[_Stream] = field(default_factory=list)
+    """A rank: its output, and what the zygote has said about it so far."""
+
+    streams: list[_Stream]
+    pid: int | None = None
+    end: _End | None = None
 
 
 def launch(job: Job) -> RankStart | int:
@@ -79,38 +96,38 @@ def launch(job: Job) -> RankStart | int:
     Raises:
         LaunchError: the machine cannot bear that many ranks. Nothing has been started.
     """
-    # None stands for a handler that Python did not install and cannot put back.
+    # getsignal returns None for a handler that Python did not install and cannot put back.
     handlers: dict[int, Any] = {
         signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_PASSED_ON, signal.SIGCHLD)
     }
     file_limit = raise_file_limit()
     check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
-    wires = open_wires(job.ranks, job.run_id, job.address)
+    descriptors = open_descriptors(job.ranks, job.run_id, job.address)
+    # Text that is still in the buffers would be copied by the fork, and printed twice.
     for stream in (sys.stdout, sys.stderr):
-        # A fork would copy what is still in the buffers.
         if stream is not None:
             stream.flush()
     processes.adopt_orphans()
-    supervisor = _Supervisor(job, wires)
+    supervisor = _Supervisor(job, descriptors)
     supervisor.listen_to_signals()
     pid = os.getpid()
     zygote = os.fork()
     if zygote == 0:
         supervisor.forget()
         if job.mpi is not None:
-            # Not at the top: it is a room of its own, which only this option enters.
+            # Not imported at the top, because only --mpi needs it.
             from phalanx.launch.mpi.relay import serve_mpi
 
-            serve_mpi(job, wires, handlers)
-        return serve(job, wires, Inheritance(handlers, file_limit), pid)
-    wires.keep_supervisor_ends()
+            serve_mpi(job, job.mpi, descriptors, handlers)
+        return serve(job, descriptors, Inheritance(handlers, file_limit), pid)
+    descriptors.keep_supervisor_ends()
     return supervisor.run(zygote)
 
 
 class _Supervisor:
-    def __init__(self, job: Job, wires: Wires) -> None:
+    def __init__(self, job: Job, descriptors: Descriptors) -> None:
         self.job = job
-        self.wires = wires
+        self.descriptors = descriptors
         self.zygote = 0
         self.started_at: float | None = None
         self.interrupted: int | None = None
@@ -119,9 +136,9 @@ class _Supervisor:
         self.refusal: tuple[str, int] | None = None
         self.oom_kills = count_oom_kills()
         self.rows = job.rows()
-        # Whoever started the launcher with exec may have left it children that are not its own.
+        # A program that became the launcher by exec may have had children before; they are not this job's.
         self.strangers = processes.children_of(os.getpid())
-        self.wakeup: tuple[int, int] = (-1, -1)
+        self.wakeup = os.pipe()
         self.selector = selectors.DefaultSelector()
         self.console = Console(Sink(1, os.environ), Sink(2, os.environ))
         self.ranks = self._make_ranks()
@@ -132,15 +149,14 @@ class _Supervisor:
         out_prefixes = make_prefixes(count, color=console.out.color) if self.job.prefix else nothing
         err_prefixes = make_prefixes(count, color=console.err.color) if self.job.prefix else nothing
         ranks = []
-        for rank, wires in enumerate(self.wires.ranks):
-            out = _Stream(rank, wires.out_read, console.out, LineAssembler(out_prefixes[rank]))
-            err = _Stream(rank, wires.err_read, console.err, LineAssembler(err_prefixes[rank]))
-            ranks.append(_Rank(streams=[out, err]))
+        for rank, ends in enumerate(self.descriptors.ranks):
+            out = _Stream(ends.out_read, console.out, LineAssembler(out_prefixes[rank]))
+            err = _Stream(ends.err_read, console.err, LineAssembler(err_prefixes[rank]))
+            ranks.append(_Rank([out, err]))
         return ranks
 
     def listen_to_signals(self) -> None:
-        """Take signals over; one the launcher was started to ignore (nohup) stays ignored."""
-        self.wakeup = os.pipe()
+        """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
         for descriptor in self.wakeup:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
@@ -149,7 +165,7 @@ class _Supervisor:
                 signal.signal(signum, self._on_signal)
 
     def forget(self) -> None:
-        """In the zygote: let go of what is the supervisor's own."""
+        """In the zygote: close the supervisor's own descriptors."""
         self.selector.close()
         for descriptor in self.wakeup:
             os.close(descriptor)
@@ -158,14 +174,14 @@ class _Supervisor:
         """Watch the job to its end; return the launcher's exit code."""
         self.zygote = zygote
         _release_input()
-        self.selector.register(self.wires.supervisor, selectors.EVENT_READ, self._on_zygote)
+        self.selector.register(self.descriptors.supervisor, selectors.EVENT_READ, self._on_zygote)
         self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
         for rank in self.ranks:
             for stream in rank.streams:
                 self.selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         if self.job.mpi is None:
             self._introduce()
-        self.wires.supervisor.send(do="start")
+        self.descriptors.supervisor.send(do="start")
         while self.zygote:
             self._turn()
         code = self._conclude()
@@ -210,7 +226,7 @@ class _Supervisor:
     def _read(self, stream: _Stream) -> int:
         """Read and print one block; return its length, 0 when there is nothing (left)."""
         if stream.descriptor < 0:
-            # Its rank's end was told in the same turn, and the stream has been drained then.
+            # The zygote reported the rank's end in this same turn, and then the stream was drained and closed.
             return 0
         try:
             data = os.read(stream.descriptor, BLOCK)
@@ -219,7 +235,7 @@ class _Supervisor:
         if data:
             lines = stream.lines.feed(data)
             if lines:
-                # The live line of this stream, if it had one, is among them now.
+                # If a line of this stream was shown live, it is one of these lines now.
                 self.console.show(stream.sink, b"", stream)
             self.console.write(stream.sink, lines)
             self.console.show(stream.sink, stream.lines.live(), stream)
@@ -246,10 +262,10 @@ class _Supervisor:
                 taken += length
             self._close(stream)
 
-    # What the zygote says.
+    # The zygote's messages.
 
     def _on_zygote(self) -> None:
-        message = self.wires.supervisor.receive()
+        message = self.descriptors.supervisor.receive()
         if message is None:
             self._on_zygote_gone()
         elif message["event"] == "started":
@@ -260,14 +276,14 @@ class _Supervisor:
                 self._order(self.interrupted)
         elif message["event"] == "exited":
             by_launcher = self.ending or message.get("by_others", False)
-            self._on_exit(self.ranks[message["rank"]], message["status"], message["time"], by_launcher)
+            self._on_exit(self.ranks[message["rank"]], _End(message["status"], message["time"], by_launcher))
         elif message["event"] == "reported":
             self._settle()
         elif message["event"] == "placed":
             self.rows = [RankRow(**row) for row in message["rows"]]
             self._introduce(message["notes"])
             if self.interrupted is None:
-                self.wires.supervisor.send(do="go")
+                self.descriptors.supervisor.send(do="go")
         elif message["event"] == "said":
             if not self.job.quiet:
                 self.console.write(self.console.err, f"{message['text']}\n".encode(errors="backslashreplace"))
@@ -276,31 +292,29 @@ class _Supervisor:
         elif message["event"] == "store lost" and not self.ending:
             self._say(
                 "the process that hosts torch's store has ended; ranks that still want to meet will fail. "
-                "If nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom"
+                f"If nobody killed it, {OUT_OF_MEMORY_HINT}"
             )
 
-    def _on_exit(self, rank: _Rank, status: int, when: float, by_launcher: bool) -> None:
-        rank.status = status
-        rank.ended_at = when
-        rank.ended_by_launcher = by_launcher
+    def _on_exit(self, rank: _Rank, end: _End) -> None:
+        rank.end = end
         self._drain(rank)
-        if status != 0:
+        if end.status != 0:
             self._settle()
 
     def _settle(self) -> None:
-        """A rank has failed: give the others a moment to say what they know, then end them."""
+        """A rank has failed: leave the others a moment to report what they know, then end them."""
         if not self.ending and self.settle_until is None:
             self.settle_until = time.monotonic() + SETTLE_S
 
     def _on_zygote_gone(self) -> None:
-        # Only now: the ranks may have inherited nothing of this socket, so its end is the zygote's end.
-        self.selector.unregister(self.wires.supervisor)
-        self.wires.supervisor.close()
+        # The ranks closed their copies of the zygote's end, so the end of this socket is the end of the zygote.
+        self.selector.unregister(self.descriptors.supervisor)
+        self.descriptors.supervisor.close()
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
         if self.job.mpi is not None:
             self._await_keepers()
-        # Whatever the zygote could not end has been handed to this process.
+        # Processes that the zygote could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self.strangers)
         for rank in self.ranks:
             self._drain(rank)
@@ -310,12 +324,12 @@ class _Supervisor:
             self.refusal = (
                 f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
                 f"  host {self.job.host}, pid {pid}; "
-                f"if nobody killed it, look for an out-of-memory kill with: dmesg | grep -i oom\n",
+                f"if nobody killed it, {OUT_OF_MEMORY_HINT}\n",
                 128 - code if code < 0 else code,
             )
 
     def _await_keepers(self) -> None:
-        """A killed relay leaves keepers that are ending their ranks and tidying up; they need a moment for it."""
+        """Leave the keepers of a killed relay the moment that they need to end their ranks and to tidy up."""
         until = time.monotonic() + KEEPERS_S
         while time.monotonic() < until and set(processes.children_of(os.getpid())) - set(self.strangers):
             with contextlib.suppress(ChildProcessError):
@@ -329,8 +343,7 @@ class _Supervisor:
             os.read(self.wakeup[0], 4096)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        # Runs even while a write to a stopped reader is waiting, so it acts by itself and not through the
-        # loop.
+        # The event loop may be waiting for a reader that has stopped, so the handler acts by itself.
         again = self.interrupted is not None
         if not again:
             self.interrupted = signum
@@ -338,7 +351,7 @@ class _Supervisor:
             deadline = time.monotonic() + self.job.grace_s + STALLED_READER_S / 2
             self.console.out.deadline = self.console.err.deadline = deadline
         if self.started_at is None and self.job.mpi is None:
-            # Nothing of the user's runs yet, and the zygote, busy importing, would not hear an order.
+            # No rank runs yet, and the zygote reads no order while it imports torch.
             if self.zygote:
                 os.kill(self.zygote, signal.SIGKILL)
         else:
@@ -347,33 +360,37 @@ class _Supervisor:
     def _order(self, signum: int, spare: list[int] | None = None) -> None:
         self.ending = True
         grace_s = 0.0 if signum == signal.SIGKILL else self.job.grace_s
-        self.wires.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
+        self.descriptors.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
 
     def _all_ended(self) -> bool:
-        return all(rank.status is not None for rank in self.ranks)
+        return all(rank.end is not None for rank in self.ranks)
 
     def _report(self, rank: int) -> Report | None:
-        return read_report(self.wires.ranks[rank].report)
+        return read_report(self.descriptors.ranks[rank].report)
 
     def _winding_down(self) -> list[int]:
-        """Ranks whose script has failed already; they may finish their exit handlers within the grace."""
+        """The ranks whose script has failed already: they are not signalled, so that their exit handlers can finish."""
         reports = {rank: self._report(rank) for rank in range(self.job.ranks)}
         return [rank for rank, report in reports.items() if report is not None and report.time is not None]
 
     def _failures(self) -> list[Failure]:
         failures = []
         for number, rank in enumerate(self.ranks):
-            if rank.status == 0 or not rank.pid:
+            end = rank.end
+            if rank.pid is None or (end is not None and end.status == 0):
                 continue
             report = self._report(number)
-            failed_by_itself = report is not None and report.time is not None
-            when = report.time if report is not None and report.time is not None else rank.ended_at
-            by_launcher = rank.ended_by_launcher and not failed_by_itself
-            failures.append(Failure(number, rank.pid, rank.status, when, report, by_launcher))
+            # The time of the report: after it the rank may have run exit handlers for long.
+            when = report.time if report is not None else None
+            by_launcher = end is not None and end.by_launcher and when is None
+            if when is None:
+                when = end.at if end is not None else 0.0
+            status = end.status if end is not None else None
+            failures.append(Failure(number, rank.pid, status, when, report, by_launcher))
         return failures
 
     def _conclude(self) -> int:
-        """Say how the job ended, if it did not end well; return the exit code."""
+        """Print how the job ended, unless all ranks ended well; return the exit code."""
         self.console.finish()
         if self.interrupted is not None:
             name = signal_name(self.interrupted)
@@ -403,7 +420,7 @@ class _Supervisor:
 
 
 def _release_input() -> None:
-    """Let go of standard input, which is rank 0's: its writer should notice when rank 0 ends."""
+    """Close standard input, which rank 0 reads: only then does its writer notice when rank 0 ends."""
     if not os.isatty(0):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)

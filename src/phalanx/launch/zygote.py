@@ -5,12 +5,12 @@ Importing torch costs about a second of CPU, so eight processes that each import
 one import they share its pages and start in milliseconds.
 
 A fork copies only the calling thread, so the zygote starts no thread: locks that another thread held would
-stay locked in the rank for ever. numpy's OpenBLAS starts a pool of its own at import when OMP_NUM_THREADS is
-above 1; it has fork handlers that stop and restart the pool, and is the one exception.
+stay locked in the rank for ever. numpy's OpenBLAS is the one exception: if OMP_NUM_THREADS is above 1, it starts a
+pool of threads at import, and its own fork handlers stop and restart that pool.
 
-The zygote is also the parent of every rank and the adoptive parent of whatever a rank leaves behind, so it,
-not the supervisor, does the ending: it alone knows that a process id has not been given to somebody else yet.
-It learns of the supervisor's end by the end of the control socket, and then kills everything and follows.
+The zygote is the parent of every rank, and adopts the processes that a rank leaves behind. So the zygote ends them, and
+not the supervisor: as long as it has not reaped a child, the child's process id cannot be given to another process.
+When the control socket shows that the supervisor has ended, the zygote kills everything and ends as well.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ import time
 import traceback
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from types import CodeType
 from typing import Any
 
 from phalanx import settings
-from phalanx.errors import LaunchError
+from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
 from phalanx.launch.job.job import MASTER_ADDR, Job
 from phalanx.launch.job.target import compile_target
+from phalanx.launch.rank.descriptors import Control, Descriptors, report_name
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
-from phalanx.launch.rank.store import host_store
-from phalanx.launch.rank.wires import Wires, report_name
+from phalanx.launch.rank.torch_store import host_store
 from phalanx.system import processes
 
 __all__ = ["Inheritance", "serve"]
 
-# How long a rank whose script has failed may go on with its exit handlers and its threads. Longer than the grace,
-# because it may be saving something; not for ever, because the other ranks are waiting for it.
+# How long a rank whose script has failed may go on with its exit handlers and its threads. This is longer than the
+# grace, because the rank may be saving something, and limited, because the job cannot end before the rank does.
 WIND_DOWN_S = 5.0
 
 
@@ -60,7 +61,7 @@ class _Refusal(Exception):
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What the ranks get back that the launcher changed for itself.
+    """The settings that the launcher changed for itself, and that the ranks get back.
 
     Attributes:
         handlers: the signal handlers that the interpreter started with.
@@ -71,44 +72,34 @@ class Inheritance:
     file_limit: tuple[int, int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Zygote:
+    """The zygote until the ranks exist."""
+
     job: Job
-    wires: Wires
+    descriptors: Descriptors
     inheritance: Inheritance
-    pids: dict[int, int] = field(default_factory=dict)
-    store: int = 0
-    kill_at: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> RankStart | None:
-        """Live: prepare, wait for the order to start, fork, watch. Returns a start in each rank only."""
+        """Prepare, wait for the order to start, fork, watch. Returns a start in each rank; None in the zygote."""
         try:
-            compiled = self.prepare()
-            if self.wires.zygote.receive() is None:
+            code, spec = self._prepare()
+            if self.descriptors.zygote.receive() is None:
                 return None
             # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            start = self.start(compiled)
+            forked = self._fork_all(code, spec)
         except _Refusal as refusal:
-            self.wires.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
-            self.kill_everything()
+            self.descriptors.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
+            processes.end_descendants()
             return None
-        if start is not None:
-            return start
-        _release_input()
-        processes.live_past_parent()
-        wakeup, wakeup_write = os.pipe()
-        os.set_blocking(wakeup, False)
-        os.set_blocking(wakeup_write, False)
-        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-        for signum in (signal.SIGCHLD, signal.SIGUSR1):
-            signal.signal(signum, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        self.watch(wakeup)
-        self.kill_everything()
+        if isinstance(forked, RankStart):
+            return forked
+        forked.watch()
+        forked.kill_everything()
         return None
 
-    def prepare(self) -> tuple[CodeType | None, Any]:
+    def _prepare(self) -> tuple[CodeType | None, ModuleSpec | None]:
         """Do once what every rank would have to do: compile the target and import torch."""
         if not self.job.target.is_python:
             return None, None
@@ -131,55 +122,88 @@ class _Zygote:
         gc.enable()
         return compiled
 
-    def start(self, compiled: tuple[CodeType | None, Any]) -> RankStart | None:
-        """Fork the store and the ranks. Returns a start in each rank, None in the zygote."""
+    def _fork_all(self, code: CodeType | None, spec: ModuleSpec | None) -> RankStart | _Ranks:
+        """Fork the store and the ranks. Returns its start in each rank, all of them in the zygote."""
+        job, descriptors = self.job, self.descriptors
         zygote = os.getpid()
-        if self.job.target.is_python:
-            pid = self._fork("the store could not be started")
+        store = None
+        if job.target.is_python:
+            store = _fork("the store could not be started")
+            if store == 0:
+                descriptors.zygote.close()
+                descriptors.close_rank_ends()
+                host_store(descriptors.listener, MASTER_ADDR, job.ranks, zygote)
+        port = descriptors.port
+        # The store has the socket now. If the target is not Python there is no store, and rank 0 opens the port itself.
+        descriptors.listener.close()
+        rows = job.rows()
+        pids: dict[int, int] = {}
+        for rank in range(job.ranks):
+            pid = _fork(f"only {rank} of {job.ranks} ranks could be started")
             if pid == 0:
-                self.wires.zygote.close()
-                self.wires.close_rank_ends()
-                host_store(self.wires.listener, MASTER_ADDR, self.job.ranks, zygote)
-            self.store = pid
-        port = self.wires.port
-        # Rank 0 of another program opens the port itself; it is free from here on.
-        self.wires.listener.close()
-        code, spec = compiled
-        rows = self.job.rows()
-        for rank in range(self.job.ranks):
-            pid = self._fork(f"only {rank} of {self.job.ranks} ranks could be started")
-            if pid == 0:
-                self.wires.zygote.close()
-                self.wires.close_rank_ends(but=rank)
-                own = self.job.environment(rank, port=port, rows=rows)
-                ends = self.wires.ranks[rank]
-                target = self.job.target_of(rows[rank].local_rank)
-                start = RankStart(rank, target, self.job.run_id, own, ends, code, spec, zygote)
-                start.cpus = self.job.cpus[rank] if self.job.cpus else ()
+                descriptors.zygote.close()
+                descriptors.close_rank_ends(but=rank)
+                start = RankStart(
+                    rank,
+                    job.target_of(rows[rank].local_rank),
+                    job.run_id,
+                    job.environment(rank, port=port, rows=rows),
+                    descriptors.ranks[rank],
+                    code,
+                    spec,
+                    zygote,
+                    cpus=job.cpus[rank] if job.cpus else (),
+                )
                 enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
                 if code is not None:
                     leave_siblings()
                 return start
-            self.pids[rank] = pid
-        self.wires.close_rank_ends()
-        pids = [self.pids[rank] for rank in range(self.job.ranks)]
-        self.wires.zygote.send(event="started", pids=pids, time=time.monotonic())
-        return None
+            pids[rank] = pid
+        descriptors.close_rank_ends()
+        descriptors.zygote.send(event="started", pids=list(pids.values()), time=time.monotonic())
+        return _Ranks(job.run_id, descriptors.zygote, pids, store)
 
-    def _fork(self, otherwise: str) -> int:
-        try:
-            return os.fork()
-        except OSError as error:
-            raise _Refusal(
-                f"phalanx: {otherwise}: {error.strerror}; start fewer ranks, or raise the limit on "
-                f"processes (ulimit -u, pids.max), or free memory",
-                1,
-            ) from error
 
-    def watch(self, wakeup: int) -> None:
+def _fork(otherwise: str) -> int:
+    try:
+        return os.fork()
+    except OSError as error:
+        raise _Refusal(
+            f"phalanx: {otherwise}: {error.strerror}; start fewer ranks, or {PROCESS_LIMIT_HINT}, or free memory", 1
+        ) from error
+
+
+@dataclass
+class _Ranks:
+    """The ranks while they run, and the zygote as their parent.
+
+    Attributes:
+        run_id: the job's name.
+        supervisor: where orders come from and events go to.
+        pids: the process id of each rank that has not ended, by rank.
+        store: the process id of torch's store; None if there is none (any more).
+        kill_at: when each of the ranks that were asked to end is killed, in the seconds of ``time.monotonic()``.
+    """
+
+    run_id: str
+    supervisor: Control
+    pids: dict[int, int]
+    store: int | None
+    kill_at: dict[int, float] = field(default_factory=dict)
+
+    def watch(self) -> None:
         """Reap ranks and carry out orders until no rank is left or the supervisor has gone."""
+        _release_input()
+        processes.live_past_parent()
+        wakeup, wakeup_write = os.pipe()
+        os.set_blocking(wakeup, False)
+        os.set_blocking(wakeup_write, False)
+        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, signal.SIGUSR1):
+            signal.signal(signum, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         poll = select.poll()
-        poll.register(self.wires.zygote.fileno(), select.POLLIN)
+        poll.register(self.supervisor.fileno(), select.POLLIN)
         poll.register(wakeup, select.POLLIN)
         while True:
             self._reap()
@@ -190,11 +214,11 @@ class _Zygote:
                 wait_ms = max(0.0, (min(self.kill_at.values()) - time.monotonic()) * 1000 + 1)
             for descriptor, _ in poll.poll(wait_ms):
                 if descriptor == wakeup:
-                    # A rank that has just written its report says so, long before it has ended.
+                    # A rank sends SIGUSR1 when it has written its report, which may be long before it ends.
                     if signal.SIGUSR1 in os.read(wakeup, 4096):
-                        self.wires.zygote.send(event="reported")
+                        self.supervisor.send(event="reported")
                     continue
-                order = self.wires.zygote.receive()
+                order = self.supervisor.receive()
                 if order is None:
                     return
                 self._end(order["signal"], order["grace_s"], order["spare"])
@@ -209,7 +233,7 @@ class _Zygote:
                 patience_s = max(grace_s, WIND_DOWN_S)
             else:
                 processes.send_to_group(pid, signum)
-                # A stopped process would not see anything but SIGKILL.
+                # A stopped process receives the signal only when it continues.
                 processes.send_to_group(pid, signal.SIGCONT)
             self.kill_at[rank] = min(now + patience_s, self.kill_at.get(rank, math.inf))
 
@@ -222,7 +246,7 @@ class _Zygote:
         ranks = {pid: rank for rank, pid in self.pids.items()}
         while True:
             try:
-                # Left a zombie for now: its number, which is also its group's, then stays its own.
+                # Left a zombie for now: until it is reaped, nothing else gets its number, which is its group's too.
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
@@ -237,19 +261,19 @@ class _Zygote:
             if rank is not None:
                 del self.pids[rank]
                 self.kill_at.pop(rank, None)
-                self.wires.zygote.send(event="exited", rank=rank, status=status, time=now)
+                self.supervisor.send(event="exited", rank=rank, status=status, time=now)
             elif info.si_pid == self.store:
-                self.store = 0
-                self.wires.zygote.send(event="store lost", status=status)
+                self.store = None
+                self.supervisor.send(event="store lost", status=status)
 
     def _end_remains(self, rank: int, pid: int) -> None:
-        """Kill what an ended rank left behind: it holds the rank's output open, its memory and its ports."""
+        """Kill the processes that an ended rank left behind: they hold its output, its memory and its ports."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         known = {self.store, *self.pids.values()}
-        marks = [f"{settings.RUN_ID}={self.job.run_id}".encode(), f"RANK={rank}".encode()]
+        marks = [f"{settings.RUN_ID}={self.run_id}".encode(), f"RANK={rank}".encode()]
         for orphan in processes.children_of(os.getpid()):
-            if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.job.run_id, rank), marks):
+            if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.run_id, rank), marks):
                 for victim in [orphan, *processes.descendants_of([orphan])]:
                     processes.kill(victim)
 
@@ -259,29 +283,30 @@ class _Zygote:
         processes.end_descendants()
 
 
-def serve(job: Job, wires: Wires, inheritance: Inheritance, supervisor: int) -> RankStart:
+def serve(job: Job, descriptors: Descriptors, inheritance: Inheritance, supervisor: int) -> RankStart:
     """Be the zygote; called in the child of the supervisor's fork.
 
     Args:
         job: the job.
-        wires: its descriptors.
+        descriptors: those that were opened for it.
         inheritance: what the ranks get back.
         supervisor: the parent's process id.
 
     Returns:
         In each rank, its start. The zygote itself never returns.
     """
-    # Until the ranks exist there is nothing to clean up, and importing torch does not listen to a socket.
+    # While torch is imported, nothing reads the control socket. Until there are ranks to be ended, the kernel may kill
+    # this process with the supervisor.
     processes.die_with_parent(supervisor)
-    # Out of the terminal's foreground group: Ctrl-C is the supervisor's to interpret.
+    # Out of the terminal's foreground group: only the supervisor acts on Ctrl-C.
     os.setsid()
     processes.set_name("phalanx-zygote")
     processes.adopt_orphans()
     for signum in inheritance.handlers:
         signal.signal(signum, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    wires.keep_zygote_ends()
-    zygote = _Zygote(job, wires, inheritance)
+    descriptors.keep_zygote_ends()
+    zygote = _Zygote(job, descriptors, inheritance)
     pid = os.getpid()
     try:
         start = zygote.run()
@@ -289,7 +314,7 @@ def serve(job: Job, wires: Wires, inheritance: Inheritance, supervisor: int) -> 
         sys.stderr.write(f"phalanx: the launcher itself failed\n{traceback.format_exc()}")
         sys.stderr.flush()
         if os.getpid() == pid:
-            zygote.kill_everything()
+            processes.end_descendants()
         os._exit(70)
     if start is None:
         os._exit(0)
@@ -297,7 +322,7 @@ def serve(job: Job, wires: Wires, inheritance: Inheritance, supervisor: int) -> 
 
 
 def _release_input() -> None:
-    """Let go of the launcher's standard input, so that its writer notices when rank 0 ends."""
+    """Close the launcher's standard input here, so that its writer notices when rank 0 ends."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

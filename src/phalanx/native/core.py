@@ -127,7 +127,6 @@ def library() -> ctypes.CDLL:
     comm = data = message = group = c_void_p
     blocks, sizes = POINTER(c_void_p), POINTER(c_uint64)
     for name, result, arguments in (
-        ("phx_segment_bytes", c_uint64, [c_uint32, c_uint64]),
         ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
         ("phx_open", comm, [c_int, c_uint32, c_char_p, c_uint32, Poll]),
         ("phx_close", None, [comm]),

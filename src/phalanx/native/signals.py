@@ -16,17 +16,20 @@ class SignalPoll:
     """A poll function for the core that runs pending signal handlers and remembers what they raised.
 
     Attributes:
-        callback: what the core calls, from whichever thread waits. Python runs handlers on the main thread only;
-            on any other the callback returns 0 at once, also while a handler runs.
+        callback: the function that the core calls, from the thread that waits. Python runs handlers on the main
+            thread only; on any other, and while a handler runs, the callback returns 0 at once.
     """
 
     def __init__(self) -> None:
         self._raised: list[BaseException] = []
         self._main = threading.main_thread().ident
-        # ctypes drops what a callback raises, and what the core then gets is undefined. A plain function would not
-        # do: Python may run a handler at a function's first instruction, before any `try` is entered. A generator
-        # resumes inside its `try`. Choosing it takes no Python function either: it is taken out of `idle` by the main
-        # thread and puts itself back; others, and a handler that waits itself, find nothing there and get 0.
+        # An exception must not leave the callback: ctypes drops it, and the core then gets an undefined value. A plain
+        # function cannot prevent that, since Python may run a handler at the function's first instruction, before any
+        # `try` is entered. A generator resumes inside its `try`.
+        # The lookup must run no Python function either. So the callback is `next(idle.pop(thread id, repeat(0)))`,
+        # built from C iterators. The main thread takes the generator out of `idle`; the generator puts itself back
+        # before it yields. Any other thread, and a handler that waits while the generator is out, finds nothing and
+        # gets 0.
         idle: dict[int | None, Iterator[int]] = {}
         watch = _watch(idle, self._main, self._raised)
         next(watch)
@@ -44,12 +47,12 @@ class SignalPoll:
 
 def _watch(
     idle: dict[int | None, Iterator[int]], main: int | None, raised: list[BaseException]
-) -> Generator[int, Iterator[int] | None, None]:
+) -> Generator[int, Iterator[int], None]:
+    """Run pending handlers each time it is resumed and yield whether one raised; the first resumption sends itself."""
     stop = 0
     itself = yield stop
-    assert itself is not None
     while True:
-        # Twice, since the way back to the inner `try` may run the handler of a further signal, which may raise too.
+        # Two `try`s, because a further signal's handler may run, and raise, on the way back to the inner one.
         try:
             while True:
                 try:

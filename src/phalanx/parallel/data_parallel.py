@@ -13,12 +13,12 @@ __all__ = ["COMM_HOOKS", "data_parallel"]
 
 
 def _compressing_hook(dtype: torch.dtype) -> Callable[..., Any]:
-    """A hook that sends gradients as ``dtype``. torch's own refuses bfloat16 on the CPU, which Phalanx adds."""
+    """A hook that sends gradients as ``dtype``. torch's own hook refuses bfloat16 on the CPU; this one sends it."""
 
-    # Without annotations: torch compares them with its classes and would refuse postponed ones (strings).
+    # Without annotations, because torch compares them with its classes and refuses the strings of postponed ones.
     def hook(process_group, bucket):  # type: ignore[no-untyped-def]
         gradients = bucket.buffer()
-        # Divided before it is narrowed: a sum over many ranks could leave float16's range.
+        # Divided before the sum, which over many ranks could leave float16's range.
         narrow = gradients.div(process_group.size()).to(dtype)
         work = dist.all_reduce(narrow, group=process_group, async_op=True)
         return work.get_future().then(lambda future: gradients.copy_(future.value()[0]))
@@ -45,9 +45,9 @@ def data_parallel(
     Args:
         module: moved to ``device``; the same shape on every rank. Rank 0's values are copied to the others.
         process_group: the ranks that hold a replica; all of them must call this.
-        device: where the replica lives.
-        comm_hook: how gradients travel: ``"bf16"`` or ``"fp16"`` halve the bytes, a function is torch's
-            ``hook(process_group, bucket)``; None sends them as they are.
+        device: the device of this rank's replica.
+        comm_hook: how gradients are sent. ``"bf16"`` and ``"fp16"`` halve the bytes; a function is torch's
+            ``hook(process_group, bucket)``; None sends them unchanged.
         options: passed to ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, …).
 
     Returns:
@@ -55,7 +55,7 @@ def data_parallel(
 
     Raises:
         ValueError: ``comm_hook`` is a name that is not in ``COMM_HOOKS``.
-        RuntimeError: the module has no parameter that wants a gradient (from torch).
+        RuntimeError: no parameter of the module requires a gradient (torch's own error).
     """
     if isinstance(comm_hook, str):
         if comm_hook not in COMM_HOOKS:

@@ -20,12 +20,13 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from phalanx.errors import InitializationError
 from phalanx.place.place import Place
 from phalanx.rendezvous.meeting_point import MeetingPoint, meeting_point
-from phalanx.rendezvous.opening import bind, open_store, serve, wait_for_all
+from phalanx.rendezvous.opening import open_store, serve, wait_for_all
 from phalanx.rendezvous.search import find_store
+from phalanx.store.claim import Claim, own_claim
 from phalanx.store.client import JobStore
 from phalanx.system.interfaces import LOOPBACK, outward_address
 from phalanx.wire.key import job_key
-from phalanx.wire.proof import Claim, own_claim
+from phalanx.wire.sockets import listen
 
 __all__ = ["Broadcast", "leave", "meet", "meet_by_broadcast"]
 
@@ -90,7 +91,7 @@ def meet_by_broadcast(
     if place.rank == 0:
         try:
             address = LOOPBACK if place.on_one_host else outward_address()
-            listener = bind(address, 0)
+            listener = listen(address, 0)
         except (OSError, InitializationError) as error:
             trouble = f"rank 0 could not listen: {error}"
             broadcast(json.dumps({"trouble": trouble}))

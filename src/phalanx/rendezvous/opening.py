@@ -1,4 +1,4 @@
-"""Rank 0's side of the meeting: listen, serve the store, say who is missing until all have come."""
+"""Rank 0's side of the meeting: listen, serve the store, and report which ranks are missing until all have come."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from phalanx.errors import InitializationError
 from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import listening_addresses
 from phalanx.rendezvous.meeting_point import MeetingPoint
+from phalanx.store.claim import Claim
 from phalanx.store.client import JobStore, connect
 from phalanx.store.seats import Seats
 from phalanx.store.server import StoreServer
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import describe_interfaces, holder_of_port, is_loopback
 from phalanx.wire.key import Key
-from phalanx.wire.proof import Claim, NoProof, WrongKey
+from phalanx.wire.proof import NoProof, WrongKey
+from phalanx.wire.sockets import listen
 from phalanx.words import tell
 
-__all__ = ["REMIND_S", "bind", "open_store", "serve", "wait_for_all"]
+__all__ = ["REMIND_S", "open_store", "serve", "wait_for_all"]
 
 REMIND_S = 5.0
-# Who holds a port that should be free is asked, and not waited for long.
+# How long to wait for an answer of the process that holds a port which should be free.
 ANSWER_S = 2.0
 PAUSE_S = 0.2
 
@@ -37,9 +39,9 @@ def open_store(
     Args:
         place, point: this process, and where it should listen.
         key: the job's.
-        claim: who this process is.
+        claim: what this process says of itself.
         timeout_s: how long to wait for the others, in seconds.
-        quiet: say nothing of an open join.
+        quiet: print no notes.
 
     Raises:
         InitializationError: the address is not this host's, the port is taken, or ranks did not come in time.
@@ -51,54 +53,33 @@ def open_store(
 
 
 def serve(listener: socket.socket, place: Place, key: Key, claim: Claim, *, quiet: bool) -> StoreServer:
-    """Serve the store on a listening socket, and say so if anybody can join."""
+    """Serve the store on a listening socket; if the join is open to other hosts, print a note about that."""
     address, port = listener.getsockname()[:2]
     if key.is_open and not quiet and not is_loopback(address):
         tell(
-            f"note: the join is open: whoever reaches {address} port {port} can join this job. To keep others out, set "
-            f"{settings.KEY_FILE} for all ranks to a file that only you can read, with a key in it"
+            f"note: the join is open: every process that reaches {address} port {port} can join this job. To keep "
+            f"others out, set {settings.KEY_FILE} for all ranks to a file that only you can read, with a key in it"
         )
     return StoreServer(listener, key, Seats(claim, place.hosts, place.num_nodes))
 
 
 def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobStore:
-    """The store, once all ranks have joined; says every 5 seconds who is missing.
+    """The store, once all ranks have joined; every 5 seconds the missing ones are printed.
 
     Raises:
-        InitializationError: some did not come before the deadline; the others are told the same.
+        InitializationError: some did not come before the deadline; the ranks that wait get the same error.
     """
     start = time.monotonic()
     try:
         while not server.wait_for_all(max(0.0, min(REMIND_S, deadline - time.monotonic()))):
             missing = server.describe_missing()
             if time.monotonic() >= deadline:
-                raise InitializationError(
-                    f"after {timeout_s:.0f} s {missing} had not come to rank 0 on {this_host().name}; look whether "
-                    f"they were started, and what they print"
-                )
+                raise InitializationError.ranks_missing(missing, timeout_s, at=f"rank 0 on {this_host().name}")
             tell(f"waiting for {missing}, {time.monotonic() - start:.0f} s so far")
     except BaseException as error:
         server.end(str(error) or f"rank 0 gave up ({type(error).__name__})")
         raise
     return JobStore(server, timedelta(seconds=timeout_s))
-
-
-def bind(address: str, port: int) -> socket.socket:
-    """A listening socket on exactly this address.
-
-    Raises:
-        OSError: the port is taken, or the address is not this host's.
-    """
-    family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(4096)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def _listen(
@@ -114,10 +95,10 @@ def _listen(
         for port in point.ports:
             for address in addresses:
                 try:
-                    return bind(address, port)
+                    return listen(address, port)
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
-                        trouble = _ask_who_is_there(address, port, key, claim) or trouble
+                        trouble = _ask_holder(address, port, key, claim) or trouble
                         break
                     if error.errno != errno.EADDRNOTAVAIL:
                         raise InitializationError(f"rank 0 cannot listen on {address} port {port}: {error}") from error
@@ -131,20 +112,20 @@ def _listen(
         time.sleep(PAUSE_S)
 
 
-def _ask_who_is_there(address: str, port: int, key: Key, claim: Claim) -> str:
-    """Who holds the port that this process should listen on: what to wait for, or empty.
+def _ask_holder(address: str, port: int, key: Key, claim: Claim) -> str:
+    """Ask the process that holds the port of rank 0 what it is: what there is to wait for; empty if nothing.
 
     Raises:
-        InitializationError: it is rank 0 of this very job.
+        InitializationError: it is rank 0 of this job.
     """
     try:
         sock, verdict = connect((address, port), key, claim, ANSWER_S)
     except (OSError, NoProof, WrongKey):
         return ""
     sock.close()
-    if verdict.word == "refused":
-        raise InitializationError(f"rank 0 was refused: {verdict.said}. Start each rank once")
-    return verdict.said if verdict.word == "earlier" else ""
+    if verdict.kind == "refused":
+        raise InitializationError.rank_refused(0, verdict.reason)
+    return verdict.reason if verdict.kind == "earlier" else ""
 
 
 def _not_here(place: Place, point: MeetingPoint, addresses: list[str]) -> str:

@@ -1,7 +1,8 @@
 """Another rank's side of the meeting: find rank 0, prove that this process belongs to the job, and join.
 
-A port that follows from the job's id may be another's, so what does not know this job is passed by there. A given port
-is believed: who answers there with another key is an error at once.
+A port that was derived from the job's id may be in use by another program, so a listener that does not know this job is
+skipped and the search goes on. A port that the user gave is believed: a listener there that proves another key, or
+nothing, is an error at once.
 """
 
 from __future__ import annotations
@@ -19,37 +20,39 @@ from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import Unresolved, addresses_of_rank_0, source_address
 from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.rendezvous.opening import REMIND_S
+from phalanx.store.claim import Claim
 from phalanx.store.client import Connections, JobStore, connect
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import is_loopback
 from phalanx.wire.key import Key
-from phalanx.wire.proof import Claim, NoProof, WrongKey
+from phalanx.wire.proof import NoProof, WrongKey
 from phalanx.words import tell
 
 __all__ = ["find_store"]
 
-# Who has been connected to and says nothing is not waited for longer, before the next port is tried.
+# How long to wait for the greeting of whatever accepted the connection, before the next port is tried.
 ANSWER_S = 2.0
-# Between two rounds: an eighth of the time it has taken so far, so that little is lost when rank 0 has come.
+# The pause between two rounds is an eighth of the time that the search has taken, within these limits: it delays the
+# meeting by little, and rank 0's host is not flooded by ranks that wait for long.
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
 
 
 def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float) -> JobStore:
-    """Look for rank 0 until it is found, join, and wait until every rank has.
+    """Search for rank 0 until it is found, join, and wait until every rank has joined.
 
     Args:
         place, point: this process, and where rank 0 should listen.
         key: the job's.
-        claim: who this process is.
+        claim: what this process says of itself.
         timeout_s: how long to wait, in seconds.
 
     Raises:
-        InitializationError: rank 0 refuses this process, knows another key, was not found in time, or waited for
-            others in vain.
+        InitializationError: rank 0 refuses this process, proves another key, was not found in time, or gave up
+            waiting for other ranks.
     """
     deadline = time.monotonic() + timeout_s
-    sock, where, pass_word = _find(place, point, key, claim, timeout_s)
-    known = replace(claim, pass_word=pass_word)
+    sock, where, token = _find(place, point, key, claim, timeout_s)
+    known = replace(claim, token=token)
     connections = Connections(sock, where, key, known, source_address(where[0]))
     store = JobStore(connections, timedelta(seconds=timeout_s))
     try:
@@ -62,9 +65,8 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
         raise
     if missing:
         store.end()
-        raise InitializationError(
-            f"rank {place.rank} had joined, but after {timeout_s:.0f} s {missing} had not come to rank 0 at "
-            f"{where[0]} port {where[1]}; look whether they were started, and what they print"
+        raise InitializationError.ranks_missing(
+            missing, timeout_s, at=f"rank 0 at {where[0]} port {where[1]}", before=f"rank {place.rank} had joined, but"
         )
     return store
 
@@ -112,17 +114,17 @@ def _find(
 
 
 class _NotHere(Exception):
-    """What listens there is not, or not yet, rank 0 of this job."""
+    """The process that listens there is not rank 0 of this job, or not yet."""
 
 
 def _try(
     place: Place, point: MeetingPoint, where: tuple[str, int], key: Key, claim: Claim, limit_s: float
 ) -> tuple[socket.socket, tuple[str, int], str]:
-    """Knock at one port.
+    """Try to join at one port: the connection, where it leads, and the token that rank 0 gave.
 
     Raises:
-        OSError, _NotHere: rank 0 is not there; it may be elsewhere, or come.
-        InitializationError: it is, and this process cannot join it.
+        OSError, _NotHere: rank 0 does not listen there; it may at another port, or later.
+        InitializationError: it does, and this process cannot join it.
     """
     at = f"{where[0]} port {where[1]}"
     try:
@@ -130,8 +132,8 @@ def _try(
     except NoProof:
         if point.fixed:
             raise InitializationError(
-                f"rank {place.rank}: what listens on {at} ({point.source}) is no rank 0 of Phalanx. Set MASTER_PORT to "
-                f"a port that is free on rank 0's host, for all ranks"
+                f"rank {place.rank}: what listens on {at} ({point.source}) is not rank 0 of Phalanx. Set "
+                f"MASTER_PORT to a port that is free on rank 0's host, for all ranks"
             ) from None
         raise _NotHere(f"something else listens on port {where[1]}") from None
     except WrongKey:
@@ -141,15 +143,13 @@ def _try(
                 f"({key.source or 'none'}). Give every rank the same {settings.KEY_FILE}, or none"
             ) from None
         raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
-    if verdict.word == "welcome":
+    if verdict.kind == "welcome":
         sock.settimeout(None)
-        return sock, where, verdict.said
+        return sock, where, verdict.token
     sock.close()
-    if verdict.word == "refused":
-        raise InitializationError(
-            f"rank {place.rank} was refused: {verdict.said}. Start each rank once, with one world size"
-        )
-    raise _NotHere(verdict.said or f"another job's rank 0 listens on port {where[1]}")
+    if verdict.kind == "refused":
+        raise InitializationError.rank_refused(place.rank, verdict.reason)
+    raise _NotHere(verdict.reason or f"another job's rank 0 listens on port {where[1]}")
 
 
 def _where(point: MeetingPoint, addresses: list[str]) -> str:
@@ -163,4 +163,4 @@ def _advice(place: Place, addresses: list[str]) -> str:
             f"That is {this_host().name} itself (loopback): if rank 0 is on another host, set MASTER_ADDR to its "
             f"name or address, and MASTER_PORT, for all ranks"
         )
-    return "Look whether rank 0 was started, and on the host that MASTER_ADDR names; a firewall may be between"
+    return "Check whether rank 0 was started, and on the host that MASTER_ADDR names; a firewall may be between"

@@ -4,7 +4,7 @@ torch calls it from C++ too, and from several threads at once (Gloo does, while 
 under way has a connection of its own: a ``get`` that waits holds up nobody. The connections are kept and used again.
 
 Prior art: torch's ``TCPStore``, whose semantics these are. It sends one request at a time for a whole process, trusts
-whoever connects, and listens on every interface.
+every process that connects, and listens on every interface.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,24 +22,18 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from phalanx.store import requests as wire
-from phalanx.store.server import KEEPALIVE, StoreServer
+from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim, Verdict
+from phalanx.store.server import StoreServer
+from phalanx.wire.dial import dial
+from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
-from phalanx.wire.proof import (
-    GREETING,
-    GREETING_BYTES,
-    Claim,
-    NoProof,
-    Verdict,
-    answer,
-    read_verdict,
-    verdict_length,
-)
+from phalanx.wire.proof import NoProof, WrongKey
 
 __all__ = ["Connections", "JobStore", "connect"]
 
-# How much longer than rank 0 a rank waits for its answer: the server's word that it took too long should arrive.
+# How much longer than asked for a rank waits for an answer: rank 0's own answer that time is over should arrive.
 MARGIN_S = 30.0
-LONGEST_WAIT_S = 1e8  # sockets count no further
+LONGEST_WAIT_S = 1e8  # sockets accept no longer timeout
 _BLOCK = 1 << 18
 _Result = tuple[int, int, Sequence[bytes]]
 
@@ -48,48 +41,26 @@ _Result = tuple[int, int, Sequence[bytes]]
 def connect(
     where: tuple[str, int], key: Key, claim: Claim, patience_s: float, source: str = ""
 ) -> tuple[socket.socket, Verdict]:
-    """Connect to rank 0 and join: the connection, and what rank 0 says.
+    """Connect to rank 0 and join: the connection, and rank 0's verdict.
 
     Args:
         where: address and port.
         key: the job's key.
-        claim: who this process is.
-        patience_s: how long each step may take, in seconds.
+        claim: what this process says of itself.
+        patience_s: how long connecting may take, and joining again, in seconds.
         source: the address to come from; any of this host's by default.
 
     Raises:
-        OSError: nobody answers there. TimeoutError: somebody listens, and says nothing.
-        NoProof: what answers is no rank 0 of Phalanx.
+        OSError: nothing listens there. TimeoutError: what listens there says nothing.
+        NoProof: what listens there is not rank 0 of Phalanx.
         WrongKey: it is, and proves another key.
     """
-    sock = socket.create_connection(where, timeout=patience_s, source_address=(source, 0) if source else None)
+    sock, answer = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        until = time.monotonic() + patience_s
-        greeted = _exactly(sock, b"", GREETING_BYTES, until)
-        words, own = answer(key, greeted, claim)
-        sock.sendall(words)
-        data = _exactly(sock, b"", verdict_length(b""), until)
-        data = _exactly(sock, data, verdict_length(data), until)
-        return sock, read_verdict(key, greeted, own, data)
+        return sock, Verdict.decode(answer)
     except BaseException:
         sock.close()
         raise
-
-
-def _exactly(sock: socket.socket, data: bytes, count: int, until: float) -> bytes:
-    while len(data) < count:
-        sock.settimeout(max(0.001, until - time.monotonic()))
-        part = sock.recv(count - len(data))
-        if not part:
-            raise ConnectionResetError("the connection was closed")
-        data += part
-        if count == GREETING_BYTES and not data.startswith(GREETING[: len(data)]):
-            raise NoProof
-    return data
 
 
 class Connections:
@@ -99,7 +70,7 @@ class Connections:
         first: the one with which this process joined.
         where: address and port of rank 0.
         key: the job's key.
-        claim: who this process is, with the pass word that rank 0 gave it.
+        claim: what this process says of itself, with the token that rank 0 gave it.
         source: the address to come from; any by default.
     """
 
@@ -115,7 +86,7 @@ class Connections:
         _inherited.add(self)
 
     def call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Result:
-        """Carry out a request on a connection that nobody else uses meanwhile.
+        """Carry out a request on a connection that no other call uses meanwhile.
 
         Raises:
             DistStoreError: rank 0 has gone.
@@ -132,10 +103,10 @@ class Connections:
                     break
                 part = sock.recv(_BLOCK if length is None else min(length - len(data), 1 << 22))
                 if not part:
-                    raise ConnectionResetError("it was closed")
+                    raise ConnectionResetError("the connection was closed")
                 data += part
             result = wire.unpack(data, length)
-        except (OSError, wire.Malformed) as error:
+        except (OSError, Malformed) as error:
             sock.close()
             self._lost(error)
         except BaseException:
@@ -157,21 +128,21 @@ class Connections:
         claim = replace(self._claim, pid=os.getpid())
         try:
             sock, verdict = connect(self._where, self._key, claim, MARGIN_S, self._source)
-        except (OSError, NoProof) as error:
+        except (OSError, NoProof, WrongKey) as error:
             self._lost(error)
-        if verdict.word != "welcome":
+        if verdict.kind != "welcome":
             sock.close()
-            raise DistStoreError(f"rank {claim.rank} was not let in again: {verdict.said}")
+            raise DistStoreError(f"rank {claim.rank} was not let in again: {verdict.reason}")
         return sock
 
     def _lost(self, error: BaseException) -> NoReturn:
         raise DistStoreError(
             f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} ({error}): "
-            f"rank 0 has ended, or the network to it is cut; look what rank 0 printed"
+            f"rank 0 has ended, or the network to it is cut; see what rank 0 printed"
         ) from error
 
     def end(self) -> None:
-        """Close them all; those in use when they are done."""
+        """Close them all; those in use as soon as their requests are answered."""
         with self._lock:
             self._ended = True
             idle, self._idle = self._idle, []
@@ -179,7 +150,7 @@ class Connections:
             sock.close()
 
     def let_go(self) -> None:
-        """In a forked child: leave the parent's connections to it. The child gets its own when it needs one."""
+        """In a forked child: close the parent's connections, which it still uses. The child makes its own on demand."""
         self._lock = threading.Lock()
         idle, self._idle = self._idle, []
         for sock in idle:
@@ -200,7 +171,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class JobStore(Store):
     """The job's store, as torch takes it. Safe to use from several threads.
 
-    What is waited for by default is :attr:`timeout`, as in torch's stores; 0 means as long as it takes.
+    Calls that wait do so for :attr:`timeout`, as in torch's stores; 0 means without limit.
 
     Args:
         peer: rank 0's own server, or the connections to it.
@@ -265,14 +236,14 @@ class JobStore(Store):
     deleteKey = delete_key  # noqa: N815
 
     def wait_for_all(self, timeout_s: float) -> str:
-        """Wait until every rank has joined; which have not after that many seconds, empty if all have."""
+        """Wait until every rank has joined; the ranks that have not after that time, for people, or empty."""
         code, _, fields = self._peer.call(wire.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
         if code == wire.FAILED:
             raise DistStoreError(fields[0].decode())
         return fields[0].decode() if code == wire.LATE else ""
 
     def end(self) -> None:
-        """Use it no more. Rank 0's goes on answering the others until they have ended theirs, or the process ends."""
+        """Stop using it. Rank 0's goes on answering the other ranks until all have stopped, or its process ends."""
         if isinstance(self._peer, StoreServer):
             self._peer.retire()
         else:

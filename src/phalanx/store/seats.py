@@ -1,11 +1,11 @@
-"""Who has come: one seat for each rank, and in words why a process gets none."""
+"""The seats of a world: which ranks have joined, and why a process is refused one."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
 
-from phalanx.wire.proof import Claim, Verdict
+from phalanx.store.claim import Claim, Verdict
 from phalanx.words import format_spans
 
 __all__ = ["Seats"]
@@ -16,8 +16,8 @@ class Seats:
 
     Args:
         own: rank 0's claim, with which the others' must agree.
-        hosts: the hosts of the job by node rank, as far as the launcher names them.
-        num_nodes: how many there are, if that is known.
+        hosts: the hosts of the job by node rank, if the launcher names them.
+        num_nodes: how many hosts there are, if that is known.
     """
 
     def __init__(self, own: Claim, hosts: Sequence[str] = (), num_nodes: int | None = None) -> None:
@@ -37,7 +37,7 @@ class Seats:
         return len(self._taken) == self.own.world_size
 
     def describe_missing(self) -> str:
-        """The missing ranks, and the nodes from which nobody has come, if that can be known."""
+        """The missing ranks, and the nodes from which no rank has come, if that can be known; for people."""
         missing = self.missing
         text = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {self.own.world_size}"
         nodes = {claim.node_rank for claim, _ in self._taken.values()}
@@ -53,7 +53,7 @@ class Seats:
         return f"{text}; nobody has come from node{'s' if len(absent) > 1 else ''} {names}"
 
     def judge(self, claim: Claim) -> Verdict:
-        """Give ``claim`` its seat, or say why not."""
+        """Give the process its seat, or the reason why it gets none."""
         own = self.own
         if claim.job != own.job:
             return Verdict("other")
@@ -83,12 +83,12 @@ class Seats:
         elif not self._same(claim):
             other = self._taken[claim.rank][0]
             return Verdict("refused", f"there are two of rank {claim.rank}: {claim.name} and {other.name}")
-        return Verdict("welcome", self._taken[claim.rank][1])
+        return Verdict("welcome", token=self._taken[claim.rank][1])
 
     def _same(self, claim: Claim) -> bool:
         """Whether this is another connection of the process that has the seat."""
-        return secrets.compare_digest(claim.pass_word.encode(), self._taken[claim.rank][1].encode())
+        return secrets.compare_digest(claim.token.encode(), self._taken[claim.rank][1].encode())
 
     def leave(self, rank: int) -> bool:
-        """Free a seat, while others are free too: nobody has gone on without it. Whether it was freed."""
+        """Free a rank's seat, if other seats are free too, so that no rank has gone on yet; whether it was freed."""
         return not self.complete and rank != 0 and self._taken.pop(rank, None) is not None

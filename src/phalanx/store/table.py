@@ -1,7 +1,8 @@
-"""The store itself: keys, values, and who waits for which key. No socket, no thread, no clock of its own.
+"""The store's content: keys, values, and the requests that wait for a key. No socket, no thread, no clock of its own.
 
 A request is answered by calling back, at once or when the keys it waits for are there. The semantics are those of
-torch's ``TCPStore``: ``get`` waits, a counter is kept as decimal digits, and comparing with nothing enters a new key.
+torch's ``TCPStore``: ``get`` waits, a counter is kept as decimal digits, and ``compare_set`` enters a new key if the
+expected value is empty.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Parked:
 
     Attributes:
         missing: the keys that are not there yet.
-        over: whether it has been answered, or nobody wants the answer any more.
+        over: whether it has been answered, or its connection has gone, so that no answer is needed.
     """
 
     def __init__(self, code: int, keys: Sequence[bytes], missing: set[bytes], answer: Answer) -> None:
@@ -80,7 +81,8 @@ class Table:
         return None
 
     def _remember(self, deadline: float, parked: Parked) -> None:
-        # Answered requests stay in the heap until their time; not more of them than of those that wait.
+        # Answered requests stay in the heap until their deadline. Rebuild it when it has doubled, so that they never
+        # outnumber the waiting ones.
         if len(self._deadlines) >= self._most_deadlines:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].over]
             heapq.heapify(self._deadlines)
@@ -88,7 +90,7 @@ class Table:
         heapq.heappush(self._deadlines, (deadline, next(self._order), parked))
 
     def forget(self, parked: Parked) -> None:
-        """Nobody wants this answer any more."""
+        """Drop a waiting request without an answer: its connection has gone."""
         parked.over = True
         self._leave(parked)
 
@@ -101,7 +103,7 @@ class Table:
                     del self._parked[key]
 
     def expire(self, now: float) -> float:
-        """Answer whoever has waited long enough; when to call this again, infinity if nobody waits."""
+        """Answer the requests whose deadline has passed; when to call this again, infinity if none waits."""
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].over):
             _, _, parked = heapq.heappop(self._deadlines)
             if not parked.over:
@@ -110,7 +112,7 @@ class Table:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def end(self, why: str) -> None:
-        """Answer everybody who waits that it is in vain, and why."""
+        """Answer every waiting request that its keys will not come, and why."""
         for waiting in list(self._parked.values()):
             for parked in waiting:
                 parked.finish(wire.FAILED, 0, [why.encode()])
@@ -131,7 +133,7 @@ class Table:
             key = fields[0]
             total = int(entries.get(key, b"0")) + number
             if not -(1 << 63) <= total < 1 << 63:
-                raise ValueError("a counter has 64 bits")
+                raise ValueError("the counter would not fit into 64 bits")
             entries[key] = b"%d" % total
             self._arrived(key)
             return total, ()
@@ -149,7 +151,7 @@ class Table:
             return len(entries), ()
         if code == wire.LIST:
             return 0, list(entries)
-        raise ValueError(f"no such request: {code}")
+        raise ValueError(f"there is no request with the code {code}")
 
     def _arrived(self, key: bytes) -> None:
         for parked in self._parked.pop(key, ()):
@@ -158,7 +160,7 @@ class Table:
                 self._settle(parked)
 
     def _settle(self, parked: Parked) -> None:
-        """Answer it, or let it wait for those keys that are not there: one may have been deleted meanwhile."""
+        """Answer it, or let it wait for the keys that are not there; one of them may have been deleted meanwhile."""
         parked.missing = {key for key in parked.keys if key not in self._entries}
         for key in parked.missing:
             self._parked.setdefault(key, []).append(parked)

@@ -1,7 +1,7 @@
-"""What this machine can bear, asked before anything is started.
+"""How many ranks this machine has room for, checked before any is started.
 
-Starting 500 ranks where 200 fit ends in an out-of-memory kill or in a fork that fails half way. The numbers
-below are read from the kernel, and the error names the limit that is too small and how many ranks would fit.
+Starting 500 ranks where 200 fit ends in an out-of-memory kill, or in a fork that fails half way. So the limits are read
+from the kernel first, and the error names the one that is too small and how many ranks would fit.
 """
 
 from __future__ import annotations
@@ -12,37 +12,55 @@ import os
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from phalanx.errors import LaunchError
+from phalanx.words import format_gib
 
-__all__ = ["Limit", "check_limits", "count_oom_kills", "machine_limits", "raise_file_limit", "usable_cores"]
+__all__ = ["Limit", "Resource", "check_limits", "count_oom_kills", "machine_limits", "raise_file_limit", "usable_cores"]
 
-# Two pipes of two ends and one report file a rank, all open while the ranks are being forked; and the rest.
+# A rank has two pipes of two ends each and one report file, all open while the ranks are being forked. FILES_BESIDE are
+# the launcher's own.
 FILES_PER_RANK = 5
 FILES_BESIDE = 32
-# A rank's main thread and the two threads a Gloo process group starts; the supervisor, the zygote, the store.
+# A rank has its main thread and the two that a Gloo process group starts. TASKS_BESIDE are the supervisor, the zygote,
+# the store, and their threads.
 TASKS_PER_RANK = 3
 TASKS_BESIDE = 8
-# Memory of its own that a forked rank has when it ends, after a process group, a backward pass and the
-# interpreter's finalisation: 59 MiB, and 35 if it closes its groups first, measured by benchmarks/start_ranks.py
-# --memory. Not all ranks end at once, which is the reserve. What the script's own data adds, nobody can know.
+# How much memory a forked rank shares with no other when it ends, after a process group, a backward pass and the
+# interpreter's finalisation: 59 MiB, or 35 if it closes its groups first (`python benchmarks/start_ranks.py --memory`).
+# Ranks rarely end all at once, so this leaves a reserve. The script's own data is unknown, so it is not counted.
 BYTES_PER_RANK = 60 << 20
 BYTES_BESIDE = 400 << 20
 
 
+class Resource(Enum):
+    """What a machine can run out of, counted in files, tasks or bytes; the value is its name in messages."""
+
+    FILES = "open files"
+    TASKS = "processes and threads"
+    MEMORY = "memory"
+
+    def describe(self, amount: int) -> str:
+        """An amount of it, for a message: ``137 open files``, ``1.2 GiB of memory``."""
+        if self is Resource.MEMORY:
+            return f"{format_gib(amount)} of {self.value}"
+        return f"{amount} {self.value}"
+
+
 @dataclass(frozen=True)
 class Limit:
-    """One resource: what is left of it, what a rank takes, what the launcher itself takes.
+    """One resource: how much of it is left, how much a rank takes, how much the launcher itself takes.
 
     Attributes:
-        name: the resource, in the words of the message.
+        resource: what is limited.
         remedy: what the user can change.
-        available: how much is left, in the resource's own unit.
+        available: how much is left: files, tasks or bytes.
         per_rank: how much one rank takes.
         beside: how much the launcher takes once.
     """
 
-    name: str
+    resource: Resource
     remedy: str
     available: int
     per_rank: int
@@ -55,7 +73,7 @@ class Limit:
 
 
 def usable_cores() -> int:
-    """Number of cores this process may keep busy: by its affinity and its cgroup's quota, not what the machine has."""
+    """How many cores this process may keep busy: its affinity and its cgroup's quota count, not the machine's cores."""
     cores = len(os.sched_getaffinity(0))
     for directory in _cgroups():
         with contextlib.suppress(OSError, ValueError), open(os.path.join(directory, "cpu.max")) as file:
@@ -66,7 +84,7 @@ def usable_cores() -> int:
 
 
 def raise_file_limit() -> tuple[int, int]:
-    """Raise the soft limit on open files to the hard one; return the limits as they were, for the ranks."""
+    """Raise the soft limit on open files to the hard one; return both as they were, so that ranks can restore them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -77,25 +95,26 @@ def machine_limits(*, python: bool, forked: bool = True) -> list[Limit]:
     """The limits in force here, in the order they are checked.
 
     Args:
-        python: whether the ranks will carry an interpreter with torch; a bare program's memory is unknown,
-            so memory is not checked for it.
-        forked: whether they are forked here; what an MPI launcher starts may run on hosts with limits of their own.
+        python: whether the ranks run Python with torch; how much memory another program needs is unknown, so memory
+            is then not checked.
+        forked: whether they are forked here; ranks of an MPI launcher may be on other hosts, with other limits, so only
+            the launcher's open files are then checked.
     """
     limits = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         remedy = "raise the hard limit (ulimit -Hn, or LimitNOFILE)"
-        limits.append(Limit("open files", remedy, soft, FILES_PER_RANK, FILES_BESIDE))
+        limits.append(Limit(Resource.FILES, remedy, soft, FILES_PER_RANK, FILES_BESIDE))
     if not forked:
         return limits
     tasks = _tasks_left()
     if tasks is not None:
         remedy = "raise the limit (ulimit -u, or pids.max of the cgroup)"
-        limits.append(Limit("processes and threads", remedy, tasks, TASKS_PER_RANK, TASKS_BESIDE))
+        limits.append(Limit(Resource.TASKS, remedy, tasks, TASKS_PER_RANK, TASKS_BESIDE))
     memory = _memory_left()
     if python and memory is not None:
         remedy = "free memory, or start fewer ranks"
-        limits.append(Limit("bytes of memory", remedy, memory, BYTES_PER_RANK, BYTES_BESIDE))
+        limits.append(Limit(Resource.MEMORY, remedy, memory, BYTES_PER_RANK, BYTES_BESIDE))
     return limits
 
 
@@ -109,22 +128,16 @@ def check_limits(ranks: int, limits: list[Limit]) -> None:
         if ranks > limit.fits:
             need = ranks * limit.per_rank + limit.beside
             raise LaunchError(
-                f"{ranks} ranks need about {_amount(limit.name, need)}, "
-                f"and {_amount(limit.name, limit.available)} are left here, enough for {limit.fits} ranks; "
+                f"{ranks} ranks need about {limit.resource.describe(need)}, "
+                f"and {limit.resource.describe(limit.available)} are left here, enough for {limit.fits} ranks; "
                 f"{limit.remedy}"
             )
-
-
-def _amount(name: str, value: int) -> str:
-    if name == "bytes of memory":
-        return f"{value / (1 << 30):.1f} GiB of memory"
-    return f"{value} {name}"
 
 
 def _tasks_left() -> int | None:
     left = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # The kernel does not hold root to this limit.
+    # This limit does not apply to root.
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
         left.append(soft - _tasks_of(os.geteuid()))
     for directory in _cgroups():
@@ -151,20 +164,20 @@ def _memory_left() -> int | None:
     for directory in _cgroups():
         most, now = _number(directory, "memory.max"), _number(directory, "memory.current")
         if most is not None and now is not None:
-            # Pages of files count as used but are given up under pressure.
+            # Cached pages of files count as used, but the kernel drops them when memory runs short.
             left.append(most - now + _counter(directory, "memory.stat", "inactive_file"))
     return min(left) if left else None
 
 
 def count_oom_kills() -> int:
-    """Number of processes that the kernel's out-of-memory killer ended in this process's cgroup so far."""
+    """How many processes of this process's cgroup the kernel's out-of-memory killer has ended so far."""
     for directory in _cgroups():
         return _counter(directory, "memory.events", "oom_kill")
     return 0
 
 
 def _cgroups() -> Iterator[str]:
-    """The version 2 cgroup of this process and those above it, each of which may limit it."""
+    """The folders of this process's cgroup (version 2) and of those above it; each of them may limit it."""
     path = None
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
         for line in file:
@@ -186,13 +199,13 @@ def _number(directory: str, name: str) -> int | None:
         with open(os.path.join(directory, name)) as file:
             return int(file.read())
     except (OSError, ValueError):
-        return None  # Absent, or the word "max".
+        return None  # there is no such file, or it says "max"
 
 
-def _counter(directory: str, name: str, key: str) -> int:
-    with contextlib.suppress(OSError, ValueError), open(os.path.join(directory, name)) as file:
+def _counter(directory: str, file_name: str, key: str) -> int:
+    with contextlib.suppress(OSError, ValueError), open(os.path.join(directory, file_name)) as file:
         for line in file:
-            word, _, value = line.partition(" ")
-            if word == key:
+            name, _, value = line.partition(" ")
+            if name == key:
                 return int(value)
     return 0

@@ -1,9 +1,9 @@
-"""The few things about Linux processes that Python's os module does not offer.
+"""Operations on Linux processes that Python's os module does not offer.
 
 Prior art: systemd and containerd use cgroups to find every descendant; that needs a cgroup of one's own,
 which an ordinary user seldom has. The child subreaper flag (Linux 3.4) gives a launcher the same without
-privileges: a descendant whose parent dies is handed to the nearest ancestor with the flag, so it never leaves
-the tree.
+privileges: if the parent of a descendant dies, the nearest ancestor with the flag becomes its parent, so it never
+leaves the tree.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when its parent ends.
 
     Args:
-        parent: the process id the parent had before the fork. If it has ended already, nobody would send the
-            signal any more, so this process ends at once.
-        signum: the signal; a program that has to tidy up is asked instead of killed.
+        parent: the process id that the parent had before the fork. If the parent has ended already, the signal would
+            never come, so this process ends at once.
+        signum: the signal. A program that has to tidy up can be given SIGTERM instead.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -59,7 +59,7 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
 
 
 def live_past_parent() -> None:
-    """Undo :func:`die_with_parent`, for a process that notices its parent's end by other means."""
+    """Undo :func:`die_with_parent`, in a process that notices the end of its parent by other means."""
     _prctl(_PR_SET_PDEATHSIG, 0)
 
 
@@ -78,10 +78,10 @@ def skip_library_teardown() -> None:
     """Leave the memory of the libraries loaded so far to the kernel when this process ends.
 
     libtorch's static destructors take its operator tables apart entry by entry: 90 ms a process, and in a
-    fork each page they touch is copied first. ``exit()`` runs handlers in reverse order of their
-    registration, so what the script's own libraries register from now on still runs, after the interpreter
-    has finalised; then C streams are flushed, and the process ends with the status it was going to have. A C
-    library other than glibc may lack ``on_exit``; then everything is torn down, slowly.
+    fork each page they touch is copied first. ``exit()`` runs handlers in reverse order of their registration. So
+    the handlers that the script's own libraries register from now on still run, after the interpreter has
+    finalised; then C streams are flushed, and the process ends with its own exit status. A C library other than
+    glibc may lack ``on_exit``; then everything is torn down, slowly.
     """
     if hasattr(_libc, "on_exit") and hasattr(_libc, "__cxa_atexit"):
         _libc.on_exit(_libc._exit, None)
@@ -101,7 +101,7 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def wait_until_stopped(pid: int, patience_s: float) -> None:
-    """Wait until a process that was sent SIGSTOP runs no more, for at most that long."""
+    """Wait until a process that was sent SIGSTOP has stopped, for at most ``patience_s`` seconds."""
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
         try:
@@ -163,15 +163,15 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 def belongs_to(pid: int, session: int, memfd_name: str, environment: Iterable[bytes]) -> bool:
     """Whether an adopted orphan came from a given rank.
 
-    A child of a rank may have left its process group, its session and its parent. It still stands in the
-    rank's session, or was started with the rank's environment, or, if it is a plain fork, holds the rank's
-    report file open.
+    A child of a rank may have left its process group, its session or its parent. It is recognised by any of three
+    marks: it is in the rank's session, it was started with the rank's environment, or, as a plain fork, it holds the
+    rank's report file open.
 
     Args:
         pid: the orphan.
         session: the rank's session.
         memfd_name: the name of the rank's report file.
-        environment: assignments (``b"RANK=3"``) that only this rank's programs were started with.
+        environment: variables (``b"RANK=3"``) with which only this rank's programs were started.
     """
     try:
         if os.getsid(pid) == session:
@@ -190,7 +190,7 @@ def belongs_to(pid: int, session: int, memfd_name: str, environment: Iterable[by
 
 
 def kill(pid: int) -> bool:
-    """SIGKILL one process; return False if it belongs to somebody whom this process may not signal."""
+    """SIGKILL one process; return False if it belongs to another user, so that this process may not signal it."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -203,10 +203,11 @@ def kill(pid: int) -> bool:
 def end_descendants(*, but: Collection[int] = ()) -> None:
     """SIGKILL all descendants of this process until none is left that may be killed.
 
-    Whoever loses its parent is adopted here, so each round reaches what the round before uncovered.
+    A process whose parent is killed becomes a child of this one (:func:`adopt_orphans`), so each round reaches the
+    processes that the round before has orphaned.
 
     Args:
-        but: children to leave alone, with all below them.
+        but: children that are spared, with all their descendants.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     spared: set[int] = set()
@@ -219,7 +220,7 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
         if not victims:
             break
         spared.update(pid for pid in victims if not kill(pid))
-        # Woken by the next end; the timeout is for ends that are no child's of ours.
+        # The end of a child wakes this process. The timeout is for the ends of processes that are not its children.
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -227,7 +228,7 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
 def send_to_group(leader: int, signum: int) -> None:
     """Signal the process group of ``leader``, or ``leader`` alone while it has none of its own yet.
 
-    The caller must not have reaped ``leader``: until then its number cannot belong to anybody else.
+    The caller must not have reaped ``leader``: until then no other process can have its number.
     """
     try:
         os.killpg(leader, signum)
@@ -235,5 +236,5 @@ def send_to_group(leader: int, signum: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(leader, signum)
     except PermissionError:
-        # A member changed its user (sudo, a setuid program); the others have been signalled.
+        # A member of the group runs as another user (sudo, a setuid program); the others have been signalled.
         pass

@@ -113,7 +113,7 @@ def choose_device(
     try:
         device = torch.device(asked)
     except RuntimeError as error:
-        raise DeviceError(f"{asked!r} is no device: {_first_line(error)}. Say cpu, cuda, cuda:1 or the like") from error
+        raise DeviceError(f"{DeviceError.not_a_device(repr(asked))} ({_first_line(error)})") from error
     if device.type in ("cpu", "meta"):
         return device
     if accelerator is None or accelerator.type != device.type:

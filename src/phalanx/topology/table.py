@@ -1,6 +1,6 @@
-"""The rank table: who runs where, shown before user code runs.
+"""The rank table: which rank runs where, printed before user code runs.
 
-Torch-free and cheap, because the launcher prints it while torch is still being imported elsewhere.
+It does not import torch: the launcher, which never does, prints it while another process imports torch.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from phalanx.words import format_spans
 
 __all__ = ["RankRow", "format_rank_table"]
 
-# Above this, one line a node says more than one line a rank.
+# With more ranks than this the table has one line for each node instead of one for each rank.
 MOST_RANK_LINES = 16
+TEXT_COLUMNS = ("host", "device", "ranks")  # the others have numbers, which are aligned to the right
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """One process and its place.
+    """One rank and where it runs.
 
     Attributes:
         rank: its number in the world.
-        node_rank: the index of its host in the world.
-        host: that host's name.
-        local_rank: its number on that host.
+        node_rank: the index of its host among the hosts of the world.
+        host: the name of that host.
+        local_rank: its number among the ranks of that host.
         device: what it computes on, as torch writes it (``cpu``, ``cuda:3``).
-        pid: its process id, or None before it exists.
-        cores: cores it may run on; None while unknown.
-        threads: threads its operations may use; None while undecided.
+        pid: its process id; None if the process does not exist yet.
+        cores: how many cores it may run on; None if unknown.
+        threads: how many threads its operations may use; None if unknown.
     """
 
     rank: int
@@ -52,14 +53,14 @@ def format_rank_table(
 ) -> str:
     """The table as text that ends in a newline.
 
-    Up to 16 ranks get a line each; above that each node gets one.
+    Up to 16 ranks have a line each; if there are more, each node has one.
 
     Args:
-        rows: the ranks, in any order.
+        rows: the ranks, in any order; at least one.
         title: the line above the table.
-        backend: the backend by which the ranks communicate, where it is known; it is added to the title.
-        width: columns the text may take; as many as it needs by default.
-        color: write ANSI colours, for a terminal.
+        backend: what the ranks communicate with, added to the title; None if that is not known.
+        width: how many columns a line may have; None for as many as it needs.
+        color: whether to write ANSI colours, for a terminal.
     """
     from rich.console import Console
     from rich.table import Table
@@ -69,9 +70,9 @@ def format_rank_table(
     rows = sorted(rows, key=lambda row: row.rank)
     lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
     for name in lines[0]:
-        table.add_column(name, justify="left" if name in ("host", "device", "ranks") else "right", no_wrap=True)
-    for line in lines[1:]:
-        table.add_row(*(Text(cell) for cell in line))
+        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line.values()))
     out = io.StringIO()
     console = Console(
         file=out,
@@ -88,46 +89,44 @@ def format_rank_table(
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 
 
-def _rank_lines(rows: Sequence[RankRow]) -> list[list[str]]:
-    with_pid = any(row.pid is not None for row in rows)
-    names = ["rank", "node", "host", "local rank", "device", "pid", "cores", "threads"]
-    lines = [names]
-    lines += [
-        [
-            str(row.rank),
-            str(row.node_rank),
-            row.host,
-            str(row.local_rank),
-            row.device,
-            "" if row.pid is None else str(row.pid),
-            _number(row.cores),
-            _number(row.threads),
-        ]
+def _rank_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
+    """One line for each rank: the cells by the names of their columns."""
+    lines = [
+        {
+            "rank": str(row.rank),
+            "node": str(row.node_rank),
+            "host": row.host,
+            "local rank": str(row.local_rank),
+            "device": row.device,
+            "pid": "" if row.pid is None else str(row.pid),
+            "cores": _number(row.cores),
+            "threads": _number(row.threads),
+        }
         for row in rows
     ]
-    if not with_pid:
-        lines = [line[:5] + line[6:] for line in lines]
+    if all(row.pid is None for row in rows):  # nothing has been started
+        for line in lines:
+            del line["pid"]
     return lines
 
 
-def _node_lines(rows: Sequence[RankRow]) -> list[list[str]]:
+def _node_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
+    """One line for each node: the cells by the names of their columns."""
     nodes: dict[int, list[RankRow]] = {}
     for row in rows:
         nodes.setdefault(row.node_rank, []).append(row)
-    lines = [["node", "host", "ranks", "count", "device", "cores", "threads"]]
-    for node, members in sorted(nodes.items()):
-        lines.append(
-            [
-                str(node),
-                members[0].host,
-                format_spans([row.rank for row in members]),
-                str(len(members)),
-                _common([row.device for row in members]),
-                _common([_number(row.cores) for row in members]),
-                _common([_number(row.threads) for row in members]),
-            ]
-        )
-    return lines
+    return [
+        {
+            "node": str(node),
+            "host": members[0].host,
+            "ranks": format_spans([row.rank for row in members]),
+            "count": str(len(members)),
+            "device": _common([row.device for row in members]),
+            "cores": _common([_number(row.cores) for row in members]),
+            "threads": _common([_number(row.threads) for row in members]),
+        }
+        for node, members in sorted(nodes.items())
+    ]
 
 
 def _number(value: int | None) -> str:
@@ -135,6 +134,6 @@ def _number(value: int | None) -> str:
 
 
 def _common(values: Sequence[str]) -> str:
-    """The one value that all share, or else the first and the last."""
+    """The value that all ranks of a node have in common, or the first and the last of several."""
     seen = list(dict.fromkeys(values))
     return seen[0] if len(seen) == 1 else f"{seen[0]} … {seen[-1]}"

@@ -129,10 +129,8 @@ def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
             store.wait([f"report/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:  # torch's stores raise different errors for this, all of this kind
             missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
-            raise InitializationError(
-                f"after {timeout_s:.0f} s rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of "
-                f"{world_size} had not come; look whether they were started, and what they print"
-            ) from error
+            ranks = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {world_size}"
+            raise InitializationError.ranks_missing(ranks, timeout_s) from error
         entries.append(store.get(f"report/{rank}").decode())
     return entries
 

@@ -1,8 +1,8 @@
 """The job's key: what a process must know to join, wherever it can reach the port.
 
 A launcher that can hand one over makes a new one for each job. Elsewhere a user puts one into a file that all ranks can
-read and nobody else can. It never stands on a command line, which every user of a machine can see; the environment of a
-process is shown only to its own user.
+read and nobody else can. It is never part of a command line, which every user of a machine can read; the environment
+of a process is visible only to its own user.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from phalanx.errors import InitializationError
 
 __all__ = ["Key", "job_key", "new_key"]
 
-# Who listens to a join can try guesses at leisure, so a word that people remember will not do.
+# An eavesdropper on one join can try guesses at leisure, so a password that people can remember is not enough.
 SHORTEST, LONGEST = 16, 4096
 _REMEDY = "make one with: (umask 077; head -c 32 /dev/urandom | base64 > FILE)"
 
 
 @dataclass(frozen=True)
 class Key:
-    """What proves that a process belongs to the job.
+    """The secret by which a process proves that it belongs to the job.
 
     Attributes:
-        secret: its bytes; empty if there is none, so that everybody proves the same and the join is open.
+        secret: its bytes; empty if there is none: then every process can prove it, and the join is open.
         source: where it comes from, for people; empty if there is none.
     """
 
@@ -37,7 +37,7 @@ class Key:
 
     @property
     def is_open(self) -> bool:
-        """Whether whoever reaches the port can join."""
+        """Whether every process that reaches the port can join."""
         return not self.secret
 
 
@@ -70,7 +70,7 @@ def _read(path: str, source: str) -> bytes:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise InitializationError(f"{source} is no file; {_REMEDY}")
+                raise InitializationError(f"{source} is not a file; {_REMEDY}")
             if status.st_uid not in (os.geteuid(), 0):
                 raise InitializationError(
                     f"{source} belongs to another user (id {status.st_uid}), who knows and can change it; use a file "
@@ -79,7 +79,7 @@ def _read(path: str, source: str) -> bytes:
             if status.st_mode & 0o077:
                 raise InitializationError(
                     f"{source} can be read or written by other users (mode {stat.S_IMODE(status.st_mode):04o}), so it "
-                    f"is no secret; make another key and keep it to yourself: chmod 600 {path}"
+                    f"is not a secret; make another key and keep it to yourself: chmod 600 {path}"
                 )
             return file.read(LONGEST + 1).strip()
     except OSError as error:

@@ -1,208 +1,199 @@
-"""Who may join: each side proves that it knows the job's key, and says who it is, before anything else is heard.
+"""The handshake: each side of a connection proves that it knows the job's key before anything else is read.
 
 As in the standard library's ``multiprocessing.connection``, each side answers the other's random challenge with a keyed
-digest (HMAC-SHA-256); nothing is ever unpickled. The digest covers what its sender says of itself, both challenges and
-the sender's role, so an answer can be neither changed, nor used again, nor sent back to whoever gave it.
+digest (HMAC-SHA-256); nothing is ever unpickled.
 
-    rank 0   GREETING  challenge
-    a rank   GREETING  challenge  digest  length  claim
-    rank 0                        digest  length  verdict
+    listener   GREETING  challenge
+    caller     GREETING  challenge  digest  claim
+    listener                        digest  verdict
 
-Claim and verdict are JSON, which is read only after the digest was found right. What follows is not encrypted and
-carries no digests: who can change packets on the way is not kept out, nor is he by torch, MPI or NCCL.
+Claim and verdict are bytes (``framing.py``, of at most ``LONGEST_UNPROVEN``) that the users of this module write and
+judge; they are handed out only after the digest was found right. A digest covers
+
+- the role: what listens there, ``store`` or ``launcher``, so that a proof made for one is worth nothing to the other;
+- the side, listener or caller, so that a digest cannot be sent back to the process that made it;
+- both challenges, so that a recorded proof is worth nothing to another connection;
+- the claim or the verdict, so that neither can be changed on the way.
+
+A listener answers a wrong key with its own digest: that cannot match the caller's key either, so the caller learns
+that the keys differ, and not merely that the connection was closed. Without a key both sides use an empty one; then
+the handshake proves only that the other side is Phalanx.
+
+After the handshake nothing is encrypted or signed, so an attacker who can modify packets is not kept out; torch, MPI
+and NCCL do not keep him out either. Nor does the handshake notice a process that merely passes it on: one that listens
+where the listener was expected, and dials the real one, has a proven connection in the end. Two additions would close
+both gaps, without a change to the users of this module:
+
+- *What was dialled.* The caller adds the numeric address and the port to which its socket is connected to its message,
+  and its digest covers them. The listener compares them with the address and port of its accepted socket and with
+  those under which it was announced. That second list is what keeps NAT and service names working: a listener behind
+  one of them must be given the addresses that others dial (today ``MASTER_ADDR``, resolved), and refuses all others.
+- *A session.* Both sides derive a session key, the HMAC of both challenges under another role, and every frame
+  carries a truncated HMAC of its number and its bytes under that key.
 """
 
 from __future__ import annotations
 
 import hmac
-import json
 import os
-import struct
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 
-from phalanx.system.host import this_host
+from phalanx.wire.framing import LONGEST_UNPROVEN, PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.key import Key
 
-__all__ = [
-    "CHALLENGE_BYTES",
-    "GREETING",
-    "GREETING_BYTES",
-    "Claim",
-    "NoProof",
-    "Verdict",
-    "WrongKey",
-    "answer",
-    "claimed",
-    "greeting",
-    "own_claim",
-    "read_verdict",
-    "verdict",
-    "verdict_length",
-]
+__all__ = ["GREETING", "GREETING_BYTES", "LONGEST_PROOF", "Challenge", "NoProof", "Proven", "Response", "WrongKey"]
 
-GREETING = b"phalanx 1\n"
-CHALLENGE_BYTES = 32
+GREETING = b"phalanx 2\n"
+_CHALLENGE_BYTES = 32
 _DIGEST_BYTES = 32
-_LENGTH = struct.Struct("!H")
-LONGEST_WORDS = 4096
-GREETING_BYTES = len(GREETING) + CHALLENGE_BYTES
-_ANSWER_BYTES = GREETING_BYTES + _DIGEST_BYTES + _LENGTH.size
-_VERDICT_BYTES = _DIGEST_BYTES + _LENGTH.size
+GREETING_BYTES = len(GREETING) + _CHALLENGE_BYTES
+_SIGNED = GREETING_BYTES + _DIGEST_BYTES  # where the caller's claim begins
+LONGEST_PROOF = _SIGNED + PREFIX_BYTES + LONGEST_UNPROVEN
 
 
 class NoProof(Exception):
-    """Bytes that are no attempt to prove anything: something else than a rank, or than rank 0, is at the other end."""
+    """What the other side sent is not an attempt to prove anything: it does not speak this protocol."""
+
+    def __init__(self) -> None:
+        super().__init__("what answers there is not Phalanx")
 
 
 class WrongKey(Exception):
-    """The other end follows the protocol and knows another key."""
+    """The other side speaks the protocol and knows another key.
+
+    Attributes:
+        answer: what a listener sends before it closes the connection, so that the caller learns the same.
+    """
+
+    def __init__(self, answer: bytes = b"") -> None:
+        super().__init__("the other side proves another key")
+        self.answer = answer
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a process says of itself when it joins.
+class Proven:
+    """A caller that knows the key.
 
     Attributes:
-        rank, world_size: its place.
-        pid, host: the process, for people.
-        job: what names the job, where its port is derived from that; empty where the port was given.
-        attempt: how often the launcher has started the job anew.
-        opening: how many worlds the process has opened before.
-        node_rank: its host's index, if its launcher says it.
-        pass_word: what rank 0 gave this process when it joined; empty the first time.
+        claim: what it says of itself.
+        nbytes: how many of the received bytes its proof has taken; what follows them are its first requests.
     """
 
-    rank: int
-    world_size: int
-    pid: int
-    host: str
-    job: str = ""
-    attempt: int = 0
-    opening: int = 0
-    node_rank: int | None = None
-    pass_word: str = ""
+    claim: bytes
+    nbytes: int
+    _key: Key
+    _role: str
+    _challenges: bytes
 
-    @property
-    def name(self) -> str:
-        """The process, for people."""
-        return f"pid {self.pid} on {self.host}"
+    def answer(self, verdict: bytes) -> bytes:
+        """The verdict as it is sent, with the listener's own proof.
 
-
-@dataclass(frozen=True)
-class Verdict:
-    """Rank 0's answer.
-
-    Attributes:
-        word: ``welcome``; ``refused``; ``other``, this is another job's rank 0; ``earlier``, this is rank 0 of an
-            earlier attempt, which will end.
-        said: the pass word for further connections, or why not.
-    """
-
-    word: str
-    said: str = ""
+        Raises:
+            ValueError: it is longer than ``LONGEST_UNPROVEN``.
+        """
+        return _sign(self._key, self._role, b"listener", self._challenges, verdict)
 
 
-def own_claim(rank: int, world_size: int, job: str, attempt: int, opening: int, node_rank: int | None) -> Claim:
-    """The claim of this process."""
-    return Claim(rank, world_size, os.getpid(), this_host().name, job, attempt, opening, node_rank)
-
-
-def greeting() -> bytes:
-    """What rank 0 says first: its last ``CHALLENGE_BYTES`` are the challenge."""
-    return GREETING + os.urandom(CHALLENGE_BYTES)
-
-
-def answer(key: Key, greeted: bytes, claim: Claim) -> tuple[bytes, bytes]:
-    """A rank's answer to rank 0's greeting, and the challenge in it.
-
-    Raises:
-        NoProof: no rank 0 of Phalanx says that.
-    """
-    if len(greeted) != GREETING_BYTES or not greeted.startswith(GREETING):
-        raise NoProof
-    own = os.urandom(CHALLENGE_BYTES)
-    words = json.dumps(asdict(claim)).encode()
-    digest = _digest(key, b"rank", greeted[-CHALLENGE_BYTES:], own, words)
-    return GREETING + own + digest + _LENGTH.pack(len(words)) + words, own
-
-
-def claimed(key: Key, greeted: bytes, data: bytes | bytearray) -> tuple[Claim, bytes, int] | None:
-    """What a rank claims, if it has proven that it may: the claim, its challenge, and how many bytes that took.
+class Challenge:
+    """The listener's side of one handshake.
 
     Args:
-        key: the job's.
-        greeted: the greeting that this connection was given.
-        data: what has come from it so far; None is returned while that is not all.
+        key: the job's key.
+        role: what listens here; the caller must expect the same.
+
+    Attributes:
+        greeting: what is sent as soon as the connection has been accepted.
+    """
+
+    def __init__(self, key: Key, role: str) -> None:
+        self._key = key
+        self._role = role
+        self._own = os.urandom(_CHALLENGE_BYTES)
+        self.greeting = GREETING + self._own
+
+    def check(self, data: bytes | bytearray) -> Proven | None:
+        """Judge what the caller has sent so far; None while more must come.
+
+        Raises:
+            NoProof, WrongKey: the caller has proven nothing, and never will on this connection.
+        """
+        if not data.startswith(GREETING[: len(data)]):
+            raise NoProof
+        end = _end_of_signed(data, _SIGNED)
+        if end is None or len(data) < end:
+            return None
+        theirs = bytes(data[len(GREETING) : GREETING_BYTES])
+        signed = bytes(data[GREETING_BYTES:end])
+        if not _is_right(self._key, self._role, b"caller", self._own + theirs, signed):
+            raise WrongKey(_sign(self._key, self._role, b"listener", theirs + self._own, b""))
+        return Proven(_content(signed), end, self._key, self._role, theirs + self._own)
+
+
+class Response:
+    """The caller's side of one handshake.
+
+    Args:
+        key: the job's key.
+        role: what should listen there.
+        greeting: what the listener has sent, ``GREETING_BYTES`` of it.
+        claim: what the caller says of itself.
+
+    Attributes:
+        message: what is sent in answer to the greeting.
 
     Raises:
-        NoProof, WrongKey: it has proven nothing.
+        NoProof: Phalanx does not greet like that.
+        ValueError: the claim is longer than ``LONGEST_UNPROVEN``.
     """
-    if not data.startswith(GREETING[: len(data)]):
-        raise NoProof
-    if len(data) < _ANSWER_BYTES:
-        return None
-    (length,) = _LENGTH.unpack_from(data, _ANSWER_BYTES - _LENGTH.size)
-    if length > LONGEST_WORDS:
-        raise NoProof
-    end = _ANSWER_BYTES + length
-    if len(data) < end:
-        return None
-    theirs = bytes(data[len(GREETING) : GREETING_BYTES])
-    digest, words = bytes(data[GREETING_BYTES : GREETING_BYTES + _DIGEST_BYTES]), bytes(data[_ANSWER_BYTES:end])
-    if not hmac.compare_digest(digest, _digest(key, b"rank", greeted[-CHALLENGE_BYTES:], theirs, words)):
-        raise WrongKey
-    return _claim(words), theirs, end
+
+    def __init__(self, key: Key, role: str, greeting: bytes, claim: bytes) -> None:
+        if len(greeting) != GREETING_BYTES or not greeting.startswith(GREETING):
+            raise NoProof
+        own, theirs = os.urandom(_CHALLENGE_BYTES), greeting[len(GREETING) :]
+        self._key = key
+        self._role = role
+        self._challenges = own + theirs
+        self.message = GREETING + own + _sign(key, role, b"caller", theirs + own, claim)
+
+    def missing(self, data: bytes | bytearray) -> int:
+        """How many bytes of the answer are certainly missing; 0 once ``data`` is all of it.
+
+        Raises:
+            NoProof: an answer does not begin like this.
+        """
+        end = _end_of_signed(data, _DIGEST_BYTES)
+        return (_DIGEST_BYTES + PREFIX_BYTES if end is None else end) - len(data)
+
+    def check(self, data: bytes) -> bytes:
+        """The verdict in the listener's answer.
+
+        Raises:
+            WrongKey: the listener has not proven that it knows the key.
+        """
+        if not _is_right(self._key, self._role, b"listener", self._challenges, data):
+            raise WrongKey
+        return _content(data)
 
 
-def _claim(words: bytes) -> Claim:
-    """The claim in these words. With an open join anybody can prove the key, so it is not believed to be one yet."""
+def _sign(key: Key, role: str, side: bytes, challenges: bytes, content: bytes) -> bytes:
+    return _digest(key, role, side, challenges, content) + frame(content, longest=LONGEST_UNPROVEN)
+
+
+def _is_right(key: Key, role: str, side: bytes, challenges: bytes, signed: bytes) -> bool:
+    expected = _digest(key, role, side, challenges, _content(signed))
+    return hmac.compare_digest(signed[:_DIGEST_BYTES], expected)
+
+
+def _content(signed: bytes) -> bytes:
+    return signed[_DIGEST_BYTES + PREFIX_BYTES :]
+
+
+def _end_of_signed(data: bytes | bytearray, start: int) -> int | None:
     try:
-        claim = Claim(**json.loads(words))
-    except (TypeError, ValueError, RecursionError):
-        raise NoProof from None
-    numbers = (claim.rank, claim.world_size, claim.pid, claim.attempt, claim.opening, claim.node_rank or 0)
-    texts = (claim.host, claim.job, claim.pass_word)
-    if not all(type(number) is int for number in numbers) or not all(isinstance(text, str) for text in texts):
-        raise NoProof
-    # It will be printed.
-    return replace(claim, host="".join(letter for letter in claim.host[:255] if letter.isprintable()))
-
-
-def verdict(key: Key, greeted: bytes, theirs: bytes, what: Verdict) -> bytes:
-    """Rank 0's verdict, with its own proof."""
-    words = json.dumps(asdict(what)).encode()[:LONGEST_WORDS]
-    return _digest(key, b"rank 0", theirs, greeted[-CHALLENGE_BYTES:], words) + _LENGTH.pack(len(words)) + words
-
-
-def verdict_length(data: bytes | bytearray) -> int:
-    """How many bytes the verdict has in all; how many it takes to know that, while fewer are there.
-
-    Raises:
-        NoProof: no verdict begins like this.
-    """
-    if len(data) < _VERDICT_BYTES:
-        return _VERDICT_BYTES
-    (length,) = _LENGTH.unpack_from(data, _DIGEST_BYTES)
-    if length > LONGEST_WORDS:
-        raise NoProof
-    return _VERDICT_BYTES + int(length)
-
-
-def read_verdict(key: Key, greeted: bytes, own: bytes, data: bytes) -> Verdict:
-    """What rank 0 says, if it has proven that it is.
-
-    Raises:
-        WrongKey: it has not.
-        NoProof: it has, but speaks another version.
-    """
-    words = data[_VERDICT_BYTES:]
-    if not hmac.compare_digest(data[:_DIGEST_BYTES], _digest(key, b"rank 0", own, greeted[-CHALLENGE_BYTES:], words)):
-        raise WrongKey
-    try:
-        return Verdict(**json.loads(words))
-    except (TypeError, ValueError):
+        return end_of_frame(data, start, longest=LONGEST_UNPROVEN)
+    except Malformed:
         raise NoProof from None
 
 
-def _digest(key: Key, role: bytes, first: bytes, second: bytes, words: bytes) -> bytes:
-    return hmac.digest(key.secret, role + b"\n" + first + second + words, "sha256")
+def _digest(key: Key, role: str, side: bytes, challenges: bytes, content: bytes) -> bytes:
+    return hmac.digest(key.secret, role.encode() + b"\n" + side + b"\n" + challenges + content, "sha256")

@@ -1,18 +1,18 @@
 """``--bind``: which cores each rank may run on.
 
-Not bound by default, as with torchrun, Hydra and srun. Open MPI and Intel MPI bind by default, and what their users
-learn the hard way is that two jobs on one machine are then bound to the same cores while others idle, and that the
-workers of a data loader, which inherit the binding, crowd onto their rank's share. Who has the machine to himself can
-bind: a rank's threads then stay near their caches and its memory.
+By default ranks are not bound, as with torchrun, Hydra and srun. Open MPI and Intel MPI do bind by default, with two
+surprises for their users: two jobs on one machine are bound to the same cores while others idle, and the workers of a
+data loader, which inherit the binding, crowd onto the cores of their rank. A user who has the machine alone can bind:
+the threads of a rank then stay near their caches and the rank's memory.
 
-Cores are the logical ones that this process may use (affinity, and with it cpuset); ranks get whole physical cores as
-long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node by NUMA node.
+Cores are the logical ones that this process may use (its affinity, and with it the cpuset). Ranks get whole physical
+cores as long as there are enough of them. Neighbouring ranks get neighbouring cores, NUMA node by NUMA node.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,12 +27,12 @@ Bind = Literal["none", "core", "numa"]
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """One logical core, in the order in which cores lie beside each other.
+    """One logical core. Sorted, cores that are near each other follow each other.
 
     Attributes:
-        numa_node: whose memory is near.
-        physical: the first logical core of the same physical one.
-        cpu: its number.
+        numa_node: the NUMA node whose memory is near.
+        physical: the number of the first logical core of the same physical core.
+        cpu: its own number.
     """
 
     numa_node: int
@@ -44,8 +44,8 @@ def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
     """The logical cores that this process may run on.
 
     Args:
-        system: where the kernel describes the machine. What it does not say counts as one NUMA node, and as one
-            physical core for each logical one.
+        system: the folder in which the kernel describes the machine. If something is missing there, all cores count
+            as one NUMA node, and each logical core as a physical one.
     """
     node_of: dict[int, int] = {}
     for directory in Path(system, "node").glob("node[0-9]*"):
@@ -58,21 +58,21 @@ def usable_cpus(system: str = "/sys/devices/system") -> list[Core]:
     return sorted(found)
 
 
-def bind_ranks(bind: Bind, ranks: int, cores: Sequence[Core], most: int | None = None) -> list[tuple[int, ...]]:
-    """The logical cores of each rank; empty if ranks are not bound.
+def bind_ranks(
+    bind: Literal["core", "numa"], ranks: int, cores: Sequence[Core], most: int | None = None
+) -> list[tuple[int, ...]]:
+    """The logical cores of each rank.
 
     Args:
-        bind: ``core`` divides the cores among the ranks, none belongs to two. ``numa`` gives a rank all usable cores of
-            one NUMA node, and each node as many ranks as its share of the cores.
+        bind: ``core`` divides the cores among the ranks, and no core is given to two. ``numa`` gives a rank all usable
+            cores of one NUMA node, and each node as many ranks as its share of the cores.
         ranks: how many ranks share this host.
-        cores: what there is.
+        cores: those that the ranks may use.
         most: how many of them may be busy at a time, if a cgroup allows fewer than all.
 
     Raises:
         LaunchError: there are fewer cores than ranks, for ``core``.
     """
-    if bind == "none":
-        return []
     cores = sorted(cores)
     if bind == "numa":
         # The node in which the middle of the rank's share lies.
@@ -93,17 +93,13 @@ def bind_ranks(bind: Bind, ranks: int, cores: Sequence[Core], most: int | None =
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """The numbers in a list of the kernel's: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    """The numbers in a list as the kernel writes it: ``0-3,8`` is 0, 1, 2, 3, 8."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         low, _, high = part.partition("-")
         if low.isdigit() and (high or low).isdigit():
-            numbers += _span(int(low), int(high or low))
+            numbers += range(int(low), int(high or low) + 1)
     return numbers
-
-
-def _span(low: int, high: int) -> Iterable[int]:
-    return range(low, high + 1)
 
 
 def _read(path: Path) -> str:

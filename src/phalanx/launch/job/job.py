@@ -1,4 +1,4 @@
-"""What is to be started, decided before anything is: pure values, so that a dry run prints the truth."""
+"""The job: everything that is decided before a process is started, as plain values, so that a dry run can print it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx import settings
-from phalanx.errors import LaunchError
+from phalanx.errors import DeviceError, InitializationError, LaunchError
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
 from phalanx.launch.job.mpi_launcher import MpiLauncher, how_to_bind
@@ -24,7 +24,7 @@ from phalanx.system.limits import usable_cores
 from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 
-__all__ = ["Job", "make_job", "threads_per_rank"]
+__all__ = ["Job", "make_job"]
 
 MASTER_ADDR = "127.0.0.1"
 
@@ -34,26 +34,28 @@ class Job:
     """A job, on this host unless an MPI launcher starts it.
 
     Attributes:
-        ranks: how many processes to start.
-        target: what each of them runs.
-        run_id: a name no other job has; ``PHALANX_RUN_ID`` in the ranks.
+        ranks: the number of processes to start.
+        target: the script, module or program that each of them runs.
+        run_id: a name that no other job has; ``PHALANX_RUN_ID`` in the ranks.
         host: this machine's name.
-        cores: cores the job may use, all ranks together.
-        threads: ``OMP_NUM_THREADS`` of each rank; empty if its cores, which are not known yet, decide.
-        grace_s: seconds a rank is given to end after it was asked to.
-        quiet: print neither the table nor notices.
+        cores: the number of cores that all ranks together may use.
+        threads: ``OMP_NUM_THREADS`` of each rank. It is empty if it depends on the cores of the rank's host, which are
+            not known yet.
+        grace_s: how many seconds a rank that was asked to end may take before it is killed.
+        quiet: print neither the rank table nor notes.
         prefix: write ``[rank 3]`` before each line of output.
-        mpi: what starts the ranks; None for the built-in launcher.
-        hosts: where they run, each with its number of ranks; empty for this host, or where the MPI launcher decides.
-        address: where the ranks find the launcher, and the store.
-        rehearsal: the hosts that the ranks are told they are on; None for where they are.
+        mpi: the MPI launcher that starts the ranks; None for the built-in launcher.
+        hosts: the hosts of the ranks, each with its number of ranks; empty if all run here, or if the MPI launcher
+            chooses.
+        address: the address at which ranks reach the launcher, and the store.
+        rehearsal: the hosts on which the ranks shall believe to be; None for their real host.
         bind: how ranks are bound to cores.
         cpus: the logical cores of each rank; empty if they are not bound.
-        device: ``PHALANX_DEVICE`` of the ranks; None for what the user's environment says, or the machine has.
+        device: ``PHALANX_DEVICE`` of the ranks; None to leave the user's environment, or else the machine, to decide.
         pass_local_rank: give the target ``--local_rank``, before its own arguments.
-        replace: the backends for which Phalanx's stands in.
+        replace: the backends that the backend ``phalanx`` replaces.
         interface: the network interface that ranks use; empty for the one that routes to the others.
-        key: what proves that a process is one of this job's ranks.
+        key: a secret, by which a process proves that it is one of this job's ranks.
     """
 
     ranks: int
@@ -84,14 +86,14 @@ class Job:
         return title if self.rehearsal is None else f"{title}, {self.rehearsal.title(self.host)}"
 
     def target_of(self, local_rank: int) -> Target:
-        """What the rank with this local rank runs."""
+        """The target of the rank with this local rank."""
         if not self.pass_local_rank:
             return self.target
         first, *own = self.target.argv
         return dataclasses.replace(self.target, argv=(first, f"--local_rank={local_rank}", *own))
 
     def rows(self) -> list[RankRow]:
-        """The rank table of this job, as far as it is known before anything has been started."""
+        """The rank table of this job, as far as it is known before a rank has been started."""
         threads = int(self.threads.partition(",")[0]) if self.threads else None
         if self.mpi is not None:
             seats = [
@@ -124,18 +126,18 @@ class Job:
         ]
 
     def device_of(self, local_rank: int) -> str:
-        """What the rank will compute on, as far as that can be told without torch."""
+        """The device of the rank, as far as it can be known without importing torch; ``?`` if it cannot."""
         if self.device is None:
             return "?" if accelerator_files() else "cpu"
         return self.device if self.device == "cpu" or ":" in self.device else f"{self.device}:{local_rank}"
 
     def environment(self, rank: int, *, port: int, rows: Sequence[RankRow] | None = None) -> dict[str, str]:
-        """What is added to the environment of ``rank``: everything torchrun sets, and Phalanx's own.
+        """The variables added to the environment of ``rank``: all those that torchrun sets, and Phalanx's own.
 
         Args:
             rank: the process, from 0 to ``ranks - 1``.
-            port: where the store listens, or will be opened by rank 0 of a program that is not Python.
-            rows: where the ranks are, in their order; by default as planned.
+            port: the port of the store. If the target is not Python, there is no store, and rank 0 may listen there.
+            rows: the rank table; by default that of :meth:`rows`.
         """
         if rows is None and self.mpi is None:
             rows = self.rows()
@@ -171,13 +173,13 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.run_id,
-            # "True": the launcher hosts the store, so every rank is a client and rank 0 may leave first.
+            # If the launcher hosts the store, every rank is a client of it, and rank 0 may end first.
             "TORCHELASTIC_USE_AGENT_STORE": str(self.target.is_python or self.mpi is not None),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "OMP_NUM_THREADS": threads,
             settings.RUN_ID: self.run_id,
-            # So that phalanx.init() does not print the table a second time.
+            # With this variable phalanx.init() does not print the table a second time.
             settings.TABLE_SHOWN: "1",
             **({} if self.device is None else {settings.DEVICE: self.device}),
             **({} if self.rehearsal is None else self.rehearsal.environment(node_rank)),
@@ -185,11 +187,11 @@ class Job:
         }
 
     def before_torch(self) -> dict[str, str]:
-        """What must be in the environment when torch is imported, which may be before there are ranks."""
+        """The variables that must be set when torch is imported, which may be before there are ranks."""
         return {settings.REPLACE: ",".join(self.replace)} if self.replace else {}
 
     def warnings(self) -> list[str]:
-        """What the user should know before the job runs, one line each."""
+        """Notes for the user before the job runs, one line each."""
         warnings = [] if self.rehearsal is None else [self.rehearsal.note()]
         if self.mpi is None and self.ranks > self.cores:
             warnings.append(
@@ -199,17 +201,17 @@ class Job:
         return warnings
 
 
-def threads_per_rank(ranks: int, cores: int, environment: Mapping[str, str]) -> str:
-    """``OMP_NUM_THREADS`` for each rank: the user's own value, or an equal share of the cores, at least 1.
+def _threads_per_rank(cores: int, environment: Mapping[str, str]) -> str:
+    """``OMP_NUM_THREADS`` for each rank: the user's own value, or as many as the rank has cores, at least 1.
 
     Raises:
-        LaunchError: the user's value is not a number, or a list of numbers, of threads.
+        LaunchError: the user's value is not a number of threads, or a list of such numbers.
     """
     own = environment.get("OMP_NUM_THREADS", "")
     if not own:
-        return str(max(1, cores // ranks))
+        return str(max(1, cores))
     if not all(part.strip().isdigit() and int(part) > 0 for part in own.split(",")):
-        raise LaunchError(f"OMP_NUM_THREADS is {own!r}, which is no number of threads; correct or unset it")
+        raise LaunchError(f"OMP_NUM_THREADS={own!r} is not a number of threads; correct or unset it")
     return own
 
 
@@ -235,26 +237,26 @@ def make_job(
     """Lay out ``ranks`` processes.
 
     Args:
-        ranks: how many; at least 1. None for one, or for as many as the hosts take.
-        target: what each runs.
-        grace_s: seconds between asking a rank to end and killing it.
-        quiet: print neither the table nor notices.
+        ranks: the number of ranks, at least 1. None for one, or for as many as the hosts take.
+        target: the script, module or program that each rank runs.
+        grace_s: how many seconds a rank that was asked to end may take before it is killed.
+        quiet: print neither the rank table nor notes.
         prefix: write ``[rank 3]`` before each line of output.
-        mpi: what starts them; None for the built-in launcher, on this host.
-        hosts: where they may run; only with ``mpi``.
-        ppn: the most that a host takes.
-        address: where ranks on other hosts reach this one; found out by default.
-        rehearsal: the hosts to place them on in words only; it says how many ranks there are.
+        mpi: the MPI launcher that starts them; None for the built-in launcher, on this host.
+        hosts: the hosts on which they may run; only with ``mpi``.
+        ppn: the most ranks that a host takes.
+        address: the address at which ranks on other hosts reach this one; by default it is found out.
+        rehearsal: the hosts on which the ranks shall believe to be. The number of ranks follows from it.
         bind: how ranks are bound to cores.
-        device: where they compute: ``cpu``, ``cuda``, ``cuda:1``, …
+        device: the device on which they compute: ``cpu``, ``cuda``, ``cuda:1``, …
         pass_local_rank: give the target ``--local_rank``.
-        replace: the backends for which Phalanx's stands in.
+        replace: the backends that the backend ``phalanx`` replaces.
         interface: the network interface that ranks use; by default the one that routes to the others.
-        environment: where the user's own settings are read; ``os.environ`` by default.
+        environment: the variables in which the user's own settings are read; ``os.environ`` by default.
 
     Raises:
-        LaunchError: the number of ranks or of threads makes no sense, the hosts do not take them, there are fewer cores
-            than ranks to bind, or two options contradict each other.
+        LaunchError: the number of ranks or of threads is not possible, the hosts do not take so many ranks, there are
+            fewer cores than ranks to bind, or two options contradict each other.
     """
     if environment is None:
         environment = os.environ
@@ -263,16 +265,19 @@ def make_job(
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
     if mpi is None and (hosts or ppn is not None or address is not None):
         raise LaunchError(
-            "--hosts, --hostfile, --ppn and --address are for an MPI launcher to carry out; the built-in one starts "
-            "ranks on this machine. Add --mpi mpiexec"
+            "--hosts, --hostfile, --ppn and --address need an MPI launcher, because the built-in one starts ranks only "
+            "on this machine. Add --mpi mpiexec"
         )
     if ppn is not None and (ppn < 1 or not hosts):
-        raise LaunchError(f"--ppn {ppn}: is how many ranks each host of --hosts or --hostfile takes, at least 1")
-    if interface is not None and mpi is None and interface not in interfaces.interface_addresses():
         raise LaunchError(
-            f"--interface {interface}: this host has none of that name; its interfaces are "
-            f"{interfaces.describe_interfaces()}"
+            f"--ppn {ppn}: limits the ranks of each host to N, at least 1; it needs the hosts of --hosts or --hostfile"
         )
+    # An MPI launcher may start the ranks on other hosts only.
+    if interface is not None and mpi is None:
+        try:
+            interfaces.chosen_interface({settings.INTERFACE: interface})
+        except InitializationError as error:
+            raise LaunchError(f"--interface sets {error}") from None
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
     count = count if rehearsal is None else rehearsal.ranks
@@ -280,7 +285,7 @@ def make_job(
     cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" else []
     shared = Counter(cpus)
     # A rank's threads are as many as its cores, divided by the ranks that are bound to the same ones.
-    threads = threads_per_rank(1, min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
+    threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if mpi is not None and not environment.get("OMP_NUM_THREADS"):
         threads = ""
     return Job(
@@ -312,21 +317,24 @@ def _check_together(
 ) -> None:
     """Refuse options that cannot both be carried out."""
     if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
-        raise LaunchError(f"--device {device}: is no device. Say cpu, cuda, cuda:1 or the like, as torch does")
+        raise LaunchError(DeviceError.not_a_device(f"--device {device}"))
     if mpi is not None and bind != "none":
         raise LaunchError(f"--bind {bind}: an MPI launcher binds its ranks by options of its own: {how_to_bind(bind)}")
     if rehearsal is None:
         return
     if mpi is not None:
         raise LaunchError(
-            "--rehearse places ranks on hosts that are not there, which an MPI launcher cannot; leave one"
+            "--rehearse places ranks on hosts that do not exist, which an MPI launcher cannot do; leave --rehearse or "
+            "--mpi out"
         )
     if ranks is not None and ranks != rehearsal.ranks:
         raise LaunchError(
             f"-n {ranks} contradicts --rehearse {rehearsal.given}, which is {rehearsal.ranks} ranks; leave -n out"
         )
     if device not in (None, "cpu"):
-        raise LaunchError(f"--device {device}: a rehearsal has the CPU in place of devices; leave one of the two out")
+        raise LaunchError(
+            f"--device {device}: a rehearsal computes on the CPU in place of devices; leave --device or --rehearse out"
+        )
 
 
 def _address(

@@ -1,17 +1,17 @@
-"""What the user asked to run: a Python script, a Python module, or any other program.
+"""The target of a job: a Python script, a Python module, or any other program.
 
-The launcher must know before it starts anything, for two reasons. A Python target is compiled once and run
-inside processes that have already imported torch; any other program has to be exec'd and gains nothing from
-torch. And a mistyped name is worth one line, not one traceback a rank.
+The launcher must know which of these it is before it starts anything, for two reasons. A Python target is compiled
+once and run inside processes that have already imported torch; any other program has to be exec'd and gains nothing
+from torch. And a mistyped name should cost the user one line, not one traceback from each rank.
 
-What counts as Python:
+These count as Python:
 
 - a file named ``.py``, ``.pyw`` or ``.pyc``;
 - a directory or a zip archive with a ``__main__.py``;
-- a file whose first line names a Python interpreter, when that is the one running now or is looked up with
-  ``env``. A script that names another interpreter (another environment's, say) is executed with that one.
+- a file whose first line names a Python interpreter, if that is the one running now or is to be found with
+  ``env``. A script that names another interpreter, such as that of another environment, is executed with that one.
 
-Everything else that is executable is a program. A name that is no file is looked up on PATH.
+Everything else that is executable is a program. A name that is not a file is searched on PATH.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ Kind = Literal["script", "bytecode", "archive", "module", "program"]
 
 @dataclass(frozen=True)
 class Target:
-    """What every rank will run.
+    """The script, module or program that every rank will run.
 
     Attributes:
         kind: ``script`` (source file), ``bytecode`` (``.pyc``), ``archive`` (directory or zip with a
             ``__main__.py``), ``module`` (``-m``) or ``program`` (anything the kernel can execute).
-        name: what the user typed.
+        name: the name that the user typed.
         path: the absolute path of the file, directory or archive.
         argv: ``sys.argv`` as the target will see it.
-        search_path: what goes first on ``sys.path``; empty for a program.
+        search_path: the first entry of ``sys.path``; empty for a program.
     """
 
     kind: Kind
@@ -67,10 +67,10 @@ def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = Fa
     Args:
         name: a file, a directory, a program on PATH; or a module's dotted name.
         arguments: the target's own arguments, untouched.
-        module: look for a module, as ``python -m`` does.
+        module: search for a module, as ``python -m`` does.
 
     Raises:
-        LaunchError: nothing of that name can be run. The message says what was looked for, and where.
+        LaunchError: nothing of that name can be run. The message says what was searched, and where.
     """
     if module:
         return _find_module(name, arguments)
@@ -87,7 +87,7 @@ def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = Fa
 def _classify(name: str, path: str, arguments: tuple[str, ...]) -> Target:
     absolute = os.path.abspath(path)
     argv = (path, *arguments)
-    # As `python script` does it: a linked script finds its neighbours where the real file is.
+    # As with `python script`, a script that is a link imports its neighbours from the folder of the real file.
     beside = os.path.dirname(os.path.realpath(path))
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "__main__.py")):
@@ -118,22 +118,19 @@ def _first_line(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.readline(512)
     except OSError:
-        return b""  # Executable but not readable: a program.
+        return b""  # A file that is executable but not readable is a program.
 
 
 def _names_this_python(first_line: bytes) -> bool:
     if not first_line.startswith(b"#!"):
         return False
-    words = os.fsdecode(first_line[2:]).split()
-    if not words:
-        return False
-    interpreter = words[0]
+    interpreter, *arguments = os.fsdecode(first_line[2:]).split() or [""]
     if os.path.basename(interpreter) == "env":
-        names = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+        names = [name for name in arguments if not name.startswith("-") and "=" not in name]
         return bool(names) and names[0].startswith("python")
     if not os.path.basename(interpreter).startswith("python"):
         return False
-    # Environments share one interpreter through links, so the link itself is compared, not what it points to.
+    # Virtual environments are links to one interpreter, so the folders of the links are compared, not their targets.
     directory = os.path.dirname(interpreter)
     return os.path.realpath(directory) == os.path.realpath(os.path.dirname(sys.executable))
 
@@ -149,7 +146,7 @@ def _find_module(name: str, arguments: tuple[str, ...]) -> Target:
     here = os.getcwd()
     spec = _find_spec(name, [here, *sys.path[_launcher_entries() :]])
     if spec is None:
-        raise LaunchError(f"-m {name}: no module of that name, neither in {here} nor where Python looks")
+        raise LaunchError(f"-m {name}: no module of that name, neither in {here} nor on Python's search path")
     if spec.submodule_search_locations is not None:
         inner = _find_spec("__main__", spec.submodule_search_locations, prefix=name)
         if inner is None:
@@ -159,12 +156,12 @@ def _find_module(name: str, arguments: tuple[str, ...]) -> Target:
 
 
 def _launcher_entries() -> int:
-    """How many entries at the front of ``sys.path`` belong to the launcher's own script (one, or none)."""
+    """The number of entries at the front of ``sys.path`` that belong to the launcher's own script: one, or none."""
     return 0 if getattr(sys.flags, "safe_path", False) or sys.flags.isolated else 1
 
 
 def _find_spec(name: str, path: Iterable[str], prefix: str = "") -> importlib.machinery.ModuleSpec | None:
-    """Find a module without importing its parents: their code belongs to the ranks, not to the launcher."""
+    """Find a module without importing its parent packages: only ranks shall run the user's code."""
     spec: importlib.machinery.ModuleSpec | None = None
     locations: Iterable[str] | None = list(path)
     full = prefix
@@ -185,13 +182,13 @@ def compile_target(target: Target) -> tuple[CodeType | None, importlib.machinery
     """Compile a Python target, once for all ranks.
 
     Returns:
-        The code and the spec that ``__main__`` will carry (None for a plain script, as in ``python script``).
-        Both are None for a program. The code is None for a module without source or bytecode.
+        The code, and the future ``__main__.__spec__``, which is None for a plain script, as with ``python script``.
+        Both are None for a program.
 
     Raises:
         SyntaxError: the target is not valid Python.
         OSError: it could not be read.
-        LaunchError: it holds no code that this Python can run.
+        LaunchError: it has no code that this Python can run.
     """
     if target.kind == "program":
         return None, None

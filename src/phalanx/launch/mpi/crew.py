@@ -6,12 +6,13 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.mpi.wire import ERR, OUT, Channel
-from phalanx.launch.rank.wires import RankEnds
+from phalanx.launch.mpi.channel import ERR, OUT, Channel
+from phalanx.launch.rank.descriptors import RankEnds
+from phalanx.words import format_spans
 
-__all__ = ["Member", "Pipe"]
+__all__ = ["Member", "Pipe", "name_ranks"]
 
-# What may wait here for the supervisor, a stream, before the keeper is no longer heard.
+# How many bytes of a stream may wait here for the supervisor before the keeper's messages are left unread.
 _MOST_WAITING = 1 << 20
 
 
@@ -20,7 +21,7 @@ class Pipe:
     """One output stream of a rank.
 
     Attributes:
-        descriptor: where the supervisor reads, non-blocking.
+        descriptor: the pipe to the supervisor, non-blocking.
         waiting: what it has not taken yet.
     """
 
@@ -46,19 +47,19 @@ class Pipe:
 
 @dataclass(eq=False)
 class Member:
-    """One rank, or a keeper that has not said yet which rank it stands for.
+    """One rank.
 
     Attributes:
-        number: the rank; -1 while unknown.
-        pipes: its output streams; empty while the rank is unknown.
+        number: the rank.
+        pipes: its output streams, by the kind of their frames.
         channel: its keeper's connection; None before it has come and after it has gone.
-        here: what the keeper said when it came.
+        here: what the keeper said when it came; empty before.
         pid: the rank's process id on its host; 0 before it has been forked.
         status: its exit code, or minus the signal that ended it; None while it has not ended.
         ended_at: when, on this host's monotonic clock.
         by_others: whether its keeper ended it because the MPI launcher wanted that.
-        reported: whether it has said why it failed.
-        told: whether the supervisor knows of its end.
+        reported: whether it has reported why it failed.
+        announced: whether the supervisor has been sent its end.
         files: shared memory that it was seen to hold: path, device and inode.
     """
 
@@ -71,7 +72,7 @@ class Member:
     ended_at: float = 0.0
     by_others: bool = False
     reported: bool = False
-    told: bool = False
+    announced: bool = False
     files: dict[str, list[int]] = field(default_factory=dict)
 
     @property
@@ -83,3 +84,13 @@ class Member:
     def congested(self) -> bool:
         """Whether so much waits that its keeper should wait too."""
         return any(len(pipe.waiting) >= _MOST_WAITING for pipe in self.pipes.values())
+
+    @property
+    def host(self) -> tuple[str, str]:
+        """What distinguishes its host from all others, once its keeper has come."""
+        return self.here["machine"], self.here["host"]
+
+
+def name_ranks(numbers: list[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 8``."""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_spans(numbers)}"

@@ -1,18 +1,19 @@
-"""The process beside each rank that an MPI launcher has started: the rank's parent, and its voice.
+"""The process beside each rank that an MPI launcher has started: the rank's parent, and its link to ``phalanx run``.
 
-It connects to ``phalanx run``, says which rank it stands for and where, waits until all are there and it is told what
-to run, forks the rank, and from then on hands on what the rank prints, what it reports, and how it ends, in that
-order. It is the subreaper of everything below it, so nothing the rank has started outlives the rank.
+It connects to ``phalanx run``, reports which rank it stands for and on which host, waits for the order that says what
+to run, and forks the rank. From then on it hands on what the rank prints, what it reports, and how it ends, in that
+order. It is the subreaper of everything below it, so no process that the rank has started outlives the rank.
 
-Whoever wants the rank to end:
+There are four ways in which the rank is made to end:
 
-- ``phalanx run`` says so: the rank is asked, and after the grace killed;
-- the shim is asked to end (SIGTERM and the like), because the MPI launcher ends the job or the batch system does: the
-  rank gets a moment to end by itself, for it may be the one that has just called ``MPI_Abort`` and its exit code is
-  the one that counts; then the same as above, and ``phalanx run`` is told whose doing it was;
-- the shim is killed: so is the rank, at once. Hydra ends a job like that, and its ``MPI_Abort`` does not even end the
-  process that calls it; what that process has printed says that it did;
-- the connection is lost: the rank is killed at once, like all others.
+- ``phalanx run`` orders it: the rank is sent a signal, and killed after the grace.
+- The shim is asked to end (SIGTERM and the like), because the MPI launcher ends the job, or the batch system does. The
+  rank first gets a moment to end by itself, because it may be the one that has just called ``MPI_Abort``, and then its
+  exit code is the one that counts. After that it ends as above, and ``phalanx run`` learns that the rank was not the
+  cause.
+- The shim is killed: so is the rank, at once. Some MPI launchers end a job like that. ``MPI_Abort`` may then not even
+  end the process that calls it; what that process has printed shows that it did.
+- The connection is lost: the rank is killed at once, and so are all others, by their keepers.
 """
 
 from __future__ import annotations
@@ -31,24 +32,23 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of, session_folder
 from phalanx.launch.job.target import Target, compile_target
+from phalanx.launch.mpi.channel import IN, Lost, join
+from phalanx.launch.mpi.child import Child
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
-from phalanx.launch.mpi.wire import IN, MESSAGE, Channel, Lost, join
+from phalanx.launch.rank.descriptors import RankEnds, report_name
 from phalanx.launch.rank.start import RankStart, enter_rank
-from phalanx.launch.rank.wires import RankEnds, report_name
 from phalanx.system import processes
 from phalanx.system.host import this_host
 
 __all__ = ["ASKED", "PASSED_ON", "keep"]
 
-# How much of the rank's output may wait for the network before the rank has to.
+# How many bytes of the rank's output may wait for the network before the rank has to.
 _MOST_WAITING = 1 << 20
 # How long a rank may take to end by itself once the MPI launcher wants it to.
 _OWN_END_S = 0.25
-# A file appears before it is mapped.
-_SECOND_LOOK_S = 0.05
-# How long a rank that is to be signalled may take to stand still; one that is in the kernel finishes there first.
-_STANDSTILL_S = 0.02
+# A file appears before it is mapped, so the processes are checked a second time after this.
+_SECOND_POLL_S = 0.05
 # How long other ranks may still hold shared memory once all are to end.
 _SHARED_S = 0.5
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -59,135 +59,141 @@ def keep(kind: str, shim: int, handlers: dict[int, Any]) -> RankStart:
     """Be the keeper; called in the child of the shim's fork, with the signals that it handles blocked.
 
     Args:
-        kind: whose MPI launcher started the shim.
-        shim: a pipe on which the shim tells of signals, and of its end.
+        kind: which MPI launcher started the shim.
+        shim: a pipe by which the shim passes on the signals that it receives; its end is the shim's end.
         handlers: the signal handlers that the interpreter started with, which the rank gets back.
 
     Returns:
         In the rank, its start. The keeper itself never returns.
     """
-    own = _Keeper(kind, shim, handlers)
+    keeper = os.getpid()
     try:
-        return own.run(os.environ.pop(settings.MPI_JOIN))
+        own = _Keeper(kind, shim, _wake_up_by_signals(shim, handlers), handlers, os.environ.pop(settings.MPI_JOIN))
     except LaunchError as error:
-        own.give_up(f"phalanx: {error}\n")
+        _give_up(f"phalanx: {error}\n")
     except BaseException:
-        if os.getpid() == own.pid:
+        _give_up(traceback.format_exc())
+    try:
+        while True:
+            start = own.turn()
+            if start is not None:
+                return start
+    except BaseException:
+        if os.getpid() == keeper:
             own.give_up(traceback.format_exc())
         raise
 
 
+def _wake_up_by_signals(shim: int, handlers: dict[Any, Any]) -> tuple[int, int]:
+    """Become a process of its own in which signals do nothing but write to a pipe; the pipe's two ends."""
+    os.setsid()
+    processes.adopt_orphans()
+    processes.set_name("phalanx-keeper")
+    wakeup = os.pipe()
+    for descriptor in (*wakeup, shim):
+        os.set_blocking(descriptor, False)
+    for signum in handlers:
+        signal.signal(signum, lambda *_: None)
+    signal.set_wakeup_fd(wakeup[1], warn_on_full_buffer=False)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    return wakeup
+
+
 class _Keeper:
-    def __init__(self, kind: str, shim: int, handlers: dict[Any, Any]) -> None:
-        self.pid = os.getpid()
+    """A keeper that has joined ``phalanx run``, which is what making this object does.
+
+    Raises:
+        LaunchError: ``phalanx run`` cannot be reached, or the MPI launcher did not say which rank this is.
+    """
+
+    def __init__(
+        self, kind: str, shim: int, wakeup: tuple[int, int], handlers: dict[int, Any], invitation: str
+    ) -> None:
         self.kind = kind
         self.shim = shim
+        self.wakeup = wakeup
         self.handlers = handlers
-        self.channel: Channel | None = None
-        self.watch = SharedMemoryWatch()
-        self.streams: Streams | None = None
-        self.rank = -1
-        self.child = 0
-        self.grace_s = 1.0
-        self.report = -1
-        self.reported = b""
-        self.connected = True
-        self.asked_by_others = False
-        self.ended = False
-        self.asked_at: float | None = None
-        self.ask_with = int(signal.SIGTERM)
-        self.kill_at: float | None = None
-        self.look_at: float | None = None
-        self.wakeup = (-1, -1)
-
-    def run(self, invitation: str) -> RankStart:
-        """Join, fork, watch. Returns the start in the rank only."""
-        os.setsid()
-        processes.adopt_orphans()
-        processes.set_name("phalanx-keeper")
-        self.wakeup = os.pipe()
-        for descriptor in (*self.wakeup, self.shim):
-            os.set_blocking(descriptor, False)
-        for signum in self.handlers:
-            signal.signal(signum, lambda *_: None)
-        signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        said = place_of(self.kind, os.environ)
-        self.rank = said["rank"]
+        said = place_of(kind, os.environ)
+        self.rank: int = said["rank"]
         try:
             self.channel = join(invitation)
         except OSError as error:
             where = invitation.rpartition(":")[0]
-            self.give_up(
-                f"phalanx: rank {self.rank} on {this_host().name} could not reach phalanx run at {where}: {error}\n"
-                f"  is that address reachable from here? Choose another one with --address\n"
-            )
+            raise LaunchError(
+                f"rank {self.rank} on {this_host().name} could not reach phalanx run at {where}: {error}\n"
+                f"  is that address reachable from here? Choose another one with --address"
+            ) from error
+        self.connected = True
+        self.watch = SharedMemoryWatch()
+        self.child: Child | None = None
+        self.ended = False
+        self.asked_at: float | None = None
+        self.ask_with = int(signal.SIGTERM)
+        self.poll_at: float | None = None
         self.channel.say(event="here", pid=os.getpid(), cpus=sorted(os.sched_getaffinity(0)), **said, **_host())
-        while True:
-            start = self.turn()
-            if start is not None:
-                return start
 
     # One turn of the event loop.
 
     def turn(self) -> RankStart | None:
+        """Wait for something, and act on it. Returns the rank's start in the rank only."""
         channel = self.channel
-        assert channel is not None
         poll = select.poll()
         if self.connected:
             poll.register(channel, select.POLLIN | (select.POLLOUT if channel.waiting else 0))
         for descriptor in (self.wakeup[0], self.shim, self.watch.descriptor):
             if descriptor is not None and descriptor >= 0:
                 poll.register(descriptor, select.POLLIN)
-        streams = self.streams
+        streams = self.child.streams if self.child is not None else None
         if streams is not None:
             for descriptor in streams.outputs if channel.waiting < _MOST_WAITING else ():
                 poll.register(descriptor, select.POLLIN)
             if streams.input >= 0:
-                # With nothing to write, this hears of the reader's end only.
+                # With nothing to write, this reports only that the reader has gone.
                 poll.register(streams.input, select.POLLOUT if streams.hungry else 0)
         ready = dict(poll.poll(self._patience_ms()))
         if self.wakeup[0] in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self.wakeup[0], 4096)
-            self._send_report()
+            if self.child is not None:
+                self.child.send_report()
         if self.shim in ready:
-            self._hear_shim()
+            self._read_shim()
         if self.watch.descriptor in ready:
             self.watch.drain()
-            self._look()
-            self.look_at = time.monotonic() + _SECOND_LOOK_S
+            if self.child is not None:
+                self.child.note_files()
+            self.poll_at = time.monotonic() + _SECOND_POLL_S
         if streams is not None:
             for descriptor in [descriptor for descriptor in streams.outputs if descriptor in ready]:
                 self._send(*streams.read(descriptor))
             if streams.input in ready and streams.feed():
                 self._say(event="wants")
-        start = self._hear_launcher(ready.get(channel.fileno(), 0)) if self.connected else None
+        start = self._read_orders(ready.get(channel.fileno(), 0)) if self.connected else None
         if start is None:
             self._act_on_time()
             self._reap()
         return start
 
     def _patience_ms(self) -> float | None:
-        times = [when for when in (self.asked_at, self.kill_at, self.look_at) if when is not None]
+        kill_at = self.child.kill_at if self.child is not None else None
+        times = [when for when in (self.asked_at, kill_at, self.poll_at) if when is not None]
         return max(0.0, (min(times) - time.monotonic()) * 1000 + 1) if times else None
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
-        if self.look_at is not None and now >= self.look_at:
-            self.look_at = None
-            self._look()
+        if self.poll_at is not None and now >= self.poll_at:
+            self.poll_at = None
+            if self.child is not None:
+                self.child.note_files()
         if self.asked_at is not None and now >= self.asked_at:
             self.asked_at = None
-            if self.child:
-                self.asked_by_others = True
-                self._end(self.ask_with, self.grace_s)
-        if self.kill_at is not None and now >= self.kill_at:
-            self.kill_at = None
-            if self.child:
-                self._look_before(signal.SIGKILL)
+            if self.child is not None:
+                self.child.by_others = True
+                self.child.end(self.ask_with, self.child.grace_s)
+        if self.child is not None:
+            self.child.kill_if_due(now)
 
-    def _hear_shim(self) -> None:
+    def _read_shim(self) -> None:
         try:
             signals = os.read(self.shim, 64)
         except BlockingIOError:
@@ -199,62 +205,63 @@ class _Keeper:
             return
         for signum in signals:
             if signum in PASSED_ON:
-                if self.child:
-                    processes.send_to_group(self.child, signum)
+                if self.child is not None:
+                    processes.send_to_group(self.child.pid, signum)
                 continue
             self.ask_with = signum
         if any(signum in ASKED for signum in signals) and self.asked_at is None:
             self.asked_at = time.monotonic() + _OWN_END_S
 
     def _kill_with_shim(self) -> None:
-        if not self.child:
-            if not self.ended:
-                self.leave()
-            return
-        self.asked_by_others = True
-        self._end(signal.SIGKILL, 0.0)
+        if self.child is not None:
+            self.child.by_others = True
+            self.child.end(signal.SIGKILL, 0.0)
+        elif not self.ended:
+            self.leave()
 
-    def _hear_launcher(self, events: int) -> RankStart | None:
-        channel = self.channel
-        assert channel is not None
+    def _read_orders(self, events: int) -> RankStart | None:
         if events & select.POLLOUT:
-            channel.flush()
+            self.channel.flush()
         if not events & ~select.POLLOUT:
             return None
         try:
-            frames = channel.receive()
+            frames = self.channel.receive()
         except Lost:
             self.connected = False
-            if self.child:
-                self._end(signal.SIGKILL, 0.0)
-            else:
+            if self.child is None:
                 self.leave()
+            self.child.end(signal.SIGKILL, 0.0)
             return None
         for kind, data in frames:
-            if kind == IN and self.streams is not None:
-                if not data:
-                    self.streams.close_input()
-                elif self.streams.feed(data):
-                    self._say(event="wants")
-            if kind != MESSAGE:
+            if kind == IN:
+                self._feed(data)
                 continue
-            order = _decode(data)
+            order = json.loads(data)
             if order["do"] == "become":
                 start = self._start(order)
                 if start is not None:
                     return start
-            elif order["do"] == "end" and self.child:
-                self._end(order["signal"], order["patience_s"])
+            elif order["do"] == "end":
+                if self.child is not None:
+                    self.child.end(order["signal"], order["patience_s"])
             elif order["do"] == "leave":
                 self.watch.add(order["files"])
                 self.leave()
         return None
 
+    def _feed(self, data: bytes) -> None:
+        """Hand a block of input on to the rank; the empty one is the end."""
+        if self.child is None:
+            return
+        if not data:
+            self.child.streams.close_input()
+        elif self.child.streams.feed(data):
+            self._say(event="wants")
+
     # The rank.
 
     def _start(self, order: dict[str, Any]) -> RankStart | None:
         """Fork the rank. Returns its start in it, None in the keeper, also when it cannot be started."""
-        self.grace_s = order["grace_s"]
         target = Target(**{**order["target"], "argv": tuple(order["target"]["argv"])})
         own = {**carried_environment(order["carried"], os.environ), **order["environment"]}
         try:
@@ -263,21 +270,20 @@ class _Keeper:
         except (OSError, ValueError, EOFError, SyntaxError, LaunchError) as error:
             self._refuse(f"{type(error).__name__}: {error} (on {this_host().name})")
             return None
-        streams = self.streams = Streams(fed=order["input"])
-        self.report = os.memfd_create(report_name(order["run_id"], self.rank))
+        streams = Streams(fed=order["input"])
+        report = os.memfd_create(report_name(order["run_id"], self.rank))
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         keeper = os.getpid()
         try:
-            child = os.fork()
+            pid = os.fork()
         except OSError as error:
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             self._refuse(f"the rank could not be started: {error.strerror} (on {this_host().name})")
             return None
-        if child == 0:
+        if pid == 0:
             signal.set_wakeup_fd(-1)
-            ends = RankEnds(streams.rank_out, streams.rank_err, self.report)
+            ends = RankEnds(streams.rank_out, streams.rank_err, report)
             start = RankStart(self.rank, target, order["run_id"], own, ends, code, spec, keeper)
-            assert self.channel is not None
             self.channel.close()
             self.watch.close()
             streams.keep_rank_ends()
@@ -286,19 +292,18 @@ class _Keeper:
                     os.close(descriptor)
             enter_rank(start, self.handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
             return start
-        self.child = child
+        child = self.child = Child(pid, streams, report, order["grace_s"], self.watch, self._say)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         streams.keep_own_ends()
-        self._let_go(streams)
-        self._say(event="started", pid=child)
+        self._close_all_but(child.own_descriptors())
+        self._say(event="started", pid=pid)
         if streams.input >= 0:
             self._say(event="wants")
         return None
 
-    def _let_go(self, streams: Streams) -> None:
-        """Close what is the rank's: its process manager's socket, and pipes that leaked from the outside."""
-        assert self.channel is not None
-        own = {*self.wakeup, self.shim, self.watch.descriptor, self.report, self.channel.fileno(), *streams.own_ends()}
+    def _close_all_but(self, needed: list[int]) -> None:
+        """Close what is the rank's: its process manager's socket, and pipes that were inherited by mistake."""
+        own = {*needed, *self.wakeup, self.shim, self.watch.descriptor, self.channel.fileno()}
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(null, descriptor)
@@ -313,136 +318,79 @@ class _Keeper:
         self.ended = True
 
     def _send(self, kind: bytes, data: bytes) -> None:
-        if data and self.connected and self.channel is not None:
+        if data and self.connected:
             self.channel.send(kind, data)
 
-    def _send_report(self) -> None:
-        if self.report < 0:
-            return
-        data = os.pread(self.report, os.fstat(self.report).st_size, 0)
-        if data and data != self.reported:
-            self.reported = data
-            with contextlib.suppress(ValueError):
-                report = _decode(data)
-                when = (report.get("phalanx") or {}).get("time")
-                age = 0.0 if when is None else max(0.0, time.monotonic() - when)
-                self._say(event="reported", age=age, report=report)
-
-    def _look(self) -> None:
-        if self.child:
-            new = self.watch.look([self.child, *processes.descendants_of([self.child])])
-            if new:
-                # Whoever is left can remove them if this process cannot.
-                self._say(event="holds", files=new)
-
-    def _look_before(self, signum: int) -> None:
-        """Signal the rank; held still first where that ends it, or it could make another file after the look.
-
-        Not where the rank has a handler: a signal that finds the threads stopped goes to whichever wakes first, and one
-        that an MPI library has started does not wake Python's main thread from its sleep.
-        """
-        if not processes.catches(self.child, signum):
-            processes.send_to_group(self.child, signal.SIGSTOP)
-            processes.wait_until_stopped(self.child, _STANDSTILL_S)
-        self._look()
-        processes.send_to_group(self.child, signum)
-        # A stopped process would not see anything but SIGKILL.
-        processes.send_to_group(self.child, signal.SIGCONT)
-
-    def _end(self, signum: int, patience_s: float) -> None:
-        self._look_before(signum)
-        until = time.monotonic() + patience_s
-        self.kill_at = until if self.kill_at is None else min(until, self.kill_at)
-
     def _reap(self) -> None:
-        if not self.child:
-            # Orphans of an ended rank are reaped with their end.
+        """Report the rank's end, after everything that it has printed."""
+        child = self.child
+        if child is None:
             return
-        info = os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if info is None:
-            self._reap_orphans()
+        found = child.reap()
+        if found is None:
             return
-        now = time.monotonic()
-        self.watch.look(processes.descendants_of([os.getpid()]))
-        # Left a zombie until here: its number, which is also its group's, stayed its own.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.child, signal.SIGKILL)
-        os.waitpid(self.child, 0)
-        self.child = 0
-        self.kill_at = None
-        self._send_report()
-        processes.end_descendants()
-        if self.streams is not None:
-            for kind, data in self.streams.drain():
-                self._send(kind, data)
-        status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-        status = self._note_abort(status)
-        self._say(event="exited", status=status, age=time.monotonic() - now, by_others=self.asked_by_others)
+        status, when = found
+        for kind, data in child.streams.drain():
+            self._send(kind, data)
+        by_others = child.by_others and not self._has_aborted(child, status)
+        self._say(event="exited", status=status, age=time.monotonic() - when, by_others=by_others)
+        self.child = None
         self.ended = True
         if not self.connected:
             self.leave()
 
-    def _note_abort(self, status: int) -> int:
-        """The exit status that counts: the one given to MPI_Abort, if it was this rank that called it."""
-        if self.shim >= 0 or not self.asked_by_others or not status or self.streams is None:
-            return status
-        abort = find_abort(self.kind, self.streams.last_words)
+    def _has_aborted(self, child: Child, status: int) -> bool:
+        """Whether the shim was killed because this rank called MPI_Abort; if so, that is its report."""
+        if self.shim >= 0 or not status:
+            return False
+        abort = find_abort(self.kind, child.streams.last_errors)
         if abort is None:
-            return status
-        self.asked_by_others = False
-        if not self.reported:
-            self._say(event="reported", age=0.0, report=_plain_report(*abort))
-        return status
-
-    def _reap_orphans(self) -> None:
-        for pid in processes.children_of(os.getpid()):
-            if pid != self.child:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
+            return False
+        if not child.reported:
+            text, code = abort
+            self._say(event="reported", age=0.0, report=_plain_report(text, code))
+        return True
 
     # The end.
 
     def _say(self, **message: Any) -> None:
-        if self.connected and self.channel is not None:
+        if self.connected:
             self.channel.say(**message)
 
     def leave(self) -> NoReturn:
-        """Remove what the rank has left, and end; the shim ends with this process, and well."""
-        if self.child:
-            self._look_before(signal.SIGKILL)
+        """Remove what the rank has left, and end; the shim ends after this process, with exit code 0."""
+        if self.child is not None:
+            self.child.signal(signal.SIGKILL)
             processes.end_descendants()
         self.watch.remove()
-        # Others may be being killed just now too, and hold what they share with this one a moment longer.
+        # Other ranks may be being killed just now too, and hold what they share with this one a moment longer.
         until = time.monotonic() + _SHARED_S
         while self.watch.left() and time.monotonic() < until:
             time.sleep(0.02)
             self.watch.remove()
-        if self.channel is not None:
-            self.channel.finish(1.0)
+        self.channel.finish(1.0)
         os._exit(0 if self.connected else 1)
 
     def give_up(self, text: str) -> NoReturn:
-        """Say what is wrong with the launcher itself, and end everything below."""
-        with contextlib.suppress(OSError):
-            os.write(2, text.encode(errors="backslashreplace"))
-        if self.connected and self.channel is not None and not self.ended:
+        """Report that this process itself has failed, and end everything below."""
+        if self.connected and not self.ended:
             with contextlib.suppress(Exception):
                 self._refuse(f"the process that watches the rank failed\n{text}")
                 self.channel.finish(1.0)
-        processes.end_descendants()
-        os._exit(70)
+        _give_up(text)
 
 
-def _decode(data: bytes) -> dict[str, Any]:
-    decoded: dict[str, Any] = json.loads(data)
-    return decoded
+def _give_up(text: str) -> NoReturn:
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="backslashreplace"))
+    processes.end_descendants()
+    os._exit(70)
 
 
 def _host() -> dict[str, str]:
     """This host's name, what distinguishes it from another one of the same name, and the MPI launcher's folder."""
     here = this_host()
-    machine = f"{here.boot_id} {here.pid_namespace}"
-    return {"host": here.name, "machine": machine, "folder": session_folder(os.environ)}
+    return {"host": here.name, "machine": f"{here.boot_id} {here.pid_namespace}", "folder": session_folder(os.environ)}
 
 
 def _plain_report(text: str, code: int = 2) -> dict[str, Any]:

@@ -1,11 +1,10 @@
 """Shared memory that an MPI library leaves in /dev/shm when its process is ended before it finalises.
 
-MPICH leaves 2 MB there each time, Open MPI and Intel MPI 16 MB a rank, until nothing is left for anybody. What may
-be removed afterwards is decided by three things together, because /dev/shm also holds what people put there on
-purpose: the file was not there before the rank began; a process of the rank was seen with it open or mapped (its
-inode, not only its name); and its name is one that these libraries give. The seeing happens when the kernel says
-that a file has appeared, and before the launcher ends a rank, so a rank that somebody else kills is covered too,
-but for the moment between making a file and being looked at.
+MPICH leaves 2 MB there each time, Open MPI and Intel MPI 16 MB a rank, until /dev/shm is full. Since people also put
+files of their own there, a file is removed only if three things hold together: it was not there before the rank began;
+a process of the rank was seen with it open or mapped (the same inode, not only the same name); and its name is one that
+these libraries give. Files are recorded when inotify reports one, and again before the launcher ends the rank. So a
+rank killed by somebody else is covered too, except for files it created in the instant before.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ class SharedMemoryWatch:
             self.descriptor = number
 
     def drain(self) -> None:
-        """Forget what the kernel said; whoever calls this then calls :meth:`look`."""
+        """Read the kernel's notices away; the caller calls :meth:`poll` next."""
         if self.descriptor is not None:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self.descriptor, 1 << 14):
                     pass
 
-    def look(self, pids: Iterable[int]) -> Files:
-        """See what of the new files these processes hold; return those that were not known yet."""
+    def poll(self, pids: Iterable[int]) -> Files:
+        """Note which of the new files these processes hold; return those that were not known yet."""
         new = {}
         for entry in _entries():
             key = entry.stat_device, entry.inode
@@ -68,12 +67,12 @@ class SharedMemoryWatch:
         return found
 
     def add(self, files: Mapping[str, Sequence[int]]) -> None:
-        """Take over what another watch on this host has found, whose process cannot remove it any more."""
+        """Take over what another watch on this host has found, if its process cannot remove it any more."""
         for path, (device, inode) in files.items():
             self._seen.setdefault(path, (device, inode))
 
     def remove(self) -> list[str]:
-        """Remove what was seen and is still there, unless a process that lives holds it; return the paths."""
+        """Remove the recorded files that no living process holds; return their paths."""
         still = [path for path, key in self._seen.items() if _identity(path) == key]
         if not still:
             return []
@@ -90,11 +89,11 @@ class SharedMemoryWatch:
         return removed
 
     def left(self) -> bool:
-        """Whether something that was seen is still there."""
+        """Whether a recorded file is still there."""
         return any(_identity(path) == key for path, key in self._seen.items())
 
     def close(self) -> None:
-        """Let go of the descriptor."""
+        """Close the descriptor."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None

@@ -1,13 +1,14 @@
-"""The MPI launcher as a process: started, listened to, and seen out.
+"""The MPI launcher as a process: it is started, its output is read, and its end is awaited.
 
-What it prints is its own: the ranks' output does not pass through it. Most of it is about bad ends, which Phalanx
-explains better, so its words are held back for a moment, in which it may turn out that a rank has failed.
+The ranks' output does not pass through it, so what it prints is its own. Most of that is about ranks that failed, which
+Phalanx explains better; so each line is held back for a moment, in which it may turn out that a rank has failed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import selectors
 import shutil
@@ -18,9 +19,10 @@ import time
 
 from phalanx import settings
 from phalanx.launch.job.job import Job
-from phalanx.launch.mpi.wire import Channel, Lost
+from phalanx.launch.job.mpi_launcher import MpiLauncher
+from phalanx.launch.mpi.channel import Channel, Lost
 from phalanx.launch.output.failure import signal_name
-from phalanx.launch.rank.wires import Control
+from phalanx.launch.rank.descriptors import Control
 from phalanx.system import processes
 
 __all__ = ["Mpiexec"]
@@ -35,11 +37,12 @@ class Mpiexec:
 
     Args:
         job: the job.
+        launcher: the program, and the options it takes.
         invitation: where its processes find the relay, and the key.
 
     Attributes:
         handle: a pidfd, readable once it has ended.
-        words: its output, non-blocking; closed at its end.
+        output: what it prints, non-blocking; closed at its end.
         code: how it ended; None while it runs.
 
     Raises:
@@ -47,55 +50,58 @@ class Mpiexec:
         LaunchError: it cannot place ranks like that.
     """
 
-    def __init__(self, job: Job, invitation: str) -> None:
-        assert job.mpi is not None
-        self._launcher = job.mpi
+    def __init__(self, job: Job, launcher: MpiLauncher, invitation: str) -> None:
+        self._launcher = launcher
         self.code: int | None = None
         # A file without a name: nothing to remove, however this ends.
         host_list = os.memfd_create(f"{job.run_id}-hosts")
         os.pwrite(host_list, "".join(f"{host.name}:{host.slots}\n" for host in job.hosts).encode(), 0)
-        program = [sys.executable, SHIM, self._launcher.kind]
+        program = [sys.executable, SHIM, launcher.kind]
+        output, printed = os.pipe()
         try:
-            self._process = subprocess.Popen(
-                self._launcher.command(job.ranks, job.hosts, program, f"/dev/fd/{host_list}"),
-                env={**self._launcher.environment(), **os.environ, settings.MPI_JOIN: invitation},
-                # The relay hands the input on: Open MPI 5 loses it, and the end of it.
+            process = subprocess.Popen(
+                launcher.command(job.ranks, job.hosts, program, f"/dev/fd/{host_list}"),
+                env={**launcher.environment(), **os.environ, settings.MPI_JOIN: invitation},
+                # The relay hands the input on, because not every MPI launcher does it to the end.
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=printed,
                 stderr=subprocess.STDOUT,
                 pass_fds=[host_list],
                 start_new_session=True,
                 preexec_fn=functools.partial(_follow_parent, os.getpid()),
             )
+        except BaseException:
+            os.close(output)
+            raise
         finally:
+            os.close(printed)
             os.close(host_list)
-        self.pid = self._process.pid
-        self._process.returncode = 0  # this class waits for it; Popen need not
+        self.pid = process.pid
+        process.returncode = 0  # this class waits for it, so Popen need not
         self.handle = os.pidfd_open(self.pid)
-        assert self._process.stdout is not None
-        self.words = self._process.stdout
-        os.set_blocking(self.words.fileno(), False)
+        self.output = io.FileIO(output)
+        os.set_blocking(output, False)
         self._unfinished = b""
         self._held: list[tuple[float, str]] = []
 
     def read(self) -> None:
-        """Take what it has printed; closes ``words`` at their end."""
-        while not self.words.closed:
+        """Take what it has printed; closes ``output`` at its end."""
+        while not self.output.closed:
             try:
-                data = os.read(self.words.fileno(), 1 << 16)
+                data = os.read(self.output.fileno(), 1 << 16)
             except BlockingIOError:
                 return
             if not data:
-                self.words.close()
+                self.output.close()
                 data = b"\n" if self._unfinished else b""
             *lines, self._unfinished = (self._unfinished + data).split(b"\n")
             texts = (line.decode(errors="replace").rstrip() for line in lines)
-            # Open MPI frames what it says in lines of dashes.
+            # Lines of dashes are frames around what some of them print.
             self._held += [(time.monotonic(), text) for text in texts if text.strip("-= ")]
             del self._held[:-_MOST_HELD]
 
     def due_at(self) -> float | None:
-        """When the next of its words may be passed on."""
+        """When the next of its lines may be passed on."""
         return self._held[0][0] + _HOLD_S if self._held else None
 
     def take_due(self) -> list[str]:
@@ -123,11 +129,11 @@ class Mpiexec:
             processes.send_to_group(self.pid, signum)
 
     def see_out(self, channels: list[Channel], control: Control | None, patience_s: float) -> bool:
-        """Wait until it has ended, and the keepers, who may have to tidy up on their hosts.
+        """Wait until it has ended, and the keepers, which may have to tidy up on their hosts.
 
         Args:
             channels: the keepers' connections; those that have ended are closed and taken out.
-            control: where the supervisor speaks, who may lose patience; None if it has gone.
+            control: where the supervisor sends orders, SIGKILL among them; None if it has gone.
             patience_s: how long to wait at most.
 
         Returns:
@@ -170,24 +176,24 @@ class Mpiexec:
 
     @property
     def exit_code(self) -> int:
-        """What ``phalanx run`` ends with where the end was this launcher's doing."""
+        """The exit code of ``phalanx run`` if it was this launcher that ended the job."""
         code = self.code or 1
         return 128 - code if code < 0 else code
 
     def describe_end(self) -> str:
-        """How it ended, in words."""
-        who = f"{self._launcher.name} ({self._launcher.title})"
+        """How it ended, for people."""
+        program = f"{self._launcher.name} ({self._launcher.title})"
         if self.code is None:
-            return f"{who} ended the job"
+            return f"{program} ended the job"
         if self.code < 0:
-            return f"{who} was ended by signal {-self.code} ({signal_name(-self.code)})"
-        return f"{who} ended with exit code {self.code}"
+            return f"{program} was ended by signal {-self.code} ({signal_name(-self.code)})"
+        return f"{program} ended with exit code {self.code}"
 
     def remove_folder(self, folder: str) -> None:
         """Remove the session folder it made for its processes, which it leaves if it is killed.
 
         Args:
-            folder: what a rank on this host found in PMIX_SERVER_TMPDIR; removed only if it carries this pid.
+            folder: what a rank on this host found in its environment; removed only if its name ends in this pid.
         """
         if self.code is not None and os.path.basename(folder).endswith(f".{self.pid}"):
             with contextlib.suppress(OSError):
@@ -196,6 +202,6 @@ class Mpiexec:
 
 
 def _follow_parent(parent: int) -> None:
-    # Asked, not killed: it has processes on other hosts to end, and files to remove.
+    # By SIGTERM, not SIGKILL: it has processes on other hosts to end, and files to remove.
     processes.die_with_parent(parent, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())

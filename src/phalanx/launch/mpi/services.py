@@ -1,4 +1,4 @@
-"""What the relay does for the ranks beside watching them: it hands the input on, and hosts the store for who asks."""
+"""What the relay does for the ranks beside watching them: it hands the input on, and hosts the store on demand."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import selectors
 from collections.abc import Callable
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.rank.store import host_store
-from phalanx.launch.rank.wires import Wires
+from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.rank.torch_store import host_store
 
 __all__ = ["Input", "StoreOnDemand"]
 
@@ -18,7 +18,7 @@ _BLOCK = 1 << 16
 class Input:
     """Standard input, which rank 0 reads: a block at a time and on demand, so that nothing is taken that nobody reads.
 
-    Not through the MPI launcher: Open MPI 5 loses its end.
+    It does not go through the MPI launcher, because some of them lose the end of it.
 
     Args:
         selector: where to wait for it.
@@ -26,7 +26,7 @@ class Input:
     """
 
     def __init__(self, selector: selectors.BaseSelector, deliver: Callable[[bytes], None]) -> None:
-        # A terminal stays the user's, as under the built-in launcher.
+        # A terminal is not handed on, as under the built-in launcher.
         self.offered = not os.isatty(0)
         self._selector = selector
         self._deliver = deliver
@@ -38,7 +38,7 @@ class Input:
             self._selector.register(0, selectors.EVENT_READ, self._take)
             self._wanted = True
         except PermissionError:
-            self._take()  # a file: always ready, and nothing that a selector waits for
+            self._take()  # a file is always ready, and a selector does not take it
 
     def _take(self) -> None:
         if self._wanted:
@@ -53,7 +53,7 @@ class Input:
         self._deliver(data)
 
     def release(self) -> None:
-        """Let go of it: its writer should notice that nobody reads any more."""
+        """Close it, so that its writer notices that nobody reads any more."""
         if self._wanted:
             self._selector.unregister(0)
             self._wanted = False
@@ -65,23 +65,25 @@ class Input:
 class StoreOnDemand:
     """The store, for ranks that meet by MASTER_ADDR and MASTER_PORT.
 
-    Its port is open from the beginning; torch, which takes a second to import, is loaded when somebody connects. A
-    script that uses MPI alone never does.
+    Its port is open from the beginning. The process that hosts it is forked, and imports torch, which takes a second,
+    at the first connection; a script that uses MPI alone never makes one.
 
     Args:
         job: the job.
-        wires: its descriptors, the listening socket among them.
+        descriptors: its descriptors, the listening socket among them.
         selector: where to wait.
         lost: called when the process that hosts it has ended, with its wait status.
     """
 
-    def __init__(self, job: Job, wires: Wires, selector: selectors.BaseSelector, lost: Callable[[int], None]) -> None:
+    def __init__(
+        self, job: Job, descriptors: Descriptors, selector: selectors.BaseSelector, lost: Callable[[int], None]
+    ) -> None:
         self._job = job
-        self._wires = wires
+        self._wires = descriptors
         self._selector = selector
         self._lost = lost
         self._pid = self._handle = 0
-        selector.register(wires.listener, selectors.EVENT_READ, self._start)
+        selector.register(descriptors.listener, selectors.EVENT_READ, self._start)
 
     def _start(self) -> None:
         self._selector.unregister(self._wires.listener)

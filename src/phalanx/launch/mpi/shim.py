@@ -1,17 +1,17 @@
 """The program that an MPI launcher starts in place of the script, once for each rank.
 
-MPI launchers have their own ideas of how a rank's output is labelled, what a bad end looks like, and whom to kill;
-some hang when a grandchild holds a pipe. So what they start is this shim, and all they ever see of the rank is that
-it ends, well. Three processes, from the outside in:
+MPI launchers differ in how they label a rank's output, what they report of a rank that fails, and which processes they
+kill then; some hang if a grandchild holds a pipe open. So they start this shim, and all they ever see of the rank is
+that the shim ends, with exit code 0. There are three processes, from the outside in:
 
-- the **shim** is the MPI launcher's child. It waits, passes on what it is told by signals, and dies with its parent;
-- the **keeper** (``keeper.py``) has a session of its own, so that what kills the shim does not reach it. It holds the
-  connection to ``phalanx run``, is the rank's parent, and ends everything below it before it ends;
-- the **rank** is a fork of it that unwinds up to here and becomes the script, as under the built-in launcher. It
-  inherits what MPI needs: the environment, and the descriptor of its process manager.
+- The **shim** is the MPI launcher's child. It waits, passes on the signals that it receives, and dies with its parent.
+- The **keeper** (``keeper.py``) has a session of its own, so that a signal which kills the shim does not reach it. It
+  holds the connection to ``phalanx run``, is the rank's parent, and ends everything below it before it ends.
+- The **rank** is a fork of the keeper that unwinds up to here and becomes the script, as under the built-in launcher.
+  It inherits what MPI needs: the environment, and the descriptor of its process manager.
 
-It is run by its path, since Phalanx need not be installed where the ranks' Python looks, and ``-m`` would make
-modules of the working directory come before the standard library's.
+The shim is run by its path, because Phalanx need not be installed where the ranks' Python searches, and because with
+``-m`` modules of the working directory would come before the standard library's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from typing import Any, NoReturn
 
 __all__ = ["main"]
 
+PACKAGE = "phalanx"
+
 
 def main() -> None:
     """Start the keeper and stand for it; in the rank, become the script."""
-    # The entry that Python made of this file's folder stays first: the script's own takes its place.
-    home = os.path.abspath(__file__)
-    for _ in range(4):
-        home = os.path.dirname(home)
+    # The folder that holds the package. The entry that Python has made of this file's own folder stays the first one:
+    # the script's folder will replace it.
+    home = os.path.abspath(__file__).rpartition(f"{os.sep}{PACKAGE}{os.sep}")[0]
     if home not in sys.path:
         sys.path.append(home)
     from phalanx import settings
@@ -42,22 +43,22 @@ def main() -> None:
     watched = {*ASKED, *PASSED_ON, signal.SIGCHLD}
     handlers: dict[int, Any] = {signum: signal.getsignal(signum) or signal.SIG_DFL for signum in watched}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    heard, tell = os.pipe()
+    signals, to_keeper = os.pipe()
     keeper = os.fork()
     if keeper:
-        _stand_for(keeper, tell, watched)
-    os.close(tell)
-    become(keep(sys.argv[1], heard, handlers))
+        _stand_for(keeper, to_keeper, watched)
+    os.close(to_keeper)
+    become(keep(sys.argv[1], signals, handlers))
 
 
-def _stand_for(keeper: int, tell: int, watched: set[signal.Signals]) -> NoReturn:
-    """End as the keeper does, and tell it of signals; this process's own end is the end of the pipe."""
+def _stand_for(keeper: int, to_keeper: int, watched: set[signal.Signals]) -> NoReturn:
+    """Pass signals on to the keeper, and end as it does. If this process is killed, the keeper's pipe ends."""
     from phalanx.system import processes
 
     processes.set_name("phalanx-shim")
     with contextlib.suppress(OSError):
         processes.die_with_parent(os.getppid())
-    # The input is the rank's: its writer should notice when the rank ends.
+    # Only the rank may hold the input, so that its writer notices when the rank ends.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     while True:
@@ -68,7 +69,7 @@ def _stand_for(keeper: int, tell: int, watched: set[signal.Signals]) -> NoReturn
                 os._exit(abs(os.waitstatus_to_exitcode(status)))
         else:
             with contextlib.suppress(OSError):
-                os.write(tell, bytes([signum]))
+                os.write(to_keeper, bytes([signum]))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""A rank's input and output, from its keeper's side: pipes that are never waited for."""
+"""A rank's input and output, from its keeper's side: pipes on which the keeper never blocks."""
 
 from __future__ import annotations
 
 import os
 
-from phalanx.launch.mpi.wire import ERR, OUT
+from phalanx.launch.mpi.channel import ERR, OUT
 
 __all__ = ["Streams"]
 
 _BLOCK = 1 << 16
-# What may still lie in an ended rank's pipe; whoever goes on writing after that is not the rank.
+# How much an ended rank may have left in a pipe (its size is at most this); more than that comes from another process.
 LARGEST_REMAINDER = 1 << 20
 _MOST_REMEMBERED = 1 << 14
 
@@ -18,14 +18,13 @@ class Streams:
     """The three standard streams of one rank.
 
     Args:
-        fed: whether its input is handed on from the launcher's; otherwise there is nothing to read.
+        fed: whether its input is handed on from the launcher's; otherwise it is empty.
 
     Attributes:
         rank_input, rank_out, rank_err: the rank's own ends.
         outputs: the keeper's ends of the two outputs that are still open, with the kind of their frames.
         input: the keeper's end of the input; -1 when it has ended, or nobody reads it any more.
-        hungry: something is to be written to the input.
-        last_words: the end of what came from standard error.
+        last_errors: the end of what came from standard error.
     """
 
     def __init__(self, *, fed: bool) -> None:
@@ -37,11 +36,12 @@ class Streams:
             self.rank_input, self.input = os.pipe()
         else:
             self.rank_input = os.open(os.devnull, os.O_RDONLY)
-        self.last_words = b""
+        self.last_errors = b""
         self._waiting = b""
 
     @property
     def hungry(self) -> bool:
+        """Whether something waits to be written to the input."""
         return bool(self._waiting)
 
     def own_ends(self) -> list[int]:
@@ -49,7 +49,7 @@ class Streams:
         return [*self.outputs, *([self.input] if self.input >= 0 else [])]
 
     def keep_own_ends(self) -> None:
-        """In the keeper, after the fork: what the rank alone shall hold is closed."""
+        """In the keeper, after the fork: close the rank's ends, so that they end with the rank."""
         for descriptor in (self.rank_input, self.rank_out, self.rank_err):
             os.close(descriptor)
         for descriptor in self.own_ends():
@@ -62,7 +62,7 @@ class Streams:
             os.close(descriptor)
 
     def read(self, descriptor: int) -> tuple[bytes, bytes]:
-        """One block of an output, with its kind; an empty one if there is nothing now, or has come to its end."""
+        """One block of an output, with its kind; an empty one if there is nothing now, or never will be."""
         kind = self.outputs[descriptor]
         try:
             data = os.read(descriptor, _BLOCK)
@@ -72,11 +72,11 @@ class Streams:
             del self.outputs[descriptor]
             os.close(descriptor)
         elif kind == ERR:
-            self.last_words = (self.last_words + data)[-_MOST_REMEMBERED:]
+            self.last_errors = (self.last_errors + data)[-_MOST_REMEMBERED:]
         return kind, data
 
     def drain(self) -> list[tuple[bytes, bytes]]:
-        """What an ended rank has left in its outputs, which are closed then."""
+        """What an ended rank has left in its outputs; closes them."""
         left = []
         for descriptor in list(self.outputs):
             taken = 0

@@ -1,8 +1,8 @@
 """Which rank broke, how, and where: from exit codes and reports to one block of text.
 
-When one rank fails the others soon fail because of it, and the kernel reports their ends in any order. What
-is shown first is what happened first: each rank writes the time at which its exception left the script, which
-is well before the process ends, and a rank that was killed counts from the moment its end was noticed.
+When one rank fails, the others soon fail because of it, and the kernel reports their ends in any order. The block names
+the rank that failed first. A rank that raised an exception wrote down when the exception left the script, which is well
+before its process ended; a rank that was killed could not, so its time is when the launcher noticed its end.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.errors import OUT_OF_MEMORY_HINT
+from phalanx.words import format_named
+
 __all__ = ["Failure", "Report", "find_cause", "format_failure", "read_report", "signal_name"]
 
-# The kernel closes a dying process's sockets before it tells the parent, so a peer's complaint may carry a
-# slightly earlier time than the death it complains about.
+# The kernel closes a dying process's sockets before it notifies the parent. So a peer may raise an error because of the
+# death slightly before the launcher notices the death.
 NOTICE_DELAY_S = 0.02
-# Errors that are by their nature about another rank's end.
-_CONSEQUENCES = frozenset({"phalanx.errors.PeerLost"})
 _MOST_LINES = 8
 
 
@@ -30,12 +31,14 @@ class Report:
     """What a rank wrote about its own end.
 
     Attributes:
-        type: the exception's qualified name; empty if only torch's ``@record`` wrote the report.
+        type: the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report.
         message: the exception's text.
-        traceback: the traceback, starting in the user's script; empty if it was shown by other means.
+        traceback: the traceback, starting in the user's script; empty if the rank has printed it.
         shown: the traceback, or the text of ``sys.exit``, is in the rank's output already.
         time: when the exception left the script, on the monotonic clock; None if unknown.
         code: the exit code that follows from it.
+        exited: the script called ``sys.exit``; it raised nothing else.
+        consequence: the exception is always caused by another rank's end (``PhalanxError.is_consequence``).
     """
 
     type: str
@@ -44,6 +47,8 @@ class Report:
     shown: bool
     time: float | None
     code: int
+    exited: bool = False
+    consequence: bool = False
 
     @property
     def summary(self) -> str:
@@ -55,15 +60,15 @@ class Report:
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's bad end.
+    """A rank that did not end well.
 
     Attributes:
-        rank: which.
+        rank: its number in the world.
         pid: its process id.
-        status: its exit code, or minus the signal that ended it; None while it has not ended yet.
+        status: its exit code, or minus the number of the signal that ended it; None while it still runs.
         time: when it failed, on the monotonic clock.
-        report: what it wrote, if it did.
-        ended_by_launcher: it was still well when the launcher ended the job.
+        report: its own report; None if it wrote none.
+        ended_by_launcher: it had not failed when the launcher ended the job.
     """
 
     rank: int
@@ -75,17 +80,17 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """What the launcher's exit code will be if this is the cause: 128 + signal, as in a shell."""
+        """The launcher's exit code if this failure is the cause; 128 + signal for a signal, as in a shell."""
         if self.status is not None and self.status > 0:
             return self.status
         if self.report is not None:
-            # The launcher may have killed it while it was still winding down.
+            # The rank had raised already, and the launcher may have killed it before it had exited.
             return self.report.code
         return 128 - (self.status or 0) if self.status else 1
 
 
 def read_report(descriptor: int) -> Report | None:
-    """Read a rank's report file; None if it wrote none. Other processes' offsets are not disturbed."""
+    """Read a rank's report file, without moving the offset that the rank shares; None if it wrote no report."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         if not data:
@@ -93,19 +98,23 @@ def read_report(descriptor: int) -> Report | None:
         content: dict[str, Any] = json.loads(data)
         own = content.get("phalanx")
         if own is not None:
-            return Report(own["type"], own["message"], own["traceback"], own["shown"], own["time"], own["code"])
-        # Written by torch's @record in a process the rank started, which then printed its traceback itself.
+            return Report(**own)
+        # Written by torch's @record, in a process that the rank started; that process has printed its traceback.
         message = content["message"]
         return Report("", message if isinstance(message, str) else message["message"], "", True, None, 1)
     return None
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that the others follow from: the earliest, ends that the launcher caused last of all."""
+    """The failure that caused the others: the earliest one that is neither a consequence nor the launcher's doing.
+
+    If there is none, it is the earliest consequence, or if there is none of those either, the first that the launcher
+    ended.
+    """
 
     def order(failure: Failure) -> tuple[bool, bool, float, int]:
         report = failure.report
-        consequence = report is not None and report.type in _CONSEQUENCES
+        consequence = report is not None and report.consequence
         noticed_late = NOTICE_DELAY_S if report is None else 0.0
         return failure.ended_by_launcher, consequence, failure.time - noticed_late, failure.rank
 
@@ -129,18 +138,18 @@ def format_failure(
     started: float,
     out_of_memory: bool = False,
 ) -> str:
-    """The block that is printed when a job fails.
+    """The block of text that is printed when a job fails.
 
     Args:
-        cause: the failure to explain.
-        others: the ranks that failed, or were ended, after it.
+        cause: the failure that caused the others.
+        others: the ranks that failed, or were ended by the launcher, after it.
         ranks: the world size.
-        host: where it ran.
+        host: the name of the host that the failed rank ran on.
         started: when the ranks were started, on the monotonic clock.
-        out_of_memory: the kernel's out-of-memory killer struck during the job.
+        out_of_memory: the kernel's out-of-memory killer ended a process during the job.
     """
     report = cause.report
-    reason = f": {report.summary}" if report is not None and report.type != "builtins.SystemExit" else ""
+    reason = f": {report.summary}" if report is not None and not report.exited else ""
     lines = [f"phalanx: rank {cause.rank} of {ranks} failed{reason}"]
     elapsed = max(0.0, cause.time - started)
     lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
@@ -162,13 +171,13 @@ def _ending(cause: Failure) -> str:
 def _hint(cause: Failure, out_of_memory: bool) -> str:
     report = cause.report
     if report is not None:
-        if report.type == "builtins.SystemExit":
-            return "it called sys.exit; what it had to say, if anything, is above"
+        if report.exited:
+            return "it called sys.exit; if it printed a reason, that is above"
         if report.shown:
             return "its traceback was printed by the script itself, above"
         return ""
     if cause.status is None or cause.status >= 0:
-        return "it raised no Python exception; what it had to say, if anything, is above"
+        return "it raised no Python exception; if it printed a reason, that is above"
     return _signal_hints(out_of_memory).get(-cause.status, "")
 
 
@@ -176,25 +185,26 @@ def _signal_hints(out_of_memory: bool) -> Mapping[int, str]:
     if out_of_memory:
         killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
     else:
-        killed = "somebody killed it; if nobody did, look for an out-of-memory kill with: dmesg | grep -i oom"
+        killed = f"another process killed it; if none did, {OUT_OF_MEMORY_HINT}"
     return {
         signal.SIGKILL: killed,
-        signal.SIGSEGV: "native code touched memory it may not; the Python stack, if there is one, is above",
+        signal.SIGSEGV: "native code accessed memory that it may not; the Python stack, if there is one, is above",
         signal.SIGBUS: "memory could not be provided (a full /dev/shm?); the Python stack, if any, is above",
         signal.SIGABRT: "native code gave up; its message and the Python stack, if any, are above",
         signal.SIGFPE: "native code divided by zero; the Python stack, if there is one, is above",
         signal.SIGILL: "native code was built for another processor; the Python stack, if any, is above",
-        signal.SIGTERM: "somebody asked it to end, and it was not the launcher",
-        signal.SIGINT: "somebody interrupted it, and it was not the launcher",
-        signal.SIGXCPU: "its limit of processor time is used up (ulimit -t)",
+        signal.SIGTERM: "another process, not the launcher, asked it to end",
+        signal.SIGINT: "another process, not the launcher, interrupted it",
+        signal.SIGXCPU: "it has used up its limit of processor time (ulimit -t)",
     }
 
 
 def _aftermath(others: Iterable[Failure]) -> list[str]:
+    """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended."""
     groups: dict[str, list[int]] = {}
     for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.time)):
         groups.setdefault(_aftermath_of(failure), []).append(failure.rank)
-    lines = [f"  {_ranks(members)} {text}" for text, members in groups.items()]
+    lines = [f"  {format_named('rank', members)} {text}" for text, members in groups.items()]
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"  and {len(lines) - _MOST_LINES} more kinds of failure after that"]
     return lines
@@ -203,12 +213,6 @@ def _aftermath(others: Iterable[Failure]) -> list[str]:
 def _aftermath_of(failure: Failure) -> str:
     if failure.ended_by_launcher:
         return "ended by the launcher"
-    if failure.report is not None and failure.report.type != "builtins.SystemExit":
+    if failure.report is not None and not failure.report.exited:
         return f"then failed: {failure.report.summary}"
     return f"then failed: {_ending(failure)}"
-
-
-def _ranks(numbers: list[int]) -> str:
-    from phalanx.words import format_spans
-
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_spans(numbers)}"

@@ -1,11 +1,13 @@
 """From the bytes of many ranks to lines that a person can read.
 
-Ranks write at the same time, in pieces that end anywhere. Here each stream's bytes become whole lines with a
-prefix, in bytes throughout, because what a program prints need not be valid UTF-8. One block read makes one
-block to write: the work per line is done by ``bytes.replace``, so a hundred thousand lines cost little.
+Ranks write at the same time, in pieces that may end in the middle of a line. Here the bytes of each stream become whole
+lines with a prefix. They stay bytes throughout, because the output of a program need not be valid UTF-8. A block that
+is read becomes one block to write: ``bytes.replace`` puts in all prefixes at once, so a hundred thousand lines cost
+little.
 
-Progress bars redraw a line with carriage returns. Where the output is no terminal, only the line's last state
-is worth keeping; on a terminal the newest unfinished line is kept alive below everything else.
+A progress bar redraws its line with carriage returns. If the output is not a terminal, only the last state of the line
+is printed. On a terminal, the unfinished line that changed last is the *live line*: it is drawn below all other output,
+and again whenever it changes.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from collections.abc import Mapping
 
 __all__ = ["Console", "LineAssembler", "Sink", "make_prefixes"]
 
-# A stream that never ends its line would otherwise grow without bound.
+# A line that grows longer is cut, because a stream that never ends its line would fill the memory.
 LONGEST_LINE = 1 << 20
-# The kernel promises that a pipe polled as writable takes this many bytes without blocking.
+# A pipe that poll reports as writable takes this many bytes without blocking; the kernel guarantees it.
 _ATOMIC = select.PIPE_BUF
 _COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -31,7 +33,7 @@ REDRAW_S = 0.05
 
 
 def make_prefixes(ranks: int, *, color: bool) -> list[bytes]:
-    """``[rank 3] `` for each rank, all of one width; coloured by rank if asked."""
+    """``[rank 3] `` for each rank, all of the same width; in a colour for each rank if ``color`` is true."""
     width = len(str(ranks - 1))
     prefixes = []
     for rank in range(ranks):
@@ -43,10 +45,10 @@ def make_prefixes(ranks: int, *, color: bool) -> list[bytes]:
 
 
 class LineAssembler:
-    """Turns one stream's bytes into whole, prefixed lines.
+    """Turns the bytes of one stream into whole lines with a prefix.
 
     Args:
-        prefix: what goes before each line; may be empty.
+        prefix: what is written before each line; may be empty.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -54,7 +56,7 @@ class LineAssembler:
         self._pending = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was read; return the lines it completed, prefixed, each with its newline."""
+        """Add what was read; return the lines that are now complete, each with its prefix and newline."""
         end = data.rfind(b"\n")
         if end < 0:
             self._keep(self._pending + data)
@@ -65,10 +67,10 @@ class LineAssembler:
         return self._prefixed(lines) + self._cut()
 
     def finish(self) -> bytes:
-        """The stream has ended: return its last, unfinished line, with a newline added."""
+        """Return the last line of a stream that has ended without a newline, with one added; empty if it is blank."""
         line, self._pending = self._pending, b""
         if not visible_state(line).strip():
-            # A progress bar that wiped itself away leaves blanks, which say nothing.
+            # A progress bar that has erased itself leaves blanks.
             return b""
         return self._prefixed(line)
 
@@ -85,14 +87,14 @@ class LineAssembler:
         return lines + b"\n"
 
     def _keep(self, pending: bytes) -> None:
-        # The last carriage return may be half of a line end, so it stays.
+        # A carriage return as the last byte is kept: it may be the first half of "\r\n".
         cut = pending.rfind(b"\r", 0, max(0, len(pending) - 1))
         if cut >= 0 and pending[cut + 1 :].strip(b"\r"):
             pending = pending[cut + 1 :]
         self._pending = pending
 
     def _cut(self) -> bytes:
-        """What has to be given up as lines of the greatest length, because it has no end."""
+        """Return as lines of their own the pieces of LONGEST_LINE bytes by which an unfinished line is too long."""
         done = b""
         while len(self._pending) > LONGEST_LINE:
             done += self._prefixed(self._pending[:LONGEST_LINE])
@@ -101,19 +103,20 @@ class LineAssembler:
 
 
 def visible_state(line: bytes) -> bytes:
-    """What is left of a line after its carriage returns: the last thing that was drawn."""
+    """What a terminal shows of a line with carriage returns: the part after the last one that has text after it."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
 class Sink:
     """One of the launcher's own output streams.
 
-    A reader that has stopped (a pager) must not stop the launcher from ending its ranks, and setting somebody
-    else's descriptor non-blocking is rude, so pipes are polled and fed in pieces they promise to take.
+    If its reader has stopped (a pager), the launcher must still be able to end its ranks, so a write must not block for
+    good. The descriptor cannot be made non-blocking, because other processes share it. So it is polled, and written in
+    pieces that it is guaranteed to take.
 
     Args:
         descriptor: where to write.
-        environment: ``NO_COLOR`` and ``TERM`` are looked up here.
+        environment: ``NO_COLOR`` and ``TERM`` are read from it.
     """
 
     def __init__(self, descriptor: int, environment: Mapping[str, str]) -> None:
@@ -124,7 +127,7 @@ class Sink:
         self.terminal = terminal
         #: Whether colours are wanted.
         self.color = terminal and not environment.get("NO_COLOR")
-        #: When to give up on a reader that takes nothing, on the monotonic clock; None for never.
+        #: When a write gives up if nothing is read, on the monotonic clock; None to wait without end.
         self.deadline: float | None = None
         kind = os.fstat(descriptor).st_mode
         self._may_block = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind) or stat.S_ISCHR(kind)
@@ -132,7 +135,7 @@ class Sink:
         self._poll.register(descriptor, select.POLLOUT)
 
     def write(self, data: bytes) -> None:
-        """Write all of ``data``; afterwards ``closed`` is true if nobody reads any more."""
+        """Write all of ``data``; if the stream cannot be written to any more, ``closed`` becomes true."""
         if self.closed:
             return
         view = memoryview(data)
@@ -152,14 +155,14 @@ class Sink:
 
     def _wait(self) -> bool:
         while True:
-            # In slices, because a signal's handler may set the deadline while this waits.
+            # In slices of 0.1 s, because a signal handler may set the deadline during the wait.
             if self._poll.poll(100):
                 return True
             if self.deadline is not None and time.monotonic() > self.deadline:
                 return False
 
     def columns(self) -> int:
-        """Width of the terminal in columns; 80 where it does not say."""
+        """Width of the terminal in columns; 80 if it is unknown."""
         with contextlib.suppress(OSError):
             return os.get_terminal_size(self.descriptor).columns or 80
         return 80
@@ -194,7 +197,7 @@ class Console:
             sink.write(lines)
 
     def show(self, sink: Sink, line: bytes, owner: object) -> None:
-        """Make ``line`` the live one, soon; an empty line takes ``owner``'s live line away, and nobody else's."""
+        """Make ``line`` the live line at the next redraw. An empty one removes the live line if it is ``owner``'s."""
         if not sink.terminal:
             return
         if line:
@@ -212,7 +215,7 @@ class Console:
         return max(0.0, self._drawn_at + REDRAW_S - time.monotonic())
 
     def redraw(self) -> None:
-        """Draw the newest live line, if it is time to."""
+        """Draw the live line that :meth:`show` got last, if ``REDRAW_S`` has passed since the last drawing."""
         if self._wanted is None or self.redraw_in_s() != 0.0:
             return
         sink, line, owner = self._wanted
@@ -225,7 +228,7 @@ class Console:
         sink.write(self._live)
 
     def finish(self) -> None:
-        """Take the live line away for good."""
+        """Erase the live line and draw no other that was asked for before."""
         self._wanted = None
         self._erase()
 
@@ -237,7 +240,7 @@ class Console:
 
 
 def fit(line: bytes, columns: int) -> bytes:
-    """Cut ``line`` to ``columns`` terminal cells; colours take none and are kept, wide letters take two."""
+    """Cut ``line`` to ``columns`` terminal cells. Colours take no cell and are kept; wide characters take two."""
     from rich.cells import cell_len
 
     line = line.replace(b"\t", b" ")
@@ -253,7 +256,7 @@ def fit(line: bytes, columns: int) -> bytes:
             if left < 0:
                 break
             parts.append(character.encode())
-        # Colours are wanted here; anything that moves the cursor would leave the live line.
+        # Only colours are kept: other escape sequences may move the cursor out of the live line.
         if escape.endswith(b"m"):
             parts.append(escape)
         position = end

@@ -1,14 +1,14 @@
-"""What every rank would import is imported once, before the ranks are forked, and not taken apart in each at its end.
+"""Importing once, before the ranks are forked, what every rank would import; and not tearing it down in every rank.
 
-When an interpreter ends it empties every module. In a rank that touches, and so copies, most of the pages that the
-ranks share: 22,800 page faults, 0.1 s of each rank's end. What was imported here is therefore taken out of
-``sys.modules`` when a rank has run its exit handlers; 12,400 are left. The script's own modules are emptied as always,
-so files that it left open are written out and its objects' finalisers run.
+An interpreter that ends empties every module. In a rank this touches, and so copies, most of the pages that the ranks
+share: 22,800 page faults, 0.1 s of each rank's end. The modules that were imported here are therefore taken out of
+``sys.modules`` when a rank has run its exit handlers; that leaves 12,400 faults. The script's own modules are emptied
+as always, so files that it left open are written out and the finalisers of its objects run.
 
-What may hold a process group is emptied too. Of what is left, half is torch's own finalisers, which take its operators
-out of its tables as exit handlers. A rank in which no other thread does anything when it ends leaves both to the kernel
-as well: 5,400 faults are left. Others keep them: a thread of Gloo's that has just ended an operation still needs the
-interpreter for a moment, and aborts the process (as it does under torchrun) if it finds that ended.
+Two things are still torn down, because a Gloo thread may still be using them: modules that may hold a process group,
+and torch's exit-time finalisers (half of the remaining page faults). A Gloo thread that has just finished an operation
+needs the interpreter for a moment more, and aborts the process (as it does under torchrun) if the interpreter is gone.
+So both are skipped only if every other thread of the rank is asleep; that leaves 5,400 faults.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from types import ModuleType
 __all__ = ["preload"]
 
 _HOLD_GROUPS = ("torch.distributed", "phalanx")
-# How often, and at what distance in time, other threads are looked at.
-LOOKS, LOOK_S = 2, 0.001
+# How often the other threads are checked, and how long this one waits before each check.
+CHECKS, CHECK_S = 2, 0.001
 
 _preloaded: list[tuple[str, ModuleType]] = []
 _finalisers: list[weakref.finalize[..., object]] = []
 
 
 def preload() -> None:
-    """Import torch and what ``phalanx.init()`` needs. The caller forks afterwards.
+    """Import torch and the modules that ``phalanx.init()`` needs. The caller forks afterwards.
 
     Raises:
         Exception: whatever importing torch raises.
     """
     before, earlier = set(sys.modules), set(_all_finalisers())
-    # Handlers run in reverse, so this one comes after those of whatever is imported from here on.
+    # Exit handlers run in reverse order, so this one runs after those of all modules that are imported from here on.
     atexit.register(_leave_alone, os.getpid())
     import torch  # noqa: F401
 
@@ -49,12 +49,14 @@ def preload() -> None:
 
     _preloaded.extend((name, module) for name, module in sys.modules.items() if name not in before)
     _finalisers.extend(finaliser for finaliser in _all_finalisers() if finaliser not in earlier)
-    # Before the finalisers, which also run as one exit handler; after the script's handlers, which may end threads.
+    # This runs before the finalisers, which are one exit handler too, and after the script's handlers, which may end
+    # threads.
     atexit.register(_spare_finalisers, os.getpid())
 
 
 def _all_finalisers() -> list[weakref.finalize[..., object]]:
-    # The standard library lists them nowhere else; without the list they run, which only takes longer.
+    # The standard library offers no public list. If this attribute is gone one day, the finalisers run, which only
+    # takes longer.
     return list(getattr(weakref.finalize, "_registry", ()))
 
 
@@ -65,17 +67,17 @@ def _spare_finalisers(preloader: int) -> None:
 
 
 def _others_rest() -> bool:
-    """Whether every other thread of this process sleeps, and went on sleeping while it could have had the interpreter.
+    """Whether every other thread of this process sleeps, also while this one leaves the interpreter to them.
 
-    Not, if a script has used up its descriptors: then nobody can tell.
+    False if that cannot be found out, because the script has used up its file descriptors.
     """
     own = str(threading.get_native_id())
     try:
-        for _ in range(LOOKS):
+        for _ in range(CHECKS):
             others = [task for task in os.listdir("/proc/self/task") if task != own]
             if not others:
                 return True
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
             if not all(_sleeps(task) for task in others):
                 return False
     except OSError:
@@ -102,5 +104,5 @@ def _leave_alone(preloader: int) -> None:
     ]
     for name, _ in _preloaded:
         del sys.modules[name]
-    # One reference that nothing gives back: this module is emptied too.
+    # This module is emptied too. A reference that is never given back keeps the list, and so the modules, alive.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_preloaded))

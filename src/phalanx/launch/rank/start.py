@@ -1,10 +1,10 @@
-"""What happens in a forked child until the user's script runs, and when it fails.
+"""The steps of a forked child until the user's script runs, and its report when the script fails.
 
 The script must not notice the launcher: it runs as ``__main__`` at the top of the interpreter, with its own
 ``sys.argv`` and ``sys.path``, and the interpreter finalises as after ``python script``, so that exit
-handlers, daemon threads, exception hooks and exit codes do what they always do. So a rank first *enters*
-(right after the fork: descriptors and signals), returns a :class:`RankStart` all the way up to ``main()``, and
-only there *becomes* the script.
+handlers, daemon threads, exception hooks and exit codes do what they always do. So a rank first *enters* its process
+(:func:`enter_rank`, right after the fork: descriptors and signals). It then returns a :class:`RankStart` all the way up
+to ``phalanx.commands.main.main``, and only there *becomes* the script (:func:`become`).
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ import sys
 import time
 import traceback
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
+from phalanx.errors import PhalanxError
 from phalanx.launch.job.target import Target
-from phalanx.launch.rank.wires import RankEnds
+from phalanx.launch.rank.descriptors import RankEnds
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
 
 __all__ = ["RankStart", "become", "enter_rank", "leave_siblings"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class RankStart:
     """A process that is about to become a rank.
 
     Attributes:
-        rank: which one.
-        target: what it will run.
+        rank: its rank.
+        target: the script or program that it will run.
         run_id: the job's name.
         environment: what is added to the environment it was started with.
-        wires: its ends of the pipes and its report file.
+        ends: its ends of the pipes, and its report file.
         code: the compiled target; None for a program.
-        spec: what ``__main__.__spec__`` will be; None for a plain script.
+        spec: the future ``__main__.__spec__``; None for a plain script.
         parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
-        pid: this process; a child that the script forks is not the rank.
         cpus: the logical cores it is bound to; empty for those of its parent.
+        pid: the process in which this object was made; a child that the script forks is not the rank.
     """
 
     rank: int
     target: Target
     run_id: str
     environment: dict[str, str]
-    wires: RankEnds
+    ends: RankEnds
     code: types.CodeType | None
     spec: importlib.machinery.ModuleSpec | None
     parent: int
-    pid: int = 0
     cpus: tuple[int, ...] = ()
+    pid: int = field(default_factory=os.getpid)
 
 
 def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int, int]) -> None:
     """Turn the child of a fork into a process of its own. Signals are blocked on entry, and not on return.
 
     Args:
-        start: who this process is.
+        start: the rank that this process is to be.
         handlers: the signal handlers the interpreter started with.
         file_limit: the limits on open files the interpreter started with.
     """
     die_with_parent(start.parent)
-    start.pid = os.getpid()
-    # A session, not only a process group: a background group would be stopped when it touches the terminal,
-    # a process without a terminal is not, and everything it starts can be found by its session.
+    # A session of its own and not only a process group: the terminal stops a background group that touches it, but not
+    # a process that has no terminal. And all processes that the rank starts can be found by their session.
     os.setsid()
     set_name(f"rank-{start.rank}")
     if start.cpus:
@@ -82,23 +82,23 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    wires = start.wires
+    ends = start.ends
     if start.rank != 0 or os.isatty(0):
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
-    os.dup2(wires.out_write, 1)
-    os.dup2(wires.err_write, 2)
-    os.close(wires.out_write)
-    os.close(wires.err_write)
-    # Scripts that call select() cannot use the high descriptors a raised limit hands out.
+    os.dup2(ends.out_write, 1)
+    os.dup2(ends.err_write, 2)
+    os.close(ends.out_write)
+    os.close(ends.err_write)
+    # With the launcher's raised limit a script would get descriptors too high for select().
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
-    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{wires.report}"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
     if start.code is None:
-        # What the program starts may write the report too, as torch's @record does.
-        os.set_inheritable(wires.report, True)
+        # The program's own children may write the report too, as torch's @record does.
+        os.set_inheritable(ends.report, True)
         return
     sys.stdin = _stream(sys.stdin, 0, "r")
     sys.stdout = _stream(sys.stdout, 1, "w")
@@ -107,7 +107,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
-    """The interpreter's own stream, line buffered; or a new one where the launcher was started without."""
+    """The interpreter's own stream, line buffered; a new one if the launcher was started without that stream."""
     if stream is None:
         return cast("TextIO", open(descriptor, mode, buffering=1, closefd=False))
     if mode == "w" and isinstance(stream, io.TextIOWrapper):
@@ -116,9 +116,10 @@ def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
 
 
 def leave_siblings() -> None:
-    """In a rank forked from a process that has imported torch: undo what separate processes would not share.
+    """In a rank that was forked from a process with torch: give it what forked processes must not share.
 
-    That is random state and secrets; and libtorch's teardown would copy the pages that the ranks have in common.
+    These are the random state of numpy and the secret of multiprocessing. Also skip libtorch's teardown, which would
+    copy the pages that the ranks have in common.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -133,7 +134,7 @@ def become(start: RankStart) -> None:
     """Run the target in this process; call it at the top of the interpreter, which then finalises.
 
     Raises:
-        SystemExit: the script ended by ``sys.exit``, or by an exception that has been reported (code 1).
+        SystemExit: the script called ``sys.exit``, or an exception ended it that has been reported (code 1).
     """
     target = start.target
     if start.code is None:
@@ -165,7 +166,7 @@ def become(start: RankStart) -> None:
             _report(start, error, shown=True)
         raise
     except KeyboardInterrupt as error:
-        # The interpreter ends itself by SIGINT, as the shell expects; whether to speak of it is the launcher's.
+        # The interpreter then ends itself by SIGINT, as the shell expects. The launcher decides whether to show it.
         _report(start, error, shown=False)
         raise
     except BaseException as error:
@@ -180,10 +181,10 @@ def _set_search_path(entry: str) -> None:
 
 
 class _Hook:
-    """The exception hook a script finds: it leaves the traceback to the launcher, which shows it once.
+    """The exception hook that a script finds: it leaves the traceback to the launcher, which shows it once.
 
-    A hook of the script's own replaces it, and then nothing is left to show. A hook that adds to the one it found
-    (torch's, after ``init_process_group``, puts the rank before each line) still comes here in the end.
+    If the script installs a hook of its own, that hook prints the exception and the launcher does not. A hook that
+    calls the one it found still gets here: so does torch's after ``init_process_group``, which prefixes the rank.
     """
 
     def __init__(self, start: RankStart) -> None:
@@ -201,7 +202,7 @@ def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
     """Report an exception that nobody caught, and let the script's exception hook have it."""
     own = traceback_of_script(error)
     error.__traceback__ = own
-    # Before the hook: the time of failing is now, not when a slow hook has returned.
+    # Reported before the hook runs: the script failed now, and not when a slow hook has returned.
     now = time.monotonic()
     written = _report(start, error, shown=True, now=now)
     try:
@@ -213,7 +214,7 @@ def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
 
 
 def traceback_of_script(error: BaseException) -> types.TracebackType | None:
-    """The traceback without the launcher's frames and those of the import system above the script's."""
+    """The traceback without the frames above the script's: those of the launcher and of the import system."""
     frames = error.__traceback__
     while frames is not None:
         frame = frames.tb_frame
@@ -226,17 +227,18 @@ def traceback_of_script(error: BaseException) -> types.TracebackType | None:
 
 
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
-    """Write what happened into the report file, in the form of torch's ``@record``, with the clock's time.
+    """Write the error into the report file, in the form of torch's ``@record``, with the time by the monotonic clock.
 
     Returns:
-        Whether it was written: a script may have closed every descriptor it did not know, and a child that it
-        forked must not speak for the rank.
+        Whether it was written. It is not if the script has closed all descriptors that it did not open itself, or if
+        this process is a child that the script forked, which must not report for the rank.
     """
     if os.getpid() != start.pid:
         return False
     own = traceback_of_script(error)
     if isinstance(error, SystemExit):
-        code, message = _exit_code(error), "" if isinstance(error.code, int) else str(error.code)
+        # The interpreter exits with 1 after ``sys.exit("a text")``, and prints the text.
+        code, message = (error.code & 0xFF, "") if isinstance(error.code, int) else (1, str(error.code))
     else:
         code, message = 1, _describe(error)
     text = "" if shown else "".join(traceback.format_exception(type(error), error, own))
@@ -250,16 +252,18 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
             "message": message,
             "traceback": text,
             "shown": shown,
+            "exited": isinstance(error, SystemExit),
+            "consequence": isinstance(error, PhalanxError) and error.is_consequence,
             "time": time.monotonic() if now is None else now,
             "code": code,
         },
     }
     with contextlib.suppress(OSError):
-        if os.readlink(f"/proc/self/fd/{start.wires.report}").startswith(f"/memfd:{start.run_id}-"):
+        if os.readlink(f"/proc/self/fd/{start.ends.report}").startswith(f"/memfd:{start.run_id}-"):
             data = json.dumps(report).encode()
-            os.pwrite(start.wires.report, data, 0)
-            os.ftruncate(start.wires.report, len(data))
-            # The others may be waiting for this rank, and its end may be far: exit handlers, threads.
+            os.pwrite(start.ends.report, data, 0)
+            os.ftruncate(start.ends.report, len(data))
+            # Other ranks may be waiting for this one, and its exit handlers and threads may delay its end for long.
             os.kill(start.parent, signal.SIGUSR1)
             return True
     return False
@@ -272,15 +276,9 @@ def _describe(error: BaseException) -> str:
         return "<its __str__ failed>"
 
 
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
-
-
 def _execute(start: RankStart) -> None:
     """Replace this process with a program that is not Python."""
-    # Python ignores these; a program expects what its shell would give it.
+    # Python ignores these signals; a program expects the defaults, as a shell leaves them.
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)
     target = start.target

@@ -1,17 +1,22 @@
-/* Barrier: one empty chunk. Each rank raises its flag and looks at p - 1 others; one synchronisation. */
+/* Barrier: one chunk without data. Each rank raises its counter and reads those of the p - 1 others; one
+ * synchronisation. */
 #include "call.h"
+#include "pipeline.h"
 #include "wait.h"
+
+static void put_nothing(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
+{
+    (void)comm, (void)job, (void)i, (void)chunk;
+}
+
+static int await_everybody(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
+{
+    (void)job, (void)i;
+    return phx_wait_all_ready(comm, chunk);
+}
 
 int phx_barrier(phx_comm *comm)
 {
-    const uint64_t chunk = comm->chunk;
-    int status = phx_enter(comm, chunk, phx_call(PHX_BARRIER, PHX_BYTES, PHX_NO_OP, 0, 0, 0));
-    if (status)
-        return status;
-    phx_put(comm, chunk);
-    for (uint32_t p = 0; p < comm->size; p++)
-        if (p != comm->rank && (status = phx_wait_ready(comm, p, chunk)))
-            return status;
-    comm->chunk = chunk + 1;
-    return PHX_OK;
+    const struct phx_steps steps = {put_nothing, await_everybody};
+    return phx_pass_call(comm, 1, phx_call(PHX_BARRIER, PHX_BYTES, PHX_NO_OP, 0, 0, 0), steps, NULL);
 }

@@ -1,32 +1,46 @@
-/* Broadcast: the root puts each chunk into its slot, the others copy it out. One synchronisation per chunk and
- * reader; the root runs up to two chunks ahead and does not wait for the last reader. n bytes copied by each. */
+/* Broadcast: the root puts each piece into its slot, the others copy it out. One synchronisation per piece and reader;
+ * each rank copies n bytes. The root does not wait for the last reader. */
 #include <string.h>
 
 #include "call.h"
 #include "chunks.h"
 #include "copy.h"
+#include "pipeline.h"
 #include "wait.h"
+
+struct broadcast {
+    char *data;
+    uint64_t nbytes;
+    uint32_t root;
+};
+
+static void put(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
+{
+    const struct broadcast *call = job;
+    const uint64_t step = comm->chunk_bytes, at = i * step;
+    if (comm->rank == call->root)
+        memcpy(phx_slot(comm, call->root, chunk), call->data + at, phx_piece(call->nbytes, at, step));
+}
+
+static int take(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
+{
+    const struct broadcast *call = job;
+    const uint64_t step = comm->chunk_bytes, at = i * step;
+    if (comm->rank == call->root)
+        return PHX_OK;
+    const int status = phx_wait_ready(comm, call->root, chunk);
+    if (!status)
+        phx_copy_out(comm, call->data + at, phx_slot(comm, call->root, chunk), phx_piece(call->nbytes, at, step),
+                     call->nbytes);
+    return status;
+}
 
 int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t root, uint64_t shape)
 {
+    const struct phx_steps steps = {put, take};
+    struct broadcast job = {data, nbytes, root};
     if (root >= comm->size)
         return PHX_BAD_ARGUMENT;
     const uint64_t call = phx_call(PHX_BROADCAST, dtype, PHX_NO_OP, root, nbytes, shape);
-    const uint64_t step = comm->chunk_bytes, chunks = phx_pieces(nbytes, step), first = comm->chunk;
-    for (uint64_t i = 0; i < chunks; i++) {
-        const uint64_t chunk = first + i, length = phx_piece(nbytes, i * step, step);
-        int status = phx_enter(comm, chunk, call);
-        if (status)
-            return status;
-        if (comm->rank == root)
-            memcpy(phx_slot(comm, root, chunk), (char *)data + i * step, length);
-        phx_put(comm, chunk);
-        if (comm->rank != root) {
-            if ((status = phx_wait_ready(comm, root, chunk)))
-                return status;
-            phx_copy_out(comm, (char *)data + i * step, phx_slot(comm, root, chunk), length, nbytes);
-        }
-    }
-    comm->chunk = first + chunks;
-    return PHX_OK;
+    return phx_pass_call(comm, phx_pieces(nbytes, comm->chunk_bytes), call, steps, &job);
 }

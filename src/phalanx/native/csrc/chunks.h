@@ -1,10 +1,10 @@
-/* Cutting a call into chunks, alike on every rank. */
+/* Cutting a call's data into pieces of one chunk each, alike on every rank. */
 #ifndef PHALANX_CHUNKS_H
 #define PHALANX_CHUNKS_H
 
-#include "segment.h"
+#include "comm.h"
 
-/* How many pieces of at most `step` bytes; a call without data still takes one, so that calls are compared. */
+/* How many pieces of at most `step` bytes. A call without data takes one, so that its call words are compared. */
 static inline uint64_t phx_pieces(uint64_t nbytes, uint64_t step)
 {
     return nbytes ? (nbytes + step - 1) / step : 1;
@@ -16,7 +16,7 @@ static inline uint64_t phx_piece(uint64_t nbytes, uint64_t at, uint64_t step)
     return at >= nbytes ? 0 : nbytes - at < step ? nbytes - at : step;
 }
 
-/* How much of a slot each of the other ranks gets when a rank has something of its own for every one. */
+/* How many bytes of a slot each of the other ranks gets when a rank has different data for every one. */
 static inline uint64_t phx_share(const phx_comm *comm)
 {
     const uint64_t others = comm->size > 1 ? comm->size - 1 : 1;

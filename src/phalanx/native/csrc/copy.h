@@ -1,20 +1,21 @@
 /* Copying out of the segment into a tensor.
  *
- * A store to a line that is in no cache first reads it from memory. For an output that is larger than the caches
- * nobody gains from that: streaming stores spare the read, a third of the traffic (64 MiB out of a slot in the
- * second-level cache: 3.0 ms instead of 5.0). A smaller output stays in the cache, where its user wants it. */
+ * A store to a line that is in no cache first reads the line from memory. An output larger than the caches gains
+ * nothing from that, so it is written with streaming stores, which spare the read, a third of the traffic (64 MiB out
+ * of a slot in the second-level cache: 3.0 ms instead of 5.0). A smaller output stays in the cache, where its user
+ * wants it. */
 #ifndef PHALANX_COPY_H
 #define PHALANX_COPY_H
 
 #include <stdint.h>
 #include <string.h>
 
-#include "segment.h"
+#include "comm.h"
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
 
-/* Ends with a fence: streaming stores are not ordered with the flags and locks that come after them. */
+/* Ends with a fence, since streaming stores are not ordered with the counters and locks that are written after them. */
 static inline void phx_stream(char *dst, const char *src, uint64_t nbytes)
 {
     const uint64_t head = -(uintptr_t)dst % PHX_LINE;
@@ -47,7 +48,7 @@ static inline void phx_stream(char *dst, const char *src, uint64_t nbytes)
 }
 #endif
 
-/* Copy a piece of an output of `total` bytes; the two do not overlap. */
+/* Copy a piece of an output that has `total` bytes as a whole; the two do not overlap. */
 static inline void phx_copy_out(const phx_comm *comm, void *dst, const void *src, uint64_t nbytes, uint64_t total)
 {
     if (total >= comm->stream_bytes)

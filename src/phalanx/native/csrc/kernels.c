@@ -1,4 +1,4 @@
-/* Choosing the reduction kernel for this CPU at run time, and the scalar conversions all of them share. */
+/* The choice of the reduction kernel for this CPU, made at run time, and the scalar conversions that all sets share. */
 #include "kernels.h"
 
 #include <string.h>

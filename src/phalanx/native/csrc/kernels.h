@@ -1,4 +1,4 @@
-/* Element-wise reduction of several inputs, in their order: the one place where numbers are combined. */
+/* Combining several inputs element by element, in their order. Numbers are combined nowhere else in the core. */
 #ifndef PHALANX_KERNELS_H
 #define PHALANX_KERNELS_H
 
@@ -9,7 +9,7 @@
  * accumulate in 32 bits and are rounded once, to nearest even; averages divide before that rounding. */
 typedef void (*phx_reduce_fn)(void *dst, const void *const *inputs, uint32_t ninputs, size_t count);
 
-/* The kernel for this CPU, or NULL when the pair makes no sense (bitwise operations on floats). */
+/* The kernel for this CPU, or NULL for a pair that has no meaning (bitwise operations on floats). */
 phx_reduce_fn phx_reduce_kernel(uint32_t op, uint32_t dtype);
 
 /* Bytes per element, 0 for an unknown dtype. */

@@ -2,9 +2,9 @@
  *   KERNEL(name)   the name with the set's suffix        TARGET  the function attribute
  *   LANES          floats in one of its vectors, which then also convert f16 in hardware; 0 for plain C
  *
- * Element i is combined in the order of the inputs whatever the set and the block, so all sets agree bit for
- * bit (but for the payload of a NaN in which several NaNs meet, which C leaves open). Blocks keep the partial results in
- * the first-level cache when there are more than two inputs. */
+ * Every set combines element i in the order of the inputs, so all sets agree bit for bit. (The exception is the payload
+ * of a NaN that results from several NaNs, which C leaves open.) Blocks keep the partial results in the first-level
+ * cache when there are more than two inputs. */
 
 #define BLOCK 1024u
 
@@ -39,7 +39,7 @@
     for (size_t i = 0; i < length; i++)                                                                 \
         dst[i] /= (type)n;
 
-/* Integers are added and multiplied as unsigned, because torch's wrap around and C's signed ones must not. */
+/* Integers are added and multiplied as unsigned: torch's wrap around, and in C that is undefined for signed ones. */
 #define ADD(a, b) (a + b)
 #define MULTIPLY(a, b) (a * b)
 #define SMALLER(a, b) (b < a ? b : a)
@@ -79,8 +79,8 @@ SIGNED(i16, int16_t)
 SIGNED(i32, int32_t)
 SIGNED(i64, int64_t)
 
-/* 16-bit floats: widened, combined in registers, rounded once. LANES of f16 or two times LANES of bf16 at a time where the
- * set has vectors, the rest one by one; both ways give the same bits. */
+/* 16-bit floats are widened, combined in registers and rounded once. A set with vectors takes LANES of f16 or twice as
+ * many bf16 at a time and the rest one by one; both ways give the same bits. */
 #if LANES == 8
 #define VECTOR __m256
 #define V_ADD(a, b) _mm256_add_ps(a, b)
@@ -91,7 +91,7 @@ SIGNED(i64, int64_t)
 #define LOAD_F16(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
 #define STORE_F16(to, value) _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT))
 
-/* Two bf16 share 32 bits: the upper one is a float already but for the lower one's bits, the lower one is shifted up. */
+/* Two bf16 share 32 bits. The upper one is a float once the lower one's bits are cleared; the lower one is shifted. */
 TARGET static inline void KERNEL(load_bf16)(const uint16_t *from, __m256 *low, __m256 *high)
 {
     const __m256i both = _mm256_loadu_si256((const __m256i *)from);
@@ -130,7 +130,7 @@ TARGET static inline void KERNEL(load_bf16)(const uint16_t *from, __m512 *low, _
     *high = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
 }
 
-/* Not AVX512_BF16's own conversion: it takes subnormal numbers for zero, which the other sets do not. */
+/* AVX512_BF16's own conversion is not used: it flushes subnormal numbers to zero, which the other sets do not. */
 TARGET static inline __m512i KERNEL(round_bf16)(__m512 value)
 {
     const __m512i bits = _mm512_castps_si512(value);
@@ -202,7 +202,7 @@ TARGET static inline void KERNEL(store_bf16)(uint16_t *to, __m512 low, __m512 hi
 HALF(f16, VECTORS_OF_F16)
 HALF(bf16, VECTORS_OF_BF16)
 
-/* [operation][dtype]; what is not named is NULL. */
+/* [operation][dtype]; a pair that is not listed is NULL. */
 #define FLOATS_OF(op)                                                                                   \
     [PHX_F32] = KERNEL(op##_f32), [PHX_F64] = KERNEL(op##_f64), [PHX_F16] = KERNEL(op##_f16),            \
     [PHX_BF16] = KERNEL(op##_bf16)

@@ -1,11 +1,11 @@
 /* How MPI ends with its process: in order after success, by MPI_Abort after a failure.
  *
- * Only here is the exit code known: Python has no hook that hears of `sys.exit(3)`, and MPI_Finalize of a rank that
- * failed would wait for ranks that wait for it. glibc's on_exit calls phx_mpi_end with the code, after Python has
+ * The exit code decides, because MPI_Finalize of a rank that failed would wait for ranks that wait for it. Python has
+ * no hook that gets the code of a `sys.exit(3)`; glibc's on_exit calls phx_mpi_end() with it, after Python has
  * finalised. MPI's functions come as pointers, so that this file needs no MPI to be built; a communicator is an int or
- * a pointer, depending on the library, and either fits into the word it is passed in.
+ * a pointer, depending on the library, and either fits into an intptr_t.
  *
- * One process and one thread writes these words: the one that starts and ends MPI.
+ * Only the thread that starts and ends MPI writes these variables.
  */
 #include "phalanx.h"
 
@@ -13,10 +13,10 @@
 #include <unistd.h>
 
 static struct {
-    pid_t pid; /* 0: nothing to end. A child that was forked from this process has another */
-    int (*abort)(intptr_t comm, int code); /* NULL: there are no others that wait */
+    pid_t pid; /* 0: there is nothing to end. In a child that was forked, the parent's */
+    int (*abort)(intptr_t comm, int code); /* NULL: no other rank waits */
     int (*finalized)(int *flag);
-    int (*finalize)(void); /* NULL: somebody else's to call */
+    int (*finalize)(void); /* NULL: not ours to call */
     intptr_t comm;
     int hopeless; /* MPI_Finalize would wait for ever */
 } mpi;

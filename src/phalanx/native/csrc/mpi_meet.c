@@ -1,20 +1,22 @@
-/* The comparison before an MPI collective, and an all_reduce behind it, in one call from Python.
+/* The comparison of calls before an MPI collective, and an all_reduce after it, in one call from Python.
  *
- * Both are a few calls of MPI, which mpi4py could make as well; from Python they cost more than MPI itself takes for
- * them. MPI's functions come as pointers and its handles as words, so that this needs no MPI to be built: a handle is an
+ * mpi4py could make the same few calls of MPI, but from Python they take longer than in MPI itself. This file is kept
+ * because the figures in docs/mpi.md ("What it costs") are reached only with it.
+ *
+ * MPI's functions come as pointers and its handles as integers, so that this needs no MPI to be built: a handle is an
  * int or a pointer, depending on the library, and is passed in a register either way on the machines that
- * mpi_direct.py allows.
+ * transports/mpi/direct.py allows.
  *
- * A phx_mpi_group is one rank's own memory; whoever holds the group's lock in Python calls these, and writes it. Other
- * threads of the rank read `sequence` when they abort the group or leave; a value that is one too old does no harm there,
- * since it only says in which operation.
+ * A phx_mpi_group is one rank's own memory. Only the thread that holds the group's lock in Python calls these functions
+ * or writes it. Other threads of the rank read `sequence` when they abort the group or leave it; a value that is one
+ * too old does no harm there, since it only names the operation.
  */
 #include "phalanx.h"
 
 PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
 {
     char status[256]; /* an MPI_Status; the largest known has 40 bytes */
-    int done = 0, told = 0;
+    int done = 0, notice = 0;
     group->own[0] = call;
     group->own[1] = ~call;
     group->sequence++;
@@ -26,14 +28,14 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
         if (group->test(group->request, &done, status))
             return PHX_SYSTEM;
     }
-    /* A rank that gave up has come as well, before that. Then the operation would wait for it without end. */
-    for (uint32_t look = 0; look < group->looks; look++) {
-        if (group->probe(group->any_source, group->notice_tag, group->world, &told, status))
+    /* A rank may have given up after it took part in the comparison; the operation would wait for it without end. */
+    for (uint32_t i = 0; i < group->looks; i++) {
+        if (group->probe(group->any_source, group->notice_tag, group->world, &notice, status))
             return PHX_SYSTEM;
-        if (told)
+        if (notice)
             return PHX_NOTICE;
     }
-    /* The minimum, and the complement of the maximum. */
+    /* min(~x) = ~max(x): all ranks made the same call if the minimum is the maximum. */
     return group->common[0] == ~group->common[1] ? PHX_OK : PHX_MISMATCH;
 }
 

@@ -1,11 +1,14 @@
-/* The C core of Phalanx: collectives between processes of one host, through one shared segment.
+/* The C core of Phalanx: collectives and messages between processes of one host, through one shared segment.
  *
- * A segment is an anonymous file (memfd) that one rank makes and formats and every rank of a group maps. A
- * `phx_comm` is one rank's view of it. Each function below is called by every rank of the group, in the same
- * order, with matching arguments; one thread at a time per phx_comm. Ranks may be processes or threads.
+ * A segment is an anonymous file (memfd) that one rank makes and formats, and that every rank of a group maps. A
+ * `phx_comm` is one rank's view of it. Ranks may be processes or threads.
  *
- * Everything blocks until this rank's part is done. Nothing here knows Python or torch; the one file that
- * knows these signatures is native/core.py, which compares PHX_ABI at load.
+ * A collective is called by every rank of the group, in the same order, with matching arguments, and by one thread of a
+ * rank at a time. It returns when this rank's part is done: PHX_OK; PHX_BAD_ARGUMENT without having done anything; or,
+ * from PHX_MISMATCH on, the reason why the group is broken. All data is contiguous.
+ *
+ * Nothing here knows Python or torch. Of Python's files only native/core.py knows these signatures; it compares PHX_ABI
+ * when it loads the library.
  */
 #ifndef PHALANX_H
 #define PHALANX_H
@@ -15,17 +18,17 @@
 #define PHX_ABI 9
 #define PHX_API __attribute__((visibility("default")))
 
-/* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage tells why. */
+/* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
 enum phx_status {
-    PHX_NOTICE = -2,      /* of MPI: all have come, and somebody has told something (mpi_notices.py) */
-    PHX_UNDER_WAY = -1,   /* of a message: neither done nor failed yet */
+    PHX_NOTICE = -2,      /* over MPI: all ranks have come, and a notice has arrived (transports/mpi/notices.py) */
+    PHX_UNDER_WAY = -1,   /* neither done nor failed yet */
     PHX_OK = 0,
-    PHX_BAD_ARGUMENT = 1, /* a dtype, operation, rank or segment this core does not know */
-    PHX_SYSTEM = 2,       /* a system call failed; errno has the reason */
-    PHX_MISMATCH = 3,     /* two ranks called different collectives */
+    PHX_BAD_ARGUMENT = 1, /* a dtype, operation, rank or segment that this core does not know */
+    PHX_SYSTEM = 2,       /* a system call failed, and errno has the reason; or a call of MPI failed */
+    PHX_MISMATCH = 3,     /* two ranks made different calls, or the two ends of a message differ */
     PHX_PEER_LOST = 4,    /* a rank ended while another waited for it */
     PHX_TIMEOUT = 5,      /* a rank did not come in time */
-    PHX_INTERRUPTED = 6,  /* the poll function asked a rank to stop */
+    PHX_INTERRUPTED = 6,  /* the poll function asked a rank to stop, or phx_abort() was called */
 };
 
 enum phx_kind {
@@ -64,168 +67,198 @@ typedef struct phx_comm phx_comm;
 
 #define PHX_NOBODY UINT32_MAX
 
-/* Why a group broke: what `rank` found, and about whom. */
+/* Why a group broke: what one rank found, and about which other. */
 struct phx_breakage {
-    uint32_t status; /* enum phx_status, or PHX_OK when the group is whole */
-    uint32_t rank, peer, peer_pid; /* who noticed, and whom it was waiting for or compared with; or PHX_NOBODY, if a
-                                      rank that lives broke the group but has not written down why */
-    uint64_t chunk;                /* of a mismatch: the chunk for which the calls differ */
+    uint32_t status;         /* enum phx_status; PHX_OK if the group is whole */
+    uint32_t rank;           /* the rank that broke the group; PHX_NOBODY if it lives but has not written the reason */
+    uint32_t peer, peer_pid; /* the rank that it waited for or compared itself with, or PHX_NOBODY */
+    uint64_t chunk;          /* of a mismatch: the chunk for which the calls differ */
 };
 
 /* Called while a rank waits, at most once per slice (50 ms) and after a signal; non-zero stops the wait. */
 typedef int (*phx_poll)(void);
 
+/* The PHX_ABI that the library was built with. */
 PHX_API uint32_t phx_abi(void);
 
-/* How many bytes a segment for `size` ranks takes with slots of `chunk_bytes` (a multiple of 64, and at
- * least 64 per rank). */
-PHX_API uint64_t phx_segment_bytes(uint32_t size, uint64_t chunk_bytes);
+/* -- the group --------------------------------------------------------------------------------------------------- */
 
-/* Write the header into a fresh file of that size. `small_bytes`: reductions whose inputs add up to at most so much
- * take one synchronisation (see all_reduce.c). `stream_bytes`: outputs of at least so much are written past the caches
- * (see copy.h). `cookie` (16 bytes) is what attaching ranks check. */
+/* Make an empty file a segment. Called by one rank, before the others open it.
+ *   fd            the file
+ *   size          how many ranks the group has, at most 1024
+ *   chunk_bytes   size of a slot: a multiple of 64, and at least 64 per rank
+ *   small_bytes   reductions whose inputs add up to at most so many bytes take one synchronisation (all_reduce.c)
+ *   stream_bytes  outputs of at least so many bytes are written past the caches (copy.h)
+ *   cookie        16 random bytes, by which ranks recognise the segment
+ * Returns PHX_OK, PHX_BAD_ARGUMENT, or PHX_SYSTEM with errno set. */
 PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint64_t small_bytes,
                                uint64_t stream_bytes, const uint8_t *cookie);
 
-/* Map a formatted segment as `rank`. Returns NULL with errno set, EPROTO when it is not the segment the
- * cookie belongs to. `spin` is how often a wait looks before it yields the core. */
+/* Map a formatted segment. Called once by every rank, before the ranks meet.
+ *   fd      the file; it may be closed afterwards
+ *   rank    this rank, below the size of the group; no other may open the same
+ *   cookie  what the segment must have been formatted with
+ *   spin    how often a wait checks for its peer before it yields the core
+ *   poll    may be NULL
+ * Returns NULL with errno set on failure: EPROTO if the file is not that segment. */
 PHX_API phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll);
 
-/* Unmap. The file goes when the last rank has unmapped and closed it. */
+/* Unmap the segment and free this rank's messages that are not done. No other thread of the rank may be in a call. */
 PHX_API void phx_close(phx_comm *comm);
 
-/* Break the group: calls under way on any rank end with PHX_INTERRUPTED. May be called by any thread. */
+/* Break the group: calls under way on any rank end with PHX_INTERRUPTED. Any thread may call it. */
 PHX_API void phx_abort(phx_comm *comm);
 
-/* How long a call waits for another rank, in nanoseconds. */
+/* Set how long this rank waits for another, in nanoseconds, before it breaks the group. At first there is no limit. */
 PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns);
 
-/* Fill `out` with the reason the group broke; returns its status. */
+/* Get the reason why the group broke; returns its status, PHX_OK if the group is whole. May take 100 ms. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
 
-/* The chunk this rank's last call began with: a mismatch at an earlier one concerns an earlier call. */
+/* Returns the chunk with which this rank's last call began. A mismatch at an earlier chunk concerns an earlier call. */
 PHX_API uint64_t phx_call_chunk(const phx_comm *comm);
 
-/* What a rank tells the others about itself once the group is broken; at most PHX_TEXT - 1 bytes. */
+/* Publish what this rank was doing when the group broke, for the others' errors: a text of at most PHX_TEXT - 1 bytes.
+ * Only the first text of a rank counts. */
 #define PHX_TEXT 376
 PHX_API void phx_describe(phx_comm *comm, const char *text);
 
-/* Copy what `rank` told into `out` (PHX_TEXT bytes); 0 if it has told nothing yet. */
+/* Copy the description of `rank` into `out` (PHX_TEXT bytes). Returns 0 if there is none yet. */
 PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
 
-/* Collectives. `shape` is a number that must be equal on all ranks, beside everything else that must. Data is
- * contiguous. Lists of blocks have one entry per rank. */
+/* -- collectives -------------------------------------------------------------------------------------------------- */
 
-/* out[i] = in_0[i] op in_1[i] op ... in rank order, on every rank; `in` may be `out`. */
+/* Arguments that several of them have:
+ *   in, out, data  this rank's input, output, or both
+ *   ins, outs      one address for each rank of the group
+ *   count, nbytes  length of one input: in elements where numbers are combined, else in bytes
+ *   dtype, op      enum phx_dtype, enum phx_op
+ *   root           group rank of the one that has, or gets, the data
+ *   shape          any number that must be equal on all ranks, as must count or nbytes, dtype, op and root
+ * Costs are for p ranks and n bytes; a synchronisation is one counter raised by each rank and read by the others. Each
+ * function's file has its algorithm; docs/algorithms.md compares them. */
+
+/* Combine: out[i] = in_0[i] op in_1[i] op ..., in rank order, on every rank. `out` may be `in`.
+ * Small inputs take one synchronisation and read p * n bytes; others take two for each chunk, copy 2 (p-1)/p * n bytes
+ * and read n (Rabenseifner, ICCS 2004). */
 PHX_API int phx_all_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,
                            uint64_t shape);
 
-/* The same on `root` only; `out` is not touched elsewhere. */
+/* The same on the root only; elsewhere `out` is neither read nor written. */
 PHX_API int phx_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,
                        uint32_t root, uint64_t shape);
 
-/* out = the reduction of every rank's ins[own rank], of `count` elements; `out` may be ins[own rank]. */
+/* Combine every rank's ins[r], of `count` elements, into `out` of rank r. `out` may be this rank's own ins[r].
+ * Copies (p-1) * n bytes in and reads p * n. */
 PHX_API int phx_reduce_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t count, uint32_t dtype,
                                uint32_t op, uint64_t shape);
 
-/* `data` of `root` into `data` of every other rank. */
+/* Copy `data` of the root into `data` of every other rank. The root does not wait for them. Copies n bytes. */
 PHX_API int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t root, uint64_t shape);
 
-/* `in` of rank r into outs[r] on every rank; outs[own rank] may be `in`. */
+/* Copy `in` of rank r into outs[r] of every rank. This rank's own outs[r] may be `in`.
+ * Copies n bytes in and p * n out. */
 PHX_API int phx_all_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes, uint32_t dtype,
                            uint64_t shape);
 
-/* The same on `root` only; `outs` is not read elsewhere. */
+/* The same on the root only; elsewhere `outs` is not read. The others do not wait. */
 PHX_API int phx_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes, uint32_t dtype,
                        uint32_t root, uint64_t shape);
 
-/* ins[r] of `root` into `out` of rank r; `ins` is read on the root only. */
+/* Copy ins[r] of the root into `out` of rank r; elsewhere `ins` is not read. The root does not wait for the others.
+ * The root copies (p-1) * n bytes in, the others n out. */
 PHX_API int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbytes, uint32_t dtype,
                         uint32_t root, uint64_t shape);
 
-/* ins[r], of in_bytes[r], to rank r; outs[r], of out_bytes[r], from rank r. What one rank sends another must be what
- * that one expects. */
+/* Copy ins[r], of in_bytes[r], to rank r, and into outs[r], of out_bytes[r], what rank r sends. A rank must send
+ * another exactly as many bytes as that one expects. Copies what is sent in and what is received out. */
 PHX_API int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_bytes, void *const *outs,
                            const uint64_t *out_bytes, uint32_t dtype);
 
-/* Returns when every rank has called it. */
+/* Wait until every rank has called it. One synchronisation. */
 PHX_API int phx_barrier(phx_comm *comm);
 
-/* Point to point. Messages between two ranks with one tag arrive in the order they were sent. Any thread may call
- * these, also while another thread is in a collective of the group. */
+/* -- messages ------------------------------------------------------------------------------------------------------ */
+
+/* Messages between two ranks with one tag arrive in the order in which they were sent. Any thread may call these, also
+ * while another is in a collective of the group; calls about one message are made by one thread at a time. A message
+ * costs n bytes copied in, n copied out, and one wake-up for every 64 KiB. */
 
 #define PHX_ANY_SOURCE UINT32_MAX
 typedef struct phx_message phx_message;
 
-/* Start sending or receiving; the data must stay where it is until the message is done. Returns NULL without memory,
- * or for a rank that the group does not have; its own rank is a peer as any. */
+/* Start to send `nbytes` to the group rank `dst`, or to receive them from `src` (or PHX_ANY_SOURCE). The data must stay
+ * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory or no such
+ * rank. */
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst,
                               uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag);
 
-/* Send at once, if nothing is waiting to be sent there and the ring has room for all of it: 1, and there is no message
- * to look after. Else do nothing: 0. What a short message usually takes. */
+/* Send at once if nothing waits to be sent to `dst` and the ring has room for all of it. Returns 1 if so, and there is
+ * no message to wait for; 0 if nothing was done. Enough for most short messages, and the cheapest way. */
 PHX_API int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag);
 
-/* The calls about one message are made by one thread at a time; those about two may overlap. */
-
-/* Whether the message is done or the group broken, after moving along what can be moved now; never blocks. With `watch`
- * it also looks, once a slice, whether the peer has ended or the time that was expected of the message has passed. */
+/* Returns whether the message is done or the group broken, after moving what can be moved now. Never blocks. With
+ * `watch` it also checks, once a slice, that the peer lives and that the message's timeout has not passed, and else
+ * breaks the group. */
 PHX_API int phx_message_test(phx_comm *comm, phx_message *message, int watch);
 
-/* From now on the group's timeout counts for the message, as if somebody waited for it. */
+/* Start the group's timeout for this message, as if a thread waited for it. */
 PHX_API void phx_message_expect(phx_comm *comm, phx_message *message);
 
-/* Wait until the message is done. With `timeout_ns` other than 0, PHX_UNDER_WAY after that long without harm to the
- * group; otherwise the group's own timeout, counted from the last byte that moved, which breaks it. */
+/* Wait until the message is done; returns its status. If `timeout_ns` is not 0, it returns PHX_UNDER_WAY after that
+ * long, and the group stays whole. If it is 0, the group's own timeout, counted from the last byte that moved, breaks
+ * the group. */
 PHX_API int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns);
 
-/* Move messages along until one is done, for a slice at most. `finished` is what the last call returned, at first 0: one
- * that was done since then counts. */
+/* Move messages until one is done, for a slice at most. `finished` is what the last call returned, at first 0: a
+ * message that was done since then ends the call at once. Returns how many have been done so far. */
 PHX_API uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished);
 
-/* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. phx_close may follow when all threads have
- * come back; it frees the messages that are not done. */
+/* Let no message move any more, and end every wait for one with PHX_UNDER_WAY. phx_close() may follow when all threads
+ * have returned. */
 PHX_API void phx_messages_end(phx_comm *comm);
 
-/* Who sent what was received. */
+/* Returns the group rank that sent what was received. */
 PHX_API uint32_t phx_message_source(const phx_message *message);
 
-/* Give the handle back. A message that is not done goes on by itself as long as anybody calls into the group. */
+/* Give the handle back. A message that is not done goes on as long as any thread of the rank calls into the group. */
 PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
-/* MPI's end with its process (mpi_end.c). */
+/* -- MPI ----------------------------------------------------------------------------------------------------------- */
 
-/* MPI is under way in this process: its functions, and the communicator of the whole job. `abort` and
- * `finalize` may be NULL. */
+/* MPI runs in this process. Its functions are given, of which `abort` and `finalize` may be NULL, and the communicator
+ * of the whole job. */
 PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_t comm);
 
-/* MPI cannot be finalised any more, because something that others must answer was left unanswered: abort instead. */
+/* MPI cannot be finalised any more, because an operation that other ranks take part in was given up. It will be aborted
+ * instead. */
 PHX_API void phx_mpi_hopeless(void);
 
 /* MPI has been finalised. */
 PHX_API void phx_mpi_ended(void);
 
-/* What mpi_meet.c knows of one group over MPI: words that are reduced to their minimum by a persistent request, MPI's
- * functions and handles. Filled in by transports/mpi/direct.py; `spins` tests come before PHX_UNDER_WAY. Notices come on
- * the communicator `world` with the tag `notice_tag`. */
+/* What mpi_meet.c knows of one group over MPI: two integers that are reduced to their minimum by a persistent request,
+ * and MPI's functions and handles. Filled in by transports/mpi/direct.py. */
 typedef struct phx_mpi_group {
-    int64_t own[2], common[2];
-    uint64_t sequence; /* how many comparisons have begun */
+    int64_t own[2], common[2]; /* a call and its complement; their minima over the group */
+    uint64_t sequence;         /* how many comparisons have begun */
     int (*start)(void *request);
     int (*test)(void *request, int *done, void *status);
     int (*all_reduce)(const void *send, void *receive, int count, intptr_t datatype, intptr_t op, intptr_t comm);
     int (*probe)(int source, int tag, intptr_t comm, int *flag, void *status);
     void *request, *in_place;
-    intptr_t comm, world;
-    int any_source, notice_tag;
-    uint32_t spins;
-    uint32_t looks; /* how often to probe for notices: MPICH looks first, and then for what is new */
-    uint32_t under_way; /* an all_reduce has begun and has not come to its end: interrupting it breaks the group */
+    intptr_t comm, world;       /* the group's communicator, and the one on which notices come */
+    int any_source, notice_tag; /* source and tag of notices */
+    uint32_t spins;             /* how many tests come before PHX_UNDER_WAY */
+    uint32_t looks;             /* how many MPI_Iprobe calls to make for a notice: MPICH searches what has arrived
+                                   before it polls the network, so it finds a new message only in the next call */
+    uint32_t under_way;         /* an all_reduce has begun and has not ended: interrupting it breaks the group */
 } phx_mpi_group;
 
-/* Whether every rank calls the same: PHX_OK, PHX_MISMATCH, PHX_UNDER_WAY if somebody has not come yet (then the request
- * is to be tested further), PHX_NOTICE if one that came may have given up since, PHX_SYSTEM for an error of MPI's. */
+/* Compare the call with that of every other rank. Called by all ranks of the group.
+ * Returns PHX_OK; PHX_MISMATCH; PHX_UNDER_WAY if a rank has not come yet (the request is to be tested further);
+ * PHX_NOTICE if a rank that came may have given up since; PHX_SYSTEM if MPI reports an error. */
 PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call);
 
 /* One kind of all_reduce of a group, prepared when it is first called. Filled in by transports/mpi/direct.py. */
@@ -236,11 +269,11 @@ typedef struct phx_mpi_reduction {
     int count;
 } phx_mpi_reduction;
 
-/* phx_mpi_meet, and if that is PHX_OK the all_reduce of `data`, in place. `under_way` is cleared when it has ended; after
- * any other status the caller does that, at the end of the operation. */
+/* phx_mpi_meet(), and if that is PHX_OK MPI's all_reduce of `data` in place. Clears `under_way` if it returns PHX_OK;
+ * after any other status the caller does, at the end of the operation. */
 PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data);
 
-/* For glibc's on_exit: end MPI by the process's exit code. */
+/* End MPI by the process's exit code. Called by glibc, for on_exit(). */
 PHX_API void phx_mpi_end(int code, void *unused);
 
 #endif

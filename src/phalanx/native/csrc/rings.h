@@ -1,23 +1,21 @@
-/* Reading from and writing to the ring of one ordered pair of ranks (see p2p.h for who may do what). */
+/* Reading and writing the ring of one ordered pair of ranks, and ringing the bell of a rank. */
 #ifndef PHALANX_RINGS_H
 #define PHALANX_RINGS_H
 
 #include <string.h>
 
+#include "comm.h"
 #include "copy.h"
-#include "p2p.h"
-#include "wait.h"
+#include "cores.h"
+#include "futex.h"
 
-/* Messages and their pieces begin at cache lines: a copy to an address that is not a multiple of 32 takes twice as long. */
+/* Messages and their pieces begin at cache lines, since a copy to an address that is not a multiple of 32 takes twice
+ * as long. */
 #define PHX_ALIGN 64u
 
-/* What stands before the bytes of a message. */
-struct phx_message_header {
-    uint64_t nbytes;
-    uint32_t tag, dtype;
-};
 _Static_assert(sizeof(struct phx_message_header) <= PHX_ALIGN, "a header never wraps around the end of a ring");
 
+/* The ring through which `src` sends to `dst`. */
 static inline struct phx_ring *phx_ring_of(const phx_comm *comm, uint32_t src, uint32_t dst)
 {
     return &comm->rings[(uint64_t)src * comm->size + dst];
@@ -25,10 +23,10 @@ static inline struct phx_ring *phx_ring_of(const phx_comm *comm, uint32_t src, u
 
 static inline char *phx_ring_data(const phx_comm *comm, uint32_t src, uint32_t dst)
 {
-    char *data = (char *)(comm->rings + (uint64_t)comm->size * comm->size);
-    return data + ((uint64_t)src * comm->size + dst) * phx_ring_bytes(comm->size);
+    return comm->ring_data + ((uint64_t)src * comm->size + dst) * phx_ring_bytes(comm->size);
 }
 
+/* Write into the ring to `dst` at the count `at`, around its end where necessary. */
 static inline void phx_ring_write(const phx_comm *comm, uint32_t dst, uint64_t at, const void *from, uint64_t nbytes)
 {
     char *data = phx_ring_data(comm, comm->rank, dst);
@@ -38,6 +36,7 @@ static inline void phx_ring_write(const phx_comm *comm, uint32_t dst, uint64_t a
     memcpy(data, (const char *)from + straight, nbytes - straight);
 }
 
+/* Read from the ring from `src` at the count `at`; `total` is the length of the whole message. */
 static inline void phx_ring_read(const phx_comm *comm, uint32_t src, uint64_t at, void *to, uint64_t nbytes,
                                  uint64_t total)
 {
@@ -53,13 +52,19 @@ static inline uint64_t phx_padded(uint64_t nbytes)
     return (nbytes + PHX_ALIGN - 1) / PHX_ALIGN * PHX_ALIGN;
 }
 
-static inline void phx_ring_bell(phx_comm *comm, uint32_t peer)
+/* Wake the threads that sleep on the bell of a place. */
+static inline void phx_ring_bell(struct phx_place *place)
 {
-    struct phx_place *place = &comm->places[peer];
-    phx_note_cpu(comm);
     atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
     if (atomic_load_explicit(&place->listening, memory_order_seq_cst))
-        phx_futex_wake(&place->bell);
+        phx_wake(&place->bell);
+}
+
+/* Wake the threads of `peer`, to or from which bytes have moved. */
+static inline void phx_ring_bell_of(phx_comm *comm, uint32_t peer)
+{
+    phx_note_cpu(comm);
+    phx_ring_bell(&comm->places[peer]);
 }
 
 #endif

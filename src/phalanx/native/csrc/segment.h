@@ -1,36 +1,73 @@
-/* The shared segment: every word that two ranks share, who writes it, who reads it, in which order.
+/* The shared segment: every word and byte that ranks share.
  *
- * Time in a group is counted in chunks. Every collective takes a number of chunks that follows from its
- * arguments alone, so all ranks number them alike: chunk k is the k-th of the group's life. A rank's data
- * for chunk k lies in its slot k mod PHX_RING.
+ * A *chunk* is one round of exchange within a group: every collective takes a number of chunks that follows from its
+ * arguments, so all ranks count them alike, and chunk k is the k-th of the group's life. A *slot* is a buffer of
+ * `chunk_bytes` in the segment; each rank has PHX_SLOTS of them, and its data for chunk k lies in slot k mod PHX_SLOTS.
+ * The *call word* of a rank for chunk k is a hash of the call that it makes there (call.h), so two ranks have made the
+ * same call if their call words are equal.
  *
- *   `ready` = k + 1   "my part of chunk k is in my slot (or I have nothing to put in), and I have finished
- *                      chunk k - 2 and all before it": a rank works on at most two chunks at a time.
- *   `done`  = k + 1   "the slice of chunk k that is mine to reduce lies reduced in my slot".
+ * Two counters of each rank say how far it is:
  *
- * Before a rank writes its slot or its call word for chunk k, it waits until every `ready` >= k - 1: then
- * every rank has put in chunk k - 2, hence finished chunk k - 4, the last one that used the same slot.
+ *   ready = k + 1   "My data for chunk k is in my slot (or I have none), and I have finished every chunk up to k - 2":
+ *                   a rank works on at most two chunks at a time.
+ *   done  = k + 1   "The slice of chunk k that I reduce lies reduced in my slot."
  *
- * Who writes, who reads, and what a death leaves behind:
- *   ready, done  written by their rank only, seq_cst (the store must not pass the load of `sleepers`); read by
- *                all, acquire. Death before: peers wait, find the process gone, break the group. Death after:
- *                the data is whole and is used; the next wait finds the process gone.
- *   call[]       written by their rank only, before `ready`; read by all after `ready` was acquired. Death
- *                between: nobody has been told to look.
- *                Whoever waits for a rank compares then; who does not (a broadcast's root) does so when it enters
- *                a later chunk or next waits for that rank, at most two chunks later: the word is still there.
- *   cpu          where the rank last raised a word; written by it, read by all, relaxed: a hint and nothing more.
- *   slots        the same as call[]; the reduced slice the same with `done`.
- *   told         0 -> 1 by the one thread of its rank that wins the exchange, which then writes `text` and stores 2
- *                (release). Death between: the others do without that rank's words.
- *   text         written as said; read by all after `told` was acquired as 2.
- *   sleepers     added to and subtracted from by ranks that sleep on the words of this place, seq_cst; read by
- *                the place's rank. Death of a sleeper leaves it too high: a needless wake per store, in a group
- *                that is about to break because of that death.
- *   breaking     0 -> 1 by the one rank that wins the exchange, which then fills `breakage` and stores 2
- *                (release). Read by all. Death between: after 100 ms readers look themselves for a process that is
- *                gone; if none is, the winner is stopped, and they know only that the group is broken.
- *   header, pid  written before the ranks meet (through the store), read only afterwards.
+ * Before a rank writes its slot or its call word for chunk k, it waits until every rank's `ready` is at least k - 1.
+ * Then every rank has put in chunk k - 2, and so has finished chunk k - 4, which was the last one in the same slot.
+ *
+ * A message goes through a *ring*, a circular buffer of bytes; there is one for each ordered pair of ranks. Its `head`
+ * and `tail` count all bytes that ever went in and came out.
+ *
+ * Every shared word: its writer, its readers, the memory order, and the state left behind if the writer dies right
+ * before or right after the store. Each place, each rank's flags and each counter of a ring has cache lines of its own.
+ *
+ *   magic, abi, size, chunk_bytes, small_bytes, stream_bytes, cookie
+ *               Written by the rank that makes the file, before any other can open it; read by each rank when it opens
+ *               the segment. Ordered by the store through which the ranks meet. Death before: the others wait in the
+ *               store, or find a file of the wrong size, and do not open it. Death after: the segment is complete.
+ *   pid, start_time
+ *               Written by their rank when it opens the segment; read by all after the ranks have met through the
+ *               store, which orders them. Death before: the ranks do not finish meeting. Death after: any rank that
+ *               checks finds the process gone.
+ *   ready, done Written by their rank, seq_cst, because the store must not pass the load of `sleepers`; read by all,
+ *               acquire. Death before: a rank that waits finds the process gone and breaks the group. Death after: the
+ *               data is complete and is used; the next wait for this rank finds the process gone.
+ *   call[]      Written by their rank, plainly, before `ready`; read by all after they have acquired `ready`. Death
+ *               before, or between the two stores: no rank reads the word. Death after `ready`: it is compared as
+ *               usual. A rank that waits for another compares then. A rank that does not wait (a broadcast's root)
+ *               compares when it enters a later chunk or next waits, at most two chunks later, when the word is still
+ *               there.
+ *   cpu         Written by its rank, relaxed, when it raises a counter or rings a bell; read by all, relaxed. It is a
+ *               hint on where the rank ran last, so neither death matters.
+ *   slots       Written by their rank, or in a scatter by the root, plainly, before `ready` of the writer; the reduced
+ *               slice before `done`. Read after that counter was acquired. Death in the middle of a copy: `ready` is
+ *               not raised, and no rank reads the slot. Death after `ready`: see there.
+ *   sleepers    Added to and subtracted from by ranks that sleep on a counter of this place, seq_cst; read by the
+ *               place's rank, seq_cst. Death of a sleeper leaves it too high: each raise then makes one needless
+ *               system call, in a group that is about to break because of that death.
+ *   breaking    0 -> 1 by the first rank that breaks the group (compare-and-exchange, seq_cst), which fills in
+ *               `breakage` and stores 2, release. Read by all, acquire. Death before: the next rank to notice breaks
+ *               the group. Death between: after 100 ms readers search for a process that is gone, and if there is none (the
+ *               writer is stopped) they know only that the group is broken. Death after 2, before the sleepers were
+ *               woken: they wake at the end of their slice (PHX_SLICE_NS).
+ *   breakage    Written by that rank, plainly, between the two stores; read by all after `breaking` was acquired as 2.
+ *   described   0 -> 1 by the one thread of its rank that wins the exchange (seq_cst), which then writes `text` and
+ *               stores 2, release. Read by all, acquire. Death before or between: the others' errors lack this rank's
+ *               description. Death after: they have it.
+ *   text        Written by that thread, plainly; read by all after `described` was acquired as 2.
+ *   head        Written by the ring's sender, release, after the bytes that it covers; read by the receiver, acquire.
+ *               Death before: those bytes are not seen. Death after, in the middle of a message: the receiver takes
+ *               what is there, waits for the rest and finds the process gone.
+ *   tail        Written by the ring's receiver, release, after the bytes that it covers were copied out; read by the
+ *               sender, acquire. Death before or after: the ring stays full or fills up, and the sender, waiting for
+ *               room, finds the process gone.
+ *   ring bytes  Written by the sender, plainly, before `head`; read by the receiver after it has acquired `head`. They
+ *               are overwritten only after the sender has acquired a `tail` that covers them. Death: as for `head`.
+ *   bell        Added to by any rank that moved bytes to or from its rank, and by its own threads, seq_cst; read and
+ *               slept on by its rank, acquire. Death between moving bytes and ringing: the sleeper wakes at the end
+ *               of its slice.
+ *   listening   How many threads of its rank sleep on `bell`: added to and subtracted from by them, read by ranks that
+ *               ring, all seq_cst. Death of the sleeping rank leaves it too high: as `sleepers`.
  */
 #ifndef PHALANX_SEGMENT_H
 #define PHALANX_SEGMENT_H
@@ -40,10 +77,11 @@
 
 #include "phalanx.h"
 
-#define PHX_LINE 64
-#define PHX_RING 4u
+#define PHX_LINE 64u  /* bytes of a cache line */
+#define PHX_SLOTS 4u  /* slots of each rank */
 #define PHX_MAX_RANKS 1024u
 
+/* At the start of the segment. */
 struct phx_header {
     uint64_t magic;
     uint32_t abi, size;
@@ -53,50 +91,47 @@ struct phx_header {
     struct phx_breakage breakage;
 };
 
+/* One for each rank: what the others read in every collective, in one cache line. */
 struct phx_flags {
     _Alignas(PHX_LINE) _Atomic uint64_t ready;
     _Atomic uint64_t done;
-    uint64_t call[PHX_RING];
+    uint64_t call[PHX_SLOTS];
     _Atomic uint32_t cpu;
 };
 
+/* One for each rank: what is used only to sleep, to wake and to explain. */
 struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t sleepers;
-    _Alignas(PHX_LINE) _Atomic uint32_t bell, listening; /* see p2p.h */
+    _Alignas(PHX_LINE) _Atomic uint32_t bell, listening;
     _Alignas(PHX_LINE) uint32_t pid;
-    uint64_t start_time; /* tells a process from a later one with the same pid */
-    _Atomic uint32_t told;
+    uint64_t start_time; /* distinguishes the process from a later one with the same pid */
+    _Atomic uint32_t described;
     char text[PHX_TEXT];
 };
 
-/* One rank's private view. */
-struct phx_comm {
-    uint32_t rank, size, spin, cores;
-    uint64_t chunk; /* the next chunk's number, the same on every rank between two calls */
-    uint64_t call;  /* the word of the call this rank is in now */
-    uint64_t call_chunk; /* the chunk that call began with */
-    uint64_t begun; /* the same + 1, or 0 before the first call */
-    uint64_t chunk_bytes, small_bytes, stream_bytes, timeout_ns;
-    phx_poll poll;
-    struct phx_header *header;
-    struct phx_flags *flags;
-    struct phx_place *places;
-    char *slots;
-    struct phx_ring *rings;
-    uint64_t mapped_bytes;
-    struct phx_mail *mail; /* this rank's end of the point-to-point rings */
-    uint64_t *seen;      /* the last `ready` this rank saw of each: spares a look at the shared line */
-    uint64_t *compared;  /* up to which chunk each other rank's calls have been compared with this one's */
-    const void **inputs; /* scratch of `size` pointers for the reduction kernels */
+/* One for each ordered pair of ranks; the bytes of all rings follow after the last of these. */
+struct phx_ring {
+    _Alignas(PHX_LINE) _Atomic uint64_t head;
+    _Alignas(PHX_LINE) _Atomic uint64_t tail;
 };
 
-static inline char *phx_slot(const phx_comm *comm, uint32_t rank, uint64_t chunk)
-{
-    return comm->slots + ((uint64_t)rank * PHX_RING + chunk % PHX_RING) * comm->chunk_bytes;
-}
+/* What stands in a ring before the bytes of a message. */
+struct phx_message_header {
+    uint64_t nbytes;
+    uint32_t tag, dtype;
+};
 
-/* Whether the process that opened this place still runs (a zombie does not). */
-int phx_place_alive(const struct phx_place *place);
-uint64_t phx_process_start_time(uint32_t pid);
+/* Where each part begins, in bytes from the start of the segment. */
+struct phx_layout {
+    uint64_t flags, places, slots, rings, ring_data, end;
+};
+struct phx_layout phx_layout_of(uint32_t size, uint64_t chunk_bytes);
+
+/* How many bytes one ring of a group of `size` ranks holds. */
+uint64_t phx_ring_bytes(uint32_t size);
+
+/* Read the header of the file `fd`; 0 if that is a whole segment with this cookie, else -1 with errno set (EPROTO if it
+ * is something else). */
+int phx_segment_read(int fd, const uint8_t *cookie, struct phx_header *header);
 
 #endif

@@ -1,8 +1,8 @@
-"""The descriptors that join the supervisor, the zygote and the ranks.
+"""The pipes, sockets and report files that join the supervisor, the zygote and the ranks.
 
-All of them exist before the first fork, so no process ever has to open a path, and closing is bookkeeping:
-whoever forks keeps its own ends and closes the rest. Control messages are JSON over a SOCK_SEQPACKET pair,
-which keeps their boundaries and reports the other side's end as an end of file.
+All of them are opened before the first fork, so no process has to open a path later. After a fork each process closes
+the ends that it does not use. Control messages are JSON over a SOCK_SEQPACKET pair, which keeps their boundaries and
+reports the end of the other process as an end of file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Control", "RankEnds", "RankWires", "Wires", "open_wires", "report_name"]
+__all__ = ["Control", "Descriptors", "RankDescriptors", "RankEnds", "open_descriptors", "report_name"]
 
 # One message lists every pid of the job.
 LARGEST_MESSAGE = 1 << 18
@@ -31,7 +31,7 @@ class Control:
         return self._socket.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send one message; a gone receiver is noticed when receiving, not here."""
+        """Send one message. If the receiver has ended, nothing happens here; :meth:`receive` returns None."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.send(json.dumps(message).encode())
 
@@ -40,7 +40,8 @@ class Control:
         try:
             data = self._socket.recv(LARGEST_MESSAGE)
         except ConnectionResetError:
-            # The other side ended without reading something of ours. That is told once, before what it had said itself.
+            # ECONNRESET means that the peer ended with unread data from us. The kernel reports it once, before the data
+            # that the peer had sent; so read again.
             try:
                 data = self._socket.recv(LARGEST_MESSAGE)
             except ConnectionResetError:
@@ -57,12 +58,12 @@ class Control:
 
 @dataclass
 class RankEnds:
-    """A rank's own ends.
+    """The descriptors that a rank itself uses.
 
     Attributes:
         out_write: its standard output.
         err_write: its standard error.
-        report: a memfd into which it writes why it failed; no name on disk, so nothing is left behind.
+        report: a memfd into which it writes why it failed. It has no name on disk, so no file is left behind.
     """
 
     out_write: int
@@ -71,12 +72,12 @@ class RankEnds:
 
 
 @dataclass
-class RankWires(RankEnds):
-    """What joins one rank to the supervisor.
+class RankDescriptors(RankEnds):
+    """The descriptors of one rank, with the supervisor's ends.
 
     Attributes:
-        out_read: where the supervisor reads its standard output.
-        err_read: where the supervisor reads its standard error.
+        out_read: the end at which the supervisor reads the rank's standard output.
+        err_read: the end at which it reads the rank's standard error.
     """
 
     out_read: int
@@ -84,7 +85,7 @@ class RankWires(RankEnds):
 
 
 @dataclass
-class Wires:
+class Descriptors:
     """Every descriptor of a job.
 
     Attributes:
@@ -94,7 +95,7 @@ class Wires:
         listener: the bound and listening socket of the store, on the loopback interface only.
     """
 
-    ranks: list[RankWires]
+    ranks: list[RankDescriptors]
     supervisor: Control
     zygote: Control
     listener: socket.socket
@@ -106,27 +107,27 @@ class Wires:
         return port
 
     def keep_supervisor_ends(self) -> None:
-        """Close what only the zygote and the ranks use."""
+        """In the supervisor: close the ends that only the zygote and the ranks use."""
         self.zygote.close()
         self.listener.close()
-        for wires in self.ranks:
-            os.close(wires.out_write)
-            os.close(wires.err_write)
+        for ends in self.ranks:
+            os.close(ends.out_write)
+            os.close(ends.err_write)
 
     def keep_zygote_ends(self) -> None:
-        """Close what only the supervisor uses: then its end is an end of file here."""
+        """In the zygote: close the supervisor's ends, so that its death is an end of file here."""
         self.supervisor.close()
-        for wires in self.ranks:
-            os.close(wires.out_read)
-            os.close(wires.err_read)
+        for ends in self.ranks:
+            os.close(ends.out_read)
+            os.close(ends.err_read)
 
     def close_rank_ends(self, *, but: int | None = None) -> None:
         """Close the write ends and the reports of all ranks, or of all but one."""
-        for rank, wires in enumerate(self.ranks):
+        for rank, ends in enumerate(self.ranks):
             if rank != but:
-                os.close(wires.out_write)
-                os.close(wires.err_write)
-                os.close(wires.report)
+                os.close(ends.out_write)
+                os.close(ends.err_write)
+                os.close(ends.report)
 
 
 def report_name(run_id: str, rank: int) -> str:
@@ -134,10 +135,10 @@ def report_name(run_id: str, rank: int) -> str:
     return f"{run_id}-rank-{rank}"
 
 
-def open_wires(ranks: int, run_id: str, address: str) -> Wires:
+def open_descriptors(ranks: int, run_id: str, address: str) -> Descriptors:
     """Open everything for ``ranks`` processes; the store listens on ``address`` and a free port.
 
-    The port is bound here and stays bound until the job ends, so nobody can take it in between.
+    The port is bound here, and the store inherits the socket, so no other program can take the port in between.
     """
     _guard_standard_streams()
     joined = []
@@ -147,12 +148,12 @@ def open_wires(ranks: int, run_id: str, address: str) -> Wires:
         os.set_blocking(out_read, False)
         os.set_blocking(err_read, False)
         report = os.memfd_create(report_name(run_id, rank))
-        joined.append(RankWires(out_write, err_write, report, out_read, err_read))
+        joined.append(RankDescriptors(out_write, err_write, report, out_read, err_read))
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(4096)
-    return Wires(joined, Control(mine), Control(theirs), listener)
+    return Descriptors(joined, Control(mine), Control(theirs), listener)
 
 
 def _guard_standard_streams() -> None:

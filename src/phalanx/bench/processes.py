@@ -1,8 +1,8 @@
-"""Starting the ranks, reading what they measure, and leaving nothing behind however it ends.
+"""Starting the ranks, reading what they measure, and cleaning up however that ends.
 
 Ranks are forked from this process, which has imported torch once, or started by an ``mpiexec`` when MPI is measured
-too. Either way rank 0 writes its rows into a named pipe in a temporary folder, where the ranks also meet. They run
-in sessions of their own, so a Ctrl-C reaches this process alone, and die with it.
+too. Either way rank 0 writes its rows into a named pipe in a temporary folder, where the ranks also meet. The ranks run
+in sessions of their own, so a Ctrl-C reaches this process alone; if this process dies, so do they.
 """
 
 from __future__ import annotations
@@ -28,65 +28,66 @@ from phalanx.bench.mpi import Mpi, shared_memory_of
 from phalanx.errors import PhalanxError
 from phalanx.system.processes import descendants_of, die_with_parent, kill, set_name
 
-__all__ = ["Job", "RanksFailed", "run_job"]
+__all__ = ["RankSet", "RanksFailed", "run_ranks"]
 
 SILENCE_S = 300.0
 GRACE_S = 5.0
 LOG_LINES = 15
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
-Handle = Callable[[dict[str, Any]], None]
+EventHandler = Callable[[dict[str, Any]], None]
 
 
 class RanksFailed(PhalanxError):
-    """The ranks of a measurement did not finish. The message holds what they said; rows measured before stand."""
+    """The ranks of a measurement did not finish. The message has what they printed; rows measured before are kept."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """One set of processes.
+class RankSet:
+    """One world of ranks that measure together.
 
     Attributes:
-        size: how many.
-        mpi: who starts them; None for a fork.
+        size: the world size.
+        mpi: the MPI whose ``mpiexec`` starts them; None if they are forked.
     """
 
     size: int
     mpi: Mpi | None
 
 
-def run_job(job: Job, options: BenchOptions, handle: Handle) -> None:
-    """Run one set of ranks to its end.
+def run_ranks(ranks: RankSet, options: BenchOptions, handle: EventHandler) -> None:
+    """Start a set of ranks, and return when all have ended.
 
     Args:
-        job: which ranks.
+        ranks: which ranks.
         options: what they measure.
-        handle: called here with every event that rank 0 reports: ``started``, ``case``, ``row``.
+        handle: called in this process with every event that rank 0 reports: ``started``, ``case``, ``row``.
 
     Raises:
-        RanksFailed: a rank ended with an error or a signal, or nothing was heard for five minutes.
+        RanksFailed: a rank ended with an error or a signal, or rank 0 reported nothing for five minutes.
     """
     with tempfile.TemporaryDirectory(prefix="phx-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        (folder / "options.json").write_text(json.dumps({"options": asdict(options), "size": job.size}))
+        (folder / "options.json").write_text(json.dumps({"options": asdict(options), "size": ranks.size}))
         os.mkfifo(folder / "events")
-        # Open for both: so it never ends while nobody writes, and opening does not wait for a writer.
+        # Opened for writing too: then opening does not wait for a writer, and there is no end of file without one.
         events = os.open(folder / "events", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         pids: list[int] = []
         shared: set[str] = set()
 
-        def look(event: dict[str, Any]) -> None:
-            if event["event"] == "started" and job.mpi:
+        # An MPI library that is ended early leaves files in /dev/shm. They exist once its ranks have reported.
+        def note_files(event: dict[str, Any]) -> None:
+            if event["event"] == "started" and ranks.mpi:
                 shared.update(shared_memory_of(pids))
             handle(event)
 
         try:
             with _signals_blocked():
-                _start(job, options, folder, events, pids)
-            _follow(job, pids, folder, events, look)
+                _start(ranks, options, folder, events, pids)
+            _follow(ranks, pids, folder, events, note_files)
         finally:
             with _signals_blocked():
-                _end(job, pids)
+                _end(ranks, pids)
                 os.close(events)
                 for path in shared:
                     Path(path).unlink(missing_ok=True)
@@ -101,24 +102,24 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(job: Job, options: BenchOptions, folder: Path, events: int, pids: list[int]) -> None:
-    """Start the ranks, or the one ``mpiexec``; their numbers are in ``pids`` even if it fails half way."""
-    if job.mpi is None:
-        from phalanx.bench.measure import run_rank  # imports torch, once, before the forks
+def _start(ranks: RankSet, options: BenchOptions, folder: Path, events: int, pids: list[int]) -> None:
+    """Start the ranks, or ``mpiexec``; each process id is added to ``pids`` at once, in case the next start fails."""
+    if ranks.mpi is None:
+        from phalanx.bench.rank import run_rank  # imports torch, once, before the forks
 
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        for rank in range(job.size):
+        for rank in range(ranks.size):
             pid = os.fork()
             if not pid:
-                _become_rank(rank, parent, folder, events, partial(run_rank, rank, job.size, folder, options))
+                _become_rank(rank, parent, folder, events, partial(run_rank, rank, ranks.size, folder, options))
             pids.append(pid)
         return
     with open(folder / "log", "ab") as log:
         process = subprocess.Popen(
-            job.mpi.command(job.size, folder),
-            env=job.mpi.environment(folder),
+            ranks.mpi.command(ranks.size, folder),
+            env=ranks.mpi.environment(folder),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -126,7 +127,7 @@ def _start(job: Job, options: BenchOptions, folder: Path, events: int, pids: lis
             preexec_fn=partial(_become_mpiexec, os.getpid()),
         )
     pids.append(process.pid)
-    process.returncode = 0  # this module waits for it; Popen need not
+    process.returncode = 0  # _follow and _end wait for the process, so Popen must not
 
 
 def _become_mpiexec(parent: int) -> None:
@@ -135,7 +136,7 @@ def _become_mpiexec(parent: int) -> None:
 
 
 def _become_rank(rank: int, parent: int, folder: Path, events: int, body: Callable[[], None]) -> None:
-    """The child's side of the fork; does not return."""
+    """What the child of a fork does; it does not return."""
     code = 1
     try:
         die_with_parent(parent)
@@ -159,16 +160,16 @@ def _become_rank(rank: int, parent: int, folder: Path, events: int, body: Callab
         os._exit(code)
 
 
-def _follow(job: Job, pids: list[int], folder: Path, events: int, handle: Handle) -> None:
-    """Hand on what rank 0 reports until every process has ended; ``pids`` shrinks as they do."""
+def _follow(ranks: RankSet, pids: list[int], folder: Path, events: int, handle: EventHandler) -> None:
+    """Pass on what rank 0 reports until every process has ended; take each that ends out of ``pids``."""
     handles = {os.pidfd_open(pid): pid for pid in pids}
-    ranks = {pid: rank for rank, pid in enumerate(pids)}
+    rank_of = {pid: rank for rank, pid in enumerate(pids)}
     text = b""
     try:
         while handles:
             ready, _, _ = select.select([events, *handles], [], [], SILENCE_S)
             if not ready:
-                raise RanksFailed(f"{_told(folder)}nothing was heard from the ranks for {SILENCE_S:.0f} s")
+                raise RanksFailed(f"{_output(folder)}the ranks reported nothing for {SILENCE_S:.0f} s")
             text = _read(events, text, handle)
             for descriptor in set(ready) - {events}:
                 pid = handles.pop(descriptor)
@@ -177,15 +178,15 @@ def _follow(job: Job, pids: list[int], folder: Path, events: int, handle: Handle
                 pids.remove(pid)
                 text = _read(events, text, handle)
                 if status:
-                    who = "mpiexec" if job.mpi else f"rank {ranks[pid]} of {job.size}"
-                    raise RanksFailed(f"{_told(folder)}{who} {_ended(status)}")
+                    name = "mpiexec" if ranks.mpi else f"rank {rank_of[pid]} of {ranks.size}"
+                    raise RanksFailed(f"{_output(folder)}{name} {_ended(status)}")
     finally:
         for descriptor in handles:
             os.close(descriptor)
 
 
-def _read(events: int, text: bytes, handle: Handle) -> bytes:
-    """Hand on every whole line that is there; return the beginning of the next."""
+def _read(events: int, text: bytes, handle: EventHandler) -> bytes:
+    """Pass on every whole line that can be read; return the beginning of the next line."""
     with contextlib.suppress(BlockingIOError):
         while chunk := os.read(events, 1 << 16):
             *lines, text = (text + chunk).split(b"\n")
@@ -200,9 +201,9 @@ def _ended(status: int) -> str:
     return f"ended with exit code {os.waitstatus_to_exitcode(status)}"
 
 
-def _told(folder: Path) -> str:
-    """What the ranks left in writing: the first one's traceback, or the end of what they printed."""
-    time.sleep(0.2)  # those that failed alike are about to write
+def _output(folder: Path) -> str:
+    """What the ranks wrote: the traceback of the first that failed, or the end of what they printed."""
+    time.sleep(0.2)  # others may have failed at the same time and be about to write
     errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     if errors:
         return f"rank {errors[0].name.removeprefix('error-')}:\n{errors[0].read_text()}"
@@ -211,11 +212,11 @@ def _told(folder: Path) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _end(job: Job, pids: list[int]) -> None:
-    """End what still runs, an ``mpiexec`` gently: it knows what else its library has started and made."""
-    below = _handles(descendants_of(pids)) if job.mpi else []
+def _end(ranks: RankSet, pids: list[int]) -> None:
+    """End what still runs. An ``mpiexec`` gets SIGTERM, so that it can end and remove what its library has made."""
+    below = _handles(descendants_of(pids)) if ranks.mpi else []
     for pid in pids:
-        if job.mpi:
+        if ranks.mpi:
             os.kill(pid, signal.SIGTERM)
         else:
             kill(pid)
@@ -233,7 +234,7 @@ def _end(job: Job, pids: list[int]) -> None:
 
 
 def _handles(pids: list[int]) -> list[int]:
-    """Handles of processes, which unlike their numbers never come to mean another one."""
+    """Handles of processes; unlike a process id, a handle is never reused for another process."""
     handles = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""One run of the command: which ranks, progress while they measure, and the object with all results."""
+"""One measurement: every set of ranks in order, the progress while they measure, and the object with all results."""
 
 from __future__ import annotations
 
@@ -15,36 +15,32 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from phalanx.bench import plot as plots
-from phalanx.bench.cases import BenchOptions, format_size
+from phalanx.bench.cases import BenchOptions
 from phalanx.bench.machine import machine, versions
 from phalanx.bench.mpi import Mpi, find_mpi, installed_mpi
-from phalanx.bench.ranks import Job, RanksFailed, run_job
-from phalanx.bench.report import format_report, format_row
+from phalanx.bench.processes import RankSet, RanksFailed, run_ranks
+from phalanx.bench.report import format_row
 from phalanx.errors import LaunchError
-from phalanx.system.limits import check_limits, machine_limits
+from phalanx.system.limits import Resource, check_limits, machine_limits
+from phalanx.words import format_count, format_gib, format_size, tell
 
-__all__ = ["choose_mpis", "load", "measure", "plot", "require_plot", "tables"]
+__all__ = ["choose_mpis", "load_results", "measure"]
 
-SCHEMA = 1
-# Buffers a rank holds of the largest size: send and receive, the copy's two, the expectation and its parts, and one
-# that Gloo makes.
+SCHEMA = 2
+# How many buffers of the largest size a rank may hold at once: what it sends and receives, memcpy's two, the expected
+# result and its parts, and one that Gloo makes.
 BUFFERS = 8
-
-plot = plots.draw
-require_plot = plots.require_matplotlib
-tables = format_report
 
 
 def choose_mpis(against: Sequence[str], mpiexecs: Sequence[str]) -> list[Mpi]:
     """The MPIs to measure.
 
     Args:
-        against: what stands after ``--against``.
-        mpiexecs: what stands after each ``--mpi``.
+        against: the names given to ``--against``.
+        mpiexecs: the paths given to ``--mpi``.
 
     Raises:
-        ValueError: an ``mpiexec`` is none, or MPI was asked for by name and is not installed.
+        ValueError: a path is not a program, or ``--against mpi`` was given and no MPI is installed.
     """
     if mpiexecs:
         return [find_mpi(path) for path in mpiexecs]
@@ -57,20 +53,20 @@ def choose_mpis(against: Sequence[str], mpiexecs: Sequence[str]) -> list[Mpi]:
 
 
 def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], quiet: bool) -> dict[str, Any]:
-    """Run every set of ranks, one after the other.
+    """Measure with every set of ranks, one set after the other.
 
     Args:
         options: what to measure.
-        mpis: with none, the ranks are forked; with several, everything is measured once with each.
+        mpis: everything is measured once with each of them; if there are none, the ranks are forked.
         command: the arguments of the command line, to be kept with the results.
         quiet: show no progress.
 
     Returns:
-        What ``--json`` prints. After Ctrl-C, or when a rank failed, ``complete`` is false and the rows measured so
-        far are there.
+        The object that ``--json`` prints. After Ctrl-C, or if a rank failed, ``complete`` is false and the object has
+        the rows that were measured before.
 
     Raises:
-        LaunchError: this machine has no room for that many ranks with buffers of that size.
+        LaunchError: this machine cannot hold that many ranks, or their buffers.
     """
     check_limits(max(options.ranks), machine_limits(python=True))
     _check_memory(options)
@@ -86,24 +82,24 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
         "exit_code": 0,
     }
     launchers: list[Mpi | None] = [*mpis] or [None]
-    jobs = [Job(size, mpi) for mpi in launchers for size in options.ranks]
+    rank_sets = [RankSet(size, mpi) for mpi in launchers for size in options.ranks]
     before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        with _Display(len(jobs) * sum(1 for _ in options.cases()), quiet) as display:
-            for job in jobs:
+        with _Display(len(rank_sets) * sum(1 for _ in options.cases()), quiet) as display:
+            for ranks in rank_sets:
                 record: dict[str, Any] = {
-                    "size": job.size,
-                    "mpiexec": job.mpi.mpiexec if job.mpi else None,
+                    "size": ranks.size,
+                    "mpiexec": ranks.mpi.mpiexec if ranks.mpi else None,
                     "mpi": None,
                     "rows": [],
                 }
                 results["jobs"].append(record)
-                run_job(job, options, lambda event, record=record: display.take(event, record))  # type: ignore[misc]
+                run_ranks(ranks, options, lambda event, record=record: display.take(event, record))  # type: ignore[misc]
         results["complete"] = True
     except KeyboardInterrupt:
         results["exit_code"] = 130
     except RanksFailed as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        tell(str(error))
         results["exit_code"] = 1
     finally:
         for number, handler in before.items():
@@ -114,11 +110,11 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
     return results
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read what an earlier ``--json`` printed.
+def load_results(path: Path) -> dict[str, Any]:
+    """Read the object that an earlier ``--json`` printed.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file contains something else, or was written by a version with another schema.
     """
     try:
         results = json.loads(path.read_text())
@@ -137,16 +133,16 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 def _check_memory(options: BenchOptions) -> None:
     need = BUFFERS * max(options.sizes) * max(options.ranks)
     for limit in machine_limits(python=True):
-        if limit.name == "bytes of memory" and need > limit.available:
+        if limit.resource is Resource.MEMORY and need > limit.available:
             raise LaunchError(
                 f"{max(options.ranks)} ranks with buffers of {format_size(max(options.sizes))} need about "
-                f"{need / (1 << 30):.1f} GiB, and {limit.available / (1 << 30):.1f} GiB are left here; choose smaller "
-                f"--sizes or fewer --ranks"
+                f"{format_gib(need)}, and {format_gib(limit.available)} are left here; choose smaller --sizes or fewer "
+                f"--ranks"
             )
 
 
 class _Display:
-    """What is shown on standard error while the ranks measure. Without a thread: ranks are forked from here."""
+    """The progress on standard error. It is drawn without a thread, because ranks are forked from this process."""
 
     def __init__(self, total: int, quiet: bool) -> None:
         console = Console(stderr=True)
@@ -171,13 +167,13 @@ class _Display:
         self._progress.stop()
 
     def take(self, event: dict[str, Any], record: dict[str, Any]) -> None:
-        """Keep what rank 0 reports, and show it."""
+        """Add what rank 0 reports to the record, and show it."""
         kind = event.pop("event")
         if kind == "started":
             record.update(event)
         elif kind == "case":
             size = format_size(event["nbytes"]) if event["nbytes"] else ""
-            text = f"{record['size']} ranks, {event['operation']} {event['dtype']} {size}"
+            text = f"{format_count(record['size'], 'rank')}, {event['operation']} {event['dtype']} {size}"
             self._progress.update(self._task, description=text)
             self._progress.refresh()
         else:

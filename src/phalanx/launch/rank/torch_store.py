@@ -1,7 +1,8 @@
-"""The process that hosts torch's key-value store for a job.
+"""The process that hosts torch's TCPStore for a job, for scripts that use ``env://``.
 
-torch's TCPStore server runs threads, so it may live neither in the zygote, which must be able to fork, nor in
-a rank: under torch's own ``env://`` rank 0 hosts it, and the others lose it when rank 0 leaves first.
+The server of a TCPStore runs threads, so it cannot live in the zygote, which must be able to fork. It should not live
+in a rank either: when rank 0 hosts it, as torch does without a launcher's store, the other ranks lose it as soon as
+rank 0 ends. Phalanx's own store is in ``store/``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def host_store(listener: socket.socket, address: str, ranks: int, parent: int) -
     Args:
         listener: the bound, listening socket. Clients that connect before the server runs wait in its queue.
         address: the address it is bound to.
-        ranks: the world size, which the store only uses to count.
+        ranks: the world size.
         parent: the process id of the zygote, with which this process ends.
     """
     code = 1
@@ -47,5 +48,5 @@ def host_store(listener: socket.socket, address: str, ranks: int, parent: int) -
             signal.pause()
         code = 0
     finally:
-        # Whatever happens, this copy of the launcher must not run on.
+        # After an error too, this copy of the launcher must not go on as the launcher.
         os._exit(code)

@@ -1,0 +1,98 @@
+"""What the relay sends the supervisor: the same messages, in the same order, as the zygote would send."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.launch.mpi.crew import Member
+from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.topology.table import RankRow
+
+__all__ = ["Announcer", "Refusal"]
+
+
+class Refusal(Exception):
+    """The job cannot be started.
+
+    Attributes:
+        code: the exit code of ``phalanx run``.
+    """
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Announcer:
+    """The relay's voice towards the supervisor.
+
+    The supervisor learns of reports and ends only after it has learnt that all ranks have started, and of an end only
+    after everything that the rank has printed.
+
+    Args:
+        descriptors: the descriptors of the job.
+        ranks: all ranks, by number.
+    """
+
+    def __init__(self, descriptors: Descriptors, ranks: Sequence[Member]) -> None:
+        self._wires = descriptors
+        self._control = descriptors.zygote
+        self._ranks = ranks
+        self._started = False
+
+    def say(self, text: str) -> None:
+        """Have a line printed."""
+        self._control.send(event="said", text=text)
+
+    def refuse(self, text: str, code: int) -> None:
+        """The job ends without a rank's failure: print why, and end with this exit code."""
+        self._control.send(event="refused", text=text, code=code)
+
+    def place(self, rows: Sequence[RankRow], note: str) -> None:
+        """All ranks have been placed. The supervisor shows the table, and answers with the order to go."""
+        self._control.send(event="placed", rows=[asdict(row) for row in rows], notes=[note] if note else [])
+
+    def lose_store(self, status: int) -> None:
+        """The process that hosts the store has ended, with this wait status."""
+        self._control.send(event="store lost", status=status)
+
+    def report(self, rank: Member, report: dict[str, Any], when: float) -> None:
+        """Put a rank's report where the supervisor reads it.
+
+        Args:
+            rank: the rank.
+            report: as it has written it on its host.
+            when: the time of its failure on this host's monotonic clock.
+        """
+        own = report.get("phalanx")
+        if own is not None and own["time"] is not None:
+            own["time"] = when
+        data = json.dumps(report).encode()
+        descriptor = self._wires.ranks[rank.number].report
+        os.pwrite(descriptor, data, 0)
+        os.ftruncate(descriptor, len(data))
+        rank.reported = True
+        if self._started:
+            self._control.send(event="reported")
+
+    def start(self) -> None:
+        """Announce that the ranks have started, once all have."""
+        if self._started or not all(rank.pid for rank in self._ranks):
+            return
+        self._started = True
+        self._control.send(event="started", pids=[rank.pid for rank in self._ranks], time=time.monotonic())
+        if any(rank.reported for rank in self._ranks):
+            self._control.send(event="reported")
+
+    def end(self) -> None:
+        """Announce the ends of all ranks whose output has been handed on."""
+        for rank in self._ranks:
+            if self._started and rank.status is not None and not rank.announced and not rank.waiting:
+                rank.announced = True
+                ended = {"rank": rank.number, "status": rank.status, "time": rank.ended_at, "by_others": rank.by_others}
+                self._control.send(event="exited", **ended)

@@ -1,0 +1,168 @@
+"""The connection between ``phalanx run`` and one rank's keeper: what they send each other, and how they come together.
+
+The job's launcher listens (``open_door``), each keeper dials it (``join``), and both prove the job's key
+(``wire/proof.py``) before a byte counts as a message. The key and the address reach the keepers in the environment that
+the MPI launcher hands to its processes. What follows is not encrypted, like the traffic of MPI itself.
+
+A message is a frame (``wire/framing.py``) of a kind and bytes. Two kinds carry what a rank prints and one what it
+reads; the last carries JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.wire.dial import dial
+from phalanx.wire.door import Arrival, Door
+from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
+from phalanx.wire.key import Key, new_key
+from phalanx.wire.proof import NoProof, WrongKey
+from phalanx.wire.sockets import KeepAlive, listen
+
+__all__ = ["ERR", "IN", "MESSAGE", "OUT", "ROLE", "Channel", "Lost", "join", "open_door"]
+
+ROLE = "launcher"
+OUT, ERR, IN, MESSAGE = b"o", b"e", b"i", b"m"
+_BLOCK = 1 << 17
+# How long a keeper tries to join.
+JOIN_S = 20.0
+# How many keepers may be joining at the same time.
+_MOST_STRANGERS = 1024
+# A link that is cut counts as lost within 4 s: after one of silence, three probes.
+_KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=4)
+
+
+class Lost(Exception):
+    """The connection has ended: the other process has, or the network between them is cut."""
+
+
+class Channel:
+    """One proven connection: frames out, frames in, and no call that waits.
+
+    Args:
+        sock: the connected socket, non-blocking from here on.
+        received: what has been received on it already.
+    """
+
+    def __init__(self, sock: socket.socket, received: bytes | bytearray = b"") -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._in = bytearray(received)
+        self._out = bytearray()
+        self._ended = False
+
+    def fileno(self) -> int:
+        """The descriptor, for a selector."""
+        return self._socket.fileno()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the network has not taken yet; call :meth:`flush` when it can be written to."""
+        return len(self._out)
+
+    def send(self, kind: bytes, data: bytes) -> None:
+        """Send one frame, at once as far as the network takes it."""
+        self._out += frame(kind, data)
+        self.flush()
+
+    def say(self, **message: Any) -> None:
+        """Send one message."""
+        self.send(MESSAGE, json.dumps(message).encode())
+
+    def flush(self) -> None:
+        """Send what waits. A receiver that has gone is noticed when receiving, not here."""
+        try:
+            while self._out:
+                del self._out[: self._socket.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._out.clear()
+
+    def receive(self) -> list[tuple[bytes, bytes]]:
+        """Take what has come: whole frames, in order, as kind and bytes.
+
+        Raises:
+            Lost: nothing more will come, and everything that came has been returned.
+        """
+        if self._ended:
+            raise Lost
+        over = False
+        try:
+            data = self._socket.recv(_BLOCK)
+            over = not data
+            self._in += data
+        except BlockingIOError:
+            pass
+        except OSError:
+            over = True
+        frames = []
+        try:
+            while (end := end_of_frame(self._in, shortest=1)) is not None and len(self._in) >= end:
+                content = bytes(self._in[PREFIX_BYTES:end])
+                frames.append((content[:1], content[1:]))
+                del self._in[:end]
+        except Malformed:
+            over = True  # nothing that comes after it can be read
+        if over:
+            self._ended = True
+            if not frames:
+                raise Lost
+        return frames
+
+    def finish(self, timeout_s: float) -> None:
+        """Send what waits, for at most that long, and close."""
+        with contextlib.suppress(OSError):
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(self._out)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+def open_door(address: str, selector: selectors.BaseSelector, admit: Callable[[Channel], None]) -> tuple[Door, str]:
+    """Listen for keepers, with a new key: the door, and the invitation that :func:`join` needs.
+
+    Args:
+        address: the interface to listen on.
+        selector: where the caller waits; see :class:`Door`.
+        admit: takes the connection of each keeper that has proven the key.
+
+    Raises:
+        OSError: the address is not this host's.
+    """
+    secret = new_key()
+    listener = listen(address, 0)
+    host, port = listener.getsockname()[:2]
+
+    def welcome(arrival: Arrival) -> None:
+        arrival.answer(b"")
+        admit(Channel(arrival.sock, arrival.rest))
+
+    key = Key(secret.encode(), "phalanx run")
+    door = Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, most=_MOST_STRANGERS)
+    return door, f"{host}:{port}:{secret}"
+
+
+def join(invitation: str) -> Channel:
+    """Connect to the launcher's door and prove that this process belongs to the job.
+
+    Raises:
+        OSError: nothing listens there, the launcher has ended, or what listens there does not know the job's key.
+    """
+    address, port, secret = invitation.rsplit(":", 2)
+    where, key = (address, int(port)), Key(secret.encode(), "phalanx run")
+    try:
+        sock, _ = dial(where, key, ROLE, b"", patience_s=JOIN_S, keep_alive=_KEEP_ALIVE)
+    except ConnectionResetError as error:
+        raise ConnectionRefusedError("the connection was closed: phalanx run has ended") from error
+    except (NoProof, WrongKey) as error:
+        raise ConnectionRefusedError("what answers there does not know the job's key") from error
+    return Channel(sock)

@@ -1,0 +1,142 @@
+"""The rank's process, as its keeper holds it: signalled, asked for its report, and reaped with all its descendants."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.launch.mpi.leftovers import SharedMemoryWatch
+from phalanx.launch.mpi.streams import Streams
+from phalanx.system import processes
+
+__all__ = ["Child"]
+
+# How long a rank that is to be killed may take to stand still; one that is in the kernel leaves it first.
+_STANDSTILL_S = 0.02
+
+
+class Child:
+    """A rank that has been forked and not been reaped.
+
+    Args:
+        pid: its process id, which is also its group's.
+        streams: its standard streams.
+        report: the memfd into which it writes why it failed.
+        grace_s: how long it may go on after the MPI launcher has ended the job, in seconds.
+        watch: remembers the shared-memory files of its MPI library.
+        say: sends a message to the relay.
+
+    Attributes:
+        pid, streams, grace_s: as given.
+        by_others: whether it is being ended because the MPI launcher wants that.
+        reported: whether a report of it was sent.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        streams: Streams,
+        report: int,
+        grace_s: float,
+        watch: SharedMemoryWatch,
+        say: Callable[..., None],
+    ) -> None:
+        self.pid = pid
+        self.streams = streams
+        self.grace_s = grace_s
+        self.by_others = False
+        self._report = report
+        self._sent = b""
+        self._watch = watch
+        self._say = say
+        self._kill_at: float | None = None
+
+    @property
+    def reported(self) -> bool:
+        return bool(self._sent)
+
+    def own_descriptors(self) -> list[int]:
+        """The keeper's descriptors for it."""
+        return [self._report, *self.streams.own_ends()]
+
+    def note_files(self) -> None:
+        """Note the shared-memory files that it and its descendants hold now."""
+        new = self._watch.poll([self.pid, *processes.descendants_of([self.pid])])
+        if new:
+            # If this keeper cannot remove them in the end, another one on this host can.
+            self._say(event="holds", files=new)
+
+    def signal(self, signum: int) -> None:
+        """Note the rank's shared-memory files, then signal it.
+
+        If the signal will kill the rank, it is stopped first (SIGSTOP), so that it cannot create another file in
+        between. A rank that handles the signal is not stopped: after SIGCONT the kernel may deliver it to a thread of
+        an MPI library, and Python's main thread would sleep on.
+        """
+        if not processes.catches(self.pid, signum):
+            processes.send_to_group(self.pid, signal.SIGSTOP)
+            processes.wait_until_stopped(self.pid, _STANDSTILL_S)
+        self.note_files()
+        processes.send_to_group(self.pid, signum)
+        # A stopped process handles no signal but SIGKILL.
+        processes.send_to_group(self.pid, signal.SIGCONT)
+
+    def end(self, signum: int, patience_s: float) -> None:
+        """Signal it, and kill it ``patience_s`` seconds later."""
+        self.signal(signum)
+        until = time.monotonic() + patience_s
+        self._kill_at = until if self._kill_at is None else min(until, self._kill_at)
+
+    @property
+    def kill_at(self) -> float | None:
+        """When :meth:`kill_if_due` has something to do; None for never."""
+        return self._kill_at
+
+    def kill_if_due(self, now: float) -> None:
+        """Kill it, if its patience is over."""
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = None
+            self.signal(signal.SIGKILL)
+
+    def send_report(self) -> None:
+        """Send what it has written about its failure, unless that has been sent."""
+        data = os.pread(self._report, os.fstat(self._report).st_size, 0)
+        if not data or data == self._sent:
+            return
+        with contextlib.suppress(ValueError):  # it is not complete yet
+            report: dict[str, Any] = json.loads(data)
+            when = (report.get("phalanx") or {}).get("time")
+            age = 0.0 if when is None else max(0.0, time.monotonic() - when)
+            self._say(event="reported", age=age, report=report)
+        self._sent = data
+
+    def reap(self) -> tuple[int, float] | None:
+        """If it has ended, end and reap all its descendants; its exit status and when it was found to have ended.
+
+        Returns:
+            The exit code, or minus the signal that ended it, and the time of ``time.monotonic``. None while it runs.
+        """
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if info is None:
+            self._reap_orphans()
+            return None
+        now = time.monotonic()
+        self._watch.poll(processes.descendants_of([os.getpid()]))
+        # It has been left a zombie until here, so its number, which is also its group's, cannot be another's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self.send_report()
+        processes.end_descendants()
+        return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status, now
+
+    def _reap_orphans(self) -> None:
+        for pid in processes.children_of(os.getpid()):
+            if pid != self.pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)

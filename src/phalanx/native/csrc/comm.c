@@ -1,0 +1,96 @@
+/* Opening and closing one rank's view of a segment. */
+#define _GNU_SOURCE
+#include "comm.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "mail.h"
+#include "process.h"
+
+/* What a view owns besides the mapping; free() takes the NULLs of a view that could not be made. */
+static void free_view(phx_comm *comm)
+{
+    if (comm->mail)
+        phx_mail_close(comm->mail, comm->size);
+    free(comm->seen);
+    free(comm->compared);
+    free(comm->inputs);
+    free(comm);
+}
+
+static phx_comm *new_view(uint32_t size)
+{
+    phx_comm *comm = calloc(1, sizeof *comm);
+    if (!comm)
+        return NULL;
+    comm->size = size;
+    comm->seen = calloc(size, sizeof *comm->seen);
+    comm->compared = calloc(size, sizeof *comm->compared);
+    comm->inputs = calloc(size, sizeof *comm->inputs);
+    comm->mail = phx_mail_open(size);
+    if (comm->seen && comm->compared && comm->inputs && comm->mail)
+        return comm;
+    free_view(comm);
+    return NULL;
+}
+
+static uint32_t usable_cores(void)
+{
+    cpu_set_t cores;
+    return sched_getaffinity(0, sizeof cores, &cores) ? 1 : (uint32_t)CPU_COUNT(&cores);
+}
+
+phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll)
+{
+    struct phx_header header;
+    if (phx_segment_read(fd, cookie, &header) != 0)
+        return NULL;
+    if (rank >= header.size) {
+        errno = EPROTO;
+        return NULL;
+    }
+    phx_comm *comm = new_view(header.size);
+    if (!comm)
+        return NULL;
+    const struct phx_layout at = phx_layout_of(header.size, header.chunk_bytes);
+    char *base = mmap(NULL, at.end, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) {
+        const int reason = errno;
+        free_view(comm);
+        errno = reason;
+        return NULL;
+    }
+    comm->rank = rank;
+    comm->spin = spin;
+    comm->cores = usable_cores();
+    comm->chunk_bytes = header.chunk_bytes;
+    comm->small_bytes = header.small_bytes;
+    comm->stream_bytes = header.stream_bytes;
+    comm->timeout_ns = UINT64_MAX;
+    comm->poll = poll;
+    comm->mapped_bytes = at.end;
+    comm->header = (struct phx_header *)base;
+    comm->flags = (struct phx_flags *)(base + at.flags);
+    comm->places = (struct phx_place *)(base + at.places);
+    comm->slots = base + at.slots;
+    comm->rings = (struct phx_ring *)(base + at.rings);
+    comm->ring_data = base + at.ring_data;
+    comm->places[rank].pid = (uint32_t)getpid();
+    comm->places[rank].start_time = phx_process_start_time((uint32_t)getpid());
+    return comm;
+}
+
+void phx_close(phx_comm *comm)
+{
+    munmap((void *)comm->header, comm->mapped_bytes);
+    free_view(comm);
+}
+
+void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns)
+{
+    comm->timeout_ns = timeout_ns;
+}

@@ -1,0 +1,34 @@
+/* One rank's private view of a segment, which no other rank reads. */
+#ifndef PHALANX_COMM_H
+#define PHALANX_COMM_H
+
+#include "segment.h"
+
+struct phx_comm {
+    uint32_t rank, size;
+    uint32_t spin;       /* how often a wait checks its counter before it yields the core */
+    uint32_t cores;      /* how many cores this process may run on */
+    uint64_t chunk;      /* the number of the next call's first chunk, the same on every rank between two calls */
+    uint64_t call_chunk; /* the first chunk of the call that this rank is in, or was in last */
+    uint64_t begun;      /* call_chunk + 1, or 0 before the first call */
+    uint64_t chunk_bytes, small_bytes, stream_bytes, timeout_ns;
+    phx_poll poll;
+    struct phx_header *header;
+    struct phx_flags *flags;
+    struct phx_place *places;
+    char *slots;
+    struct phx_ring *rings;
+    char *ring_data;
+    uint64_t mapped_bytes;
+    struct phx_mail *mail; /* this rank's messages (mail.c) */
+    uint64_t *seen;        /* the last `ready` this rank read of each: spares reading the shared line again */
+    uint64_t *compared;    /* up to which chunk each other rank's call words have been compared with this one's */
+    const void **inputs;   /* scratch of `size` pointers for the reduction kernels */
+};
+
+static inline char *phx_slot(const phx_comm *comm, uint32_t rank, uint64_t chunk)
+{
+    return comm->slots + ((uint64_t)rank * PHX_SLOTS + chunk % PHX_SLOTS) * comm->chunk_bytes;
+}
+
+#endif

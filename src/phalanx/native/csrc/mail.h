@@ -1,0 +1,50 @@
+/* A rank's messages: those that it sends, receives, or has set aside, and what moves them through the rings.
+ *
+ * All of it is private to the rank and under one lock, which these functions take. */
+#ifndef PHALANX_MAIL_H
+#define PHALANX_MAIL_H
+
+#include "comm.h"
+
+struct phx_message {
+    char *data;
+    uint64_t nbytes, moved;
+    uint32_t peer, tag, dtype;
+    int receiving, started, status, abandoned;
+    _Atomic int done;
+    /* Of the one thread that waits for the message: when it last checked on the peer; since when the group's timeout
+     * counts (0: it does not), and phx_mail_progress() at that time. */
+    uint64_t checked, clock, progress;
+    struct phx_message *claimed_by; /* of a message set aside: the receive that waits for its rest */
+    struct phx_message *next;
+};
+
+struct phx_mail *phx_mail_open(uint32_t size);
+/* Free the mail and every message that is not done. */
+void phx_mail_close(struct phx_mail *mail, uint32_t size);
+
+/* Queue a message to be sent and move what can be moved. */
+void phx_mail_send(phx_comm *comm, phx_message *message);
+/* The same for a receive; a message that was set aside for it is taken first. */
+void phx_mail_receive(phx_comm *comm, phx_message *receive);
+/* Put a whole message into the ring if nothing waits to be sent there and there is room: 1. Else do nothing: 0. */
+int phx_mail_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag);
+
+/* Move all messages of this rank as far as they can be moved now. */
+struct phx_movement {
+    int moved;         /* whether any bytes have moved */
+    int ended;         /* whether phx_mail_end() has been called */
+    uint64_t finished; /* how many messages have been done so far */
+};
+struct phx_movement phx_mail_move(phx_comm *comm);
+
+/* A number that changes whenever the message makes progress. */
+uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message);
+
+/* Let no message move any more, and wake the threads that wait for one. */
+void phx_mail_end(phx_comm *comm);
+
+/* Free the message as soon as it is done. */
+void phx_mail_release(phx_comm *comm, phx_message *message);
+
+#endif

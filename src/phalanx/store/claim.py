@@ -1,0 +1,125 @@
+"""What a process says of itself when it joins the store, and what rank 0 answers; both are JSON.
+
+The handshake (``wire/proof.py``) carries both, and hands them out only after the key was proven. If the join is open
+everybody can prove the key, so a claim is still not believed to be one until every field of it was checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from phalanx.system.host import this_host
+from phalanx.wire.proof import NoProof
+from phalanx.wire.sockets import KeepAlive
+
+__all__ = ["KEEP_ALIVE", "ROLE", "Claim", "Verdict", "own_claim"]
+
+ROLE = "store"
+# A host that vanishes counts as lost after 40 s: 10 s of silence, then six probes.
+KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6)
+_LONGEST_HOST = 255
+_LONGEST_REASON = 900  # characters, of up to four bytes each
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a process says of itself when it joins.
+
+    Attributes:
+        rank, world_size: its place.
+        pid, host: the process, for people.
+        job: what names the job, where its port is derived from that; empty where the port was given.
+        attempt: how often the launcher has started the job anew.
+        opening: how many worlds the process has opened before.
+        node_rank: its host's index, if its launcher says it.
+        token: what rank 0 gave this process when it joined; empty the first time.
+    """
+
+    rank: int
+    world_size: int
+    pid: int
+    host: str
+    job: str = ""
+    attempt: int = 0
+    opening: int = 0
+    node_rank: int | None = None
+    token: str = ""
+
+    @property
+    def name(self) -> str:
+        """The process, for people."""
+        return f"pid {self.pid} on {self.host}"
+
+    def encode(self) -> bytes:
+        """The claim as it is sent."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Claim:
+        """The claim in these bytes; of the host's name only what can be printed.
+
+        Raises:
+            NoProof: they are not a claim.
+        """
+        try:
+            claim = Claim(**json.loads(data))
+        except (TypeError, ValueError, RecursionError):
+            raise NoProof from None
+        numbers = [claim.rank, claim.world_size, claim.pid, claim.attempt, claim.opening]
+        if claim.node_rank is not None:
+            numbers.append(claim.node_rank)
+        if not all(type(number) is int and abs(number) < 1 << 63 for number in numbers):
+            raise NoProof
+        if not all(isinstance(text, str) and _is_unicode(text) for text in (claim.host, claim.job, claim.token)):
+            raise NoProof
+        return replace(claim, host="".join(letter for letter in claim.host[:_LONGEST_HOST] if letter.isprintable()))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Rank 0's answer to a claim.
+
+    Attributes:
+        kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job; ``earlier``: this is rank 0 of an
+            earlier attempt, which will end.
+        reason: why the process is not welcome, for people.
+        token: what a welcome process shows when it connects again.
+    """
+
+    kind: Literal["welcome", "refused", "other", "earlier"]
+    reason: str = ""
+    token: str = ""
+
+    def encode(self) -> bytes:
+        """The verdict as it is sent."""
+        short = replace(self, reason=self.reason[:_LONGEST_REASON])
+        return json.dumps(asdict(short), ensure_ascii=False).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Verdict:
+        """The verdict in these bytes.
+
+        Raises:
+            NoProof: they are not a verdict; rank 0 knows the key but is another version of Phalanx.
+        """
+        try:
+            return Verdict(**json.loads(data))
+        except (TypeError, ValueError):
+            raise NoProof from None
+
+
+def own_claim(rank: int, world_size: int, job: str, attempt: int, opening: int, node_rank: int | None) -> Claim:
+    """The claim of this process."""
+    return Claim(rank, world_size, os.getpid(), this_host().name, job, attempt, opening, node_rank)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be encoded: JSON can spell halves of characters (surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,209 @@
+"""The listening side: a socket that accepts connections, and those of them that have not proven the key yet.
+
+An unproven connection is a stranger. It gets a challenge and ``PATIENCE_S`` seconds; at most ``LONGEST_PROOF`` of its
+bytes are kept, and none is interpreted before its digest was found right (``proof.py``). Nothing here waits: the user
+of a door waits with its own selector for all its connections at once, and strangers are among them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import selectors
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from phalanx.wire.key import Key
+from phalanx.wire.proof import LONGEST_PROOF, Challenge, NoProof, Proven, WrongKey
+from phalanx.wire.sockets import KeepAlive
+
+__all__ = ["PATIENCE_S", "Arrival", "Door", "Silent"]
+
+# An honest process answers the challenge at once, unless its machine is very busy.
+PATIENCE_S = 10.0
+# For how long nothing is accepted after the process has run out of files.
+DEAF_S = 0.2
+# How many connections are accepted before the others get their turn.
+_AT_ONCE = 64
+
+
+class Silent(Exception):
+    """A stranger that did not answer its challenge within ``PATIENCE_S``."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A connection that has proven the key. Its socket belongs to the function that is called with it.
+
+    Attributes:
+        sock: the connection, non-blocking and in no selector.
+        peer: the address it comes from, for people.
+        proven: its proof, with the claim.
+        rest: what it has sent after its proof.
+    """
+
+    sock: socket.socket
+    peer: str
+    proven: Proven
+    rest: bytearray
+
+    def answer(self, verdict: bytes) -> None:
+        """Send the verdict. A peer that has gone is noticed when receiving, not here."""
+        # Nothing else is under way to this peer, so the kernel takes all of it.
+        with contextlib.suppress(OSError):
+            self.sock.send(self.proven.answer(verdict))
+
+
+@dataclass(eq=False)
+class _Stranger:
+    sock: socket.socket
+    peer: str
+    challenge: Challenge
+    until: float
+    data: bytearray = field(default_factory=bytearray)
+
+
+class Door:
+    """A listening socket, and the strangers that came in by it.
+
+    The door is not locked: its user calls it, and the functions that it registers, from one thread at a time.
+
+    Args:
+        listener: the listening socket; the door closes it.
+        key: the job's key.
+        role: what listens here; goes into the digests.
+        keep_alive: when an accepted connection counts as lost.
+        selector: where the user waits. The data of each registration that the door makes is a function without
+            arguments, to be called when its socket is ready.
+        admit: takes each connection that has proven the key.
+        refused: takes each peer that was sent away, and why: :class:`NoProof`, :class:`WrongKey` or :class:`Silent`.
+        most: how many strangers there may be at a time; further connections are closed.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: Key,
+        role: str,
+        keep_alive: KeepAlive,
+        selector: selectors.BaseSelector,
+        admit: Callable[[Arrival], None],
+        refused: Callable[[str, Exception], None] = lambda peer, why: None,
+        most: int = 512,
+    ) -> None:
+        self._listener = listener
+        self._key = key
+        self._role = role
+        self._keep_alive = keep_alive
+        self._selector = selector
+        self._admit = admit
+        self._refused = refused
+        self._most = most
+        self._open = True
+        self._deaf_until: float | None = None
+        self._strangers: set[_Stranger] = set()
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def tend(self, now: float) -> float:
+        """Send silent strangers away; when to call this again, infinity for never.
+
+        Args:
+            now: the time of ``time.monotonic``.
+        """
+        for stranger in [stranger for stranger in self._strangers if stranger.until <= now]:
+            self._forget(stranger)
+            stranger.sock.close()
+            self._refused(stranger.peer, Silent())
+        if self._deaf_until is not None and self._deaf_until <= now:
+            self._deaf_until = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        times = [stranger.until for stranger in self._strangers]
+        if self._deaf_until is not None:
+            times.append(self._deaf_until)
+        return min(times, default=math.inf)
+
+    def stop_listening(self) -> None:
+        """Accept no further connection; the port is free at once. Strangers may still prove themselves."""
+        if self._open:
+            self._open = False
+            self._deaf_until = None
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self._listener)
+            self._listener.close()
+
+    def close(self) -> None:
+        """Stop listening, and close the connections of all strangers."""
+        self.stop_listening()
+        for stranger in list(self._strangers):
+            self._forget(stranger)
+            stranger.sock.close()
+
+    def let_go(self) -> None:
+        """In a forked child: close everything, but leave the selector alone, which the parent shares."""
+        self._open = False
+        self._deaf_until = None
+        self._listener.close()
+        for stranger in self._strangers:
+            stranger.sock.close()
+        self._strangers.clear()
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE if self._open else 0):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # it has gone again
+            except OSError:
+                # Most likely too many open files. The kernel queues connections until there is room again.
+                self._selector.unregister(self._listener)
+                self._deaf_until = monotonic() + DEAF_S
+                return
+            if len(self._strangers) >= self._most:
+                sock.close()
+                continue
+            sock.setblocking(False)
+            stranger = _Stranger(sock, str(address[0]), Challenge(self._key, self._role), monotonic() + PATIENCE_S)
+            with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
+                self._keep_alive.apply(sock)
+                sock.send(stranger.challenge.greeting)
+            self._strangers.add(stranger)
+            self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._hear, stranger))
+
+    def _hear(self, stranger: _Stranger) -> None:
+        if stranger not in self._strangers:
+            return  # it was sent away after the selector had found its socket ready
+        try:
+            data = stranger.sock.recv(LONGEST_PROOF - len(stranger.data))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._forget(stranger)
+            stranger.sock.close()
+            return
+        stranger.data += data
+        try:
+            proven = stranger.challenge.check(stranger.data)
+        except (NoProof, WrongKey) as error:
+            if isinstance(error, WrongKey):
+                with contextlib.suppress(OSError):
+                    stranger.sock.send(error.answer)
+            self._forget(stranger)
+            stranger.sock.close()
+            self._refused(stranger.peer, error)
+            return
+        if proven is not None:
+            self._forget(stranger)
+            self._admit(Arrival(stranger.sock, stranger.peer, proven, stranger.data[proven.nbytes :]))
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._strangers.discard(stranger)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(stranger.sock)
