@@ -172,6 +172,20 @@ def test_two_launchers_that_contradict_each_other_are_both_shown(job: str, stale
     assert f"{own.name} says rank 2 of {own.number('world_size')}" in message
 
 
+def test_a_host_finds_itself_in_a_list_by_its_own_name_and_not_by_one_it_inherited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A login shell exports HOSTNAME, and a launcher hands it on to processes on other hosts."""
+    path = tmp_path / "rankfile"
+    path.write_text("launch\nn1\nn1\nn2\nn2\n")
+    step = {"JSM_NAMESPACE_RANK": "2", "JSM_NAMESPACE_SIZE": "4", "LSB_DJOB_RANKFILE": str(path), "HOSTNAME": "n1"}
+    monkeypatch.setattr("phalanx.system.host.machine_name", lambda: "n2.cluster")
+    assert read(step).number("node_rank") == 1
+    assert read({**step, "PHALANX_HOST": "n1"}).number("node_rank") == 0
+    monkeypatch.setattr("phalanx.system.host.machine_name", lambda: "unlisted")
+    assert read(step).number("node_rank") is None
+
+
 def test_another_launcher_that_says_the_same_is_no_contradiction() -> None:
     environment = next(job for job in JOBS if job.name == "mpich-cyclic").environments[1]
     place = read_environment(

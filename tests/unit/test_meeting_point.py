@@ -196,6 +196,14 @@ def test_every_rank_derives_the_same_ports_and_another_job_others() -> None:
     assert all(LOWEST <= port <= HIGHEST for port in point.ports)
 
 
+def test_a_job_may_have_a_name_in_bytes_that_are_no_text(meetings: Meetings) -> None:
+    """Flux writes its job ids with a letter beyond ASCII, which some locales cannot decode."""
+    place = replace(HERE, job="FLUX_JOB_ID=\udcc6\udc923HcXp2qoGd")
+    for rank in (0, 1):
+        meetings.start(replace(place, rank=rank))
+    assert set(meetings.join()) == {0, 1}
+
+
 def test_a_given_port_is_taken_as_it_is() -> None:
     point = meeting_point(read_environment({**SLURM, "MASTER_PORT": "29501"}, []).place())
     assert point is not None

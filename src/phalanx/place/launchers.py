@@ -335,7 +335,7 @@ def _task_of_flux(environment: Environment) -> bool:
 
 
 # Flux may itself be started by an MPI launcher, whose variables its jobs inherit. An MPI launcher that is started as a
-# task of Flux sets variables of its own (none_of), and its ranks are its own.
+# task of Flux sets variables of its own (none_of); the ranks are then that launcher's.
 FLUX = Launcher(
     "flux",
     "flux run",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -107,7 +108,7 @@ def meet_by_broadcast(
 
 def _claim(place: Place, opening: int, job: str) -> Claim:
     # A digest, since the name may be long and is only compared.
-    name = hashlib.sha256(job.encode()).hexdigest() if job else ""
+    name = hashlib.sha256(os.fsencode(job)).hexdigest() if job else ""
     return own_claim(place.rank, place.world_size, name, place.attempt, opening, place.node_rank)
 
 

@@ -71,7 +71,7 @@ def derived_ports(job: str) -> tuple[int, ...]:
     ports: list[int] = []
     count = 0
     while len(ports) < PORTS:
-        number = int.from_bytes(hashlib.sha256(f"{job}/{count}".encode()).digest()[:8], "big")
+        number = int.from_bytes(hashlib.sha256(os.fsencode(f"{job}/{count}")).digest()[:8], "big")
         port = LOWEST + number % (HIGHEST - LOWEST + 1)
         if port not in ports:
             ports.append(port)
