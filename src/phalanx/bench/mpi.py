@@ -57,7 +57,7 @@ def find_mpi(path: str) -> Mpi:
     """
     mpiexec = shutil.which(path)
     if mpiexec is None:
-        raise ValueError(f"{path!r} is no program; give the path of an mpiexec, as in --mpi venv/bin/mpiexec")
+        raise ValueError(f"{path!r} is not a program; give the path of an mpiexec, as in --mpi venv/bin/mpiexec")
     beside = Path(mpiexec).with_name("python")
     return Mpi(os.path.abspath(mpiexec), str(beside.absolute()) if os.access(beside, os.X_OK) else sys.executable)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,10 +15,12 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.job.job import Job, make_job
-from phalanx.launch.job.mpi_launcher import find_mpi_launcher
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.target import find_target
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
+
+if TYPE_CHECKING:
+    from phalanx.launch.job.mpi_launcher import MpiLauncher
 
 __all__ = ["run"]
 
@@ -180,7 +183,7 @@ def run(
         grace_s=grace,
         quiet=quiet,
         prefix=not no_prefix,
-        mpi=find_mpi_launcher(mpi) if mpi is not None else None,
+        mpi=_mpi_launcher(mpi),
         hosts=_hosts(hosts, hostfile),
         ppn=ppn,
         address=address,
@@ -199,6 +202,15 @@ def run(
     check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
     _describe(job, as_json)
     return None
+
+
+def _mpi_launcher(command: str | None) -> MpiLauncher | None:
+    if command is None:
+        return None
+    # Imported here, because it brings the rows of all launchers, which would take a quarter of the command's start.
+    from phalanx.launch.job.mpi_launcher import find_mpi_launcher
+
+    return find_mpi_launcher(command)
 
 
 def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:

@@ -9,12 +9,12 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.errors import DeviceError, InitializationError, LaunchError
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
-from phalanx.launch.job.mpi_launcher import MpiLauncher, how_to_bind
 from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
@@ -23,6 +23,9 @@ from phalanx.system.host import machine_name
 from phalanx.system.limits import usable_cores
 from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
+
+if TYPE_CHECKING:
+    from phalanx.launch.job.mpi_launcher import MpiLauncher
 
 __all__ = ["Job", "make_job"]
 
@@ -319,6 +322,8 @@ def _check_together(
     if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
         raise LaunchError(DeviceError.not_a_device(f"--device {device}"))
     if mpi is not None and bind != "none":
+        from phalanx.launch.job.mpi_launcher import how_to_bind
+
         raise LaunchError(f"--bind {bind}: an MPI launcher binds its ranks by options of its own: {how_to_bind(bind)}")
     if rehearsal is None:
         return
