@@ -139,14 +139,12 @@ class Progress:
 
     def leave(self) -> list[threading.Thread]:
         """Ask the threads to end after the operation they run, if any; the process exits."""
-        for _ in self._threads:
-            self._calls.put(_END)
+        self._calls.put(_END)
         return list(self._threads)
 
     def _end_threads(self) -> None:
         threads, self._threads = self._threads, []
-        for _ in threads:
-            self._calls.put(_END)
+        self._calls.put(_END)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -193,6 +191,8 @@ class Progress:
                 self._serve_one()
             else:
                 self._watch()
+        # One for all: a thread that another one is just starting is in no list that could be counted.
+        self._calls.put(_END)
 
     def _watch(self) -> None:
         """Run what is queued, a nap later, until a nap has brought nothing."""
