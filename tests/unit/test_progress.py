@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from phalanx.c10d.progress import Progress
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait(10)
 
 
 def test_a_group_closes_while_its_thread_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +28,7 @@ def test_a_group_closes_while_its_thread_starts_another(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(threading.Thread, "start", start_slowly)
     gate = threading.Event()
-    progress.submit(lambda: bool(gate.wait(10)), [], urgent=True)
+    progress.submit(partial(_wait, gate), [], urgent=True)
     progress.submit(lambda: None, [], urgent=True)
     gate.set()
     assert starting.wait(10)
