@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GatherOptions
 
-from phalanx.errors import ClosedError, DeviceMismatch, RankError
+from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
 
 __all__ = ["Group", "Session"]
 
@@ -122,6 +123,37 @@ class Group:
         """Collect every rank's ``tensor`` into ``gather_list`` of rank ``dst``, which alone gives that list."""
         group = self._use(tensor, *(gather_list or ()))
         return dist.gather(tensor, gather_list, group=group, async_op=async_op, group_dst=self._member(dst))
+
+    def gather_single(
+        self,
+        output: torch.Tensor | None,
+        tensor: torch.Tensor,
+        dst: int = 0,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Collect every rank's ``tensor`` into one of rank ``dst``: ``output`` holds them in rank order.
+
+        ``torch.distributed`` has this function from 2.15 on; here it works with older ones too.
+
+        Args:
+            output: on ``dst`` a tensor of ``size`` times the elements of ``tensor``; ignored on the other ranks.
+            tensor: what this rank gives.
+            dst: the rank that gathers.
+            async_op: return a ``Work`` at once.
+        """
+        is_root = self._member(dst) == self.rank
+        group: Any = self._use(tensor, *((output,) if is_root and output is not None else ()))
+        if not hasattr(group, "gather_single"):  # another backend's, with a torch before 2.15
+            if is_root and output is None:
+                raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
+            parts = list(output.view(self.size, *tensor.shape).unbind()) if is_root and output is not None else None
+            return dist.gather(tensor, parts, group=group, async_op=async_op, group_dst=dst)
+        options = GatherOptions()
+        options.rootRank, options.asyncOp = dst, async_op
+        work: dist.Work | None = group.gather_single(output, tensor, options)
+        if not async_op and work is not None:  # a backend that returns before the operation is done
+            work.wait()
+        return work if async_op else None
 
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Reduce every rank's ``tensor`` into that of rank ``dst``; on the others it is left undefined."""

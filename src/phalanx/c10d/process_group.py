@@ -295,6 +295,33 @@ class PhalanxProcessGroup(BaseProcessGroup):
         return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor, root))
 
     @by_device()
+    def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """``gather`` into one tensor, of torch 2.15. What other ranks than the root give for ``output`` is ignored."""
+        if opts is None:
+            opts = GatherOptions()
+        root, body, ready = opts.rootRank, self._communicator.gather_single, tensor.is_contiguous()
+        self._check.on_cpu([tensor])
+        if self._rank != root:
+            output = None
+        else:
+            if output is None:
+                raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
+            self._check.on_cpu([output])
+            self._check.multiple("gather_single", output, tensor)
+            ready = ready and output.is_contiguous() and apart_from_whole(tensor, output, root)
+        if ready and not opts.asyncOp:
+            return self._progress.run(body, output, tensor, root)
+
+        def gather_one(whole: torch.Tensor | None) -> None:
+            source = dense(tensor)
+            alone = whole is None or apart_from_whole(source, whole, root)
+            body(whole, source if alone else source.clone(), root)
+
+        if output is None:
+            return self._start(opts.asyncOp, [], lambda: gather_one(None))
+        return self._start(opts.asyncOp, [output], partial(in_place, output, gather_one))
+
+    @by_device()
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None) -> Any:
         if opts is None:
             opts = ScatterOptions()

@@ -151,6 +151,9 @@ class SharedMemoryCommunicator(Communicator):
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         self._gather(None if outputs is None else _fill(self._pointers, outputs), tensor, root)
 
+    def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
+        self._gather(None if output is None else _fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
+
     def _gather(self, outputs: _Pointers | None, tensor: torch.Tensor, root: int) -> None:
         status = self._core.phx_gather(
             self._comm,
