@@ -18,7 +18,7 @@ _SUM = dist.ReduceOp.SUM
 
 
 class Session:
-    """What all groups of one world share: whether it is still open, and which devices it serves."""
+    """The state that all groups of one world share: whether it is still open, and which devices it serves."""
 
     def __init__(self, device_types: frozenset[str]) -> None:
         self.closed = False
@@ -77,7 +77,7 @@ class Group:
         dist.send(tensor, group=self._use(tensor), tag=tag, group_dst=self._other(dst))
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into ``tensor`` from rank ``src``, or from whoever sends first; returns the sender's rank."""
+        """Receive into ``tensor`` from rank ``src``, or from the rank that sends first; returns the sender's rank."""
         group = self._use(tensor)
         if src is not None:
             dist.recv(tensor, group=group, tag=tag, group_src=self._other(src))

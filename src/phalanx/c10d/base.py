@@ -1,4 +1,4 @@
-"""What a process group is beside its collectives: its name, the order of its operations, its messages, its end."""
+"""A process group without its collectives: its name, the order of its operations, its messages, its end."""
 
 from __future__ import annotations
 

@@ -28,6 +28,6 @@ def by_device(backends_name: str = "", *, one_by_one: bool = False) -> Callable[
 
 
 def mark_of(call: object) -> tuple[str, bool] | None:
-    """What a method was marked with: the backends' name, and whether it is called one by one. None if it was not."""
+    """The mark of a method: the backends' name, and whether it is called one by one. None if it has none."""
     mark: tuple[str, bool] | None = getattr(call, _MARK, None)
     return mark

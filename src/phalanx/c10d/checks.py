@@ -1,4 +1,4 @@
-"""What is checked of the arguments of a collective before any other rank hears of the call."""
+"""The checks of a collective's arguments, made before any other rank learns of the call."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["ProcessGroupMPI", "fill_mpi_slot"]
 
-# By one of these an MPI launcher tells a process its rank.
+# An MPI launcher gives a process its rank in one of these.
 _MPI_RANKS = ("PMI_RANK", "PMI_ID", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 class ProcessGroupMPI:
-    """What torch's wheel leaves out. Of it, ``init_process_group`` and ``new_group`` call ``create`` alone."""
+    """The class that torch's wheel leaves out. ``init_process_group`` and ``new_group`` call only its ``create``."""
 
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:

@@ -58,7 +58,7 @@ class PhalanxProcessGroup(BaseProcessGroup):
         if opts is None:
             opts = AllreduceOptions()
         reduce_op = opts.reduceOp
-        # The usual case first, in as few steps as it can be: every one of them is paid in each call.
+        # The usual case comes first, in as few steps as possible: each of them is paid in every call.
         usual = reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp
         if usual and self.sum_in_place(tensors[0]):
             return None
@@ -78,7 +78,7 @@ class PhalanxProcessGroup(BaseProcessGroup):
     def sum_in_place(self, tensor: torch.Tensor) -> bool:
         """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
 
-        What ``allreduce`` does for most calls, and ``Group.all_reduce`` without the way through torch's checks.
+        ``allreduce`` does this for most calls, and ``Group.all_reduce`` does it without the way through torch's checks.
         """
         if not self._summable(tensor):
             return False
@@ -113,7 +113,7 @@ class PhalanxProcessGroup(BaseProcessGroup):
         (tensor,), op, factor = self._check.reduction("reduce", self._check.one("reduce", tensors), opts.reduceOp)
 
         def reduce_one() -> None:
-            # A stand-in where it is scaled: the tensors of the other ranks stay as they are.
+            # A tensor that is scaled needs a stand-in: those of the ranks that are not the root stay as they are.
             source = dense(tensor) if factor is None else dense(tensor) * factor
             self._communicator.reduce(source, root, op)
             if self._rank == root and source.data_ptr() != tensor.data_ptr():
@@ -296,7 +296,7 @@ class PhalanxProcessGroup(BaseProcessGroup):
 
     @by_device()
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any = None) -> Any:
-        """``gather`` into one tensor, of torch 2.15. What other ranks than the root give for ``output`` is ignored."""
+        """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
         if opts is None:
             opts = GatherOptions()
         root, body, ready = opts.rootRank, self._communicator.gather_single, tensor.is_contiguous()
@@ -397,7 +397,7 @@ class PhalanxProcessGroup(BaseProcessGroup):
         return self._start(True, [], self._communicator.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a timeout of its own, in Gloo's words; every barrier here says who is missing.
+        """A barrier with a timeout of its own, under Gloo's name for it; every barrier here names the missing rank.
 
         C++ would ask the attached Gloo, which waits for ever to connect to a rank that does not come.
 

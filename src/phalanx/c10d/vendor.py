@@ -1,8 +1,8 @@
 """The backend of an accelerator's vendor beside ours, for groups like ``cpu:phalanx,cuda:nccl``.
 
 torch takes a process group that is written in Python as the whole group and makes no other backend of such a list; so
-ours makes the others itself, when the first tensor of their device comes. A class of its own, so that nothing of this
-is paid where there is no accelerator. Checked on torch 2.13.0.
+ours makes the others itself, when the first tensor of their device comes. This is a class of its own, so that a machine
+without accelerators pays nothing for it. Checked on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["Membership", "MixedProcessGroup"]
 
 @dataclass(frozen=True)
 class Membership:
-    """What a backend needs to know of the group that it is made for.
+    """The facts that a backend needs to know of the group that it is made for.
 
     Attributes:
-        store: where the group's ranks meet.
+        store: the group's part of the job's store.
         rank, size: this process's place in the group.
         timeout: for each operation.
         group_name: torch's name of the group.
@@ -48,7 +48,7 @@ class MixedProcessGroup(PhalanxProcessGroup):
     """Our group for CPU tensors, and the vendor's backend for those of the accelerator.
 
     Args:
-        member: what the vendor's backend will need.
+        member: the facts that the vendor's backend will need.
         arguments: those of :class:`PhalanxProcessGroup`.
     """
 

@@ -3,8 +3,8 @@
 A communicator moves contiguous CPU tensors between the ranks of one group. It knows nothing of torch's options, nested
 lists, futures or process groups: ``c10d/process_group.py`` unpacks those, keeps the order of operations and runs the
 asynchronous ones on a thread of its own. A new transport is a class that implements the abstract methods here; the
-others have defaults that are made of them. What a transport does not promise it says by its traits, which the suite of
-the contract (``tests/world/test_contract.py``) reads.
+others have defaults that are made of them. A transport that does not promise everything says so by its traits, which
+the suite of the contract (``tests/world/test_contract.py``) reads.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from phalanx.watch.calls import dtype_name
 
 __all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message"]
 
-# The collectives that ranks can tell apart, each with the name of the argument that is its root ("" for none). The
-# forms with one tensor for all ranks (all_gather_single, ...) count as those with lists: they move the same bytes in
-# the same way, so ranks may mix them.
+# The collectives that ranks distinguish when they compare their calls, each with the name of the argument that is its
+# root ("" for none). The forms with one tensor for all ranks (all_gather_single, ...) count as those with lists: they
+# move the same bytes in the same way, so ranks may mix them.
 COLLECTIVES = {
     "all_reduce": "",
     "reduce": "dst",
@@ -168,7 +168,7 @@ class Communicator(ABC):
 
     A collective is called by every rank of the group, in the same order and with matching arguments, by one
     thread at a time. Tensors are contiguous, on the CPU, and may hold no elements; lists have one tensor per rank.
-    What is written shares no memory with what is read, but for the cases that a method names.
+    Memory that is written is not read in the same call, but for the cases that a method names.
     A method returns when this rank's part is done: its tensors may be read and reused.
 
     All methods raise :class:`~phalanx.errors.CollectiveMismatch`, :class:`~phalanx.errors.PeerLost` or

@@ -16,7 +16,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, ke
 
 
 def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> int:
-    """What the ranks compare of a call: the same number on all that make the same call.
+    """The number that the ranks compare: the same on all ranks that make the same call.
 
     Only numbers go into it, since Python gives a text another hash in each process.
 

@@ -228,7 +228,7 @@ class Runtime:
         sys.excepthook = self._hook
 
     def _hook(self, kind: type[BaseException], value: BaseException, where: TracebackType | None) -> None:
-        """What Python calls for an exception that nobody caught: print it as ever, then the job ends."""
+        """Print an exception that nobody caught, as Python always does, and then end the job."""
         self._previous_hook(kind, value, where)
         if self._alone or not self.usable:
             return
@@ -320,7 +320,7 @@ def _before_exit_handlers(call: Callable[[], None]) -> None:
 
 @cache
 def _on_exit() -> Callable[[], object] | None:
-    """What registers ``phx_mpi_end`` with the C library, once; None where that is not glibc."""
+    """A function that registers ``phx_mpi_end`` with the C library, once; None where that is not glibc."""
     try:
         register = ctypes.CDLL(None).on_exit
     except AttributeError:

@@ -25,9 +25,9 @@ from phalanx.watch.calls import call_text, exchange_text
 
 __all__ = ["SharedMemoryCommunicator"]
 
-# What the core's kernels know, by its numbers (enum phx_dtype).
+# The dtypes that the core's kernels reduce, by their numbers there (enum phx_dtype).
 _REDUCED = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
-# The rest is only copied; its numbers serve to tell one from another.
+# The other dtypes are only copied; their numbers distinguish them.
 _COPIED = sorted(
     (value for value in vars(torch).values() if isinstance(value, torch.dtype) and value not in _REDUCED), key=str
 )
@@ -47,7 +47,7 @@ class SharedMemoryCommunicator(Communicator):
     Every rank of the group constructs it, at the same point of its program.
 
     Args:
-        store: where the ranks meet; keys are left under the given prefix only.
+        store: the group's part of the job's store, in which the ranks exchange how to reach the segment.
         rank: this process's rank in the group.
         size: the number of ranks, at most 1024.
         timeout: how long to wait for the others, here and in every collective.
@@ -72,7 +72,7 @@ class SharedMemoryCommunicator(Communicator):
         self._sizes = (ctypes.c_uint64 * size)()
         self._other_sizes = (ctypes.c_uint64 * size)()
         cores = len(os.sched_getaffinity(0))
-        # About 4 µs; less with more ranks than cores, where whoever is awaited needs the core that a spin would burn.
+        # About 4 µs; less with more ranks than cores, where the awaited rank needs the core that a spin would occupy.
         spin = 100 if size <= cores else 50
         poll = self._signals.callback
         self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
@@ -252,7 +252,7 @@ class SharedMemoryCommunicator(Communicator):
     def _fail(
         self, status: int, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
     ) -> NoReturn:
-        """Raise what ``status`` means, after the other ranks were told what this one was doing."""
+        """Raise what ``status`` means, after writing down for the other ranks what this one was doing."""
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
         self._raise(status, name, _text(name, dtype, shape, op, root))
 

@@ -108,7 +108,7 @@ def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: s
     """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
 
     Returns:
-        The outcome: who has not come, and who came but could not attach. Two empty texts when all is well.
+        The outcome: which ranks have not come, and which came but could not attach. Two empty texts when all is well.
     """
     try:
         store.set("offer", json.dumps([os.getpid(), descriptor, name]))
