@@ -1,4 +1,4 @@
-"""Every exception Phalanx raises on purpose.
+"""Every exception Phalanx raises on purpose, and the sentences that several transports say.
 
 Each class says when it is raised and what to do about it. An instance carries, as attributes, the facts on which a
 program can act, such as the lost rank or the elapsed seconds. All derive from :class:`PhalanxError`, so
@@ -95,6 +95,11 @@ class DeviceError(InitializationError):
 class ClosedError(PhalanxError):
     """A world, or one of its groups, was used after ``phalanx.close()``. Move the call before it."""
 
+    @classmethod
+    def of_message(cls) -> ClosedError:
+        """The group of a message was destroyed before the message was done."""
+        return cls("a message of a process group was used after the group had been destroyed")
+
 
 class ReentryError(PhalanxError):
     """A signal handler called a group whose operation it had interrupted.
@@ -140,6 +145,15 @@ class CollectiveMismatch(PhalanxError):
     Raised on every rank that notices. The group cannot be used afterwards: the ranks are out of step.
     """
 
+    @classmethod
+    def of_calls(cls, calls: str) -> CollectiveMismatch:
+        """The ranks' calls differ; ``calls`` lists them, a line for each."""
+        return cls(
+            f"the ranks of a group called different operations:\n{calls}\n"
+            f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an `if` "
+            f"that depends on the rank, or data of different sizes"
+        )
+
 
 class PeerLost(PhalanxError):
     """Another rank of the group ended while this one waited for it.
@@ -155,6 +169,11 @@ class PeerLost(PhalanxError):
         super().__init__(message)
         self.group_rank = group_rank
         self.pid = pid
+
+    @classmethod
+    def out_of_step(cls, cause: str, *, group_rank: int, pid: int = 0) -> PeerLost:
+        """A rank left an operation that the others are in; ``cause`` says which rank, how and where."""
+        return cls(f"{cause}; the ranks of the group are out of step", group_rank=group_rank, pid=pid)
 
 
 class CollectiveTimeout(PhalanxError):
@@ -172,6 +191,30 @@ class CollectiveTimeout(PhalanxError):
         super().__init__(message)
         self.group_rank = group_rank
         self.elapsed_s = elapsed_s
+
+    @classmethod
+    def did_not_come(
+        cls, missing: str, waiting: str, timeout_s: float, *, group_rank: int, elapsed_s: float
+    ) -> CollectiveTimeout:
+        """Some ranks are missing in an operation.
+
+        Args:
+            missing: who they are, and what is known of them.
+            waiting: which rank waited for them, and in which call.
+            timeout_s: how long.
+            group_rank, elapsed_s: see the class.
+        """
+        return cls(
+            f"{missing} did not come within {timeout_s:g} s while {waiting}. Is it in other code, or much slower? "
+            f"{cls.remedy()}",
+            group_rank=group_rank,
+            elapsed_s=elapsed_s,
+        )
+
+    @staticmethod
+    def remedy() -> str:
+        """How to wait longer."""
+        return "A longer timeout is set with phalanx.init(timeout_s=...) or init_process_group(timeout=...)"
 
 
 class LaunchError(PhalanxError):

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GatherOptions
 
-from phalanx.errors import ClosedError, DeviceMismatch, RankError
+from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
 
 __all__ = ["Group", "Session"]
 
@@ -17,7 +18,7 @@ _SUM = dist.ReduceOp.SUM
 
 
 class Session:
-    """What all groups of one world share: whether it is still open, and which devices it serves."""
+    """The state that all groups of one world share: whether it is still open, and which devices it serves."""
 
     def __init__(self, device_types: frozenset[str]) -> None:
         self.closed = False
@@ -76,7 +77,7 @@ class Group:
         dist.send(tensor, group=self._use(tensor), tag=tag, group_dst=self._other(dst))
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
-        """Receive into ``tensor`` from rank ``src``, or from whoever sends first; returns the sender's rank."""
+        """Receive into ``tensor`` from rank ``src``, or from the rank that sends first; returns the sender's rank."""
         group = self._use(tensor)
         if src is not None:
             dist.recv(tensor, group=group, tag=tag, group_src=self._other(src))
@@ -122,6 +123,37 @@ class Group:
         """Collect every rank's ``tensor`` into ``gather_list`` of rank ``dst``, which alone gives that list."""
         group = self._use(tensor, *(gather_list or ()))
         return dist.gather(tensor, gather_list, group=group, async_op=async_op, group_dst=self._member(dst))
+
+    def gather_single(
+        self,
+        output: torch.Tensor | None,
+        tensor: torch.Tensor,
+        dst: int = 0,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Collect every rank's ``tensor`` into one of rank ``dst``: ``output`` holds them in rank order.
+
+        ``torch.distributed`` has this function from 2.15 on; here it works with older ones too.
+
+        Args:
+            output: on ``dst`` a tensor of ``size`` times the elements of ``tensor``; ignored on the other ranks.
+            tensor: what this rank gives.
+            dst: the rank that gathers.
+            async_op: return a ``Work`` at once.
+        """
+        is_root = self._member(dst) == self.rank
+        group: Any = self._use(tensor, *((output,) if is_root and output is not None else ()))
+        if not hasattr(group, "gather_single"):  # another backend's, with a torch before 2.15
+            if is_root and output is None:
+                raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
+            parts = list(output.view(self.size, *tensor.shape).unbind()) if is_root and output is not None else None
+            return dist.gather(tensor, parts, group=group, async_op=async_op, group_dst=dst)
+        options = GatherOptions()
+        options.rootRank, options.asyncOp = dst, async_op
+        work: dist.Work | None = group.gather_single(output, tensor, options)
+        if not async_op and work is not None:  # a backend that returns before the operation is done
+            work.wait()
+        return work if async_op else None
 
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Reduce every rank's ``tensor`` into that of rank ``dst``; on the others it is left undefined."""

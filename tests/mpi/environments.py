@@ -7,11 +7,14 @@ tests that need an MPI are skipped.
 from __future__ import annotations
 
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 VARIABLE = "PHALANX_MPI_VENVS"
 # Each library reads its own and ignores the rest: more ranks than cores, no binding, root in a container.
 SETTINGS = {
@@ -54,16 +57,35 @@ class MpiEnvironment:
         return (self.folder / "bin" / "ompi_info").exists()
 
 
-def mpi_parameters() -> list[object]:
+def mpi_parameters() -> list[Any]:
     """A parameter for each environment; one that is skipped, with the reason, if there is none."""
     listed = [Path(folder) for folder in os.environ.get(VARIABLE, "").split(":") if folder]
     if not listed:
         reason = f"no MPI to test with; make mpi sets some up, or name virtual environments in {VARIABLE}"
         return [pytest.param(None, id="no-mpi", marks=pytest.mark.skip(reason=reason))]
-    parameters: list[object] = []
+    parameters: list[Any] = []
     for folder in listed:
         environment = MpiEnvironment(folder)
         present = os.access(environment.mpiexec, os.X_OK) and os.access(environment.python, os.X_OK)
         marks = () if present else (pytest.mark.skip(reason=f"{folder} has no python and mpiexec"),)
         parameters.append(pytest.param(environment, id=environment.name, marks=marks))
     return parameters
+
+
+def run(
+    mpi: MpiEnvironment, ranks: int | None, *command: str | Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python on so many ranks, or without mpiexec (None)."""
+    # Buffered, each rank's words are written at once, and mpiexec does not mix them.
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    start = [] if ranks is None else [mpi.mpiexec, "-n", str(ranks)]
+    return subprocess.run(
+        [*start, mpi.python, "-W", "ignore", *map(str, command)],
+        env={**own, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=300,
+        check=False,
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.mpi.environments import SETTINGS, MpiEnvironment
+from tests.mpi.environments import MpiEnvironment, run
 from tests.mpi.programs import checks
 from tests.support.programs import perturbed, programs
 
@@ -25,25 +25,6 @@ CHECKS = [name for name in vars(checks) if name.startswith("check_")]
 ALONE = [name for name in CHECKS if not re.match("check_(messages|groups|a_missing)", name)]
 # From a rank's failure to the end of mpiexec. It is to be a second; a busy machine has three ranks on two cores.
 END_S = 3.0
-
-
-def run(
-    mpi: MpiEnvironment, ranks: int | None, *command: str | Path, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run Python on so many ranks, or without mpiexec (None)."""
-    # Buffered, each rank's words are written at once, and mpiexec does not mix them.
-    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    start = [] if ranks is None else [mpi.mpiexec, "-n", str(ranks)]
-    return subprocess.run(
-        [*start, mpi.python, "-W", "ignore", *map(str, command)],
-        env={**own, **SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", **variables},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=300,
-        check=False,
-    )
 
 
 def ran(done: subprocess.CompletedProcess[str], *, code: int = 0) -> str:

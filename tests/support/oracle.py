@@ -114,6 +114,8 @@ def buffers(program: Program, index: int, rank: int, step: Step | None = None) -
         return written([torch.cat([given(r) for r in ranks])]) + read([given(rank)])
     if kind == "gather":
         return written([given(r) for r in ranks] if rank == root else []) + read([given(rank)])
+    if kind == "gather_single":
+        return written([torch.cat([given(r) for r in ranks])] if rank == root else []) + read([given(rank)])
     if kind == "scatter":
         return written([given(root, rank)]) + read([given(root, r) for r in ranks] if rank == root else [])
     if kind in ("reduce_scatter", "reduce_scatter_single"):

@@ -29,6 +29,7 @@ COLLECTIVES = {
     "all_gather": "all_gather",
     "all_gather_single": "all_gather",
     "gather": "gather",
+    "gather_single": "gather",
     "scatter": "scatter",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_single": "reduce_scatter",
@@ -38,7 +39,7 @@ COLLECTIVES = {
 }
 KINDS = (*COLLECTIVES, "send", "send to any", "batch")
 REDUCTIONS = frozenset(("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single"))
-ROOTED = frozenset(("reduce", "broadcast", "gather", "scatter"))
+ROOTED = frozenset(("reduce", "broadcast", "gather", "gather_single", "scatter"))
 MANY_BLOCKS = frozenset(kind for kind in KINDS if kind not in ("all_reduce", "reduce", "broadcast", "send"))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GatherOptions
 
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 from tests.support.oracle import FILL, buffers
@@ -202,6 +203,13 @@ def _all_to_all_single(ask: _Asked, out: Tensors, given: Tensors) -> Any:
     return dist.all_to_all_single(out[0], given[0], received, sent, **ask.how)
 
 
+def _gather_single(ask: _Asked, out: Tensors, given: Tensors) -> Any:
+    options = GatherOptions()  # torch has no function for it before 2.15
+    options.rootRank, options.asyncOp = ask.step.root, ask.asynchronous
+    group: Any = ask.group
+    return group.gather_single(out[0] if ask.is_root else None, given[0], options)
+
+
 def _send(ask: _Asked, out: Tensors, given: Tensors) -> Any:
     ((_, receiver),) = ask.step.pairs
     to_any = ask.step.kind == "send to any"
@@ -239,6 +247,7 @@ _PLAIN: dict[str, Callable[[_Asked, Tensors, Tensors], Any]] = {
     "all_gather": lambda ask, out, given: dist.all_gather(out, given[0], **ask.how),
     "all_gather_single": lambda ask, out, given: dist.all_gather_single(out[0], given[0], **ask.how),
     "gather": lambda ask, out, given: dist.gather(given[0], out if ask.is_root else None, ask.root, **ask.how),
+    "gather_single": _gather_single,
     "scatter": lambda ask, out, given: dist.scatter(out[0], given if ask.is_root else None, ask.root, **ask.how),
     "reduce_scatter": lambda ask, out, given: dist.reduce_scatter(out[0], given, ask.step.reduce_op, **ask.how),
     "reduce_scatter_single": lambda ask, out, given: dist.reduce_scatter_single(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
+from torch._C._distributed_c10d import GatherOptions
 
 COUNTS = (1, 16, 700, 300_000)
 
@@ -55,15 +57,22 @@ def test_gathering_from_a_part_of_the_output(size: int) -> None:
         dist.gather(part, list(output.split(count)) if dist.get_rank() == root else None, root)
         return dist.get_rank() == root
 
+    def to_one_tensor(output: torch.Tensor, part: torch.Tensor, count: int) -> bool:
+        options = GatherOptions()
+        options.rootRank, options.asyncOp = size - 1, False
+        group: Any = dist.group.WORLD
+        group.gather_single(output, part, options)
+        return dist.get_rank() == size - 1
+
     def later(output: torch.Tensor, part: torch.Tensor, count: int) -> bool:
         dist.all_gather_single(output, part, async_op=True).wait()
         return True
 
     def body(place: Member) -> list[list[str]]:
         place.join()
-        return [from_one_part(place, operation) for operation in (single, listed, to_one, later)]
+        return [from_one_part(place, operation) for operation in (single, listed, to_one, to_one_tensor, later)]
 
-    assert on_ranks(body, size) == [[[]] * 4] * size
+    assert on_ranks(body, size) == [[[]] * 5] * size
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

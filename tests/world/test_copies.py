@@ -2,61 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.contract import bits
 from tests.support.ranks import Member, on_ranks
-from tests.world.test_communicator import bits, connect, draw
+from torch._C._distributed_c10d import GatherOptions
 
-SIZES = [2, 3, 5, 8]
-COUNTS = (0, 1, 17, 1000, 30001)
-
-
-@pytest.mark.parametrize("chunk_bytes", [512, 65536])
-@pytest.mark.parametrize("size", SIZES)
-def test_gather_and_scatter(size: int, chunk_bytes: int) -> None:
-    def body(place: Member) -> list[str]:
-        communicator = connect(place, chunk_bytes)
-        wrong = []
-        for root in range(place.size):
-            for count in COUNTS:
-                mine = draw(place.rank, count, torch.float32, root)
-                everyone = [draw(rank, count, torch.float32, root) for rank in range(place.size)]
-                outputs = [torch.zeros(count) for _ in range(place.size)] if place.rank == root else None
-                communicator.gather(outputs, mine, root)
-                if outputs is not None and [bits(o) for o in outputs] != [bits(e) for e in everyone]:
-                    wrong.append(f"gather to {root} x {count}")
-                output = torch.zeros(count)
-                communicator.scatter(output, everyone if place.rank == root else None, root)
-                if bits(output) != bits(mine):
-                    wrong.append(f"scatter from {root} x {count}")
-        communicator.close()
-        return wrong
-
-    assert on_ranks(body, size) == [[]] * size
-
-
-@pytest.mark.parametrize("chunk_bytes", [512, 65536])
-@pytest.mark.parametrize("size", SIZES)
-def test_all_to_all_with_a_size_for_every_pair(size: int, chunk_bytes: int) -> None:
-    def body(place: Member) -> list[str]:
-        communicator = connect(place, chunk_bytes)
-        wrong = []
-        for scale in (0, 1, 40, 3000):
-            # Some pairs exchange nothing, one exchanges much more than the others.
-            def count(source: int, to: int, scale: int = scale) -> int:
-                return scale * ((3 * source + 5 * to) % 4) + (10000 if scale and (source, to) == (0, 1) else 0)
-
-            inputs = [draw(100 * place.rank + to, count(place.rank, to), torch.int64) for to in range(place.size)]
-            outputs = [torch.zeros(count(source, place.rank), dtype=torch.int64) for source in range(place.size)]
-            communicator.all_to_all(outputs, inputs)
-            for source, output in enumerate(outputs):
-                if not torch.equal(output, draw(100 * source + place.rank, len(output), torch.int64)):
-                    wrong.append(f"from {source}, scale {scale}")
-        communicator.close()
-        return wrong
-
-    assert on_ranks(body, size) == [[]] * size
+from phalanx.errors import ArgumentError, CollectiveMismatch
+from phalanx.group import Group, Session
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -132,3 +88,87 @@ def test_lists_that_cannot_be_right_are_refused_before_anything_moves() -> None:
         return True
 
     assert on_ranks(body, 2) == [True, True]
+
+
+def to(root: int, *, later: bool = False) -> GatherOptions:
+    options = GatherOptions()
+    options.rootRank, options.asyncOp = root, later
+    return options
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_gather_into_one_tensor(size: int) -> None:
+    """Synchronous or not, with gaps in what is gathered or in what it is gathered into; the others give anything."""
+
+    def body(place: Member) -> bool:
+        place.join()
+        group: Any = dist.group.WORLD
+        root = size - 1
+        mine = torch.arange(6.0).view(2, 3) + 10 * place.rank
+        expected = torch.cat([torch.arange(6.0).view(2, 3) + 10 * rank for rank in range(size)])
+        for given in (mine, mine.t().contiguous().t()):
+            for output in (torch.zeros(2 * size, 3), torch.zeros(2 * size, 6)[:, ::2], torch.zeros(size, 2, 3)):
+                for later in (False, True):
+                    output.zero_()
+                    ours = output if place.rank == root else (None, torch.empty(0), output)[int(later)]
+                    work = group.gather_single(ours, given, to(root, later=later))
+                    if later:
+                        work.wait()
+                    assert torch.equal(
+                        output.reshape(-1, 3), expected if place.rank == root else torch.zeros_like(expected)
+                    )
+        z = torch.full((2,), complex(place.rank, 1))
+        output = torch.zeros(2 * size, dtype=torch.complex64)
+        group.gather_single(output, z, to(0))
+        if place.rank == 0:
+            assert output.tolist() == [complex(rank, 1) for rank in range(size) for _ in range(2)]
+            for wrong in (torch.zeros(2 * size + 1), torch.zeros(2 * size, dtype=torch.int32)):
+                with pytest.raises(ArgumentError, match=f"is not {size} times"):
+                    group.gather_single(wrong, torch.zeros(2), to(0))
+            with pytest.raises(ArgumentError, match="must give a tensor to gather into"):
+                group.gather_single(None, torch.zeros(2), to(0))
+        dist.barrier()  # the group is whole
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size) == [True] * size
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_a_group_gathers_into_one_tensor_also_over_a_backend_that_cannot(backend: str) -> None:
+    def body(place: Member) -> bool:
+        place.join(backend)
+        assert dist.group.WORLD is not None
+        group = Group(dist.group.WORLD, range(3), Session(frozenset({"cpu"})))
+        for later in (False, True):
+            output = torch.zeros(3, 2) if group.rank == 1 else None
+            work = group.gather_single(output, torch.full((2,), float(group.rank)), dst=1, async_op=later)
+            assert (work is not None) == later
+            if work is not None:
+                work.wait()
+            assert output is None or output.tolist() == [[0, 0], [1, 1], [2, 2]]
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, 3) == [True] * 3
+
+
+def test_a_gather_into_one_tensor_counts_as_a_gather_and_must_match() -> None:
+    def body(place: Member) -> str:
+        place.join()
+        group: Any = dist.group.WORLD
+        x = torch.full((2,), float(place.rank))
+        boxes = [torch.zeros(2) for _ in range(2)]
+        if place.rank == 0:
+            dist.gather(x, boxes, 0)
+        else:
+            group.gather_single(None, x, to(0))
+        assert place.rank or torch.stack(boxes).tolist() == [[0, 0], [1, 1]]
+        with pytest.raises(CollectiveMismatch) as caught:
+            group.gather_single(torch.zeros(4) if place.rank == 0 else None, x if place.rank == 0 else x[:1], to(0))
+            dist.barrier()
+        return str(caught.value)
+
+    for text in on_ranks(body, 2):
+        assert "rank 0: gather(float32[2], dst=0) at" in text
+        assert "rank 1: gather(float32[1], dst=0) at" in text

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.contract import draw
 from tests.support.ranks import Member, on_ranks
-from tests.world.test_communicator import draw
 
 from phalanx.errors import CollectiveMismatch
 

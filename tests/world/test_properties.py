@@ -32,6 +32,8 @@ NOT_WITH_GLOO: dict[str, Callable[[Step], bool]] = {
     "dtypes that it does not know": lambda step: step.dtype == "int16",
     "tensors with gaps": lambda step: "strided" in step.layouts,
     "lists of different lengths": lambda step: step.kind == "all_to_all" and len(set(step.splits)) > 1,
+    "empty messages from any rank": lambda step: step.kind == "send to any" and not step.count,
+    "gathering into one tensor": lambda step: step.kind == "gather_single",
     "averages": lambda step: step.op == "AVG",
     "reductions of bool, whose true it makes a 2": lambda step: step.kind in REDUCTIONS and step.dtype == "bool",
     "gathered complex numbers": lambda step: step.kind == "gather" and step.dtype == "complex64",

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.contract import bits, draw
 from tests.support.ranks import Member, on_ranks
-from tests.world.test_communicator import bits, connect, draw
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.tuning import Tuning
+
+TIMEOUT = timedelta(seconds=60)
+TUNING = Tuning(chunk_bytes=1024, stream_bytes=3000)
 OPS = {name: getattr(dist.ReduceOp, name).value for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")}
 BITWISE = {name: getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR")}
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -87,7 +93,7 @@ def expected_floats(name: str, size: int, count: int, dtype: torch.dtype) -> tor
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_reduce_reduce_and_reduce_scatter(size: int) -> None:
     def body(place: Member) -> list[str]:
-        communicator = connect(place, 1024)
+        communicator = SharedMemoryCommunicator(place.store(), place.rank, place.size, TIMEOUT, TUNING)
         wrong = []
         for dtype in FLOATS + INTEGERS:
             names = OPS if dtype in FLOATS else {**OPS, **BITWISE}
@@ -126,7 +132,7 @@ def test_all_reduce_reduce_and_reduce_scatter(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_reduce_scatter_gives_each_rank_its_own_block_also_in_place(size: int) -> None:
     def body(place: Member) -> list[str]:
-        communicator = connect(place, 1024)
+        communicator = SharedMemoryCommunicator(place.store(), place.rank, place.size, TIMEOUT, TUNING)
         wrong = []
         for count in (1, 64, 700, 5000):
             blocks = [[draw(10 * r + b, count, torch.float32) for b in range(place.size)] for r in range(place.size)]

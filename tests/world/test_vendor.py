@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
-from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, GatherOptions
 
 from phalanx.c10d.vendor import MixedProcessGroup
-from phalanx.errors import DeviceMismatch
+from phalanx.errors import ArgumentError, DeviceMismatch
 
 
 def join_with_stand_in(place: Member, backend: str = "cpu:phalanx,meta:standin") -> None:
@@ -89,6 +89,19 @@ def test_a_device_without_a_backend_is_refused_with_the_list_to_use() -> None:
 
     for text in on_ranks(body, 2):
         assert "cpu:phalanx,meta:standin" in text
+
+
+def test_an_operation_that_the_devices_backend_lacks_is_refused_by_name() -> None:
+    def body(place: Member) -> str:
+        join_with_stand_in(place)
+        group: Any = dist.group.WORLD
+        x = torch.ones(2, device="meta")
+        with pytest.raises(ArgumentError) as caught:
+            group.gather_single(torch.ones(4, device="meta"), x, GatherOptions())
+        return str(caught.value)
+
+    for text in on_ranks(body, 2):
+        assert text.startswith("gather_single: backend 'fake', which serves meta, has no such operation")
 
 
 DEVICES = torch.accelerator.device_count() if torch.accelerator.is_available() else 0

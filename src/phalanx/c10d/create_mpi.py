@@ -25,7 +25,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
     """A process group over MPI; with the world's, MPI ends too."""
 
     runtime: Runtime | None = None
-    store: Store | None = None  # Gloo looks into it again when it connects; what Python adds to a Store dies with it
+    store: Store | None = None  # Gloo reads it again when it connects; what Python adds to a Store dies with the object
 
     def shutdown(self) -> None:
         """Give back the group. ``destroy_process_group`` calls it, for the world's after all others."""
@@ -57,7 +57,7 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
         if ranks:
             everybody = runtime.world.Get_group()
             chosen = everybody.Incl(list(ranks))
-            # Called by the members only, so no rank counts how many groups there are: the tag comes from what all know.
+            # Only the members call this, so no rank can count the groups: the tag is made of what all of them know.
             comm = runtime.world.Create_group(chosen, zlib.crc32(f"{group_name}{list(ranks)}".encode()) % TAGS)
             chosen.Free()
             everybody.Free()

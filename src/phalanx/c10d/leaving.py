@@ -18,7 +18,7 @@ LEAVING_S = 0.3  # how long a process that ends waits for all of them together
 
 
 class Leaver(Protocol):
-    """What owns threads."""
+    """An object that owns threads."""
 
     def leave(self) -> list[threading.Thread]:
         """Ask its threads to end, without waiting for them; return them."""

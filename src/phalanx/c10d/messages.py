@@ -2,7 +2,7 @@
 
 A message moves whenever its rank calls into the group's messages. One that is neither done nor waited for after two
 milliseconds is taken over by a thread, so that a rank that computes, or waits in a collective of another group, still
-sends what it has promised.
+sends what it has begun to send.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.watch import call_site
 __all__ = ["DoneWork", "MessageWork", "Messages"]
 
 PATIENCE_S = 0.002
-LEAVING_S = 1.0  # how long a group that closes waits for threads that look after a message
+LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 
 
 class DoneWork(dist.Work):
@@ -94,14 +94,14 @@ class MessageWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._look()[0]
+        return self._ask()[0]
 
     def is_success(self) -> bool:
-        done, error = self._look()
+        done, error = self._ask()
         return done and error is None
 
     def exception(self) -> BaseException | None:
-        return self._look()[1]
+        return self._ask()[1]
 
     def synchronize(self) -> None:
         self.wait()
@@ -116,9 +116,9 @@ class MessageWork(dist.Work):
         return self._message.source
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the tensors, or of the error, which is raised behind the future that is completed.
+        """A future of the tensors, or of the error, which is raised in a callback: see ``Operation.future`` for why.
 
-        See ``Operation.future`` for why. Whoever has a future waits, so the group's timeout counts from here.
+        A caller that has a future waits, so the group's timeout counts from here.
         """
         with self._lock:
             if self._base is None:
@@ -131,14 +131,14 @@ class MessageWork(dist.Work):
         return outcome
 
     def attend(self) -> bool:
-        """Do what can be done now; whether nothing is left. For the thread that looks after it."""
+        """Do what can be done now; whether nothing is left. For the thread that moves messages nobody waits for."""
         call_site.running.site = self._site
         try:
-            return self._look(watch=self._base is not None)[0]
+            return self._ask(watch=self._base is not None)[0]
         finally:
             call_site.running.site = None
 
-    def _look(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
+    def _ask(self, watch: bool = True) -> tuple[bool, PhalanxError | None]:
         """Whether it is done, and with what error."""
         try:
             done = self._message.test(watch)

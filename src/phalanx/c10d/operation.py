@@ -19,8 +19,8 @@ class Operation:
     __slots__ = ("_body", "_completed", "_done_event", "_future", "_lock", "_site", "done", "error", "result")
 
     def __init__(self, body: Callable[[], None], result: list[torch.Tensor]) -> None:
-        self._body: Callable[[], None] | None = body
-        self._site = call_site.capture(3)  # by whoever runs it, the stack of the call is gone
+        self._body = body
+        self._site = call_site.capture(3)  # when it runs, perhaps on another thread, the stack of the call is gone
         self.result = result
         self._completed = False
         self.done = False
@@ -30,9 +30,8 @@ class Operation:
         self._future: torch.futures.Future[Any] | None = None
 
     def run(self) -> None:
-        """Run the body and wake who waits. Called once, by the holder of the group's lock."""
-        body, self._body = self._body, None  # what the body holds on to must not outlive it
-        assert body is not None
+        """Run the body and wake the threads that wait. Called once, by the holder of the group's lock."""
+        body, self._body = self._body, _nothing  # the tensors that the body refers to must not outlive it
         call_site.running.site = self._site
         try:
             body()
@@ -56,7 +55,7 @@ class Operation:
     def finish(self) -> None:
         """Complete the future, on the thread that ran the operation, then raise what interrupted that thread.
 
-        A Ctrl-C is this thread's own, whoever called the operation that it fell into.
+        A Ctrl-C is this thread's own, also when it fell into an operation that another thread had called.
         """
         self.complete()
         if self.error is not None and not isinstance(self.error, Exception):
@@ -74,8 +73,8 @@ class Operation:
     def future(self) -> torch.futures.Future[Any]:
         """A future of the result tensors, or of the error.
 
-        An error is raised in a callback behind the future that is completed, not set on it: torch stores an
-        exception set from Python as a value, which C++ callers (DDP) then take for tensors.
+        An error is raised in a callback of the future that is completed, not set on it: torch stores an exception that
+        is set from Python as a value, which C++ callers (DDP) then take for tensors.
         """
         base: torch.futures.Future[Any] = torch.futures.Future()
         with self._lock:
@@ -92,3 +91,7 @@ class Operation:
         if self.error is not None:
             raise self.error
         return self.result
+
+
+def _nothing() -> None:
+    pass

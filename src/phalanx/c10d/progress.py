@@ -1,20 +1,21 @@
 """One group's operations, one at a time, in the order they were called.
 
 A synchronous operation runs on the caller's thread when nothing is queued before it, which is the common case
-and costs a lock. An asynchronous one is queued; whoever comes first runs it: the group's progress thread, or a
-thread that waits for it or calls a synchronous operation behind it. So ``all_reduce(async_op=True).wait()``
-needs no switch to another thread, and a gradient bucket moves while backward computes.
+and costs a lock. An asynchronous one is queued, and the first thread that comes runs it: the group's progress thread,
+or a thread that waits for it or calls a synchronous operation after it. So ``all_reduce(async_op=True).wait()`` needs
+no switch to another thread, and a gradient bucket moves while backward computes.
 
 A small operation is usually waited for at once, and waking a thread for it costs more than the operation: the two
-contend for the interpreter. The thread looks for those every millisecond instead, as long as there are any.
+contend for the interpreter. The thread polls for those every millisecond instead, as long as there are any.
 
-One lock, ``running``, is held by whoever runs operations; ``queue`` is appended to by callers and popped
-only by its holder. Both are touched by several threads: deque's append and popleft are atomic. A closed group's
-queue begins with None for ever, so that a caller who looks only whether it is empty finds that it is not.
+One lock, ``running``, is held by the thread that runs operations; ``queue`` is appended to by callers and popped only
+by the holder of the lock. Several threads touch the queue: deque's append and popleft are atomic. A closed group's
+queue begins with None for ever, so that a caller that only tests whether it is empty finds that it is not.
 
 While the core waits, the main thread runs Python's signal handlers, and a handler may call the group. The lock is
-therefore reentrant, and its holder sets ``busy`` while an operation runs: who gets the lock and finds ``busy`` set
-interrupts itself. Between the lock and ``busy`` a handler does no harm, wherever it falls.
+therefore reentrant, and its holder sets ``busy`` while an operation runs. A caller that gets the lock and finds
+``busy`` set must be a signal handler on the same thread, inside an operation that it interrupted. A handler that runs
+after the lock is taken and before ``busy`` is set finds the group idle, and may use it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from phalanx.errors import PROCESS_LIMIT_HINT, BackendError, ClosedError, Reentr
 __all__ = ["Progress"]
 
 NAP_S = 0.001
-_NOW, _SOON, _END = "now", "soon", "end"  # what the thread is told
+_NOW, _SOON, _END = "now", "soon", "end"  # the calls that the thread gets
 
 
 class Progress:
@@ -90,7 +91,7 @@ class Progress:
         Args:
             body: what to run.
             result: what the operation's future holds.
-            urgent: start it now; else it may take ``NAP_S`` until it begins, unless somebody waits for it.
+            urgent: start it now; else it may take ``NAP_S`` until it begins, unless a thread waits for it.
         """
         if self._closed:
             raise self._closed_error()
@@ -98,7 +99,8 @@ class Progress:
         if len(self._threads) <= self._in_callbacks:
             self._start_thread()
         self.queue.append(operation)
-        # In this order: who closes the group sets the mark and then looks once more for what was queued without it.
+        # In this order: the thread that closes the group sets the mark, and then runs what was queued before it was
+        # set.
         if self._closed:
             self._end_threads()
             raise self._closed_error()
@@ -139,14 +141,12 @@ class Progress:
 
     def leave(self) -> list[threading.Thread]:
         """Ask the threads to end after the operation they run, if any; the process exits."""
-        for _ in self._threads:
-            self._calls.put(_END)
+        self._calls.put(_END)
         return list(self._threads)
 
     def _end_threads(self) -> None:
         threads, self._threads = self._threads, []
-        for _ in threads:
-            self._calls.put(_END)
+        self._calls.put(_END)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -193,6 +193,8 @@ class Progress:
                 self._serve_one()
             else:
                 self._watch()
+        # One for all: a thread that another one is just starting is in no list that could be counted.
+        self._calls.put(_END)
 
     def _watch(self) -> None:
         """Run what is queued, a nap later, until a nap has brought nothing."""
@@ -202,7 +204,8 @@ class Progress:
                 while self._serve_one():
                     pass
                 continue
-            # In this order: whoever queues an operation looks at the flag afterwards, so one of the two sees the other.
+            # In this order: a caller appends to the queue first and then reads the flag, so one of the two sees the
+            # other.
             self._watching = False
             if not self._waits():
                 return
@@ -220,16 +223,16 @@ class Progress:
             self.busy = True
             try:
                 if not self._waits():
-                    return False  # somebody who waited for it has run it
+                    return False  # a thread that waited for it has run it
                 operation = self._run_next()
             finally:
                 self.busy = False
-        # A callback may wait for a further operation of this group (PowerSGD's do). Whoever submits that one
+        # A callback may wait for a further operation of this group (PowerSGD's do). The thread that submits that one
         # sees from this count that another thread is needed to run it.
         with self._counting:
             self._in_callbacks += 1
         try:
-            # One that was queued just before had no need to call anybody: this thread was awake.
+            # An operation that was queued just before woke no thread, since this one was awake.
             if self._waits():
                 if len(self._threads) <= self._in_callbacks:
                     with contextlib.suppress(BackendError):  # a callback that waits without a limit runs it itself

@@ -37,7 +37,7 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
-    """What torch calls on every member of a new group, with the group's store, rank, size and timeout."""
+    """Make one rank's side of a group. torch calls it on every member, with the group's store, rank and timeout."""
     from phalanx.c10d.create import create_process_group
 
     return create_process_group(
@@ -53,7 +53,7 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
 def _stand_in_for(wanted: str) -> None:
     """Rewrite the names of backends where torch takes them in: every path to a group goes through ``Backend(name)``.
 
-    A list that makes no sense is told when a name is first used: ``import torch`` must not fail.
+    A list that makes no sense is reported when a name is first used: ``import torch`` must not fail.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -68,7 +68,7 @@ def _stand_in_for(wanted: str) -> None:
     def monitored_barrier(
         group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """As torch's own, which asks whether the backend is named gloo; ours says who is missing too."""
+        """As torch's own, which asks whether the backend is named gloo; ours names the missing rank too."""
         if c10d._rank_not_in_group(group) or c10d.get_backend(group) != settings.BACKEND:
             own_barrier(group, timeout, wait_all_ranks)
             return

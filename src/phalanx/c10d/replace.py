@@ -10,8 +10,8 @@ Decisions.
 - ``dist.get_backend()`` says ``phalanx``: it is what serves the group, and what is known of Gloo (no AVG, no float16
   reduce-scatter) is not true of it. Scripts that compare with ``"gloo"`` do so to work around one of those, or for
   ``monitored_barrier``, which torch refuses to every other name; that one call is let through to our own.
-- Only names are rewritten, never classes: who makes a ``ProcessGroupGloo`` itself, as our groups do for what they
-  leave to Gloo, gets Gloo.
+- Only names are rewritten, never classes: a program that makes a ``ProcessGroupGloo`` itself, as our groups do for what
+  they leave to Gloo, gets Gloo.
 - nccl, xccl and the like are not replaced. They move tensors between devices; Phalanx's transport moves CPU tensors.
   CUDA tensors in a group that asked for gloo go over Gloo, as they would have (``vendor.py``).
 
@@ -38,10 +38,10 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
 
     Args:
         text: ``gloo``, ``mpi`` or ``gloo,mpi``; upper case is as good.
-        source: who says so, for the error.
+        source: the option or variable that says so, for the error.
 
     Raises:
-        ArgumentError: a name is none of a backend that Phalanx can stand in for.
+        ArgumentError: a name is not that of a backend that Phalanx can stand in for.
     """
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     for name in names:
@@ -52,7 +52,7 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
             )
         if name not in REPLACEABLE:
             raise ArgumentError(
-                f"{source} {text}: {name!r} is no backend that Phalanx stands in for; choose {_CHOICES}"
+                f"{source} {text}: {name!r} is not a backend that Phalanx stands in for; choose {_CHOICES}"
             )
     return names
 

@@ -25,10 +25,8 @@ def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def apart(tensor: torch.Tensor, parts: Sequence[torch.Tensor], own: int) -> bool:
-    """Whether a tensor is its rank's own part, or shares no memory with it, and none with any other part.
-
-    All are contiguous and of one size. Where it is so, writing what is one rank's does not change what is yet to be
-    read of another's, in whichever order that happens.
+    """Whether ``tensor`` may be read while ``parts`` are written, in any order: it is ``parts[own]`` itself, or it
+    overlaps none of them. All are contiguous and of the same size.
     """
     start, nbytes = tensor.data_ptr(), tensor.nbytes
     for index, part in enumerate(parts):

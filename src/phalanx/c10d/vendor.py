@@ -1,8 +1,8 @@
 """The backend of an accelerator's vendor beside ours, for groups like ``cpu:phalanx,cuda:nccl``.
 
 torch takes a process group that is written in Python as the whole group and makes no other backend of such a list; so
-ours makes the others itself, when the first tensor of their device comes. A class of its own, so that nothing of this
-is paid where there is no accelerator. Checked on torch 2.13.0.
+ours makes the others itself, when the first tensor of their device comes. This is a class of its own, so that a machine
+without accelerators pays nothing for it. Checked on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -16,58 +16,20 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
+from phalanx.c10d.by_device import mark_of
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.replace import replaces
-from phalanx.errors import DeviceMismatch
+from phalanx.errors import ArgumentError, DeviceMismatch
 
 __all__ = ["Membership", "MixedProcessGroup"]
-
-_TENSOR_CALLS = (
-    "allreduce",
-    "allreduce_coalesced",
-    "reduce",
-    "reduce_scatter",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced",
-    "reduce_scatter_single_coalesced",
-    "broadcast",
-    "allgather",
-    "allgather_coalesced",
-    "_allgather_base",
-    "all_gather_single",
-    "allgather_into_tensor_coalesced",
-    "all_gather_single_coalesced",
-    "gather",
-    "scatter",
-    "alltoall",
-    "alltoall_base",
-    "all_to_all_single",
-    "send",
-    "recv",
-    "recv_anysource",
-)
-# A group's calls by the names that backends have for them.
-_VENDORS_NAMES = {
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "all_gather_single": "_allgather_base",
-    "all_to_all_single": "alltoall_base",
-}
-# Calls that backends offer to C++ only: one by one, between the two calls that make them one operation.
-_ONE_BY_ONE = {
-    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
-    "allgather_into_tensor_coalesced": "_allgather_base",
-    "all_gather_single_coalesced": "_allgather_base",
-}
 
 
 @dataclass(frozen=True)
 class Membership:
-    """What a backend needs to know of the group that it is made for.
+    """The facts that a backend needs to know of the group that it is made for.
 
     Attributes:
-        store: where the group's ranks meet.
+        store: the group's part of the job's store.
         rank, size: this process's place in the group.
         timeout: for each operation.
         group_name: torch's name of the group.
@@ -86,7 +48,7 @@ class MixedProcessGroup(PhalanxProcessGroup):
     """Our group for CPU tensors, and the vendor's backend for those of the accelerator.
 
     Args:
-        member: what the vendor's backend will need.
+        member: the facts that the vendor's backend will need.
         arguments: those of :class:`PhalanxProcessGroup`.
     """
 
@@ -133,7 +95,7 @@ class MixedProcessGroup(PhalanxProcessGroup):
         super().abort()
 
 
-def _routed(name: str) -> Callable[..., Any]:
+def _routed(name: str, backends_name: str, one_by_one: bool) -> Callable[..., Any]:
     ours = getattr(PhalanxProcessGroup, name)
 
     def call(self: MixedProcessGroup, *arguments: Any, **named: Any) -> Any:
@@ -141,16 +103,26 @@ def _routed(name: str) -> Callable[..., Any]:
         if device is None or device.type == "cpu":
             return ours(self, *arguments, **named)
         vendor = self._vendor(device)
-        if name in _ONE_BY_ONE:
-            return _one_by_one(vendor, _ONE_BY_ONE[name], *arguments, **named)
-        return getattr(vendor, _VENDORS_NAMES.get(name, name))(*arguments, **named)
+        if one_by_one:
+            return _one_by_one(vendor, backends_name, *arguments, **named)
+        theirs = getattr(vendor, backends_name, None)
+        if theirs is None:
+            raise ArgumentError(f"{name}: backend {vendor.name()!r}, which serves {device}, has no such operation")
+        return theirs(*arguments, **named)
 
     call.__name__ = name
     return call
 
 
-for _call in _TENSOR_CALLS:
-    setattr(MixedProcessGroup, _call, _routed(_call))
+def _route_by_device() -> None:
+    """Let every call that :func:`by_device` marks go to the backend of its tensors' device."""
+    for name in dir(PhalanxProcessGroup):
+        mark = mark_of(getattr(PhalanxProcessGroup, name))
+        if mark is not None:
+            setattr(MixedProcessGroup, name, _routed(name, *mark))
+
+
+_route_by_device()
 
 
 def _one_by_one(

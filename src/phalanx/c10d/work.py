@@ -1,4 +1,4 @@
-"""What an asynchronous operation returns: torch's ``Work``, over an :class:`Operation`."""
+"""torch's ``Work`` over an :class:`Operation`: the handle that an asynchronous operation returns."""
 
 from __future__ import annotations
 

@@ -1,46 +1,98 @@
-"""The contract between the c10d adapter and a transport.
+"""The contract between the process groups of ``c10d/`` and a transport.
 
-A communicator moves contiguous CPU tensors between the ranks of one group. It knows nothing of torch's options,
-nested lists, futures or process groups: ``adapter.py`` unpacks those, keeps the order of operations and runs the
-asynchronous ones on a thread of its own. A new transport is one class that implements this one.
+A communicator moves contiguous CPU tensors between the ranks of one group. It knows nothing of torch's options, nested
+lists, futures or process groups: ``c10d/process_group.py`` unpacks those, keeps the order of operations and runs the
+asynchronous ones on a thread of its own. A new transport is a class that implements the abstract methods here; the
+others have defaults that are made of them. A transport that does not promise everything says so by its traits, which
+the suite of the contract (``tests/world/test_contract.py``) reads.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from phalanx.transports.layout import even_pieces, pieces
+from phalanx.watch.calls import dtype_name
 
-__all__ = ["SENT", "Communicator", "Message"]
+__all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message"]
+
+# The collectives that ranks distinguish when they compare their calls, each with the name of the argument that is its
+# root ("" for none). The forms with one tensor for all ranks (all_gather_single, ...) count as those with lists: they
+# move the same bytes in the same way, so ranks may mix them.
+COLLECTIVES = {
+    "all_reduce": "",
+    "reduce": "dst",
+    "reduce_scatter": "",
+    "broadcast": "src",
+    "all_gather": "",
+    "gather": "dst",
+    "scatter": "src",
+    "all_to_all": "",
+    "barrier": "",
+}
+
+GLANCE_S = 0.001  # how long a test of a message waits for a thread that tests it too
+_SUM = dist.ReduceOp.SUM.value
 
 
 class Message(ABC):
-    """A send or receive under way. It holds its tensor until it is done.
+    """A send or receive under way. It holds its tensor until it is done, and keeps what came of it.
+
+    A transport's own kind implements :meth:`_poll` and :meth:`_await`, which call :meth:`_settle` when the message is
+    done. Threads share it as follows:
+
+    - ``_lock`` is held by the thread that asks the transport about the message, and while it is settled.
+    - ``_error``, ``source`` and ``_tensor`` are written by :meth:`_settle` alone, once, under the lock. ``_tensor`` is
+      read under the lock.
+    - ``_settled`` is written there last. Any thread reads it without the lock, and if it is True it may read
+      ``_error`` and ``source`` without the lock too, since nothing writes them any more.
+
+    Args:
+        tensor: what is sent, or received into.
+        verb: ``send to`` or ``recv from``.
+        peer: the other rank; None for any.
 
     Attributes:
-        done: it was done when it was called; where False, :meth:`test` knows.
+        done: True if it completed inside the call that started it. False says nothing: ask :meth:`test`.
+        source: the group rank that a received message came from; only once it is done.
     """
 
     done = False
+    source = -1
 
-    @abstractmethod
+    def __init__(self, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
+        self._lock = threading.Lock()
+        self._tensor: torch.Tensor | None = tensor
+        self._verb, self._peer = verb, peer
+        self._error: Exception | None = None
+        self._settled = False
+
     def test(self, watch: bool = True) -> bool:
         """Whether it is done, after moving along what can be moved. Takes a millisecond at most.
 
         Args:
-            watch: also look whether it can still come; if its peer has ended, the group breaks. Else it is left to
-                whoever waits for the message to find that.
+            watch: also check that the peer is alive and the group's timeout has not passed; if either fails, break the
+                group. With False, nobody waits for this message yet, and a lost peer is found by the first ``wait``.
 
         Raises:
             PhalanxError: it failed; the same each time.
         """
+        # A thread that has the lock either tests too, which takes microseconds, or waits, which takes long.
+        if not self._settled and self._lock.acquire(timeout=GLANCE_S):
+            try:
+                if not self._settled:
+                    self._poll(watch)
+            finally:
+                self._lock.release()
+        return self._outcome()
 
-    @abstractmethod
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it is done: True; or until ``timeout_s`` has passed: False, and it goes on.
 
@@ -50,15 +102,46 @@ class Message(ABC):
         Raises:
             PhalanxError: it failed; the same each time. ClosedError: the group was destroyed before it was done.
         """
+        if not self._settled:
+            self._await(timeout_s)
+        return self._outcome()
 
     def expect(self) -> None:
-        """Somebody waits for it without calling :meth:`wait`: let the group's timeout count from now on."""
-        return
+        """Start the group's timeout for this message. Called when somebody holds its future, and so waits without
+        calling :meth:`wait`.
+        """
+        with self._lock:
+            if not self._settled:
+                self._expect()
 
-    @property
     @abstractmethod
-    def source(self) -> int:
-        """The group rank a received message came from; only once it is done."""
+    def _poll(self, watch: bool) -> None:
+        """Settle it if it is done now; see :meth:`test`. Called with the lock, before it is settled."""
+
+    @abstractmethod
+    def _await(self, timeout_s: float | None) -> None:
+        """Return when it is settled, or the time has passed; see :meth:`wait`. Called without the lock."""
+
+    def _expect(self) -> None:  # noqa: B027 - where the timeout counts from the start, there is nothing to do
+        """See :meth:`expect`. Called with the lock, before it is settled."""
+
+    def _settle(self, error: Exception | None, source: int = -1) -> None:
+        """Keep what came of it, and let go of the tensor. Called once, with the lock."""
+        self._error, self.source, self._tensor = error, source, None
+        self._settled = True  # last: see above
+
+    def _outcome(self) -> bool:
+        if not self._settled:
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _text(self) -> str:
+        """``send to rank 3, float32[4]``. Called with the lock, before it is settled."""
+        whom = "any rank" if self._peer is None else f"rank {self._peer}"
+        shape = "" if self._tensor is None else f", {dtype_name(self._tensor.dtype)}{list(self._tensor.shape)}"
+        return f"{self._verb} {whom}{shape}"
 
 
 class _Sent(Message):
@@ -66,15 +149,15 @@ class _Sent(Message):
 
     done = True
 
-    def test(self, watch: bool = True) -> bool:
-        return True
+    def __init__(self) -> None:
+        super().__init__(torch.empty(0), "send to", None)
+        self._settle(None)
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return True
+    def _poll(self, watch: bool) -> None:
+        """It is settled."""
 
-    @property
-    def source(self) -> int:
-        return -1
+    def _await(self, timeout_s: float | None) -> None:
+        """It is settled."""
 
 
 SENT = _Sent()
@@ -85,22 +168,37 @@ class Communicator(ABC):
 
     A collective is called by every rank of the group, in the same order and with matching arguments, by one
     thread at a time. Tensors are contiguous, on the CPU, and may hold no elements; lists have one tensor per rank.
-    What is written shares no memory with what is read, but for the cases that a method names.
+    Memory that is written is not read in the same call, but for the cases that a method names.
     A method returns when this rank's part is done: its tensors may be read and reused.
 
     All methods raise :class:`~phalanx.errors.CollectiveMismatch`, :class:`~phalanx.errors.PeerLost` or
     :class:`~phalanx.errors.CollectiveTimeout`; after any of them the group is out of step, and every further
-    call raises the same.
+    call raises the same. The traits say which of them a transport does not promise.
 
     Attributes:
         rank: this process's rank within the group.
         size: the number of ranks.
         engine: whose connections carry the bytes, for people; empty for its own.
+        rank_order_sums: trait: floats are added in rank order, 16-bit ones in 32 bits and rounded once, so the bits are
+            the same on every rank and in every run. Else the order is the transport's own.
+        compares_calls: trait: calls that do not match raise CollectiveMismatch on every rank, with the calls of all.
+        compares_messages: trait: a message that is not of the size of the tensor it is received into raises
+            CollectiveMismatch.
+        names_missing_ranks: trait: a rank that does not come is named in CollectiveTimeout, one that has ended in
+            PeerLost. Else the error is the transport's own, a RuntimeError.
+        messages_to_itself: trait: a rank may send to itself.
     """
 
     rank: int
     size: int
     engine = ""
+    rank_order_sums = True
+    compares_calls = True
+    compares_messages = True
+    names_missing_ranks = True
+    messages_to_itself = True
+
+    # -- what every transport implements -----------------------------------------------------------
 
     @abstractmethod
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -111,59 +209,8 @@ class Communicator(ABC):
         """Replace ``tensor`` by the reduction over all ranks, in rank order: the same bits everywhere."""
 
     @abstractmethod
-    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        """The same on rank ``root`` only; on the others ``tensor`` stays as it is."""
-
-    @abstractmethod
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        """Reduce every rank's ``inputs[rank]`` into ``output``, which may be ``inputs[rank]``."""
-
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Replace ``tensor`` by the one of rank ``root``."""
-
-    @abstractmethod
-    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        """Copy ``tensor`` of rank r into ``outputs[r]``; ``outputs[rank]`` may be it."""
-
-    @abstractmethod
-    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        """The same on rank ``root`` only; the others give no ``outputs``."""
-
-    @abstractmethod
-    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        """Copy ``inputs[r]`` of rank ``root``, which alone gives them, into ``output`` of rank r; the root's may be
-        ``inputs[root]``.
-        """
-
-    @abstractmethod
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Copy ``inputs[r]`` into ``outputs[rank]`` of rank r; each pair has a size of its own."""
-
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        """``all_gather`` into one tensor: ``tensor`` of rank r becomes its r-th part of ``size`` equal ones."""
-        self.all_gather(even_pieces(output, self.size), tensor)
-
-    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
-        """``reduce_scatter`` of the ``size`` equal parts of one tensor; ``output`` may be this rank's part."""
-        self.reduce_scatter(output, even_pieces(tensor, self.size), op)
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_counts: Sequence[int],
-        input_counts: Sequence[int],
-    ) -> None:
-        """``all_to_all`` of the parts of one tensor into those of another; part r has ``counts[r]`` elements."""
-        self.all_to_all(pieces(output, output_counts), pieces(tensor, input_counts))
-
-    def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027 - the transports that wait for nobody have none
-        """Let every operation that starts from now on wait this long for the others."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
@@ -174,10 +221,6 @@ class Communicator(ABC):
         """Start receiving into ``tensor`` from rank ``peer``, or from anyone. Messages of two ranks with one tag
         arrive in the order they were sent.
         """
-
-    def rest(self) -> None:
-        """Move messages along, and sleep until one may be done, for less than a tenth of a second."""
-        time.sleep(0.002)
 
     @abstractmethod
     def end_messages(self) -> None:
@@ -190,3 +233,81 @@ class Communicator(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back memory and descriptors. Safe to call twice; no call may follow."""
+
+    # -- what has a default ------------------------------------------------------------------------
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
+        """``all_reduce`` on rank ``root`` only; on the others ``tensor`` stays as it is."""
+        reduced = tensor if self.rank == root else tensor.clone()
+        self.all_reduce(reduced, op)
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        """Reduce every rank's ``inputs[rank]`` into ``output``, which may be ``inputs[rank]``."""
+        whole = torch.cat([part.view(-1) for part in inputs])
+        self.all_reduce(whole, op)
+        output.view(-1).copy_(even_pieces(whole, self.size)[self.rank])
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
+        """``reduce_scatter`` of the ``size`` equal parts of one tensor; ``output`` may be this rank's part."""
+        self.reduce_scatter(output, even_pieces(tensor, self.size), op)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Replace ``tensor`` by the one of rank ``root``."""
+        self.scatter(tensor, [tensor] * self.size if self.rank == root else None, root)
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        """Copy ``tensor`` of rank r into ``outputs[r]``; ``outputs[rank]`` may be it."""
+        self._exchange(outputs, [tensor] * self.size)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
+        """``all_gather`` into one tensor: ``tensor`` of rank r becomes its r-th part of ``size`` equal ones."""
+        self.all_gather(even_pieces(output, self.size), tensor)
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        """``all_gather`` on rank ``root`` only; the others give no ``outputs``."""
+        none = tensor.new_empty(0)
+        inputs = [none] * self.size
+        inputs[root] = tensor
+        self._exchange([none] * self.size if outputs is None else outputs, inputs)
+
+    def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
+        """``gather`` into one tensor, as :meth:`all_gather_single`; ranks other than ``root`` give none."""
+        self.gather(None if output is None else even_pieces(output, self.size), tensor, root)
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
+        """Copy ``inputs[r]`` of rank ``root``, which alone gives them, into ``output`` of rank r; the root's may be
+        ``inputs[root]``.
+        """
+        none = output.new_empty(0)
+        outputs = [none] * self.size
+        outputs[root] = output
+        self._exchange(outputs, [none] * self.size if inputs is None else inputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+    ) -> None:
+        """``all_to_all`` of the parts of one tensor into those of another; part r has ``counts[r]`` elements."""
+        self.all_to_all(pieces(output, output_counts), pieces(tensor, input_counts))
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.all_reduce(torch.zeros(1), _SUM)
+
+    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """``all_to_all`` in which what this rank gives itself may already lie where it belongs."""
+        own = inputs[self.rank]
+        if own.numel() and own.data_ptr() == outputs[self.rank].data_ptr():
+            copy = own.clone()
+            inputs = [copy if t.data_ptr() == own.data_ptr() else t for t in inputs]
+        self.all_to_all(outputs, inputs)
+
+    def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027 - the transports that wait for nobody have none
+        """Let every operation that starts from now on wait this long for the others."""
+
+    def rest(self) -> None:
+        """Move messages along, and sleep until one may be done, for less than a tenth of a second."""
+        time.sleep(0.002)

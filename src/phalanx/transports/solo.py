@@ -1,4 +1,4 @@
-"""A group of one: every collective is the identity, and there is nobody to meet."""
+"""A group of one: every collective is the identity, and there is no other rank to wait for."""
 
 from __future__ import annotations
 

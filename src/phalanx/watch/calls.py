@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
-__all__ = ["call_text", "dtype_name", "listed"]
+__all__ = ["call_text", "dtype_name", "exchange_text", "listed"]
 
 
-def call_text(name: str, tensor: torch.Tensor | None, op: int | None = None, **who: int) -> str:
-    """A call as its user wrote it: ``all_reduce(float32[4, 2], sum)``."""
-    parts = [] if tensor is None else [f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"]
+def call_text(
+    name: str, dtype: torch.dtype | None, shape: Sequence[int] = (), op: int | None = None, **root: int
+) -> str:
+    """A call as its user wrote it: ``all_reduce(float32[4, 2], sum)``, ``gather(int64[3], dst=0)``.
+
+    Args:
+        name: the collective's.
+        dtype, shape: its tensor's; None for a call that has none.
+        op: the ``ReduceOp``'s number, of a reduction.
+        root: the root, by the name of its argument.
+    """
+    parts = [] if dtype is None else [f"{dtype_name(dtype)}{list(shape)}"]
     if op is not None:
         parts.append(dist.ReduceOp.RedOpType(op).name.lower())
-    parts += [f"{key}={value}" for key, value in who.items()]
+    parts += [f"{key}={value}" for key, value in root.items()]
     return f"{name}({', '.join(parts)})"
+
+
+def exchange_text(dtype: torch.dtype, sent: Sequence[int], expected: Sequence[int]) -> str:
+    """An all_to_all, given how many elements it sends to and expects from each rank."""
+    return f"all_to_all({dtype_name(dtype)}, sends {list(sent)}, expects {list(expected)} elements)"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

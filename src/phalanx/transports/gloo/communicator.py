@@ -38,12 +38,17 @@ class GlooCommunicator(Communicator):
     """Gloo's TCP connections as a communicator, for ranks that share no memory. Sums are in Gloo's order."""
 
     engine = "Gloo"
+    rank_order_sums = False
+    compares_calls = False
+    compares_messages = False
+    names_missing_ranks = False
+    messages_to_itself = False
 
     def __init__(self, gloo: ProcessGroupGloo) -> None:
         self.rank = gloo.rank()
         self.size = gloo.size()
         self._gloo = gloo
-        self._ended = False
+        self.ended = False
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return dtype in _SERVED and reducible(dtype, op)
@@ -80,12 +85,14 @@ class GlooCommunicator(Communicator):
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         options = GatherOptions()
         options.rootRank = root
-        self._gloo.gather([] if outputs is None else [list(outputs)], [tensor], options).wait()
+        flat = [] if outputs is None else [[t.view(-1) for t in outputs]]
+        self._gloo.gather(flat, [tensor.view(-1)], options).wait()
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         options = ScatterOptions()
         options.rootRank = root
-        self._gloo.scatter([output], [] if inputs is None else [list(inputs)], options).wait()
+        flat = [] if inputs is None else [[t.view(-1) for t in inputs]]
+        self._gloo.scatter([output.view(-1)], flat, options).wait()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         received = torch.cat([t.view(-1) for t in outputs])
@@ -102,19 +109,19 @@ class GlooCommunicator(Communicator):
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         self._refuse_itself(peer)
-        return _GlooMessage(self, self._gloo.send([tensor], peer, tag), tensor, peer, sending=True)
+        return _GlooMessage(self, self._gloo.send([tensor], peer, tag), tensor, "send to", peer)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         if peer is None:
-            return _GlooMessage(self, self._gloo.recv_anysource([tensor], tag), tensor, None)
+            return _GlooMessage(self, self._gloo.recv_anysource([tensor], tag), tensor, "recv from", None)
         self._refuse_itself(peer)
-        return _GlooMessage(self, self._gloo.recv([tensor], peer, tag), tensor, peer)
+        return _GlooMessage(self, self._gloo.recv([tensor], peer, tag), tensor, "recv from", peer)
 
     def rest(self) -> None:
         time.sleep(0.01)
 
     def end_messages(self) -> None:
-        self._ended = True
+        self.ended = True
 
     def _refuse_itself(self, peer: int) -> None:
         if peer == self.rank:
@@ -134,76 +141,62 @@ class GlooCommunicator(Communicator):
 class _GlooMessage(Message):
     """Gloo's own handle. Gloo moves messages by itself, but can only be asked about one by waiting for it.
 
-    One completion wakes one waiter only, so waiting takes a lock. A wait of Gloo's that times out closes its
-    connections, so one with a timeout, or none at all, is left to a thread that waits without.
+    A wait of Gloo's that times out closes its connections, so every wait with a timeout, and every test, is left to a
+    thread of the message's own that waits without one. Beside the fields of :class:`Message`:
+
+    - ``_waiting`` is held by the thread that waits inside Gloo: one completion wakes one waiter only. It is taken
+      before ``_lock`` and never while that is held.
+    - ``_watched`` is read and written under ``_lock``: the message has its thread.
+    - ``_done`` is set when the message is settled, for waits with a timeout.
     """
 
     def __init__(
-        self,
-        communicator: GlooCommunicator,
-        work: dist.Work,
-        tensor: torch.Tensor,
-        peer: int | None,
-        sending: bool = False,
+        self, communicator: GlooCommunicator, work: dist.Work, tensor: torch.Tensor, verb: str, peer: int | None
     ) -> None:
+        super().__init__(tensor, verb, peer)
         self._communicator = communicator
         self._work = work
-        self._tensor: torch.Tensor | None = tensor
-        self._peer = peer
-        self._sending = sending
-        self._error: PhalanxError | None = None
-        self._lock = threading.Lock()
+        self._waiting = threading.Lock()
         self._watched = False
         self._done = threading.Event()
 
-    def test(self, watch: bool = True) -> bool:
-        # A receive that nobody asks for is left alone: what waits for it would time out one day. A send ends soon.
-        if (watch or self._sending) and not self._communicator._ended:
-            self._watch()
-        return self._outcome()
+    def _poll(self, watch: bool) -> None:
+        if self._communicator.ended:
+            self._settle(ClosedError.of_message())
+        elif watch or self._verb == "send to":
+            # A receive that nobody asks for is left alone: what waits for it would time out one day. A send ends soon.
+            self._expect()
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        if not timeout_s:
-            self._settle()
-        elif not self._done.is_set():
-            self._watch()
+    def _await(self, timeout_s: float | None) -> None:
+        if timeout_s:
+            self.expect()
             self._done.wait(timeout_s)
-        return self._outcome()
+        else:
+            self._wait_inside()
 
-    def expect(self) -> None:
-        self._watch()
+    def _expect(self) -> None:
+        if not self._watched:
+            self._watched = True
+            threading.Thread(target=self._wait_inside, name="phalanx-gloo-message", daemon=True).start()
 
-    def _watch(self) -> None:
-        if self._watched or self._done.is_set():
-            return
-        self._watched = True  # should two threads come here at once, the second new one finds the message done
-        threading.Thread(target=self._settle, name="phalanx-gloo-message", daemon=True).start()
-
-    def _settle(self) -> None:
-        with self._lock:
-            if self._done.is_set():
+    def _wait_inside(self) -> None:
+        with self._waiting:
+            if self._settled:
                 return
+            error: PhalanxError | None = None
+            source = -1
             try:
                 self._work.wait()
-                if self._peer is None:
-                    self._peer = self._work._source_rank()
-            except RuntimeError as error:
-                self._error = ClosedError(str(error)) if self._communicator._ended else PhalanxError(str(error))
-            self._tensor = None
-            self._done.set()
+                source = self._work._source_rank() if self._peer is None else self._peer
+            except RuntimeError as reason:
+                error = ClosedError.of_message() if self._communicator.ended else PhalanxError(str(reason))
+            with self._lock:
+                if not self._settled:  # a test may have found the group destroyed meanwhile
+                    self._settle(error, source)
 
-    def _outcome(self) -> bool:
-        if not self._done.is_set():
-            if self._communicator._ended:
-                raise ClosedError("a message of a process group was used after the group had been destroyed")
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    @property
-    def source(self) -> int:
-        return -1 if self._peer is None else self._peer
+    def _settle(self, error: Exception | None, source: int = -1) -> None:
+        super()._settle(error, source)
+        self._done.set()
 
 
 def _sum_for(op: int) -> int:

@@ -14,7 +14,7 @@ __all__ = ["AttachedGloo", "lazy_gloo"]
 
 
 class AttachedGloo(ProcessGroupGloo):
-    """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` tells it only to the backends it knows."""
+    """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` gives it only to the backends that torch knows."""
 
     on_timeout: Callable[[timedelta], None] | None = None
 

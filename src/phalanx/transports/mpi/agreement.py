@@ -1,11 +1,14 @@
-"""What the ranks of an MPI group do before each collective: wait for each other, and compare their calls.
+"""The agreement of an MPI group's ranks before each collective: they wait for each other, and compare their calls.
 
 MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
-makes is waited for without end. So the ranks first reduce one number, a fingerprint of the call, to its minimum and its
-maximum. When those agree everybody has come with the same call. One may have given up waiting since: it has told so by
-a notice, which is looked for now (a moment is left, while a notice is on its way). Then MPI's own blocking operation
-follows, which nothing can keep waiting but a death, and that mpiexec notices. The reduction is a persistent one (of MPI
-4): it takes about a microsecond, and since it is tested for and not waited for, a timeout and Ctrl-C end it.
+makes is waited for without end. So the ranks first reduce a fingerprint of the call to its minimum and maximum. If the
+two are equal, every rank has made the same call. A rank may still have timed out after contributing its fingerprint; it
+then sent a notice, so each rank checks for notices next. (A notice still in flight is missed. That window is not
+closed; the operation then waits until the job ends.)
+
+After that comes MPI's own blocking operation, which can be kept waiting by nothing but a death, and mpiexec ends the
+job on a death. The reduction is a persistent one (of MPI 4): it takes about a microsecond, and since it is tested for
+and not waited for, a timeout and Ctrl-C end it.
 
 PHALANX_MPI_CHECK=0, on rank 0, leaves all this out.
 """
@@ -22,12 +25,13 @@ import torch
 
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import Status
+from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.mpi.direct import FingerprintCheck
-from phalanx.transports.mpi.fingerprints import ALL_TO_ALL, KINDS, ROOT_NAMES, fingerprint, weight
+from phalanx.transports.mpi.fingerprints import fingerprint, weight
 from phalanx.transports.mpi.notices import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.watch.call_site import call_site
-from phalanx.watch.calls import call_text, dtype_name, listed
+from phalanx.watch.calls import call_text, exchange_text, listed
 
 __all__ = ["Agreement", "pause"]
 
@@ -37,8 +41,8 @@ SPINS = 2000  # some 300 µs, as MPI itself spins for ever; with more ranks than
 YIELD_S = 0.001
 NAP_S = 0.00005
 LONG_S, LONG_NAP_S = 0.1, 0.001
-LOOK_S = 0.005  # how often a waiting rank looks for notices
-PATIENCE_S = 0.3  # how long a rank that gives up listens to who else was waiting
+CHECK_S = 0.005  # how often a waiting rank checks for notices
+PATIENCE_S = 0.3  # how long a rank that gives up collects the notices of the other ranks that were waiting
 
 
 class Agreement:
@@ -53,7 +57,7 @@ class Agreement:
     Attributes:
         broken: the error after which the ranks are out of step; every further call raises it.
         timeout_s: how long to wait for the others.
-        words: what is compared.
+        check: the comparison itself.
         aborted: another thread wants the operation under way to end.
     """
 
@@ -72,7 +76,7 @@ class Agreement:
         """How many operations this rank has begun in the group."""
         return self.check.sequence
 
-    def meet(self, kind: int, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
+    def compare(self, name: str, tensor: torch.Tensor | None = None, op: int = -1, root: int = -1) -> None:
         """Return when every rank has come here with the same call.
 
         Raises:
@@ -84,26 +88,26 @@ class Agreement:
         if not self.checks:
             return
         try:
-            met = self.check.meet(fingerprint(kind, tensor, op, root))
-            if met != Status.OK:
-                self.unmet(met, kind, tensor, op, root)
+            status = self.check.compare(fingerprint(name, tensor, op, root))
+            if status != Status.OK:
+                self.conclude(status, name, tensor, op, root)
         except self._runtime.mpi.Exception as error:
-            raise self.failed(error, kind, tensor, op, root) from None
+            raise self.failed(error, name, tensor, op, root) from None
         except BaseException as error:
-            self.interrupted(error, kind, tensor, op, root)
+            self.interrupted(error, name, tensor, op, root)
             raise
 
-    def unmet(self, met: int, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
-        """What follows when the ranks have not met at once: wait for the late ones, or raise why not."""
-        if met == Status.SYSTEM:
-            raise self.failed(RuntimeError("it reported an error"), kind, tensor, op, root)
-        if met == Status.UNDER_WAY:
-            self._wait(kind, tensor, op, root)
-        if met in (Status.UNDER_WAY, Status.NOTICE):
+    def conclude(self, status: int, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
+        """Go on with a comparison that has not ended well at once: wait for late ranks, or raise what is wrong."""
+        if status == Status.SYSTEM:
+            raise self.failed(RuntimeError("it reported an error"), name, tensor, op, root)
+        if status == Status.UNDER_WAY:
+            self._wait(name, tensor, op, root)
+        if status in (Status.UNDER_WAY, Status.NOTICE):
             # All have come. But one may have given up before, and would be waited for without end.
-            self.look(lambda: self._text(kind, tensor, op, root), 0.0, came_late=True)
+            self._check_notices(lambda: self._text(name, tensor, op, root), 0.0, came_late=True)
         if not self.check.agree():
-            raise self.differ(self._text(kind, tensor, op, root))
+            raise self._differ(self._text(name, tensor, op, root))
 
     def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:
         """Compare what the ranks of an all_to_all send and expect, in elements: every pair has a size of its own.
@@ -120,14 +124,12 @@ class Agreement:
         try:
             self._comm.Allreduce([words, 1, mpi.UINT64_T], [total, 1, mpi.UINT64_T], mpi.SUM)
         except mpi.Exception as error:
-            raise self.failed(error, ALL_TO_ALL, None) from None
+            raise self.failed(error, "all_to_all", None) from None
         if any(total):
-            raise self.differ(
-                f"all_to_all({dtype_name(dtype)}, sends {list(sent)}, expects {list(expected)} elements){_site()}"
-            )
+            raise self._differ(exchange_text(dtype, sent, expected) + _site())
 
-    def differ(self, call: str) -> PhalanxError:
-        """The error of calls that do not match. Every rank comes here, and tells its own."""
+    def _differ(self, call: str) -> PhalanxError:
+        """The error of calls that do not match. Every rank comes here and gives its own call to the others."""
         mpi = self._runtime.mpi
         own, all_ = bytearray(TEXT_BYTES), bytearray(TEXT_BYTES * self._size)
         text = call.encode()[: TEXT_BYTES - 1]
@@ -137,20 +139,16 @@ class Agreement:
         except mpi.Exception as error:
             raise BackendError(f"the ranks of a group called different operations, here {call}; {error}") from None
         texts = [all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for at in range(0, len(all_), 512)]
-        self.broken = CollectiveMismatch(
-            f"the ranks of a group called different operations:\n{listed(dict(enumerate(texts)), self._size)}\n"
-            f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an "
-            f"`if` that depends on the rank, or data of different sizes"
-        )
+        self.broken = CollectiveMismatch.of_calls(listed(dict(enumerate(texts)), self._size))
         return self.broken
 
-    def failed(self, error: Exception, kind: int, tensor: torch.Tensor | None, op: int = -1, root: int = -1) -> Any:
+    def failed(self, error: Exception, name: str, tensor: torch.Tensor | None, op: int = -1, root: int = -1) -> Any:
         """The error for what MPI itself reported in an operation."""
         self.broken = BackendError(
-            f"MPI failed in {self._text(kind, tensor, op, root)} on rank {self._rank} of the group: {error}. "
-            f"Look at the other ranks' output; the ranks of the group are out of step now"
+            f"MPI failed in {self._text(name, tensor, op, root)} on rank {self._rank} of the group: {error}. "
+            f"Look at the other ranks' output; the ranks of the group are out of step"
         )
-        self._give_up("interrupted", self._text(kind, tensor, op, root))
+        self._give_up("interrupted", self._text(name, tensor, op, root))
         return self.broken
 
     def close(self) -> None:
@@ -159,26 +157,26 @@ class Agreement:
         if self.broken is None or isinstance(self.broken, CollectiveMismatch):
             self.check.free()
 
-    # -- waiting for those who do not come ---------------------------------------------------------
+    # -- waiting for ranks that do not come --------------------------------------------------------
 
-    def _wait(self, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
+    def _wait(self, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
         began = time.monotonic()
-        looked = began
+        checked = began
         test = self.check.test
         while not test():
             waited = pause(began)
-            if waited - (looked - began) < LOOK_S:
+            if waited - (checked - began) < CHECK_S:
                 continue
-            looked = began + waited
-            self.look(lambda: self._text(kind, tensor, op, root), waited)
+            checked = began + waited
+            self._check_notices(lambda: self._text(name, tensor, op, root), waited)
 
-    def look(self, call: Callable[[], str], waited: float, *, came_late: bool = False) -> None:
-        """Whether the operation that this rank waits in can still be answered.
+    def _check_notices(self, call: Callable[[], str], waited: float, *, came_late: bool = False) -> None:
+        """Raise if the operation that this rank waits in cannot be answered any more.
 
         Args:
             call: what this rank waits in.
             waited: for how long, in seconds.
-            came_late: all ranks have come, so who has given up did so before this one came.
+            came_late: all ranks have come, so a rank that has given up did so before this one came.
 
         Raises:
             PeerLost: a rank has left, or gave up. CollectiveTimeout: the group's timeout has passed.
@@ -194,11 +192,18 @@ class Agreement:
         if waited > self.timeout_s:
             raise self._late(call(), waited)
 
-    def look_for_message(self, words: Callable[[], str], peer: int | None, waited: float, last_call_s: float) -> None:
-        """The same for a message, from one rank of the group or from any (None)."""
+    def check_message(self, text: Callable[[], str], peer: int | None, waited: float, last_call_s: float) -> None:
+        """Raise if a message cannot be answered any more.
+
+        Args:
+            text: the message, for the error.
+            peer: the other rank in the group; None for any.
+            waited: for how long, in seconds.
+            last_call_s: how long a message of a rank that has left may still be on its way.
+        """
 
         def call() -> str:
-            return words() + _site()
+            return text() + _site()
 
         if self.aborted:
             raise PeerLost(f"the group was aborted while rank {self._rank} was in {call()}")
@@ -220,7 +225,7 @@ class Agreement:
                 )
 
     def _lost(self, notice: Notice, call: str, came_late: bool) -> PhalanxError:
-        """The error for what another rank told."""
+        """The error for another rank's notice."""
         rank = self._members.index(notice.rank)
         if notice.kind == "left":
             return PeerLost(
@@ -236,16 +241,14 @@ class Agreement:
         if notice.kind == "timeout":
             return CollectiveTimeout(
                 f"rank {rank} of the group had waited {self.timeout_s:g} s in {notice.call} and given up when rank "
-                f"{self._rank} came to {call}. Was it in other code, or is it much slower? A longer timeout is set "
-                f"with phalanx.init(timeout_s=...) or init_process_group(timeout=...)",
+                f"{self._rank} came to {call}. Was it in other code, or is it much slower? "
+                f"{CollectiveTimeout.remedy()}",
                 group_rank=self._rank,
                 elapsed_s=self.timeout_s,
             )
         what = "was interrupted in" if notice.kind == "interrupted" else "aborted the group in"
-        return PeerLost(
-            f"rank {rank} of the group {what} {notice.call}, while rank {self._rank} was in {call}; the ranks are out "
-            f"of step",
-            group_rank=rank,
+        return PeerLost.out_of_step(
+            f"rank {rank} of the group {what} {notice.call}, while rank {self._rank} was in {call}", group_rank=rank
         )
 
     def _late(self, call: str, waited: float) -> PhalanxError:
@@ -255,51 +258,49 @@ class Agreement:
         return self.broken
 
     def _missing(self) -> list[int]:
-        """The ranks of the group that are not in this operation: who waits in it gives up too, and tells so."""
+        """The ranks of the group that are not in this operation: those that wait in it give up too, with a notice."""
         members, waiting = self._members, {self._rank}
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            told = self._runtime.notices.who_waits(self.key, self.sequence)
-            waiting.update(members.index(rank) for rank in told)
+            gave_up = self._runtime.notices.waiting(self.key, self.sequence)
+            waiting.update(members.index(rank) for rank in gave_up)
             if len(waiting) >= self._size - 1 or time.monotonic() > deadline:
                 return sorted(set(range(self._size)) - waiting)
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
 
     def _did_not_come(self, missing: Sequence[int], waiting: int, call: str, waited: float) -> PhalanxError:
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
-        return CollectiveTimeout(
-            f"{names} did not come within {self.timeout_s:g} s while rank {waiting} was in {call}. Is it in other "
-            f"code, or much slower? A longer timeout is set with phalanx.init(timeout_s=...) or "
-            f"init_process_group(timeout=...)",
+        return CollectiveTimeout.did_not_come(
+            names,
+            f"rank {waiting} was in {call}",
+            self.timeout_s,
             group_rank=missing[0] if missing else -1,
             elapsed_s=waited,
         )
 
-    def interrupted(self, error: BaseException, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> None:
+    def interrupted(self, error: BaseException, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
         """This rank leaves an operation by an exception of its own, a signal handler's: the group is broken.
 
         Does nothing where the exception is what says that the group is broken.
         """
         if self.broken is not None:
             return
-        call = self._text(kind, tensor, op, root)
-        self.broken = PeerLost(
-            f"rank {self._rank} of the group was interrupted in {call} ({type(error).__name__}); the ranks are out of "
-            f"step",
-            group_rank=self._rank,
+        call = self._text(name, tensor, op, root)
+        self.broken = PeerLost.out_of_step(
+            f"rank {self._rank} of the group was interrupted in {call} ({type(error).__name__})", group_rank=self._rank
         )
         self._give_up("interrupted", call)
 
     def _give_up(self, kind: str, call: str) -> None:
-        """Let the others know, and MPI be."""
+        """Leave what was begun to MPI, and send the others a notice."""
         self._leave_unanswered()
         try:
-            self._runtime.notices.tell(kind, self.key, self.sequence, call, self._members)
+            self._runtime.notices.send(kind, self.key, self.sequence, call, self._members)
         except self._runtime.mpi.Exception:
-            return  # they will find out by themselves; the error that led here matters more
+            return  # the others will find out by themselves; the error that led here matters more
 
     def _leave_unanswered(self) -> None:
-        """What this rank has begun may never be answered: MPI goes on with it as long as the process lives."""
+        """Keep alive what this rank has begun: it may never be answered, and MPI goes on with it until the end."""
         self._runtime.leave_unanswered(self)
 
     def abort(self) -> None:
@@ -308,13 +309,14 @@ class Agreement:
         if self._runtime.usable:
             self._give_up("abort", "destroying it")
 
-    def _text(self, kind: int, tensor: torch.Tensor | None, op: int, root: int) -> str:
-        who = {ROOT_NAMES[kind]: root} if root >= 0 else {}
-        return call_text(KINDS[kind], tensor, op if op >= 0 else None, **who) + _site()
+    def _text(self, name: str, tensor: torch.Tensor | None, op: int, root: int) -> str:
+        dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
+        roots = {COLLECTIVES[name]: root} if root >= 0 else {}
+        return call_text(name, dtype, shape, op if op >= 0 else None, **roots) + _site()
 
 
 def pause(began: float) -> float:
-    """Let others have the core, the longer the more; how long the wait has taken so far, in seconds."""
+    """Give the processor away, for longer the longer the wait has taken; returns how long that is, in seconds."""
     waited = time.monotonic() - began
     if waited < YIELD_S:
         os.sched_yield()

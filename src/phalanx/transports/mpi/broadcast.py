@@ -1,4 +1,4 @@
-"""How rank 0 tells the others a line of text by MPI, where the launcher's variables say nowhere where rank 0 is."""
+"""How rank 0 sends the others a line of text by MPI, where the launcher's variables say nowhere where rank 0 is."""
 
 from __future__ import annotations
 

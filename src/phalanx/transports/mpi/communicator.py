@@ -1,10 +1,10 @@
 """The communicator over MPI, by way of mpi4py: any MPI library, on one host or many.
 
 Every collective is MPI's own blocking one, on the tensors' memory, after the ranks have compared what they call
-(``mpi_check.py``). The blocking forms and not the non-blocking ones, also for asynchronous operations, which the
-group's progress thread runs: MPI moves a non-blocking collective only while somebody is in a call of MPI, so a thread
-must be in any case, and libraries have their quicker algorithms in the blocking forms (docs/mpi.md has figures). The
-order of sums is the library's. Messages are MPI_Isend and MPI_Irecv (``mpi_messages.py``).
+(``agreement.py``). The blocking forms and not the non-blocking ones, also for asynchronous operations, which the
+group's progress thread runs: MPI moves a non-blocking collective only while some thread is in a call of MPI, so a
+thread is needed in any case, and libraries have their quicker algorithms in the blocking forms (docs/mpi.md has
+figures). The order of sums is the library's. Messages are MPI_Isend and MPI_Irecv (``messages.py``).
 """
 
 from __future__ import annotations
@@ -23,18 +23,7 @@ from phalanx.errors import CollectiveMismatch, PhalanxError
 from phalanx.native.core import library
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.mpi.agreement import Agreement
-from phalanx.transports.mpi.fingerprints import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    BARRIER,
-    BROADCAST,
-    GATHER,
-    REDUCE,
-    REDUCE_SCATTER,
-    SCATTER,
-    fingerprint,
-)
+from phalanx.transports.mpi.fingerprints import fingerprint
 from phalanx.transports.mpi.messages import Mail
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.transports.mpi.types import HALVES, Types, span
@@ -58,6 +47,8 @@ class MpiCommunicator(Communicator):
         timeout: how long to wait for other ranks.
     """
 
+    rank_order_sums = False
+
     def __init__(self, runtime: Runtime, comm: Any, members: Sequence[int], key: str, timeout: timedelta) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._runtime, self._comm = runtime, comm
@@ -67,8 +58,8 @@ class MpiCommunicator(Communicator):
         self._address = runtime.mpi.buffer.fromaddress
         self._reductions = self._types.reductions
         self._agreement = Agreement(runtime, comm, members, key, timeout.total_seconds())
-        self._meet = self._agreement.meet
-        # What the core does by itself, by dtype, operation and shape: an address, and what lies there.
+        self._compare = self._agreement.compare
+        # The all_reduces that the core makes by itself, by dtype, operation and shape: an address, and what is there.
         self._prepared: dict[tuple[torch.dtype, int, torch.Size], tuple[int, Any]] = {}
         self._core_all_reduce = library().phx_mpi_all_reduce
         self._mail = Mail(runtime, comm, self._types, self._agreement)
@@ -87,18 +78,18 @@ class MpiCommunicator(Communicator):
             if agreement.broken is not None:
                 raise agreement.broken
             try:
-                met = self._core_all_reduce(prepared[0], tensor.data_ptr())
-                if met:
-                    agreement.unmet(met, ALL_REDUCE, tensor, op, -1)
+                status = self._core_all_reduce(prepared[0], tensor.data_ptr())
+                if status:
+                    agreement.conclude(status, "all_reduce", tensor, op, -1)
                     self._all_reduce(tensor, tensor, op)
                     agreement.check.done()
             except BaseException as error:
-                # A signal handler raised. What it fell into may have ended all the same.
+                # A signal handler raised. The operation that it interrupted may have ended all the same.
                 if agreement.check.under_way:
-                    agreement.interrupted(error, ALL_REDUCE, tensor, op, -1)
+                    agreement.interrupted(error, "all_reduce", tensor, op, -1)
                 raise
             return
-        self._meet(ALL_REDUCE, tensor, op)
+        self._compare("all_reduce", tensor, op)
         if tensor.dtype in HALVES:
             wide = tensor.float()
             self._all_reduce(wide, tensor, op)
@@ -108,12 +99,12 @@ class MpiCommunicator(Communicator):
 
     def _prepare(self, tensor: torch.Tensor, op: int) -> tuple[int, Any] | None:
         """Have an all_reduce of such tensors made by the core from now on; None if it takes more than MPI's call."""
-        words, count = self._agreement.check, tensor.numel()
-        if not (self._agreement.checks and words.direct) or op == _AVG or tensor.dtype in HALVES or count >= LIMIT:
+        check, count = self._agreement.check, tensor.numel()
+        if not (self._agreement.checks and check.direct) or op == _AVG or tensor.dtype in HALVES or count >= LIMIT:
             return None
         kind, mpi_op = self._reductions[tensor.dtype, op]
-        call = fingerprint(ALL_REDUCE, tensor, op, -1)
-        reduction = words.prepare(call, count, self._runtime.mpi._handleof(kind), self._runtime.mpi._handleof(mpi_op))
+        call = fingerprint("all_reduce", tensor, op, -1)
+        reduction = check.prepare(call, count, self._runtime.mpi._handleof(kind), self._runtime.mpi._handleof(mpi_op))
         if len(self._prepared) >= MOST_PREPARED:
             self._prepared.clear()
         prepared = ctypes.addressof(reduction), reduction
@@ -126,12 +117,12 @@ class MpiCommunicator(Communicator):
         try:
             self._comm.Allreduce(self._in_place, numbers, mpi_op)
         except self._failure as error:
-            raise self._agreement.failed(error, ALL_REDUCE, tensor, op) from None
+            raise self._agreement.failed(error, "all_reduce", tensor, op) from None
         if op == _AVG:
             buffer.div_(self.size)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        self._meet(REDUCE, tensor, op, root)
+        self._compare("reduce", tensor, op, root)
         kind, mpi_op = self._reductions[tensor.dtype, op]
         wide = tensor.float() if tensor.dtype in HALVES else tensor
         numbers = self._types.numbers(wide, kind)
@@ -139,21 +130,21 @@ class MpiCommunicator(Communicator):
         try:
             self._comm.Reduce(send, receive, mpi_op, root)
         except self._failure as error:
-            raise self._agreement.failed(error, REDUCE, tensor, op, root) from None
+            raise self._agreement.failed(error, "reduce", tensor, op, root) from None
         if self.rank == root:
             self._finish(tensor, wide, op)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        self._meet(REDUCE_SCATTER, output, op)
+        self._compare("reduce_scatter", output, op)
         at, _kept = _joined(inputs)
         self._reduce_scatter(output, at, op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
-        self._meet(REDUCE_SCATTER, output, op)
+        self._compare("reduce_scatter", output, op)
         self._reduce_scatter(output, tensor.data_ptr(), op)
 
     def _reduce_scatter(self, output: torch.Tensor, at: int, op: int) -> None:
-        """The blocks of all ranks, of ``output``'s dtype, lie behind each other from ``at`` on."""
+        """The blocks of all ranks, of ``output``'s dtype, are contiguous from ``at`` on."""
         kind, mpi_op = self._reductions[output.dtype, op]
         nbytes = output.nbytes * self.size
         source = self._address(at, nbytes)
@@ -167,7 +158,7 @@ class MpiCommunicator(Communicator):
         try:
             self._comm.Reduce_scatter_block([source, output.numel(), kind], self._types.numbers(target, kind), mpi_op)
         except self._failure as error:
-            raise self._agreement.failed(error, REDUCE_SCATTER, output, op) from None
+            raise self._agreement.failed(error, "reduce_scatter", output, op) from None
         self._finish(output, target, op)
 
     def _finish(self, tensor: torch.Tensor, reduced: torch.Tensor, op: int) -> None:
@@ -179,14 +170,14 @@ class MpiCommunicator(Communicator):
     # -- copies ------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        self._meet(BROADCAST, tensor, -1, root)
+        self._compare("broadcast", tensor, -1, root)
         try:
             self._comm.Bcast(self._types.tensor(tensor), root)
         except self._failure as error:
-            raise self._agreement.failed(error, BROADCAST, tensor, -1, root) from None
+            raise self._agreement.failed(error, "broadcast", tensor, -1, root) from None
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self._meet(ALL_GATHER, tensor)
+        self._compare("all_gather", tensor)
         at = span(outputs)
         if at is not None:
             self._all_gather(at, tensor)
@@ -196,7 +187,7 @@ class MpiCommunicator(Communicator):
         _hand_out(whole, outputs)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._meet(ALL_GATHER, tensor)
+        self._compare("all_gather", tensor)
         self._all_gather(output.data_ptr(), tensor)
 
     def _all_gather(self, at: int, tensor: torch.Tensor) -> None:
@@ -205,10 +196,10 @@ class MpiCommunicator(Communicator):
         try:
             self._comm.Allgather(send, self._types.memory(at, nbytes * self.size, self.size))
         except self._failure as error:
-            raise self._agreement.failed(error, ALL_GATHER, tensor) from None
+            raise self._agreement.failed(error, "all_gather", tensor) from None
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        self._meet(GATHER, tensor, -1, root)
+        self._compare("gather", tensor, -1, root)
         receive, whole, nbytes = None, None, tensor.nbytes
         send: Any = self._types.tensor(tensor)
         if outputs is not None:
@@ -222,12 +213,12 @@ class MpiCommunicator(Communicator):
         try:
             self._comm.Gather(send, receive, root)
         except self._failure as error:
-            raise self._agreement.failed(error, GATHER, tensor, -1, root) from None
+            raise self._agreement.failed(error, "gather", tensor, -1, root) from None
         if whole is not None and outputs is not None:
             _hand_out(whole, outputs)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        self._meet(SCATTER, output, -1, root)
+        self._compare("scatter", output, -1, root)
         send, kept = None, None
         receive: Any = self._types.tensor(output)
         if inputs is not None:
@@ -238,8 +229,8 @@ class MpiCommunicator(Communicator):
         try:
             self._comm.Scatter(send, receive, root)
         except self._failure as error:
-            raise self._agreement.failed(error, SCATTER, output, -1, root) from None
-        del kept  # what MPI read may go now
+            raise self._agreement.failed(error, "scatter", output, -1, root) from None
+        del kept  # MPI has read it
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         sent, expected = [t.numel() for t in inputs], [t.numel() for t in outputs]
@@ -266,9 +257,9 @@ class MpiCommunicator(Communicator):
     def _all_to_all(
         self, target: int, source: int, expected: Sequence[int], sent: Sequence[int], like: torch.Tensor
     ) -> None:
-        """From ``source`` to ``target``, where the pieces lie behind each other; counts in elements of ``like``'s."""
+        """From ``source`` to ``target``, where the pieces are contiguous; counts in elements of ``like``'s dtype."""
         none = like.new_empty(0)  # what every rank must agree on is the dtype alone
-        self._meet(ALL_TO_ALL, none)
+        self._compare("all_to_all", none)
         self._agreement.balance(sent, expected, like.dtype)
         size, kind = like.element_size(), self._types.items(like.element_size())
         try:
@@ -277,16 +268,16 @@ class MpiCommunicator(Communicator):
                 [self._address(target, sum(expected) * size), (expected, _offsets(expected)), kind],
             )
         except self._failure as error:
-            raise self._agreement.failed(error, ALL_TO_ALL, none) from None
+            raise self._agreement.failed(error, "all_to_all", none) from None
 
     def barrier(self) -> None:
-        self._meet(BARRIER)  # comparing is a barrier of its own
+        self._compare("barrier")  # comparing is a barrier of its own
         if self._agreement.checks:
             return
         try:
             self._comm.Barrier()
         except self._failure as error:
-            raise self._agreement.failed(error, BARRIER, None) from None
+            raise self._agreement.failed(error, "barrier", None) from None
 
     # -- point to point ----------------------------------------------------------------------------
 
@@ -328,7 +319,7 @@ class MpiCommunicator(Communicator):
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> tuple[int, torch.Tensor | None]:
-    """Where the tensors lie behind each other: where they are, or in a copy, which must live as long as it is used."""
+    """Where the tensors are contiguous: where they are, or in a copy, which must live as long as it is used."""
     at = span(tensors)
     if at is not None:
         return at, None

@@ -1,7 +1,8 @@
-"""The words that the ranks of an MPI group compare before each collective, and their reduction.
+"""The fingerprints that the ranks of an MPI group compare before each collective, and their reduction.
 
-Where it is possible, the core makes the calls of MPI itself (``native/csrc/mpi_meet.c``): through mpi4py they would
-take more time in Python than in MPI. Elsewhere mpi4py makes them.
+Where it is possible, the C core makes the calls of MPI itself (``native/csrc/mpi_meet.c``), and the usual all_reduce
+after them: through mpi4py they would take more time in Python than in MPI. The figures of docs/mpi.md for small
+all_reduces rest on that. Elsewhere mpi4py makes the calls.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ _MACHINES = ("x86_64", "aarch64")
 
 
 class FingerprintCheck:
-    """A fingerprint and its complement, reduced over the group to their minima.
+    """The comparison of one group.
+
+    One MIN-reduction of the pair (x, ~x) gives both bounds of the fingerprints x, since min(~x) = ~max(x). All ranks
+    made the same call if and only if min(x) == max(x).
 
     Args:
         runtime, comm: MPI under way, and the group's communicator.
-        spins: how often to look for the others before :meth:`meet` gives up.
+        spins: how often to test for the others before :meth:`compare` returns.
 
     Attributes:
-        direct: the core makes the calls. Only then: all_reduce, address: ``phx_mpi_all_reduce`` and its first argument:
-        compare, and if the ranks agree, all-reduce in
-            place.
+        direct: True if the C core calls MPI itself (``native/csrc/mpi_meet.c``); False if mpi4py does. :meth:`prepare`
+            may be called only if it is True.
         test: whether a reduction that was under way is done.
     """
 
@@ -40,7 +43,7 @@ class FingerprintCheck:
         mpi = runtime.mpi
         self._group = group = MpiGroup(spins=spins, looks=2 if "MPICH" in mpi.Get_library_version() else 1)
         self._own, self._common, self._spins = group.own, group.common, spins
-        self._told = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
+        self._notice = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
         own, common = (
             [mpi.buffer.fromaddress(ctypes.addressof(group) + field.offset, field.size), 2, mpi.INT64_T]
             for field in (MpiGroup.own, MpiGroup.common)
@@ -68,7 +71,7 @@ class FingerprintCheck:
             setattr(group, name, ctypes.cast(runtime.symbols[f"MPI_{symbol}"], ctypes.c_void_p))
         group.request, group.in_place, group.comm = mpi._addressof(request), int(mpi.IN_PLACE), mpi._handleof(comm)
         group.world, group.any_source, group.notice_tag = mpi._handleof(runtime.world), mpi.ANY_SOURCE, NOTICE_TAG
-        self._meet, self._address = core.phx_mpi_meet, ctypes.addressof(group)
+        self._core_compare, self._address = core.phx_mpi_meet, ctypes.addressof(group)
         self.direct = True
 
     def prepare(self, call: int, count: int, datatype: int, op: int) -> MpiReduction:
@@ -81,20 +84,22 @@ class FingerprintCheck:
         """
         return MpiReduction(self._address, call, datatype, op, count)
 
-    def meet(self, call: int) -> int:
-        """Compare: ``Status.OK``, or ``MISMATCH``; ``UNDER_WAY`` if somebody has not come yet; ``SYSTEM``.
+    def compare(self, call: int) -> int:
+        """Compare a fingerprint with those of the other ranks, without waiting for long.
 
-        ``NOTICE``: all have come, but somebody has told something, perhaps that it does not wait any more.
+        Returns:
+            ``Status.OK`` or ``MISMATCH``; ``UNDER_WAY`` if a rank has not come yet; ``NOTICE`` if all have come but a
+            notice has arrived, perhaps that a rank does not wait any more; ``SYSTEM`` if MPI failed.
         """
         if self.direct:
-            status: int = self._meet(self._address, call)
+            status: int = self._core_compare(self._address, call)
             return status
         self._own[0], self._own[1] = call, ~call
         self._group.sequence += 1
         self._start()
         for _ in range(self._spins):
             if self.test():
-                if self._told():
+                if self._notice():
                     return Status.NOTICE
                 return Status.OK if self.agree() else Status.MISMATCH
         return Status.UNDER_WAY
@@ -106,7 +111,7 @@ class FingerprintCheck:
 
     @property
     def under_way(self) -> bool:
-        """Whether an all_reduce of the core has begun, and neither the core nor :meth:`done` has said it has ended."""
+        """Whether an all_reduce of the core has begun, and neither the core nor :meth:`done` has ended it."""
         return bool(self._group.under_way)
 
     def done(self) -> None:
@@ -114,7 +119,7 @@ class FingerprintCheck:
         self._group.under_way = 0
 
     def agree(self) -> bool:
-        """Whether all ranks had the same call: the minimum, and the complement of the maximum."""
+        """Whether all ranks had the same call."""
         return bool(self._common[0] == ~self._common[1])
 
 

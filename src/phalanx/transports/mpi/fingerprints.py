@@ -6,38 +6,28 @@ from functools import cache
 
 import torch
 
+from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.layout import DTYPES
 
-__all__ = ["KINDS", "ROOT_NAMES", "fingerprint", "weight"]
+__all__ = ["fingerprint", "weight"]
 
-KINDS = (
-    "",
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-)
-
-
-ALL_REDUCE, REDUCE, REDUCE_SCATTER, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, BARRIER = range(1, 10)
-
-
-ROOT_NAMES = {REDUCE: "dst", GATHER: "dst", BROADCAST: "src", SCATTER: "src"}
-
-
+_NUMBERS = {name: number for number, name in enumerate(COLLECTIVES, start=1)}
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(sorted(DTYPES, key=str), start=1)}
 
 
-def fingerprint(kind: int, tensor: torch.Tensor | None, op: int, root: int) -> int:
-    """What the ranks compare of a call: the same number on all that call the same."""
+def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> int:
+    """The number that the ranks compare: the same on all ranks that make the same call.
+
+    Only numbers go into it, since Python gives a text another hash in each process.
+
+    Args:
+        name: one of ``COLLECTIVES``.
+        tensor: the one whose dtype and shape must agree, if any.
+        op, root: -1 where there is none.
+    """
     if tensor is None:
-        return hash((kind, op, root))
-    return hash((kind, _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
+        return hash((_NUMBERS[name], op, root))
+    return hash((_NUMBERS[name], _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
 
 
 @cache

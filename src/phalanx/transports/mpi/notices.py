@@ -1,6 +1,6 @@
-"""What MPI ranks tell each other beside their groups' operations: that one gave up waiting, or has left for good.
+"""Notices of MPI ranks, beside their groups' operations: that a rank gave up waiting, or has left for good.
 
-A notice is a small message on the job's own communicator, under a tag that nothing else uses. Ranks look for one only
+A notice is a small message on the job's own communicator, under a tag that nothing else uses. Ranks check for one only
 while they wait for others, so it costs nothing elsewhere.
 """
 
@@ -24,14 +24,14 @@ GRACE_S = 0.6
 
 @dataclass(frozen=True)
 class Notice:
-    """What one rank told.
+    """A notice that has arrived.
 
     Attributes:
-        rank: who, in the world.
+        rank: the rank that sent it, in the world.
         kind: ``timeout``, ``interrupted`` or ``abort``: that rank gave up in a group's operation; or ``left``.
         group: the group's key; empty for ``left``.
         sequence: how many operations the group had begun on that rank.
-        call: what it was in, with the line.
+        call: the call that the rank was in, with its line.
     """
 
     rank: int
@@ -47,8 +47,8 @@ class Notices:
     Attributes:
         world: which world this rank is in, or was in last, counted from 1: where the script owns MPI, it may destroy
             one and make another.
-        sequences: per group of this rank, how many operations it has begun: told to the others on leaving, so that
-            one that is still in the last operation does not take it for missing there.
+        sequences: per group of this rank, how many operations it has begun. The others learn it when this rank leaves,
+            so that a rank still in the last operation does not take this one for missing there.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -62,13 +62,13 @@ class Notices:
         self._later: list[tuple[int, dict[str, Any]]] = []
         self.world = 0
 
-    def tell(self, kind: str, group: str, sequence: int, call: str, members: Iterable[int]) -> None:
-        """Let the other members of a group know that this rank gave up there."""
+    def send(self, kind: str, group: str, sequence: int, call: str, members: Iterable[int]) -> None:
+        """Send the other members of a group the notice that this rank gave up there."""
         content = {"kind": kind, "group": group, "sequence": sequence, "call": call[:TEXT_BYTES]}
         self._send(content | {"world": self.world}, members)
 
     def enter_world(self) -> None:
-        """A world begins: nobody has left it, unless it was told so before this rank came."""
+        """A world begins: no rank has left it, except those whose notices came before this rank did."""
         with self._lock:
             self.world += 1
             self._left.clear()
@@ -78,7 +78,7 @@ class Notices:
                 self._take(rank, content)
 
     def leave_world(self) -> None:
-        """Let everybody know that this rank calls nothing any more in this world."""
+        """Send every rank the notice that this one calls nothing any more in this world."""
         site = call_site()
         call = f"destroy_process_group() at {site}" if site else "the end of its program"
         sequences = {key: group.sequence for key, group in self.sequences.items()}
@@ -86,7 +86,7 @@ class Notices:
         self._send(content, range(self._comm.size))
 
     def about(self, group: str, sequence: int, members: Iterable[int]) -> Notice | None:
-        """What says that an operation of a group will not be answered, if anything was told so far.
+        """The notice that an operation of a group will not be answered, if one has arrived.
 
         Args:
             group: its key.
@@ -94,7 +94,7 @@ class Notices:
             members: the group's ranks in the world.
         """
         self._receive()
-        # Before who has left: that one gave up is why it left.
+        # Check these first: a rank that gave up soon leaves as well, and giving up is the cause to report.
         for notice in self._received:
             if notice.group == group:
                 return notice
@@ -102,14 +102,13 @@ class Notices:
             if rank in self._left:
                 sequences, call, when = self._left[rank]
                 if sequences.get(group, -1) < sequence:
-                    # Its process may be about to end by a failure, which ends all others: then that is the cause to
-                    # show.
+                    # Its process may be about to end by a failure, which ends all others and is the cause to report.
                     if time.monotonic() - when < GRACE_S:
                         return None
                     return Notice(rank, "left", group, sequences.get(group, -1), call)
         return None
 
-    def who_waits(self, group: str, sequence: int) -> dict[int, str]:
+    def waiting(self, group: str, sequence: int) -> dict[int, str]:
         """The ranks that gave up in this same operation, and their calls: they had come to it."""
         self._receive()
         return {n.rank: n.call for n in self._received if n.group == group and n.sequence == sequence}
@@ -125,7 +124,7 @@ class Notices:
             for member in members:
                 if member != self._rank:
                     self._sent.append((data, self._comm.Isend([data, self._mpi.BYTE], member, TAG)))
-            # Short messages are gone when they are sent; the rest goes when the receiver looks for it.
+            # Short messages are gone when they are sent; the rest goes when the receiver checks for notices.
             self._sent = [(data, request) for data, request in self._sent if not request.Test()]
 
     def _receive(self) -> None:

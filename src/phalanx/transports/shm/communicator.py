@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import BackendError, ClosedError, PhalanxError
-from phalanx.native.core import ANY_SOURCE, BROKEN_FROM, Breakage, Status, library
+from phalanx.native.core import BROKEN_FROM, Breakage, Status, library
 from phalanx.native.signals import SignalPoll
-from phalanx.transports.contract import SENT, Communicator, Message
+from phalanx.transports.contract import COLLECTIVES, Communicator, Message
 from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
 from phalanx.transports.shm.explanation import explain
-from phalanx.transports.shm.messages import SharedMemoryMessage
-from phalanx.transports.shm.segment import meet
+from phalanx.transports.shm.mailbox import Mailbox
+from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.watch.call_site import CallSite, call_site, capture
+from phalanx.watch.calls import call_text, exchange_text
 
 __all__ = ["SharedMemoryCommunicator"]
 
-# What the core's kernels know, by its numbers (enum phx_dtype).
+# The dtypes that the core's kernels reduce, by their numbers there (enum phx_dtype).
 _REDUCED = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
-# The rest is only copied; its numbers serve to tell one from another.
+# The other dtypes are only copied; their numbers distinguish them.
 _COPIED = sorted(
     (value for value in vars(torch).values() if isinstance(value, torch.dtype) and value not in _REDUCED), key=str
 )
@@ -38,11 +38,7 @@ _OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
 
 
 _Pointers = ctypes.Array[ctypes.c_void_p]
-_Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...], dict[str, int]]
-
-LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
-NAP_S = 0.002
-GLANCE_S = 0.001
+_Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -51,7 +47,7 @@ class SharedMemoryCommunicator(Communicator):
     Every rank of the group constructs it, at the same point of its program.
 
     Args:
-        store: where the ranks meet; keys are left under the given prefix only.
+        store: the group's part of the job's store, in which the ranks exchange how to reach the segment.
         rank: this process's rank in the group.
         size: the number of ranks, at most 1024.
         timeout: how long to wait for the others, here and in every collective.
@@ -76,20 +72,16 @@ class SharedMemoryCommunicator(Communicator):
         self._sizes = (ctypes.c_uint64 * size)()
         self._other_sizes = (ctypes.c_uint64 * size)()
         cores = len(os.sched_getaffinity(0))
-        # About 4 µs; less with more ranks than cores, where whoever is awaited needs the core that a spin would burn.
+        # About 4 µs; less with more ranks than cores, where the awaited rank needs the core that a spin would occupy.
         spin = 100 if size <= cores else 50
         poll = self._signals.callback
-        self._comm, self.meeting = meet(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
+        self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
         self.set_timeout(timeout)
-        # One entry for each thread that is in the core for a message, so that nobody closes under it. A thread enters
-        # first and then looks whether the messages have ended; whoever ends them does both in the other order.
-        self._inside: list[None] = []
-        self._ended = False
-        self._finished = 0
-        # The last call that this rank left without having heard from all others (in a broadcast the root hears
-        # nobody, the others only the root; in an all_to_all it does not hear whether they expected its sizes): should
-        # it not match theirs, that shows in a later call. What it was, and where it was called.
-        # As a function that makes its text, if that is ever needed, with what it needs for it.
+        self._mailbox = Mailbox(self._comm, self._signals, self._explain)
+        # The last call that returned before every other rank had confirmed it. A broadcast's root waits for nobody; an
+        # all_to_all does not learn whether the others expected its sizes. If that call did not match, the mismatch is
+        # found in a later call, and the error must name this one. Kept as (call site, function that writes the text,
+        # its arguments), because the text is hardly ever needed.
         self._unheard: _Unheard | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -103,7 +95,7 @@ class SharedMemoryCommunicator(Communicator):
             self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], hash(tensor.shape)
         )
         if status:
-            self._fail(status, "all_reduce", tensor, op=op)
+            self._fail(status, "all_reduce", tensor, op)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         data = tensor.data_ptr()
@@ -111,9 +103,9 @@ class SharedMemoryCommunicator(Communicator):
             self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], root, hash(tensor.shape)
         )
         if status:
-            self._fail(status, "reduce", tensor, op=op, dst=root)
+            self._fail(status, "reduce", tensor, op, root)
         if root != self.rank:
-            self._unheard = (capture(2), _text, ("reduce", tensor.dtype, tensor.shape, op), {"dst": root})
+            self._unheard = capture(2), _text, ("reduce", tensor.dtype, tensor.shape, op, root)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         self._reduce_scatter(_fill(self._pointers, inputs), output, op)
@@ -132,16 +124,16 @@ class SharedMemoryCommunicator(Communicator):
             hash(output.shape),
         )
         if status:
-            self._fail(status, "reduce_scatter", output, op=op)
+            self._fail(status, "reduce_scatter", output, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         status = self._core.phx_broadcast(
             self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], root, hash(tensor.shape)
         )
         if status:
-            self._fail(status, "broadcast", tensor, src=root)
+            self._fail(status, "broadcast", tensor, root=root)
         if root == self.rank or self.size > 2:
-            self._unheard = (capture(2), _text, ("broadcast", tensor.dtype, tensor.shape), {"src": root})
+            self._unheard = capture(2), _text, ("broadcast", tensor.dtype, tensor.shape, None, root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         self._all_gather(_fill(self._pointers, outputs), tensor)
@@ -157,19 +149,25 @@ class SharedMemoryCommunicator(Communicator):
             self._fail(status, "all_gather", tensor)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
+        self._gather(None if outputs is None else _fill(self._pointers, outputs), tensor, root)
+
+    def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
+        self._gather(None if output is None else _fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
+
+    def _gather(self, outputs: _Pointers | None, tensor: torch.Tensor, root: int) -> None:
         status = self._core.phx_gather(
             self._comm,
             tensor.data_ptr(),
-            None if outputs is None else _fill(self._pointers, outputs),
+            outputs,
             tensor.nbytes,
             _DTYPES[tensor.dtype],
             root,
             hash(tensor.shape),
         )
         if status:
-            self._fail(status, "gather", tensor, dst=root)
+            self._fail(status, "gather", tensor, root=root)
         if root != self.rank:
-            self._unheard = (capture(2), _text, ("gather", tensor.dtype, tensor.shape), {"dst": root})
+            self._unheard = capture(2), _text, ("gather", tensor.dtype, tensor.shape, None, root)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         status = self._core.phx_scatter(
@@ -182,9 +180,9 @@ class SharedMemoryCommunicator(Communicator):
             hash(output.shape),
         )
         if status:
-            self._fail(status, "scatter", output, src=root)
+            self._fail(status, "scatter", output, root=root)
         if root == self.rank or self.size > 2:
-            self._unheard = (capture(2), _text, ("scatter", output.dtype, output.shape), {"src": root})
+            self._unheard = capture(2), _text, ("scatter", output.dtype, output.shape, None, root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._sizes[:] = [tensor.nbytes for tensor in inputs]
@@ -206,10 +204,11 @@ class SharedMemoryCommunicator(Communicator):
 
     def _all_to_all(self, outputs: _Pointers, inputs: _Pointers, dtype: torch.dtype) -> None:
         status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, _DTYPES[dtype])
-        if status:
-            self._fail(status, "all_to_all", None, text=_split_text(dtype, self._sizes, self._other_sizes))
         # The receiver alone compares the sizes of a pair.
-        self._unheard = (capture(2), _all_to_all_text, (dtype, bytes(self._sizes), bytes(self._other_sizes)), {})
+        unheard = capture(2), _exchange_text, (dtype, bytes(self._sizes), bytes(self._other_sizes))
+        if status:
+            self._raise(status, "all_to_all", unheard[1](*unheard[2]))
+        self._unheard = unheard
 
     def barrier(self) -> None:
         status = self._core.phx_barrier(self._comm)
@@ -219,55 +218,16 @@ class SharedMemoryCommunicator(Communicator):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        inside = self._inside
-        inside.append(None)
-        try:
-            if self._ended:
-                raise self.closed()
-            what = (self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], peer, tag & 0xFFFFFFFF)
-            if self._core.phx_send_now(*what):
-                return SENT
-            return SharedMemoryMessage(self, self._core.phx_send(*what), tensor, "send to", peer)
-        finally:
-            inside.pop()
+        return self._mailbox.send(tensor, _DTYPES[tensor.dtype], peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        inside = self._inside
-        inside.append(None)
-        try:
-            if self._ended:
-                raise self.closed()
-            handle = self._core.phx_recv(
-                self._comm,
-                tensor.data_ptr(),
-                tensor.nbytes,
-                _DTYPES[tensor.dtype],
-                ANY_SOURCE if peer is None else peer,
-                tag & 0xFFFFFFFF,
-            )
-            return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
-        finally:
-            inside.pop()
+        return self._mailbox.recv(tensor, _DTYPES[tensor.dtype], peer, tag)
 
     def rest(self) -> None:
-        inside = self._inside
-        if inside:
-            time.sleep(NAP_S)  # whoever waits moves all messages; two would contend for the core
-            return
-        inside.append(None)
-        try:
-            if not self._ended:
-                self._finished = self._core.phx_messages_rest(self._comm, self._finished)
-        finally:
-            inside.pop()
+        self._mailbox.rest()
 
     def end_messages(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self._core.phx_messages_end(self._comm)
-
-    def closed(self) -> ClosedError:
-        return ClosedError("a message of a process group was used after the group had been destroyed")
+        self._mailbox.end()
 
     # -- lifetime and errors -----------------------------------------------------------------------
 
@@ -284,37 +244,36 @@ class SharedMemoryCommunicator(Communicator):
     def close(self) -> None:
         if not self._comm:
             return
-        self.end_messages()
+        self._mailbox.end()
         comm, self._comm = self._comm, 0
-        patience = time.monotonic() + LEAVING_S
-        while self._inside and time.monotonic() < patience:
-            time.sleep(GLANCE_S)
-        # Whoever is still inside cannot come back before this returns: the group is destroyed by a signal handler that
-        # cut in on the wait. Then the memory stays mapped until the process ends.
-        if not self._inside:
+        if self._mailbox.close():  # else the memory stays mapped until the process ends
             self._core.phx_close(comm)
 
-    def _fail(self, status: int, name: str, tensor: torch.Tensor | None, *, text: str = "", **arguments: int) -> None:
-        """Raise what ``status`` means, after telling the other ranks what this one was doing."""
+    def _fail(
+        self, status: int, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
+    ) -> NoReturn:
+        """Raise what ``status`` means, after writing down for the other ranks what this one was doing."""
+        dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
+        self._raise(status, name, _text(name, dtype, shape, op, root))
+
+    def _raise(self, status: int, name: str, text: str) -> NoReturn:
         if status < BROKEN_FROM:
             raise BackendError(f"the core refused {name} as malformed (status {status}, rank {self.rank})")
         self._signals.raise_pending()
-        if tensor is None:
-            raise self.explain(f"{name}({text})")
-        raise self.explain(_text(name, tensor.dtype, tensor.shape, **arguments))
+        raise self._explain(text)
 
-    def explain(self, call: str) -> PhalanxError:
+    def _explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""
         comm = self._comm
         if not comm:
-            return self.closed()
+            return ClosedError.of_message()
         why = Breakage()
         self._core.phx_breakage(comm, ctypes.byref(why))
         site = call_site()
         before = self._unheard
         if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
-            place, text, arguments, who = before
-            call, site = text(*arguments, **who), f"{place[0]}:{place[1]}" if place else ""
+            place, text, arguments = before
+            call, site = text(*arguments), f"{place[0]}:{place[1]}" if place else ""
         return explain(comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
 
 
@@ -346,26 +305,12 @@ def _fill_unevenly(
     return pointers
 
 
-def _text(name: str, dtype: torch.dtype, shape: torch.Size, op: int | None = None, **who: int) -> str:
-    """A call as its user wrote it: ``all_reduce(float32[4, 2], sum)``."""
-    parts = [f"{_name(dtype)}{list(shape)}"]
-    if op is not None:
-        parts.append(OP_NAMES[op].lower())
-    parts += [f"{key}={value}" for key, value in who.items()]
-    return f"{name}({', '.join(parts)})"
+def _text(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
+    return call_text(name, dtype, shape, op, **({} if root is None else {COLLECTIVES[name]: root}))
 
 
-def _split_text(dtype: torch.dtype, sent: Any, expected: Any) -> str:
-    """What an all_to_all sends and expects, given its sizes in bytes as the core takes them."""
-    sends, expects = (
-        [n // dtype.itemsize for n in memoryview(sizes).cast("B").cast("Q")] for sizes in (sent, expected)
+def _exchange_text(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:
+    """An all_to_all, given its sizes in bytes as the core takes them."""
+    return exchange_text(
+        dtype, *([n // dtype.itemsize for n in memoryview(sizes).cast("Q")] for sizes in (sent, expected))
     )
-    return f"{_name(dtype)}, sends {sends}, expects {expects} elements"
-
-
-def _all_to_all_text(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:
-    return f"all_to_all({_split_text(dtype, sent, expected)})"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -11,13 +11,13 @@ from phalanx.watch.calls import listed
 
 __all__ = ["explain"]
 
-# Ranks that wait in the group are woken by the break and tell within a millisecond or two; one that computes has
-# nothing to tell yet.
+# Ranks that wait in the group are woken by the break and write their call down within a millisecond or two; a rank that
+# computes is in no call.
 PATIENCE_S = 0.3
 
 
 def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> PhalanxError:
-    """Tell the other ranks what this one was doing, hear what they were doing, and put it into an error.
+    """Write down for the other ranks what this one was doing, read what they were doing, and make an error of it.
 
     Args:
         comm: the core's handle of the broken group.
@@ -29,43 +29,34 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
     core.phx_describe(comm, call.encode()[: TEXT_BYTES - 1])
     why = Breakage()
     core.phx_breakage(comm, ctypes.byref(why))
-    peer = f"rank {why.peer} of the group (pid {why.peer_pid})"
     if why.status == Status.MISMATCH:
-        calls = _calls(comm, range(size))
-        return CollectiveMismatch(
-            f"the ranks of a group called different operations:\n{listed(calls, size)}\n"
-            f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an "
-            f"`if` that depends on the rank, or data of different sizes"
-        )
+        return CollectiveMismatch.of_calls(listed(_calls(comm, range(size)), size))
     if why.rank == NOBODY:
         return PeerLost(
             f"a rank of the group gave up in an operation but did not say why in time; while rank {rank} was in {call}"
         )
+    peer = f"rank {why.peer} of the group (pid {why.peer_pid})"
     noticed = _calls(comm, [why.rank]).get(why.rank, "an operation")
-    where = f"while rank {why.rank} was in {noticed}"
+    waiting = f"rank {why.rank} was in {noticed}"
     if why.status == Status.TIMEOUT:
-        return CollectiveTimeout(
-            f"{peer} did not come within {timeout_s:g} s {where}. It is alive: is it in other code, or much "
-            f"slower? A longer timeout is set with phalanx.init(timeout_s=...)",
-            group_rank=why.peer,
-            elapsed_s=timeout_s,
+        return CollectiveTimeout.did_not_come(
+            f"{peer}, which is alive,", waiting, timeout_s, group_rank=why.peer, elapsed_s=timeout_s
         )
     if why.status == Status.INTERRUPTED:
-        return PeerLost(
-            f"rank {why.rank} of the group (pid {why.peer_pid}) was interrupted in {noticed}; the ranks are out of "
-            f"step",
+        return PeerLost.out_of_step(
+            f"rank {why.rank} of the group (pid {why.peer_pid}) was interrupted in {noticed}",
             group_rank=why.rank,
             pid=why.peer_pid,
         )
     return PeerLost(
-        f"{peer} has ended {where}. Look at that rank's own output for the cause",
+        f"{peer} has ended while {waiting}. Look at that rank's own output for the cause",
         group_rank=why.peer,
         pid=why.peer_pid,
     )
 
 
 def _calls(comm: int, ranks: range | list[int]) -> dict[int, str]:
-    """What the ranks have told, once all of them have or patience ends."""
+    """The calls that the ranks have written down, once all of them have or patience ends."""
     core, text = library(), ctypes.create_string_buffer(TEXT_BYTES)
     calls: dict[int, str] = {}
     deadline = time.monotonic() + PATIENCE_S

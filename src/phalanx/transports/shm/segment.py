@@ -2,11 +2,11 @@
 
 The segment is a memfd that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``: it has no
 name to leak, is not bounded by the size of /dev/shm (64 MB in containers), and is gone when the last process
-is. Who can open it and reads the right cookie is on the same host; no hostname is believed.
+is. A rank that can open it and reads the right cookie is on the same host; no hostname is believed.
 
-The ranks meet under one key, ``offer``, which rank 0 withdraws before it gives its verdict: who has heard the verdict
-finds no offer but that of the next meeting. Every other key carries the offer's cookie. So a meeting that failed leaves
-nothing that the next one could take for its own, however often each rank has tried.
+The ranks meet under one key, ``offer``. Rank 0 deletes the offer before it publishes the outcome, so a rank that has
+read the outcome cannot mistake the old offer for the next meeting's. Every other key carries the offer's cookie. So a
+meeting that failed leaves nothing that the next one could take for its own, however often each rank has tried.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from phalanx.errors import InitializationError
 from phalanx.native.core import Status, library
 from phalanx.transports.shm.tuning import Tuning
 
-__all__ = ["NotOneHost", "meet"]
+__all__ = ["NotOneHost", "join_segment"]
 
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
 
-VERDICT_GRACE = timedelta(seconds=5)
+OUTCOME_GRACE = timedelta(seconds=5)
 MAX_RANKS = 1024  # PHX_MAX_RANKS
 
 
 class NotOneHost(InitializationError):
-    """Some rank cannot reach the segment: the group does not live on one host. Every rank gets it alike.
+    """Some rank cannot reach the segment, so the group does not live on one host. Every rank raises it.
 
     Attributes:
         meeting: the name of the meeting that ended so, equal on every rank and of no other meeting.
@@ -45,7 +45,7 @@ class NotOneHost(InitializationError):
         self.meeting = meeting
 
 
-def meet(
+def join_segment(
     store: Store,
     rank: int,
     size: int,
@@ -54,7 +54,7 @@ def meet(
     spin: int,
     poll: Callable[[], int],
 ) -> tuple[int, str]:
-    """Rank 0 offers a segment, everyone tries to attach, and all act on the one common verdict.
+    """Rank 0 offers a segment, every rank tries to attach, and all act on the one outcome that rank 0 publishes.
 
     Returns:
         The core's handle of this rank's view of the segment, and the name of the meeting: equal on every rank, and of
@@ -72,7 +72,7 @@ def meet(
             try:
                 if not reason:
                     comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-                missing, apart = _preside(store, size, timeout, descriptor, cookie.hex(), reason)
+                missing, apart = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
@@ -83,11 +83,11 @@ def meet(
             if number >= 0:
                 comm, reason = _attach_peer(pid, number, rank, cookie, spin, poll)
             store.set(f"{name}/answer/{rank}", reason)
-            # Longer than rank 0 waits for the others, so that its verdict, which names who is missing, still
+            # Longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, still
             # arrives.
-            verdict = f"{name}/verdict"
-            _wait(store, verdict, timeout + VERDICT_GRACE, "rank 0 has gone while the group was made")
-            missing, apart = json.loads(store.get(verdict))
+            outcome = f"{name}/outcome"
+            _wait(store, outcome, timeout + OUTCOME_GRACE, "rank 0 has gone while the group was made")
+            missing, apart = json.loads(store.get(outcome))
         if missing:
             raise InitializationError(
                 f"rank {rank}: {missing} within {timeout.total_seconds():.0f} s. Was it started, and does it create "
@@ -104,28 +104,28 @@ def meet(
     return comm, cookie.hex()
 
 
-def _preside(store: Store, size: int, timeout: timedelta, descriptor: int, name: str, reason: str) -> tuple[str, str]:
-    """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and give the verdict.
+def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: str, reason: str) -> tuple[str, str]:
+    """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
 
     Returns:
-        The verdict: who has not come, and who came but could not attach. Two empty texts when all is well.
+        The outcome: which ranks have not come, and which came but could not attach. Two empty texts when all is well.
     """
     try:
         store.set("offer", json.dumps([os.getpid(), descriptor, name]))
-        verdict = _collect_answers(store, size, timeout, name, reason)
+        outcome = _collect_answers(store, size, timeout, name, reason)
     except BaseException as error:
-        # The others must neither wait for a verdict nor find this offer at their next attempt; if the store is out of
-        # reach, they learn that from it themselves.
+        # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
+        # reach, they find that themselves.
         with contextlib.suppress(RuntimeError):
-            _give(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", ""))
+            _publish(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", ""))
         raise
-    _give(store, name, verdict)
-    return verdict
+    _publish(store, name, outcome)
+    return outcome
 
 
-def _give(store: Store, name: str, verdict: tuple[str, str]) -> None:
+def _publish(store: Store, name: str, outcome: tuple[str, str]) -> None:
     store.delete_key("offer")  # first: see above
-    store.set(f"{name}/verdict", json.dumps(verdict))
+    store.set(f"{name}/outcome", json.dumps(outcome))
 
 
 def _make_segment(size: int, tuning: Tuning, cookie: bytes) -> tuple[int, str]:
@@ -161,7 +161,7 @@ def _attach_peer(pid: int, number: int, rank: int, cookie: bytes, spin: int, pol
 
 
 def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, reason: str) -> tuple[str, str]:
-    """The verdict, given rank 0's own ``reason``."""
+    """The outcome, given rank 0's own ``reason``."""
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
     try:
         store.wait(list(keys.values()), timeout)  # one deadline for all of them

@@ -1,4 +1,4 @@
-"""The sizes at which the shared-memory backend changes its algorithm, built in or measured on this machine.
+"""The sizes at which the shared-memory transport changes its algorithm, built in or measured on this machine.
 
 ``phalanx bench --tune`` writes a file; rank 0 of each group reads it and its values travel in the group's segment, so
 all ranks of a group act alike whatever they could read themselves.
@@ -66,7 +66,7 @@ def tuning_in_force(tuning: Tuning) -> Iterator[None]:
 
 
 def load_tuning() -> Tuning:
-    """What was measured on this machine, else what is built in. A file that makes no sense is said and ignored."""
+    """The sizes measured on this machine, else the built-in ones. A file that makes no sense causes a warning."""
     return _in_force or _read()
 
 
