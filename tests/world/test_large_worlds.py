@@ -27,9 +27,9 @@ def segment_bytes() -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_operation_in_a_world_of(size: int) -> None:
-    def body(place: Member) -> int:
-        place.join(timeout_s=110)
-        n, me = place.size, place.rank
+    def body(member: Member) -> int:
+        member.join(timeout_s=110)
+        n, me = member.size, member.rank
         total = n * (n + 1) / 2
         for count in (1, 5_000, 70_000):  # one synchronisation, one chunk, two chunks
             tensor = torch.full((count,), float(me + 1))

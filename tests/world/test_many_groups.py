@@ -43,40 +43,40 @@ class Held:
         return {field.name: getattr(later, field.name) - getattr(self, field.name) for field in fields(self)}
 
 
-def use(group: dist.ProcessGroup, place: Member) -> None:
+def use(group: dist.ProcessGroup, member: Member) -> None:
     """One operation of each way of running: here, on the group's thread, and as messages."""
     tensor = torch.ones(4)
     dist.all_reduce(tensor, group=group)
     work = dist.all_reduce(tensor, group=group, async_op=True)
-    sent = dist.isend(torch.tensor([place.rank]), (place.rank + 1) % place.size, group=group)
+    sent = dist.isend(torch.tensor([member.rank]), (member.rank + 1) % member.size, group=group)
     assert work is not None
     assert sent is not None
     work.wait()
     received = torch.empty(1, dtype=torch.int64)
-    dist.recv(received, (place.rank - 1) % place.size, group=group)
+    dist.recv(received, (member.rank - 1) % member.size, group=group)
     sent.wait()
-    assert tensor.tolist() == [float(place.size**2)] * 4
-    assert received.item() == (place.rank - 1) % place.size
+    assert tensor.tolist() == [float(member.size**2)] * 4
+    assert received.item() == (member.rank - 1) % member.size
 
 
 def test_groups_made_used_and_destroyed_leave_nothing() -> None:
-    def body(place: Member) -> tuple[dict[str, int], int]:
+    def body(member: Member) -> tuple[dict[str, int], int]:
         timeout = timedelta(seconds=60)
-        port = place.folder / "port"
-        if place.rank == 0:
-            store = TCPStore("127.0.0.1", 0, place.size, True, timeout, wait_for_workers=False)
+        port = member.folder / "port"
+        if member.rank == 0:
+            store = TCPStore("127.0.0.1", 0, member.size, True, timeout, wait_for_workers=False)
             port.with_suffix(".part").write_text(str(store.port))
             port.with_suffix(".part").rename(port)
         else:
             while not port.exists():
                 time.sleep(0.005)
-            store = TCPStore("127.0.0.1", int(port.read_text()), place.size, False, timeout)
-        dist.init_process_group("phalanx", store=store, rank=place.rank, world_size=place.size)
+            store = TCPStore("127.0.0.1", int(port.read_text()), member.size, False, timeout)
+        dist.init_process_group("phalanx", store=store, rank=member.rank, world_size=member.size)
 
         def make_and_destroy(count: int) -> None:
             for _ in range(count):
                 group = dist.new_group()
-                use(group, place)
+                use(group, member)
                 dist.destroy_process_group(group)
 
         make_and_destroy(50)  # what is loaded, cached and pooled once
@@ -102,22 +102,22 @@ def test_groups_made_used_and_destroyed_leave_nothing() -> None:
 def test_hundreds_of_groups_alive_at_once(size: int) -> None:
     """Each with operations under way at the same time, and a thread of its own."""
 
-    def body(place: Member) -> tuple[dict[str, int], int]:
-        place.join()
+    def body(member: Member) -> tuple[dict[str, int], int]:
+        member.join()
         first = dist.new_group()
-        use(first, place)
+        use(first, member)
         dist.destroy_process_group(first)
         before = Held.now()
         groups = [dist.new_group() for _ in range(300)]
         for _ in range(2):
-            tensors = [torch.full((500,), float(place.rank + number)) for number in range(len(groups))]
+            tensors = [torch.full((500,), float(member.rank + number)) for number in range(len(groups))]
             works = [dist.all_reduce(t, group=g, async_op=True) for t, g in zip(tensors, groups, strict=True)]
             for number, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
                 assert work is not None
                 work.wait()
                 assert tensor.tolist() == [float(sum(rank + number for rank in range(size)))] * 500
         for group in reversed(groups):
-            use(group, place)
+            use(group, member)
         segments = Held.now().segments
         dist.barrier()
         for group in groups:

@@ -84,8 +84,8 @@ def differences_from_gloo(rank: Rank, program: Program) -> list[str]:
     return different
 
 
-def join_both(place: Member) -> Rank:
-    return join(place, gloo=True)
+def join_both(member: Member) -> Rank:
+    return join(member, gloo=True)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -110,10 +110,10 @@ def test_a_rank_that_calls_something_else_is_told_on_every_rank_of_the_group(siz
         last = Step("barrier", program.steps[at].group)
         program = replace(program, steps=(*program.steps, last))
 
-        def body(place: Member) -> tuple[list[str], list[tuple[int, str]], float]:
-            rank = join(place, timeout_s=60)
+        def body(member: Member) -> tuple[list[str], list[tuple[int, str]], float]:
+            rank = join(member, timeout_s=60)
             started = time.monotonic()
-            instead = (at, other) if place.rank == odd else None
+            instead = (at, other) if member.rank == odd else None
             run = Run(rank.rank, rank.groups, program, instead, catch=Exception)
             told = [(index, f"{type(error).__name__}: {error}") for index, error in run.errors]
             return run.wrong, told, time.monotonic() - started

@@ -11,9 +11,11 @@ from phalanx.watch.calls import listed
 
 __all__ = ["explain"]
 
-# Ranks that wait in the group are woken by the break and tell within a millisecond or two; one that computes has
-# nothing to tell yet.
+# Ranks that wait in the group are woken by the break and describe their call within a millisecond or two, unless the
+# machine is busy; one that computes has nothing to describe yet.
 PATIENCE_S = 0.3
+# The rank that noticed is about to describe its call, unless it ends: only a busy machine can keep it from that.
+NOTICED_PATIENCE_S = 2.0
 
 
 def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> PhalanxError:
@@ -31,7 +33,7 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
     core.phx_breakage(comm, ctypes.byref(why))
     peer = f"rank {why.peer} of the group (pid {why.peer_pid})"
     if why.status == Status.MISMATCH:
-        calls = _calls(comm, range(size))
+        calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(size), PATIENCE_S)
         return CollectiveMismatch(
             f"the ranks of a group called different operations:\n{listed(calls, size)}\n"
             f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an "
@@ -41,7 +43,9 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
         return PeerLost(
             f"a rank of the group gave up in an operation but did not say why in time; while rank {rank} was in {call}"
         )
-    noticed = _calls(comm, [why.rank]).get(why.rank, "an operation")
+    # A rank that aborts the group, as torch's abort() does, describes nothing.
+    patience_s = PATIENCE_S if why.status == Status.INTERRUPTED else NOTICED_PATIENCE_S
+    noticed = _calls(comm, [why.rank], patience_s).get(why.rank, "an operation")
     where = f"while rank {why.rank} was in {noticed}"
     if why.status == Status.TIMEOUT:
         return CollectiveTimeout(
@@ -64,11 +68,11 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
     )
 
 
-def _calls(comm: int, ranks: range | list[int]) -> dict[int, str]:
+def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, str]:
     """What the ranks have told, once all of them have or patience ends."""
     core, text = library(), ctypes.create_string_buffer(TEXT_BYTES)
     calls: dict[int, str] = {}
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
         for rank in ranks:
             if rank not in calls and core.phx_description(comm, rank, text):
