@@ -1,7 +1,8 @@
-"""After every test: no process, thread, descriptor or shared memory is left."""
+"""After every test: no process, thread, descriptor or shared memory is left. ``--cpu-times`` says where the time goes."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,34 @@ import torch
 from tests.support.leaks import Holdings
 
 torch.set_num_threads(1)
+
+_cpu_s: dict[str, float] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-times", type=int, metavar="N", help="list the N tests that took the most CPU time")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+    before = cpu_s()
+    try:
+        return (yield)
+    finally:
+        _cpu_s[item.nodeid] = cpu_s() - before
+
+
+def cpu_s() -> float:
+    """The CPU time of this process and of all that it has waited for, in seconds."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--cpu-times"):
+        terminalreporter.section(f"CPU time: {sum(_cpu_s.values()):.0f} s")
+        for name in sorted(_cpu_s, key=_cpu_s.__getitem__, reverse=True)[: config.getoption("--cpu-times")]:
+            terminalreporter.line(f"{_cpu_s[name]:7.2f}s {name}")
 
 
 @pytest.fixture(autouse=True)
