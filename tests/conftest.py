@@ -1,16 +1,21 @@
-"""After every test: no process, thread, descriptor or shared memory is left. ``--cpu-times`` says where the time goes."""
+"""After every test no process, thread, descriptor or shared memory is left; and where the tests' CPU time goes."""
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from tests.support.leaks import Holdings
 
 torch.set_num_threads(1)
+
+# No example is late on a busy machine.
+hypothesis.settings.register_profile("phalanx", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("phalanx")
 
 _cpu_s: dict[str, float] = {}
 
@@ -20,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[object]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     before = cpu_s()
     try:
         return (yield)

@@ -128,18 +128,18 @@ def test_a_meeting_that_fails_leaves_nothing_mapped(size: int) -> None:
 
 
 def test_all_ranks_together_have_the_timeout_to_come() -> None:
-    """Rank 1 comes shortly before its end (of 2 s: a FileStore counts whole seconds begun), rank 2 not at all."""
+    """Rank 1 comes shortly before its end (of 5 s: a FileStore counts whole seconds begun), rank 2 not at all."""
 
     def body(member: Member) -> float:
         started = time.monotonic()
         if member.rank == 1:
-            time.sleep(1)
+            time.sleep(4)
         if member.rank < 2:
             with pytest.raises(InitializationError, match="rank 2 did not come"):
-                SharedMemoryCommunicator(member.store(), member.rank, 3, timedelta(seconds=1))
+                SharedMemoryCommunicator(member.store(), member.rank, 3, timedelta(seconds=4))
         return time.monotonic() - started
 
-    assert max(on_ranks(body, 3)) < 2.5
+    assert max(on_ranks(body, 3)) < 8
 
 
 def test_every_rank_that_did_not_come_is_named() -> None:

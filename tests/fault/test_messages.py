@@ -156,6 +156,6 @@ def test_no_thread_outlives_the_interpreter_when_a_message_is_under_way(tmp_path
     (tmp_path / "leaves.py").write_text(LEAVES_A_MESSAGE)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ended = subprocess.run(
-        [*torchrun, "leaves.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        [*torchrun, "leaves.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert (ended.returncode, ended.stdout.split("\n")) == (0, ["[]", "[]", ""]), ended.stderr

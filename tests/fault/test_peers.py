@@ -56,7 +56,7 @@ def test_a_killed_rank_is_named_by_every_survivor(operation: str, size: int) -> 
     assert outcomes[-1].signal == signal.SIGKILL
     for outcome in outcomes[:-1]:
         assert outcome.error is None, outcome.traceback
-        assert outcome.value[1] < 1.0
+        assert outcome.value[1] < 20  # not the group's timeout, which is a minute
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -235,7 +235,7 @@ def test_torchs_new_timeout_for_a_group_holds(size: int) -> None:
             time.sleep(1)
         return time.monotonic() - started
 
-    assert max(on_ranks(body, size)) < 5
+    assert max(on_ranks(body, size)) < 25  # and not the first one
 
 
 def test_joining_names_a_rank_that_does_not_come() -> None:
@@ -277,22 +277,23 @@ def test_an_interrupt_ends_a_collective_that_waits(asynchronous: bool) -> None:
     def body(member: Member) -> bool:
         member.join()
         dist.barrier()
+        interrupted = member.folder / "interrupted"
         if member.rank == 0:
-            time.sleep(0.5)
+            while not interrupted.exists():
+                time.sleep(0.01)
             with pytest.raises(PeerLost, match="was interrupted"):
-                for _ in range(3):
-                    dist.all_reduce(torch.ones(1))
-                    time.sleep(0.2)
+                dist.all_reduce(torch.ones(1))
             return True
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
             if asynchronous:
                 dist.all_reduce(torch.ones(1), async_op=True).wait()
             else:
                 dist.all_reduce(torch.ones(1))
-        assert time.monotonic() - started < 0.4
+        assert time.monotonic() - started < 20  # not the group's timeout
+        interrupted.touch()
         return True
 
     assert on_ranks(body, 2) == [True, True]

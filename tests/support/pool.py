@@ -23,10 +23,10 @@ from tests.support.ranks import Member, fork_rank, stacks_of
 __all__ = ["Pool"]
 
 # Generous the first time; while a hang is being made smaller, the time of each attempt adds up.
-PATIENCE_S = 60.0
-AGAIN_S = 10.0
+PATIENCE_S = 300.0
+AGAIN_S = 60.0
 # For the others to end once one rank has failed: they may wait for it in vain.
-GRACE_S = 2.0
+GRACE_S = 5.0
 
 
 class Pool:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0  # no busy machine needs as long; one that hangs shows its stacks then
 
 
 @dataclass

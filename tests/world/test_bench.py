@@ -17,7 +17,7 @@ from tests.launch_support import MARK, marked
 from phalanx.bench.cases import OPERATIONS
 from phalanx.bench.mpi import installed_mpi
 
-PATIENCE_S = 60
+PATIENCE_S = 300
 
 
 def start(temporary: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -33,7 +33,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.long), pytest.param(5, marks=pytest.mark.long)])
 def test_every_reduction_has_the_same_bits_whatever_the_tuning(size: int) -> None:
     def body(member: Member) -> tuple[int, list[str]]:
         seen: dict[str, bytes] = {}
