@@ -6,9 +6,12 @@ MPI := .venv-mpi
 FRAMEWORKS := .venv-frameworks
 RANKS ?= 2
 ARGS ?=
+# How many tests run side by side: one more than there are cores, since many only wait.
+JOBS ?= $(shell echo $$(($$(nproc) + 1)))
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lint types unit mpi frameworks benchmark sanitize conformance clean
+.PHONY: help run test test-all lint types unit long mpi frameworks benchmark sanitize conformance clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -16,7 +19,9 @@ help:  ## Say what there is
 run: $(VENV)/.installed  ## Train the example on $(RANKS) ranks (RANKS=4, ARGS="--epochs 1")
 	@$(BIN)/phalanx run --no-prefix -n $(RANKS) examples/text_classification.py $(ARGS)
 
-test: lint types unit  ## Everything continuous integration checks
+test: lint types unit  ## Style, types and the tests that take minutes
+
+test-all: test long  ## Everything continuous integration checks
 
 lint: $(VENV)/.installed  ## Style
 	$(BIN)/ruff check .
@@ -26,7 +31,10 @@ types: $(VENV)/.installed  ## Static types
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
+
+long: $(VENV)/.installed  ## The tests that the others leave out: more sizes, more examples
+	$(PYTEST) -m long $(ARGS)
 
 mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI tests with MPICH, Open MPI and Intel MPI (ARGS="-k tutorials")
 	@cat $(MPI)/*/.skipped 2>/dev/null || true

@@ -1,15 +1,49 @@
-"""After every test: no process, thread, descriptor or shared memory is left."""
+"""After every test no process, thread, descriptor or shared memory is left; and where the tests' CPU time goes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import resource
+from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from tests.support.leaks import Holdings
 
 torch.set_num_threads(1)
+
+# No example is late on a busy machine.
+hypothesis.settings.register_profile("phalanx", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("phalanx")
+
+_cpu_s: dict[str, float] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-times", type=int, metavar="N", help="list the N tests that took the most CPU time")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    before = cpu_s()
+    try:
+        return (yield)
+    finally:
+        _cpu_s[item.nodeid] = cpu_s() - before
+
+
+def cpu_s() -> float:
+    """The CPU time of this process and of all that it has waited for, in seconds."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--cpu-times"):
+        terminalreporter.section(f"CPU time: {sum(_cpu_s.values()):.0f} s")
+        for name in sorted(_cpu_s, key=_cpu_s.__getitem__, reverse=True)[: config.getoption("--cpu-times")]:
+            terminalreporter.line(f"{_cpu_s[name]:7.2f}s {name}")
 
 
 @pytest.fixture(autouse=True)

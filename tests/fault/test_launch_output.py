@@ -160,7 +160,7 @@ def test_a_launcher_without_standard_streams(launcher: Launcher) -> None:
     code = subprocess.call(
         ["sh", "-c", f"exec {sys.executable} -m phalanx run -q {script} <&- >&- 2>&-"],
         env={**os.environ, "MADE": str(made)},
-        timeout=60,
+        timeout=600,
     )
     assert code == 0
     assert made.read_text() == "ran"

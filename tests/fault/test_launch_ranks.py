@@ -25,7 +25,7 @@ def test_everything_torchrun_sets_is_set(launcher: Launcher) -> None:
     base = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     reference = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", script],
-        env=base, capture_output=True, check=True, timeout=120,
+        env=base, capture_output=True, check=True, timeout=600,
     )  # fmt: skip
     theirs = json.loads(reference.stdout.splitlines()[-1])
     outcome = launcher.run("-n", "2", "-q", script)

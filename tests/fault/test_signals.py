@@ -18,9 +18,9 @@ from phalanx.errors import ClosedError, PhalanxError, ReentryError
 WAIT_S = 30.0
 
 
-def wait_for(place: Member, name: str) -> None:
+def wait_for(member: Member, name: str) -> None:
     patience = time.monotonic() + WAIT_S
-    while not (place.folder / name).exists():
+    while not (member.folder / name).exists():
         assert time.monotonic() < patience, name
         time.sleep(0.005)
 
@@ -34,19 +34,19 @@ def interrupt_after(seconds: float, handler: object) -> None:
 def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int) -> None:
     """The interrupted call ends with an error on every rank, and the memory is given back behind it."""
 
-    def body(place: Member) -> bool:
-        place.join(timeout_s=WAIT_S)
+    def body(member: Member) -> bool:
+        member.join(timeout_s=WAIT_S)
         group: Any = dist.group.WORLD
         dist.barrier()
-        if place.rank:
-            wait_for(place, "ended")
+        if member.rank:
+            wait_for(member, "ended")
             with pytest.raises(PhalanxError):
                 dist.all_reduce(torch.ones(4))
             return True
         interrupt_after(0.1, lambda *_: dist.destroy_process_group())
         with pytest.raises(PhalanxError):
             dist.all_reduce(torch.ones(4))
-        (place.folder / "ended").touch()
+        (member.folder / "ended").touch()
         assert not dist.is_initialized()
         for thread in threading.enumerate():
             if thread.name == "phalanx-closing":
@@ -64,8 +64,8 @@ def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int
 def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: int) -> None:
     """It gets the error, and the interrupted call goes on if the handler lets it."""
 
-    def body(place: Member) -> bool:
-        place.join(timeout_s=WAIT_S)
+    def body(member: Member) -> bool:
+        member.join(timeout_s=WAIT_S)
         dist.barrier()
         told: list[ReentryError] = []
         work: list[dist.Work] = []
@@ -81,11 +81,11 @@ def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: i
                     work[0].wait()
             except ReentryError as error:
                 told.append(error)
-            (place.folder / "told").touch()
+            (member.folder / "told").touch()
 
         tensor = torch.ones(4)
-        if place.rank:
-            wait_for(place, "told")
+        if member.rank:
+            wait_for(member, "told")
         else:
             interrupt_after(0.1, handler)
         dist.all_reduce(tensor)
@@ -94,7 +94,7 @@ def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: i
             (work[0].wait() if work else dist.all_reduce(torch.ones(1)))
         dist.barrier()
         dist.destroy_process_group()
-        return place.rank > 0 or (len(told) == 1 and "signal handler" in str(told[0]))
+        return member.rank > 0 or (len(told) == 1 and "signal handler" in str(told[0]))
 
     assert on_ranks(body, size, timeout_s=60) == [True] * size
 
@@ -102,11 +102,11 @@ def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: i
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("leave", [False, True], ids=["barrier", "destroy"])
 def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(leave: bool, size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join(timeout_s=WAIT_S)
+    def body(member: Member) -> bool:
+        member.join(timeout_s=WAIT_S)
         dist.barrier()
-        if place.rank:
-            wait_for(place, "ended")
+        if member.rank:
+            wait_for(member, "ended")
             return True
         group: Any = dist.group.WORLD
         # What submit() does, without the thread that might be first.
@@ -115,7 +115,7 @@ def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(le
         interrupt_after(0.1, signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
             (dist.destroy_process_group if leave else dist.barrier)()
-        (place.folder / "ended").touch()
+        (member.folder / "ended").touch()
         assert work is not None
         assert isinstance(work.exception(), KeyboardInterrupt)
         return True
@@ -125,10 +125,10 @@ def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(le
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_message_waits_on_another_thread_while_a_handler_runs(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join(timeout_s=WAIT_S)
+    def body(member: Member) -> bool:
+        member.join(timeout_s=WAIT_S)
         dist.barrier()
-        if place.rank == 0:
+        if member.rank == 0:
             inbox = torch.zeros(1)
             request = dist.irecv(inbox, src=1)
             interrupt_after(0.1, lambda *_: time.sleep(0.4))
@@ -139,7 +139,7 @@ def test_a_message_waits_on_another_thread_while_a_handler_runs(size: int) -> No
         else:
             time.sleep(0.8)
             dist.all_reduce(torch.ones(1))
-            if place.rank == 1:
+            if member.rank == 1:
                 dist.send(torch.ones(1), dst=0)
         dist.barrier()
         dist.destroy_process_group()

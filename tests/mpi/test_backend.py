@@ -212,7 +212,7 @@ def python(script: str, *paths: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

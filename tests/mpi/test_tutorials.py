@@ -69,7 +69,7 @@ def start(
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,
         check=False,
     )
 

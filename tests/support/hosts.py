@@ -7,17 +7,22 @@ held by a pipe of this process: when that closes, whatever the reason, the kerne
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["TestHosts", "running_hosts", "why_no_hosts"]
 
 PROGRAMS = ("ip", "unshare", "nsenter", "mount", "hostname")
 NET, NET6 = "10.213.77", "fd77:a:b"
+PATIENCE_S = 300.0  # no busy machine needs as long
 _HOLD = "echo ready; exec cat >/dev/null"
 _HOST = (
     "set -e; hostname {name}; mount --make-rprivate /; mount -t tmpfs -o size=1g tmpfs /dev/shm; "
@@ -46,6 +51,75 @@ def _path() -> str:
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
+class Zygote:
+    """The process on a host that forks ranks (``host_zygote.py``)."""
+
+    def __init__(self, hosts: TestHosts, host: int) -> None:
+        command = [sys.executable, "-m", "tests.support.host_zygote"]
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = hosts.start(host, command, {"OMP_NUM_THREADS": "1"}, **streams)
+        self._codes: dict[int, int] = {}
+        self._count = 0
+        self._ready = self._cleaned = False
+        self._partial = b""
+
+    def fork(self, script: Path, environment: Mapping[str, str], out: Path, err: Path) -> int:
+        """Start a rank; the number by which ``code`` knows it."""
+        self._await(lambda: self._ready)
+        self._count += 1
+        own = {name: value for name, value in os.environ.items() if name != "PATH"} | {"PATH": _path()}
+        order = {"number": self._count, "script": str(script), "out": str(out), "err": str(err)}
+        self._order({**order, "environment": {**own, **environment}})
+        return self._count
+
+    def code(self, number: int) -> int | None:
+        """How a rank ended; None if it has not."""
+        self._hear(0.0)
+        return self._codes.get(number)
+
+    def show_stacks(self) -> None:
+        """Have every rank print its stacks."""
+        self._order({"stacks": True})
+
+    def end_others(self) -> None:
+        self._await(lambda: self._ready)
+        self._cleaned = False
+        self._order({"clean": True})
+        self._await(lambda: self._cleaned)
+
+    def close(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        self._process.wait(60)
+
+    def _order(self, order: Mapping[str, object]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _await(self, done: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE_S
+        while not done():
+            assert time.monotonic() < until, "the zygote of a host does not answer"
+            self._hear(1.0)
+
+    def _hear(self, patience_s: float) -> None:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while select.select([descriptor], [], [], patience_s)[0]:
+            data = os.read(descriptor, 1 << 16)
+            assert data, "the zygote of a host has ended"
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                said = json.loads(line)
+                self._ready |= "ready" in said
+                self._cleaned |= "cleaned" in said
+                if "code" in said:
+                    self._codes[said["number"]] = said["code"]
+            patience_s = 0.0
+
+
 class TestHosts:
     """h0, h1, … with the addresses 10.213.77.1, … and fd77:a:b::1, …; names resolve on all of them."""
 
@@ -56,6 +130,7 @@ class TestHosts:
         self._folder = folder
         self._holders: list[subprocess.Popen[bytes]] = []
         self._inside: list[int] = []
+        self.zygotes: list[Zygote] = []
         self.reset_names()
 
     def address(self, host: int) -> str:
@@ -89,6 +164,7 @@ class TestHosts:
             self._ip(inside, f"addr add {self.address(host)}/24 dev eth0")
             self._ip(inside, f"addr add {NET6}::{host + 1}/64 dev eth0 nodad")
             self._ip(inside, "link set eth0 up")
+        self.zygotes = [Zygote(self, host) for host in range(self.count)]
 
     def _hold(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PATH": _path()}
@@ -102,26 +178,21 @@ class TestHosts:
         environment = {**os.environ, "PATH": _path()}
         subprocess.run(["nsenter", "-t", str(pid), "-n", "ip", *words.split()], check=True, env=environment)
 
-    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    def start(
+        self, host: int, command: Sequence[str], environment: Mapping[str, str], **streams: Any
+    ) -> subprocess.Popen[bytes]:
         """Start a command on a host, in this directory."""
         entry = ["nsenter", "-t", str(self._inside[host]), "-m", "-u", "-n", "-p", f"--wd={os.getcwd()}", "--"]
-        return subprocess.Popen(
-            [*entry, *command],
-            env={**os.environ, "PATH": _path(), **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        return subprocess.Popen([*entry, *command], env={**os.environ, "PATH": _path(), **environment}, **streams)
 
     def end_processes(self) -> None:
-        """Kill everything on all hosts but the hosts."""
-        for inside in self._inside:
-            # The first process of a namespace is spared by a signal to all from within.
-            entry = ["nsenter", "-t", str(inside), "-p", "-m", "--", "sh", "-c", "kill -KILL -1"]
-            subprocess.run(entry, capture_output=True, check=False)
+        """Kill everything on all hosts but the hosts and their zygotes."""
+        for zygote in self.zygotes:
+            zygote.end_others()
 
     def down(self) -> None:
+        for zygote in self.zygotes:
+            zygote.close()
         for holder in self._holders:
             for pipe in (holder.stdin, holder.stdout):
                 if pipe is not None:

@@ -23,10 +23,10 @@ from tests.support.ranks import Member, fork_rank, stacks_of
 __all__ = ["Pool"]
 
 # Generous the first time; while a hang is being made smaller, the time of each attempt adds up.
-PATIENCE_S = 60.0
-AGAIN_S = 10.0
+PATIENCE_S = 300.0
+AGAIN_S = 60.0
 # For the others to end once one rank has failed: they may wait for it in vain.
-GRACE_S = 2.0
+GRACE_S = 5.0
 
 
 class Pool:
@@ -95,10 +95,10 @@ class Pool:
             ours, theirs = Pipe()
             others = [pipe for _, pipe in self._ranks] + [ours]
 
-            def serve(place: Member, pipe: Connection[Any, Any] = theirs, others: list[Any] = others) -> None:
+            def serve(member: Member, pipe: Connection[Any, Any] = theirs, others: list[Any] = others) -> None:
                 for other in others:
                     other.close()  # or a rank would not notice when the test ends
-                _serve(place, pipe, self._start)
+                _serve(member, pipe, self._start)
 
             pid = fork_rank(serve, Member(rank, self._size, Path(self._folder.name)))
             theirs.close()
@@ -118,13 +118,13 @@ class Pool:
             self._folder.cleanup()
 
 
-def _serve(place: Member, pipe: Connection[Any, Any], start: Callable[[Member], Any]) -> None:
+def _serve(member: Member, pipe: Connection[Any, Any], start: Callable[[Member], Any]) -> None:
     started: Any = None
     with contextlib.suppress(EOFError):
         while (message := pipe.recv()) is not None:
             job, arguments = message
             try:
-                started = start(place) if started is None else started
+                started = start(member) if started is None else started
                 pipe.send((job(started, *arguments), ""))
             except Exception:
                 pipe.send((None, f"raised:\n{traceback.format_exc()}"))

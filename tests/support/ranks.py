@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0  # no busy machine needs as long; one that hangs shows its stacks then
 
 
 @dataclass
@@ -84,7 +84,7 @@ def on_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = TI
     return values(run_ranks(function, size, timeout_s))
 
 
-def fork_rank(function: Callable[[Member], Any], place: Member) -> int:
+def fork_rank(function: Callable[[Member], Any], member: Member) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -92,16 +92,16 @@ def fork_rank(function: Callable[[Member], Any], place: Member) -> int:
         return pid
     code = 1
     try:
-        stacks = open(place.folder / f"stacks-{place.rank}", "w")  # noqa: SIM115 - open as long as the process
+        stacks = open(member.folder / f"stacks-{member.rank}", "w")  # noqa: SIM115 - open as long as the process
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         try:
-            outcome = Outcome(place.rank, value=function(place))
+            outcome = Outcome(member.rank, value=function(member))
         except BaseException as error:
-            outcome = Outcome(place.rank, error=error, traceback=traceback.format_exc())
-        partial = place.folder / f"outcome-{place.rank}.part"
+            outcome = Outcome(member.rank, error=error, traceback=traceback.format_exc())
+        partial = member.folder / f"outcome-{member.rank}.part"
         partial.write_bytes(_pickled(outcome))
-        partial.rename(place.folder / f"outcome-{place.rank}")
+        partial.rename(member.folder / f"outcome-{member.rank}")
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -31,20 +31,20 @@ class Rank:
     gloo: list[dist.ProcessGroup | None]
 
 
-def join(place: Member, gloo: bool = False, timeout_s: float = 300.0) -> Rank:
+def join(member: Member, gloo: bool = False, timeout_s: float = 300.0) -> Rank:
     """Join a world and make its groups; with ``gloo`` the same groups once more over torch's own backend."""
-    with _tuned(GROUPS[place.size][0]):
-        place.join(timeout_s=timeout_s)
+    with _tuned(GROUPS[member.size][0]):
+        member.join(timeout_s=timeout_s)
     groups: list[dist.ProcessGroup | None] = [dist.group.WORLD]
-    for group in GROUPS[place.size][1:]:
+    for group in GROUPS[member.size][1:]:
         with _tuned(group):
             made = dist.new_group(list(group.members))
-        groups.append(made if place.rank in group.members else None)
+        groups.append(made if member.rank in group.members else None)
     twins: list[dist.ProcessGroup | None] = []
-    for group in GROUPS[place.size] if gloo else ():
+    for group in GROUPS[member.size] if gloo else ():
         made = dist.new_group(list(group.members), backend="gloo")
-        twins.append(made if place.rank in group.members else None)
-    return Rank(place.rank, groups, twins)
+        twins.append(made if member.rank in group.members else None)
+    return Rank(member.rank, groups, twins)
 
 
 def _tuned(group: Group) -> AbstractContextManager[None]:

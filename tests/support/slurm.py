@@ -88,7 +88,7 @@ def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _wait_until_idle(environment: dict[str, str], folder: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         state = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, timeout=20)
         if state.stdout.strip() == "idle":

@@ -69,12 +69,12 @@ class Job:
         """A connection that has not said anything."""
         return socket.create_connection(self.where, timeout=20)
 
-    def heard(self, words: str, timeout_s: float = 20.0) -> bool:
+    def heard(self, words: str, timeout_s: float = 60.0) -> bool:
         """Whether rank 0 says a line with these words in it, soon."""
         return soon(lambda: any(words in line for line in self.said), timeout_s)
 
 
-def soon(true: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+def soon(true: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     until = time.monotonic() + timeout_s
     while not true():
         if time.monotonic() > until:

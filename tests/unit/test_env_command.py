@@ -30,7 +30,7 @@ def phalanx_env(*arguments: str, **variables: str) -> subprocess.CompletedProces
     """Run the command with these variables and nothing else of a launcher's."""
     kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
     command = [sys.executable, "-m", "phalanx", "env", *arguments]
-    return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env={**kept, **variables}, capture_output=True, text=True, timeout=600)
 
 
 def test_json_has_every_fact_and_null_where_only_the_joined_world_can_tell() -> None:

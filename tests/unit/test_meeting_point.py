@@ -277,7 +277,7 @@ def test_a_rank_that_cannot_be_is_refused_and_the_others_still_meet(
     started = time.monotonic()
     with pytest.raises(InitializationError, match=words):
         meet(replace(wrong, local_world_size=wrong.world_size), 20.0, 0)
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 15  # not the timeout
     meetings.start(replace(place, rank=2))
     stores = meetings.join()
     stores[0].set("a", "b")

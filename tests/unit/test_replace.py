@@ -26,7 +26,7 @@ TARGET = Target("program", "true", "/bin/true", ("true",))
 
 def phalanx_run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phalanx", "run", *arguments]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=600)
 
 
 def test_names_are_listed_with_commas() -> None:
@@ -130,7 +130,7 @@ def test_a_variable_that_makes_no_sense_is_told_by_the_first_group_and_not_by_th
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
-        env={**os.environ, settings.REPLACE: "nccl"}, capture_output=True, text=True, check=True, timeout=120,
+        env={**os.environ, settings.REPLACE: "nccl"}, capture_output=True, text=True, check=True, timeout=600,
     )  # fmt: skip
     imported, message = done.stdout.splitlines()
     assert imported == "imported"

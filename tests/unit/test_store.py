@@ -192,7 +192,7 @@ def test_a_wait_that_takes_too_long_names_what_is_missing(rank: int) -> None:
         started = time.monotonic()
         with pytest.raises(dist.DistStoreError, match=r"wait timeout after 0.1 s, keys: one, two$"):
             store.wait(["two", "there", "one"], SOON)
-        assert 0.1 <= time.monotonic() - started < 2
+        assert 0.1 <= time.monotonic() - started < 15  # not the store's own timeout
         store.set_timeout(SOON)
         assert store.timeout == SOON
         with pytest.raises(dist.DistStoreError, match="keys: none"):

@@ -34,14 +34,14 @@ def test_fsdp2_ends_where_one_process_ends(size: int) -> None:
     step(model, data)
     expected = [parameter.detach().clone() for parameter in model.parameters()]
 
-    def body(place: Member) -> bool:
-        place.join()
+    def body(member: Member) -> bool:
+        member.join()
         model, data = model_and_data()
-        mesh = init_device_mesh("cpu", (place.size,))
+        mesh = init_device_mesh("cpu", (member.size,))
         for layer in model:  # type: ignore[attr-defined]
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        step(model, data.chunk(place.size)[place.rank])
+        step(model, data.chunk(member.size)[member.rank])
         for parameter, want in zip(model.parameters(), expected, strict=True):
             assert isinstance(parameter, DTensor)
             torch.testing.assert_close(parameter.full_tensor().detach(), want)
@@ -53,9 +53,9 @@ def test_fsdp2_ends_where_one_process_ends(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_dtensor_redistributes(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
-        mesh = init_device_mesh("cpu", (place.size,))
+    def body(member: Member) -> bool:
+        member.join()
+        mesh = init_device_mesh("cpu", (member.size,))
         whole = torch.arange(60.0).view(12, 5)
         rows = distribute_tensor(whole, mesh, [Shard(0)])
         assert torch.equal(rows.redistribute(mesh, [Replicate()]).to_local(), whole)
@@ -71,10 +71,10 @@ def test_dtensor_redistributes(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_functional_collectives_eager_and_compiled(size: int) -> None:
-    def body(place: Member) -> bool:
-        place.join()
+    def body(member: Member) -> bool:
+        member.join()
         group: Any = dist.group.WORLD
-        n, rank = place.size, place.rank
+        n, rank = member.size, member.rank
 
         def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             summed = functional.all_reduce(x, "sum", group)
@@ -102,14 +102,14 @@ def test_functional_collectives_eager_and_compiled(size: int) -> None:
 
 
 def test_coalescing_manager_and_monitoring_of_groups() -> None:
-    def body(place: Member) -> bool:
-        place.join()
+    def body(member: Member) -> bool:
+        member.join()
         tensors = [torch.full((k,), 1.0) for k in (1, 5, 3000)]
         with _coalescing_manager(async_ops=True) as manager:
             for tensor in tensors:
                 dist.all_reduce(tensor)
         manager.wait()
-        outputs, parts = [torch.empty(4), torch.empty(8)], [torch.ones(2) * place.rank, torch.ones(4) * place.rank]
+        outputs, parts = [torch.empty(4), torch.empty(8)], [torch.ones(2) * member.rank, torch.ones(4) * member.rank]
         with _coalescing_manager():
             for output, part in zip(outputs, parts, strict=True):
                 dist.all_gather_single(output, part)

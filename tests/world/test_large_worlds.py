@@ -13,7 +13,8 @@ from tests.support.ranks import Member, on_ranks
 
 MOST_BYTES_PER_RANK = 4 << 20
 # By hand: PHALANX_RANKS=256 pytest -s tests/world/test_large_worlds.py
-SIZES = [int(size) for size in os.environ.get("PHALANX_RANKS", "64").split(",")]
+BY_HAND = [pytest.param(int(size)) for size in os.environ.get("PHALANX_RANKS", "").split(",") if size]
+SIZES = BY_HAND or [pytest.param(24), pytest.param(64, marks=pytest.mark.long)]
 
 
 def segment_bytes() -> int:
@@ -27,9 +28,9 @@ def segment_bytes() -> int:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_operation_in_a_world_of(size: int) -> None:
-    def body(place: Member) -> int:
-        place.join(timeout_s=110)
-        n, me = place.size, place.rank
+    def body(member: Member) -> int:
+        member.join(timeout_s=280)
+        n, me = member.size, member.rank
         total = n * (n + 1) / 2
         for count in (1, 5_000, 70_000):  # one synchronisation, one chunk, two chunks
             tensor = torch.full((count,), float(me + 1))

@@ -205,3 +205,18 @@ def test_messages_of_different_size_raise_on_both_sides() -> None:
         assert f"rank 0: send to rank 1, float32[{LARGE}] at " in text
         assert "rank 1: recv from rank 0, float32[3] at " in text
         assert "test_point_to_point.py:" in text
+
+
+def test_a_message_that_fails_before_it_is_waited_for_names_its_call() -> None:
+    def body(place: Member) -> str:
+        place.join()
+        work = dist.isend(torch.ones(LARGE), 1) if place.rank == 0 else dist.irecv(torch.ones(3), 0)
+        assert work is not None
+        time.sleep(0.5)  # the group's own thread finds the error meanwhile
+        with pytest.raises(CollectiveMismatch) as caught:
+            work.wait()
+        return str(caught.value)
+
+    for text in on_ranks(body, 2):
+        assert f"rank 0: send to rank 1, float32[{LARGE}] at " in text
+        assert "rank 1: recv from rank 0, float32[3] at " in text

@@ -175,27 +175,26 @@ def test_operations_run_in_the_order_of_the_calls(size: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_asynchronous_call_returns_at_once_while_a_rank_is_late(size: int) -> None:
-    def body(place: Member) -> tuple[bool, float]:
+    def body(place: Member) -> bool:
         place.join()
         dist.barrier()
+        returned = [place.folder / f"returned-{rank}" for rank in range(1, place.size)]
         if place.rank == 0:
-            time.sleep(0.5)
-        started = time.monotonic()
+            while not all(file.exists() for file in returned):
+                time.sleep(0.01)
         tensor = torch.ones(1000)
         work = dist.all_reduce(tensor, async_op=True)
-        returned_s = time.monotonic() - started
-        early = work.is_completed()
+        early = bool(work.is_completed())
+        if place.rank:
+            returned[place.rank - 1].touch()
         work.wait()
         assert work.is_completed()
         assert work.is_success()
         assert tensor[0].item() == place.size
         dist.destroy_process_group()
-        return early, returned_s
+        return early
 
-    for rank, (early, returned_s) in enumerate(on_ranks(body, size)):
-        if rank != 0:
-            assert not early
-            assert returned_s < 0.25
+    assert on_ranks(body, size)[1:] == [False] * (size - 1)
 
 
 def test_futures_carry_the_result_and_run_callbacks() -> None:
@@ -417,13 +416,13 @@ def test_scripts_need_no_import_of_phalanx() -> None:
         "x = torch.ones(2); dist.all_reduce(x); print(x.tolist(), dist.get_backend())\n"
         "dist.destroy_process_group()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.stdout == "[1.0, 1.0] phalanx\n", done.stderr
 
 
 def test_import_torch_loads_only_the_registration() -> None:
     script = "import sys, torch; print(sorted(m for m in sys.modules if m.startswith('phalanx')))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == str(
         [
             "phalanx",

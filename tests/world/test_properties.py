@@ -24,8 +24,8 @@ from phalanx.errors import CollectiveMismatch
 
 EXAMPLES = int(os.environ.get("PHALANX_EXAMPLES", "0"))
 
-# Generous: a busy machine may need this long for what takes milliseconds. The groups' timeout is a minute.
-TOLD_S = 10.0
+# A busy machine may need this long for what takes milliseconds. The groups' timeout is a minute.
+TOLD_S = 30.0
 
 # What Gloo refuses, or answers with garbage.
 NOT_WITH_GLOO: dict[str, Callable[[Step], bool]] = {
@@ -57,19 +57,25 @@ def drawn(strategy: st.SearchStrategy[Any], examples: int, check: Callable[[Any]
     every()
 
 
+def some_or_more(some: int, more: int) -> pytest.MarkDecorator:
+    """So many examples; and more, for which ``make test`` has no time."""
+    return pytest.mark.parametrize("examples", [some, pytest.param(more, marks=pytest.mark.long)])
+
+
 def differences(rank: Rank, program: Program) -> list[str]:
     return Run(rank.rank, rank.groups, program).wrong
 
 
+@some_or_more(60, 150)
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_program_leaves_what_the_oracle_says(size: int) -> None:
+def test_every_program_leaves_what_the_oracle_says(size: int, examples: int) -> None:
     """Bit for bit, and nothing around it: sums in rank order, inputs as they were."""
     with Pool(size, join) as pool:
 
         def check(program: Program) -> None:
             assert pool.do(differences, program) == [[]] * size
 
-        drawn(programs(size), 150, check)
+        drawn(programs(size), examples, check)
 
 
 def differences_from_gloo(rank: Rank, program: Program) -> list[str]:
@@ -86,12 +92,13 @@ def differences_from_gloo(rank: Rank, program: Program) -> list[str]:
     return different
 
 
-def join_both(place: Member) -> Rank:
-    return join(place, gloo=True)
+def join_both(member: Member) -> Rank:
+    return join(member, gloo=True)
 
 
+@some_or_more(25, 60)
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_program_gives_what_gloo_gives(size: int) -> None:
+def test_every_program_gives_what_gloo_gives(size: int, examples: int) -> None:
     """With whole numbers, since Gloo adds in another order."""
     both = steps(size).filter(lambda step: not any(refuses(step) for refuses in NOT_WITH_GLOO.values()))
     with Pool(size, join_both) as pool:
@@ -99,11 +106,12 @@ def test_every_program_gives_what_gloo_gives(size: int) -> None:
         def check(program: Program) -> None:
             assert pool.do(differences_from_gloo, program) == [[]] * size
 
-        drawn(programs(size, exact=True, only=both), 60, check)
+        drawn(programs(size, exact=True, only=both), examples, check)
 
 
+@some_or_more(8, 25)
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_rank_that_calls_something_else_is_told_on_every_rank_of_the_group(size: int) -> None:
+def test_a_rank_that_calls_something_else_is_told_on_every_rank_of_the_group(size: int, examples: int) -> None:
     """Each raises in time, at a later call at the latest; what a rank was given without an error is right."""
 
     def check(example: tuple[Program, int, int, Step]) -> None:
@@ -112,10 +120,10 @@ def test_a_rank_that_calls_something_else_is_told_on_every_rank_of_the_group(siz
         last = Step("barrier", program.steps[at].group)
         program = replace(program, steps=(*program.steps, last))
 
-        def body(place: Member) -> tuple[list[str], list[tuple[int, str]], float]:
-            rank = join(place, timeout_s=60)
+        def body(member: Member) -> tuple[list[str], list[tuple[int, str]], float]:
+            rank = join(member, timeout_s=60)
             started = time.monotonic()
-            instead = (at, other) if place.rank == odd else None
+            instead = (at, other) if member.rank == odd else None
             run = Run(rank.rank, rank.groups, program, instead, catch=Exception)
             told = [(index, f"{type(error).__name__}: {error}") for index, error in run.errors]
             return run.wrong, told, time.monotonic() - started
@@ -126,4 +134,4 @@ def test_a_rank_that_calls_something_else_is_told_on_every_rank_of_the_group(siz
             assert {program.steps[index].group for index, _ in told} == ({last.group} if rank in members else set())
             assert all(text.startswith(CollectiveMismatch.__name__) for _, text in told), told
 
-    drawn(perturbed(size), 25, check)
+    drawn(perturbed(size), examples, check)

@@ -65,7 +65,7 @@ def under(command: list[str], *arguments: str, environment: dict[str, str] | Non
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -88,7 +88,7 @@ def test_the_variable_holds_under_torchrun(launcher: Launcher, size: int) -> Non
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), launcher.script(ASK), "gloo"],
         env={**os.environ, "PHALANX_REPLACE": "gloo", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=180, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     check([line for line in done.stdout.splitlines() if line.startswith("{")], size, "phalanx")

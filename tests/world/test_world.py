@@ -65,7 +65,7 @@ def test_one_script_under_every_launcher(way: str, n: int, tmp_path: Path) -> No
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, *(part.format(n=n) for part in WAYS[way]), str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     evens = list(range(0, n, 2))
     assert json.loads(done.stdout) == [
@@ -204,7 +204,7 @@ def test_point_to_point_takes_group_ranks(tmp_path: Path) -> None:
     """
     script.write_text(textwrap.dedent(text))
     command = [sys.executable, "-m", "phalanx", "run", "-n", "3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[rank 1] received\n"
 

@@ -141,15 +141,17 @@ class Progress:
 
     def leave(self) -> list[threading.Thread]:
         """Ask the threads to end after the operation they run, if any; the process exits."""
-        self._calls.put(_END)
+        if self._threads:
+            self._calls.put(_END)
         return list(self._threads)
 
     def _end_threads(self) -> None:
-        threads, self._threads = self._threads, []
-        self._calls.put(_END)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        while self._threads:  # a thread that is about to end may still have started another
+            threads, self._threads = self._threads, []
+            self._calls.put(_END)
+            for thread in threads:
+                if thread is not threading.current_thread():
+                    thread.join()
 
     def _run_next(self) -> Operation:
         operation = self.queue[0]
@@ -193,7 +195,8 @@ class Progress:
                 self._serve_one()
             else:
                 self._watch()
-        # One for all: a thread that another one is just starting is in no list that could be counted.
+        # For the next thread. Were there one of these for each thread, a thread that is started while the group closes
+        # would take another's, and that one would never end.
         self._calls.put(_END)
 
     def _watch(self) -> None:

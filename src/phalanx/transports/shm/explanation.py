@@ -11,9 +11,11 @@ from phalanx.watch.calls import listed
 
 __all__ = ["explain"]
 
-# Ranks that wait in the group are woken by the break and write their call down within a millisecond or two; a rank that
-# computes is in no call.
+# Ranks that wait in the group are woken by the break and write their call down within a millisecond or two, unless the
+# machine is busy; a rank that computes is in no call.
 PATIENCE_S = 0.3
+# The rank that noticed is about to describe its call, unless it ends: only a busy machine can keep it from that.
+NOTICED_PATIENCE_S = 2.0
 
 
 def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> PhalanxError:
@@ -30,13 +32,16 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
     why = Breakage()
     core.phx_breakage(comm, ctypes.byref(why))
     if why.status == Status.MISMATCH:
-        return CollectiveMismatch.of_calls(listed(_calls(comm, range(size)), size))
+        calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(size), PATIENCE_S)
+        return CollectiveMismatch.of_calls(listed(calls, size))
     if why.rank == NOBODY:
         return PeerLost(
             f"a rank of the group gave up in an operation but did not say why in time; while rank {rank} was in {call}"
         )
     peer = f"rank {why.peer} of the group (pid {why.peer_pid})"
-    noticed = _calls(comm, [why.rank]).get(why.rank, "an operation")
+    # A rank that aborts the group, as torch's abort() does, describes nothing.
+    patience_s = PATIENCE_S if why.status == Status.INTERRUPTED else NOTICED_PATIENCE_S
+    noticed = _calls(comm, [why.rank], patience_s).get(why.rank, "an operation")
     waiting = f"rank {why.rank} was in {noticed}"
     if why.status == Status.TIMEOUT:
         return CollectiveTimeout.did_not_come(
@@ -55,11 +60,11 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
     )
 
 
-def _calls(comm: int, ranks: range | list[int]) -> dict[int, str]:
+def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, str]:
     """The calls that the ranks have written down, once all of them have or patience ends."""
     core, text = library(), ctypes.create_string_buffer(TEXT_BYTES)
     calls: dict[int, str] = {}
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while True:
         for rank in ranks:
             if rank not in calls and core.phx_description(comm, rank, text):
