@@ -21,7 +21,7 @@ _cpu_s: dict[str, float] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cpu-times", type=int, metavar="N", help="list the N tests that took the most CPU time")
+    parser.addoption("--cpu-times", type=int, metavar="N", help="list the N tests that took the most CPU time (-n 0)")
 
 
 @pytest.hookimpl(wrapper=True)

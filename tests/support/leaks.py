@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,13 +44,21 @@ class Holdings:
             left.append(f"threads {sorted(names)}")
         if later.descriptors > self.descriptors:
             left.append(f"{later.descriptors - self.descriptors} descriptors")
-        if files := {name for name in later.shared_memory - self.shared_memory if not mapped(name)}:
+        if files := {name for name in later.shared_memory - self.shared_memory if lasts(name)}:
             left.append(f"/dev/shm/{sorted(files)}")
         return left
 
 
+def lasts(name: str) -> bool:
+    """Whether a file of /dev/shm stays although no process has it; else it belongs to what runs beside this test."""
+    for _ in range(20):
+        if mapped(name) or not Path("/dev/shm", name).exists():
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def mapped(name: str) -> bool:
-    """Whether a process has this file of /dev/shm: then it belongs to a test that runs beside this one."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             if f"/dev/shm/{name}" in maps.read_text():

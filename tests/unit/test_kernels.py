@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 # As the package is built, and as a distributor might.
-@pytest.mark.parametrize("optimisation", ["-O3", "-O2"])
+@pytest.mark.parametrize("optimisation", ["-O3", pytest.param("-O2", marks=pytest.mark.long)])
 def test_wide_and_baseline_kernels_give_the_same_bits(optimisation: str, tmp_path: Path) -> None:
     program = tmp_path / "kernels_agree"
     flags = ["-std=gnu11", optimisation, "-ffp-contract=off", f"-I{ROOT / 'src/phalanx/native/csrc'}"]

@@ -116,6 +116,7 @@ def test_a_rank_that_is_killed_is_reported_and_the_others_are_ended(tmp_path: Pa
     assert "rank 1 of 3 was ended by SIGKILL" in err
 
 
+@pytest.mark.long
 def test_tune_measures_the_candidates_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, temporary = tmp_path / "tuning.json", tmp_path / "temporary"
     temporary.mkdir()
