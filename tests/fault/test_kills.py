@@ -292,7 +292,7 @@ def test_a_rank_that_stands_still_is_named_at_the_timeout(
             elapsed_s = time.monotonic() - started
             assert isinstance(caught.value, CollectiveTimeout)
             assert caught.value.group_rank == victim
-            assert f"rank {victim} of the group (pid {pids[victim]}) did not come" in str(caught.value)
+            assert f"rank {victim} of the group (pid {pids[victim]}), which is alive, did not come" in str(caught.value)
             with pytest.raises(CollectiveTimeout):
                 dist.barrier()
             return elapsed_s

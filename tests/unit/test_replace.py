@@ -42,7 +42,7 @@ def test_backends_of_devices_are_refused_in_words(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_choice() -> None:
-    with pytest.raises(ArgumentError, match="'glo' is no backend that Phalanx stands in for; choose gloo or mpi"):
+    with pytest.raises(ArgumentError, match="'glo' is not a backend that Phalanx stands in for; choose gloo or mpi"):
         names_to_replace("glo")
 
 
