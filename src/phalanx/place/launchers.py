@@ -51,7 +51,7 @@ from phalanx.place.readers import (
     together,
 )
 
-__all__ = ["FIELDS", "LAUNCHERS", "MPICH", "MPI_RANKS", "MPI_SIZES", "OPENMPI", "OWN_DEVICES", "SLURM", "STARTERS"]
+__all__ = ["LAUNCHERS", "MPICH", "MPI_RANKS", "MPI_SIZES", "OPENMPI", "OWN_DEVICES", "SLURM", "STARTERS"]
 
 # -- started by an agent on each node ------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a process says of itself when it joins the store, and what rank 0 answers; both are JSON.
+"""The claim of a process that joins the store, by which it says what it is, and rank 0's verdict; both are JSON.
 
 The handshake (``wire/proof.py``) carries both, and hands them out only after the key was proven. If the join is open,
 any process can prove the key, so each field of a claim is checked before the claim is used.
@@ -26,10 +26,10 @@ _LONGEST_REASON = 900  # characters, of up to four bytes each
 
 @dataclass(frozen=True)
 class Claim:
-    """What a process says of itself when it joins.
+    """The facts that a process gives about itself when it joins.
 
     Attributes:
-        rank, world_size: its place.
+        rank, world_size: its place in the world.
         pid, host: the process, for people.
         job: a digest of the job's id, from which the port is derived; empty where the port was given.
         attempt: how often the launcher has started the job anew.

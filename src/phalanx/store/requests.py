@@ -1,4 +1,4 @@
-"""What a rank and rank 0's store send each other once they have proven themselves: requests and answers.
+"""The requests that a rank sends to rank 0's store once both have proven themselves, and the answers.
 
 A message is a frame (``wire/framing.py``) with a code, a number, and fields of bytes. Nothing is ever unpickled, and a
 message whose fields do not fill it exactly is refused as a whole.

@@ -12,7 +12,7 @@ __all__ = ["Seats"]
 
 
 class Seats:
-    """The ranks of one world, as they come.
+    """The ranks of one world, entered as they join.
 
     Args:
         own: rank 0's claim; all others must be of the same job, attempt, opening and world size.

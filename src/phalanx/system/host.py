@@ -1,4 +1,4 @@
-"""Which host this is: its name, and what a rank reports so that nobody has to guess who shares memory and devices."""
+"""The host of this process: its name, and the ids by which ranks know whether they share memory and devices."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ BYTES_BESIDE = 400 << 20
 
 
 class Resource(Enum):
-    """What a machine can run out of, counted in files, tasks or bytes; the value is its name in messages."""
+    """A resource that a machine can run out of, counted in files, tasks or bytes; the value is its name in messages."""
 
     FILES = "open files"
     TASKS = "processes and threads"
@@ -169,7 +169,7 @@ def _memory_left() -> int | None:
 
 
 def count_oom_kills() -> int:
-    """How many processes of this process's cgroup the kernel's out-of-memory killer has ended so far."""
+    """The number of processes in this process's cgroup that the kernel's out-of-memory killer has ended so far."""
     for directory in _cgroups():
         return _counter(directory, "memory.events", "oom_kill")
     return 0

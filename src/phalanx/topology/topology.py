@@ -33,7 +33,7 @@ class Whereabouts:
         host: where it runs.
         pid: its process id there.
         launcher: the name of the launcher that started it.
-        local_rank, local_world_size, node_rank: what its launcher said; None for what it did not say.
+        local_rank, local_world_size, node_rank: the launcher's numbers; None for those that it does not give.
     """
 
     rank: int

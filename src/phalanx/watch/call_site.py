@@ -21,7 +21,7 @@ running = threading.local()
 
 
 def capture(depth: int = 1) -> CallSite | None:
-    """File and line of the nearest frame outside torch and Phalanx; None if there is none. It takes half a microsecond."""
+    """File and line of the nearest frame outside torch and Phalanx; None if there is none. Takes half a microsecond."""
     queued: CallSite | None = getattr(running, "site", None)
     if queued is not None:
         return queued

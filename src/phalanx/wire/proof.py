@@ -53,7 +53,7 @@ LONGEST_PROOF = _SIGNED + PREFIX_BYTES + LONGEST_UNPROVEN
 
 
 class NoProof(Exception):
-    """What the other side sent is not an attempt to prove anything: it does not speak this protocol."""
+    """The other side did not try to prove anything: its bytes are not of this protocol."""
 
     def __init__(self) -> None:
         super().__init__("what answers there is not Phalanx")
