@@ -26,7 +26,10 @@ class Session:
         self.groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Close all groups. They drop torch's process groups, which are so freed even if a script keeps a ``Group``."""
+        """Close all groups.
+
+        They drop torch's process groups, so that a script that keeps a ``Group`` does not keep those alive.
+        """
         self.closed = True
         for group in list(self.groups):
             group._let_go()

@@ -54,7 +54,7 @@ def _recognition(row: Launcher) -> str:
 
 
 def _meeting(row: Launcher) -> str:
-    """The variables that say where rank 0 is, but for MASTER_ADDR and MASTER_PORT, which every launcher has."""
+    """The variables that say where rank 0 is, beside MASTER_ADDR and MASTER_PORT, which all launchers may set."""
     own = [
         name
         for name in row.variables("master_addr", "master_port")

@@ -120,7 +120,7 @@ def _ask_holder(address: str, port: int, key: Key, claim: Claim) -> str:
         What there is to wait for, for people; empty if there is no reason to wait.
 
     Raises:
-        InitializationError: the process is another rank 0 of this job.
+        InitializationError: the process is rank 0 of this job, and refuses this one.
     """
     try:
         sock, verdict = connect((address, port), key, claim, ANSWER_S)

@@ -1,8 +1,8 @@
 """Another rank's side of the meeting: find rank 0, prove that this process belongs to the job, and join.
 
 A port that was derived from the job's id may be in use by another program, so a listener that does not know this job is
-skipped and the search goes on. A port that the launcher or the user gave is certain to be rank 0's, so a listener there
-that proves another key, or nothing, is an error at once.
+skipped and the search goes on. A port that the launcher or the user gave should be rank 0's, so a listener there that
+proves another key, or nothing, is an error at once.
 """
 
 from __future__ import annotations
