@@ -1,10 +1,11 @@
-"""Every exception Phalanx raises on purpose, and the sentences that several transports say.
+"""Every exception that Phalanx raises on purpose, and the sentences that several modules print.
 
 Each class says when it is raised and what to do about it. An instance carries, as attributes, the facts on which a
 program can act, such as the lost rank or the elapsed seconds. All derive from :class:`PhalanxError`, so
 ``except phalanx.PhalanxError`` catches exactly what this package found wrong.
 
-A sentence that several modules print is written here, after the class of the exception that most often carries it.
+A sentence that several modules print is written here once: as a method of the exception that carries it, or as a hint
+at the end of this file, which completes the errors of several classes.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class CollectiveTimeout(PhalanxError):
         """Some ranks are missing in an operation.
 
         Args:
-            missing: who they are, and what is known of them.
+            missing: which ranks they are, and what is known of them.
             waiting: which rank waited for them, and in which call.
             timeout_s: how long.
             group_rank, elapsed_s: see the class.
@@ -221,7 +222,7 @@ class LaunchError(PhalanxError):
     """``phalanx run`` was asked for something it cannot start. The message says what to change."""
 
 
-# Ends an error about a process that vanished.
+# The next step after an error about a process that vanished.
 OUT_OF_MEMORY_HINT = "look for an out-of-memory kill with: dmesg | grep -i oom"
 # The remedy when the system refuses a process or a thread.
 PROCESS_LIMIT_HINT = "raise the limit on processes (ulimit -u, or pids.max of the cgroup)"

@@ -26,7 +26,10 @@ class Session:
         self.groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
     def close(self) -> None:
-        """Close all groups. They let go of torch's, so that its threads and memory go even if a script keeps them."""
+        """Close all groups.
+
+        They drop torch's process groups, so that a script that keeps a ``Group`` does not keep those alive.
+        """
         self.closed = True
         for group in list(self.groups):
             group._let_go()
@@ -89,7 +92,7 @@ class Group:
         return _work(dist.isend(tensor, group=self._use(tensor), tag=tag, group_dst=self._other(dst)))
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> dist.Work:
-        """Start receiving into ``tensor`` from rank ``src``, or from anyone; ``wait()`` before reading it."""
+        """Start receiving into ``tensor`` from rank ``src``, or from any rank; ``wait()`` before reading it."""
         source = None if src is None else self._other(src)
         return _work(dist.irecv(tensor, group=self._use(tensor), tag=tag, group_src=source))
 
@@ -106,7 +109,7 @@ class Group:
         src: int = 0,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Receive into ``tensor`` the entry of rank ``src``'s ``scatter_list`` with this rank's number.
+        """Copy ``scatter_list[r]`` of rank ``src`` into ``tensor`` of rank r.
 
         Only ``src`` gives ``scatter_list``: one tensor per rank, each of the shape of ``tensor``.
         """
@@ -143,7 +146,7 @@ class Group:
         """
         is_root = self._member(dst) == self.rank
         group: Any = self._use(tensor, *((output,) if is_root and output is not None else ()))
-        if not hasattr(group, "gather_single"):  # another backend's, with a torch before 2.15
+        if not hasattr(group, "gather_single"):  # another backend's group, in a torch older than 2.15
             if is_root and output is None:
                 raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
             parts = list(output.view(self.size, *tensor.shape).unbind()) if is_root and output is not None else None
@@ -151,7 +154,7 @@ class Group:
         options = GatherOptions()
         options.rootRank, options.asyncOp = dst, async_op
         work: dist.Work | None = group.gather_single(output, tensor, options)
-        if not async_op and work is not None:  # a backend that returns before the operation is done
+        if not async_op and work is not None:  # some backends return before the operation is done
             work.wait()
         return work if async_op else None
 
@@ -163,9 +166,9 @@ class Group:
     # -- all to all --------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
-        """Replace ``tensor`` by the reduction of all ranks' tensors (same shape and dtype), in rank order."""
+        """Replace ``tensor`` by the reduction of all ranks' tensors (same shape and dtype)."""
         if op is _SUM and not async_op and self._sum_in_place is not None and type(tensor) is torch.Tensor:
-            # torch's own way here costs more than moving a few bytes does.
+            # torch's own way to the backend takes longer than moving a few bytes, so it is avoided.
             self._use()
             if self._sum_in_place(tensor):
                 return None
@@ -208,7 +211,7 @@ class Group:
         dist.send_object_list(object_list, group=self._use(), group_dst=self._other(dst))
 
     def recv_object_list(self, object_list: list[Any], src: int | None = None) -> int:
-        """Fill ``object_list`` (of the sender's length) from rank ``src``, or from anyone; returns the sender."""
+        """Fill ``object_list`` (of the sender's length) from rank ``src``, or any rank; returns the sender's rank."""
         group = self._use()
         if src is not None:
             dist.recv_object_list(object_list, group=group, group_src=self._other(src))
@@ -220,7 +223,7 @@ class Group:
         dist.broadcast_object_list(object_list, group=self._use(), group_src=self._member(src))
 
     def scatter_object_list(self, output_list: list[Any], input_list: list[Any] | None = None, src: int = 0) -> None:
-        """Put the entry of rank ``src``'s ``input_list`` with this rank's number into ``output_list[0]``."""
+        """Put ``input_list[r]`` of rank ``src`` into ``output_list[0]`` of rank r."""
         dist.scatter_object_list(output_list, input_list, group=self._use(), group_src=self._member(src))
 
     def gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0) -> None:
@@ -234,7 +237,7 @@ class Group:
     # -- checks ------------------------------------------------------------------------------------
 
     def _use(self, *tensors: torch.Tensor) -> dist.ProcessGroup:
-        """The process group, once the world is known to be open and the tensors to be where it serves."""
+        """The process group, after checking that the world is open and that the backend serves the tensors' devices."""
         session, group = self._session, self._process_group
         if session.closed or group is None:
             raise ClosedError("this group was used after phalanx.close(); move the call before it")
@@ -262,6 +265,6 @@ class Group:
 
 
 def _work(work: dist.Work | None) -> dist.Work:
-    if work is None:  # torch's answer to a process outside the group, which a Group never is
+    if work is None:  # torch returns None outside the group, and a Group exists only in its members
         raise RankError("this process is not in the group")
     return work

@@ -13,7 +13,7 @@ BACKEND = "phalanx"  # the name under which torch knows the backend
 
 # Set by users.
 DEVICE = "PHALANX_DEVICE"  # where ranks compute: cpu, cuda, cuda:1, xpu, npu, …
-HOST = "PHALANX_HOST"  # the name this process reports for its host, in place of what it would find
+HOST = "PHALANX_HOST"  # the name this process reports for its host, in place of the machine's own
 INTERFACE = "PHALANX_INTERFACE"  # the network interface that ranks talk over
 KEY_FILE = "PHALANX_KEY_FILE"  # a file with the job's key, readable by its owner alone
 MPI_CHECK = "PHALANX_MPI_CHECK"  # 0: do not compare collectives over MPI before they run

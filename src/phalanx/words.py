@@ -25,12 +25,12 @@ def format_spans(numbers: Sequence[int]) -> str:
 
 
 def format_named(noun: str, numbers: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-3, 8``: the things of that name that have these numbers."""
+    """``rank 3``, ``ranks 0-3, 8``: a noun with its numbers, in the plural if there are several."""
     return f"{_plural(noun, len(numbers))} {format_spans(numbers)}"
 
 
 def format_count(count: int, noun: str) -> str:
-    """``1 rank``, ``4 ranks``, ``0 hosts``: so many of them."""
+    """``1 rank``, ``4 ranks``, ``0 hosts``: a number of things."""
     return f"{count} {_plural(noun, count)}"
 
 
@@ -48,7 +48,7 @@ def format_gib(nbytes: int) -> str:
 
 
 def format_time(microseconds: float) -> str:
-    """A time in microseconds, or a ratio of times, with three digits: 0.52, 6.04, 61.2, 623, 40,100."""
+    """A time in microseconds, or a ratio of times, rounded to about three digits: 0.52, 6.04, 61.2, 40,100."""
     if microseconds >= 99.95:
         return f"{float(f'{microseconds:.3g}'):,.0f}"
     return f"{microseconds:.1f}" if microseconds >= 9.995 else f"{microseconds:.2f}"

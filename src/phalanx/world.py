@@ -33,7 +33,8 @@ from phalanx.words import tell
 __all__ = ["World", "close", "init"]
 
 _world: World | None = None
-# How many worlds this process has opened. A world that is opened again meets under new keys of the same store.
+# How many worlds this process has opened. The number is part of this world's keys in the store, as the attempt is,
+# because a launcher's store keeps the keys of earlier worlds and attempts.
 _openings = 0
 # The store in which the ranks of the open world met. torch keeps only the C++ part of a store written in Python alive.
 _store: Store | None = None
@@ -69,7 +70,7 @@ class World(Group):
         self.launcher = place.launcher
         self._node_group: Group | None = None
         self._peers_group: Group | None = None
-        self._changed: dict[str, str | None] = {}  # of the environment, to be undone by close()
+        self._changed: dict[str, str | None] = {}  # the environment variables that close() sets back
 
     def _announce(self, store: Store) -> None:
         """Set torchrun's variables, in which frameworks search for the world because they know few launchers."""
@@ -101,7 +102,7 @@ class World(Group):
 
     @property
     def peers_group(self) -> Group:
-        """The ranks with this local rank on every host that has one, counted by node rank.
+        """The ranks of all hosts that have the same local rank as this one, in the order of their hosts.
 
         The group is made at its first use, as :attr:`node_group` is.
         """
@@ -119,7 +120,7 @@ class World(Group):
         """Divide the world into groups of the ranks that give the same color. Every rank must call it.
 
         Args:
-            color: the group that this rank joins; None for none.
+            color: a number for the group that this rank joins; None to join none.
             key: the order within the group; ranks with the same key keep the order of the world.
 
         Returns:
@@ -292,7 +293,6 @@ def init(
     _openings += 1
     try:
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
-        # The keys have a prefix of their own, because a launcher's store keeps those of earlier attempts and worlds.
         store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
         topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
         neighbours = topology.node_of(place.rank).ranks
@@ -356,7 +356,7 @@ def _leave_store() -> None:
 
 
 def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None:
-    """Compare the devices that the ranks took. Two ranks share one only by mistake, unless they asked for it."""
+    """Refuse a device that two ranks took, since that is a mistake; only warn if every rank asked for its device."""
     taken: list[Any] = [None] * world.size
     world.all_gather_object(taken, (physical, wanted))
     hosts = {rank: f"node {node.node_rank} ({node.host})" for node in world.nodes for rank in node.ranks}
@@ -370,7 +370,7 @@ def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None
         return
     raise DeviceError(
         f"several ranks took the same device: {text}. Does the launcher give each rank its local rank, or does a "
-        f"variable like CUDA_VISIBLE_DEVICES hide the others? If the ranks shall share it, ask for it: "
+        f"variable like CUDA_VISIBLE_DEVICES hide the others? If the ranks should share it, ask for it: "
         f"phalanx.init(device=...)"
     )
 

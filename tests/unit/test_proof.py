@@ -223,7 +223,7 @@ def test_a_rank_that_leaves_before_all_have_come_may_come_again() -> None:
     with Job(3) as job:
         job.join(1)
         job.ranks.pop(1).end()
-        assert job.heard("rank 1 (pid 1001 on h1) has left again before everybody had come")
+        assert job.heard("rank 1 (pid 1001 on h1) has left again before all ranks had come")
         job.everybody()
         assert job.server.wait_for_all(0)
         job.ranks.pop(2).end()

@@ -239,7 +239,7 @@ def test_a_request_that_makes_no_sense_ends_its_connection_alone(message: bytes)
         connection = stores[1]._peer._idle[0]  # type: ignore[union-attr]
         connection.sendall(message)
         assert connection.recv(100) == b""
-        assert job.heard("sent no request")
+        assert job.heard("sent bytes that are not a request")
         stores[2].set("a", "b")
         assert job.ranks[0].get("a") == b"b"
 

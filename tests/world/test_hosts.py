@@ -226,12 +226,12 @@ def test_by_number_on_the_chosen_interface_with_a_key(pair: Pair, address: str) 
 def test_a_host_that_is_missing_is_named_after_5_s(pair: Pair) -> None:
     run = pair.rank(0, 0, 3, **node(0))
     run.heard("the join is open")
-    run.heard("phalanx: waiting for ranks 1-2 of 3; nobody has come from node 1, 5 s so far")
+    run.heard("phalanx: waiting for ranks 1-2 of 3; no rank has come from node 1, 5 s so far")
 
 
 def test_a_rank_says_where_it_looks_for_rank_0(pair: Pair) -> None:
     run = pair.rank(1, 1, TIMEOUT_S="7")
-    run.heard(f"phalanx: rank 1 on h1 looks for rank 0 at h0 (10.213.77.1), port {PORT} (MASTER_ADDR=h0, MASTER_PORT=")
+    run.heard(f"phalanx: rank 1 on h1 searches for rank 0 at h0 (10.213.77.1), port {PORT} (MASTER_ADDR=h0, MASTER_")
     assert re.search(r"rank 1 on h1 waited 7 s for rank 0 at h0 .*nothing listens there", pair.end(run)[0].err)
 
 

@@ -24,8 +24,8 @@ def sharded_loader(
 ) -> DataLoader[Any]:
     """Make the loader of one rank. All ranks together see every item exactly once per pass.
 
-    Iterate over it equally often on every rank: each pass over a shuffled loader is the next epoch, and ranks that
-    count differently shuffle differently. To resume, call ``loader.batch_sampler.set_epoch(epoch)``.
+    Make the same number of passes over it on every rank: each pass over a shuffled loader is the next epoch, and ranks
+    in different epochs shuffle differently. To resume, call ``loader.batch_sampler.set_epoch(epoch)``.
 
     Args:
         dataset: has a length and items by index; the same on every rank.

@@ -2,8 +2,8 @@
 
 torch's ``DistributedSampler`` pads each rank to the same length by repeating items, so 10 items on 4 ranks are
 evaluated as 12, and it repeats one order in every epoch unless ``set_epoch`` is called. Here the order is cut
-into global batches first and each of those among the ranks, so the global batch of a step does not depend on
-the number of ranks, and every pass over the sampler is the next epoch.
+into global batches, and then each of them is divided among the ranks. So the global batch of a step depends only on its
+size, not on the number of ranks that share it, and every pass over the sampler is the next epoch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ShardedBatchSampler(Sampler[list[int]]):
         return sum(1 for first, last in self._bounds if self._part(first, last)[0] < self._part(first, last)[1])
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Counted when the pass begins, so that a pass which is broken off is not repeated.
+        # The epoch is counted when a pass begins, so that the order of a pass that is broken off is not used again.
         epoch, self.epoch = self.epoch, self.epoch + 1
         return self._batches(self._order(epoch))
 
@@ -90,8 +90,8 @@ class ShardedBatchSampler(Sampler[list[int]]):
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        # Hashed together: with seed + epoch, the second epoch of seed 0 would be the first of seed 1. torch's CPU
-        # generator uses only 32 bits of its seed, so one number cannot hold both side by side.
+        # Seed and epoch are hashed together, because with their sum the second epoch of seed 0 would be the first of
+        # seed 1, and torch's CPU generator uses only 32 bits of its seed, too few to hold both side by side.
         digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()

@@ -15,10 +15,10 @@ __all__ = ["COMM_HOOKS", "data_parallel"]
 def _compressing_hook(dtype: torch.dtype) -> Callable[..., Any]:
     """A hook that sends gradients as ``dtype``. torch's own hook refuses bfloat16 on the CPU; this one sends it."""
 
-    # Without annotations, because torch compares them with its classes and refuses the strings of postponed ones.
+    # This has no annotations, because torch compares those of a hook with its classes, and they are strings here.
     def hook(process_group, bucket):  # type: ignore[no-untyped-def]
         gradients = bucket.buffer()
-        # Divided before the sum, which over many ranks could leave float16's range.
+        # Divide before summing, because the sum over many ranks could leave float16's range.
         narrow = gradients.div(process_group.size()).to(dtype)
         work = dist.all_reduce(narrow, group=process_group, async_op=True)
         return work.get_future().then(lambda future: gradients.copy_(future.value()[0]))

@@ -31,7 +31,7 @@ def place_with(reading: Reading | None, init_method: str | None, rank: int | Non
         address, port, query = _parse(init_method)
         rank = query.get("rank") if rank is None else rank
         world_size = query.get("world_size") if world_size is None else world_size
-    # For torch and the scripts written for it, -1 means "not given", and "not distributed".
+    # Scripts written for torch pass -1 for "not given", and for "not distributed".
     rank, world_size = (None if number == -1 else number for number in (rank, world_size))
     if rank is None and world_size == 1 and reading.launcher is None:
         rank = 0
@@ -61,7 +61,7 @@ def _agree(reading: Reading, rank: int | None, world_size: int | None) -> Place:
         # No launcher is recognised, so the script is its own.
         if len(given) != 2:
             raise InitializationError(
-                f"{next(iter(given.values())).source}, but nothing gives the other; pass both rank and world_size"
+                f"{next(iter(given.values())).source}, but the other is not known; pass both rank and world_size"
             )
         return _checked(Place("env", int(rank or 0), int(world_size or 0), None, None, None, None), given)
     for name, finding in given.items():
@@ -78,7 +78,7 @@ def _checked(place: Place, given: dict[str, Finding]) -> Place:
     if place.world_size < 1 or not 0 <= place.rank < place.world_size:
         said = " and ".join(finding.source for finding in given.values())
         raise LauncherEnvironmentError(
-            f"{said}: {place.rank} is not a rank of a world of {place.world_size}; they count from 0"
+            f"{said}: {place.rank} is not a rank of a world of {place.world_size}; ranks count from 0"
         )
     if place.world_size == 1:
         return replace(place, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)

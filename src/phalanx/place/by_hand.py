@@ -9,7 +9,7 @@ __all__ = ["BY_HAND"]
 
 BY_HAND = Launcher(
     "env",
-    "RANK and WORLD_SIZE, set by hand or by a launcher of its own",
+    "RANK and WORLD_SIZE, set by hand or by another launcher",
     Kind.HAND,
     (Kind.PLATFORM, Kind.HAND, Kind.ALLOCATION),
     any_of=("RANK", "WORLD_SIZE"),

@@ -22,11 +22,11 @@ __all__ = ["Reading", "read_environment"]
 
 @dataclass(frozen=True)
 class Reading:
-    """The facts that one row finds in an environment, complete or not.
+    """The facts that one row of the table reads from an environment, complete or not.
 
     Attributes:
         launcher: the row; None for a process started plainly.
-        found: the facts, by the names of ``Place``.
+        found: the facts, by the names of the attributes of ``Place``.
         signs: the variables by which the row was recognised.
         notes: what the user should know.
         hosts: the hosts by node rank, where the launcher lists them.
@@ -55,14 +55,14 @@ class Reading:
         return None if found is None else str(found.value)
 
     def said(self, *fields: str) -> str:
-        """The variables that say so, for people: ``RANK=1, WORLD_SIZE=4``."""
+        """Where these facts were read, for people: ``RANK=1, WORLD_SIZE=4``."""
         return ", ".join(self.found[field].source for field in fields if field in self.found)
 
     def place(self) -> Place:
         """The place of this process.
 
         Raises:
-            LauncherEnvironmentError: only MPI itself knows the world size.
+            LauncherEnvironmentError: the variables do not give the rank or the world size, which only MPI itself knows.
         """
         launcher, master = self.launcher, self.found.get("master_addr")
         rank, world_size = self.number("rank"), self.number("world_size")
@@ -98,8 +98,7 @@ class Reading:
 def read_environment(environment: Environment | None = None, arguments: Sequence[str] | None = None) -> Reading:
     """The facts that this process's launcher gives; those of a world of one when no launcher is recognised.
 
-    ``place()`` of the answer is complete. The answer itself need not be: under some launchers only MPI knows the world
-    size.
+    The answer may lack the world size, because under some launchers only MPI knows it; then its ``place()`` raises.
 
     Args:
         environment: the variables to read; ``os.environ`` by default.
@@ -204,17 +203,17 @@ def _check_pair(reading: Reading, index: str, count: str) -> None:
     low, high = reading.number(index), reading.number(count)
     said = " and ".join(reading.found[field].source for field in (index, count) if field in reading.found)
     if high is not None and high < 1:
-        raise LauncherEnvironmentError(f"{said} cannot be: a world has at least one rank, on at least one node")
+        raise LauncherEnvironmentError(f"{said} is impossible: a world has at least one rank, on at least one node")
     if low is not None and (low < 0 or (high is not None and low >= high)):
         limit = "" if high is None else f" to {high - 1}"
-        raise LauncherEnvironmentError(f"{said} cannot be: ranks and nodes count from 0{limit}")
+        raise LauncherEnvironmentError(f"{said} is impossible: ranks and nodes count from 0{limit}")
 
 
 # -- several rows --------------------------------------------------------------------------------------
 
 
 def _compare(reading: Reading, other: Launcher, environment: Environment) -> None:
-    """Refuse another launcher that is recognised too, unless it can be one around this one or says the same.
+    """Refuse another launcher that is recognised too, unless it may be around this one or gives the same facts.
 
     Raises:
         LauncherEnvironmentError: the two contradict each other; the message shows both.
@@ -239,7 +238,7 @@ def _compare(reading: Reading, other: Launcher, environment: Environment) -> Non
         return
     raise LauncherEnvironmentError(
         f"two launchers contradict each other: {_claim(reading)}, but {_claim(beside)}. Unset the variables of the one "
-        f"that did not start this process (a shell keeps them, and hands them on to all that it starts)"
+        f"that did not start this process (a shell gives its exported variables to every program that it starts)"
     )
 
 

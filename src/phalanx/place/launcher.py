@@ -64,25 +64,25 @@ class Launcher:
             inherits Slurm's variables. Variables of these kinds may disagree and are ignored. Variables of any other
             kind must agree, or it is an error.
         all_of: variables that must all be set.
-        any_of: variables of which one must be set, if there are any here. One that is set alone is a half-set
-            environment; it is recognised, so that an error can name what is missing.
+        any_of: variables of which at least one must be set; empty if none is needed. One is enough, so that a launcher
+            whose variables are set only in part is recognised and an error can name those that are missing.
         none_of: variables that must not be set.
-        when: what else must hold.
+        when: a further condition on the environment.
         condition: ``when`` in words, for the table in the documentation.
-        rank, world_size, …: how each fact is read; None where this launcher does not say.
+        rank, world_size, …: how each fact is read; None where this launcher does not give it.
         attempt: how often the job was started anew; by default how often Slurm has put it back into its queue.
         hosts: the list of exactly the hosts of this world, by node rank.
         exact_hosts: whether the list whose first host is taken for rank 0's names the hosts of this world only, and not
             all hosts of an allocation.
         always: the facts that it sets for every rank, so that one missing is an error.
-        unknown_world: what to do if the world size cannot be known from the variables.
+        unknown_world: the user's remedy where the variables do not give the world size; empty where they do.
         note: a note for the user, given the environment; empty for none.
-        one_process_per_node: whether it starts one process on each node and leaves the others to that one.
-        rank_counts_nodes: whether its RANK and WORLD_SIZE may count nodes, so that they contradict no rank.
+        one_process_per_node: whether it starts one process on each node, which must start the node's other ranks.
+        rank_counts_nodes: whether its RANK and WORLD_SIZE may count nodes, so that they are not compared with ranks.
         keeps_store: whether it keeps a store of torch's at MASTER_ADDR and MASTER_PORT.
         traits: its differences from other launchers that matter when its ranks meet.
         starters: names of the processes with which it starts the ranks of one host.
-        own_devices: variables that say that each rank sees the devices of its own alone, numbered from 0.
+        own_devices: variables that, if set, mean that each rank sees only its own devices, numbered from 0.
         example: how a command is started by it, for help texts; empty where it is not started from a shell.
     """
 

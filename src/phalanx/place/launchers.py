@@ -8,9 +8,10 @@ A new launcher is a row here, in its place in ``LAUNCHERS``, and a recording of 
 ``tests/data/launchers``; the help of ``phalanx env`` follows from the row, and so does the table in
 ``docs/launchers.md`` (``python -m phalanx.place.listing`` prints it).
 
-Three variables are not what their names say: Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is the local rank over all its
-jobs, not a node's index. ``RANK`` on Alibaba's PAI is the node's index, not the rank. Horovod's ``HOROVOD_CROSS_RANK``
-counts only the nodes that have this local rank, so it is the node's index only if all have the same number of ranks.
+Three variables are not what their names say. Open MPI's ``OMPI_COMM_WORLD_NODE_RANK`` is a local rank that counts the
+ranks of all jobs on the node, not the node's index. ``RANK`` on Alibaba's PAI is the node's index, not the rank.
+Horovod's ``HOROVOD_CROSS_RANK`` counts only the nodes that have this local rank, so it is the node's index only if all
+nodes have the same number of ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from phalanx.place.readers import (
     together,
 )
 
-__all__ = ["FIELDS", "LAUNCHERS", "MPICH", "MPI_RANKS", "MPI_SIZES", "OPENMPI", "OWN_DEVICES", "SLURM", "STARTERS"]
+__all__ = ["LAUNCHERS", "MPICH", "MPI_RANKS", "MPI_SIZES", "OPENMPI", "OWN_DEVICES", "SLURM", "STARTERS"]
 
 # -- started by an agent on each node ------------------------------------------------------------------
 
@@ -278,7 +279,7 @@ MPICH_BY_PORT = replace(
 
 # -- schedulers ----------------------------------------------------------------------------------------
 
-# Steps whose processes are no ranks but a shell (interactive, batch), or the job's keeper (extern).
+# Steps whose processes are not ranks: a shell (interactive, batch), or Slurm's own process on each node (extern).
 _NO_RANKS = {"4294967290", "4294967291", "4294967292", "interactive", "batch", "extern"}
 
 SLURM = Launcher(
@@ -386,7 +387,5 @@ LAUNCHERS = (
 # The variables by which an MPI launcher gives a process its rank, and those that give it the world size.
 MPI_RANKS = frozenset(name for row in LAUNCHERS if row.traits.starts_mpi for name in row.variables("rank"))
 MPI_SIZES = frozenset(name for row in LAUNCHERS if row.traits.starts_mpi for name in row.variables("world_size"))
-# The processes that start the ranks of one host.
 STARTERS = frozenset(name for row in LAUNCHERS for name in row.starters)
-# Variables that say that each rank sees the devices of its own alone, numbered from 0.
 OWN_DEVICES = frozenset(name for row in LAUNCHERS for name in row.own_devices)

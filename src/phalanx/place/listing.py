@@ -25,12 +25,12 @@ _PLAIN = ("`none`", "`python train.py`", "no variable", "a world of one", "")
 
 
 def launcher_names() -> list[str]:
-    """Every value of ``world.launcher``, in the order in which launchers are tried; ``none`` at last."""
+    """Every value of ``world.launcher``, in the order in which launchers are tried; ``none`` comes last."""
     return [*dict.fromkeys(row.name for row in LAUNCHERS), "none"]
 
 
 def commands_started(command: str) -> list[str]:
-    """How the launchers that are commands start ``command``, each once."""
+    """The command lines by which launchers start ``command``, each once."""
     return list(dict.fromkeys(f"{row.example} {command}" for row in LAUNCHERS if row.example))
 
 
@@ -54,7 +54,7 @@ def _recognition(row: Launcher) -> str:
 
 
 def _meeting(row: Launcher) -> str:
-    """Where the ranks meet, beside MASTER_ADDR and MASTER_PORT, which are used under every launcher."""
+    """The variables that say where rank 0 is, beside MASTER_ADDR and MASTER_PORT, which all launchers may set."""
     own = [
         name
         for name in row.variables("master_addr", "master_port")

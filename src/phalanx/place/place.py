@@ -28,7 +28,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a process in its world, as its launcher says.
+    """The place of a process in its world.
 
     A fact that a launcher does not give is None, never guessed: the ranks find it out together once they have met
     (``topology/topology.py``).
@@ -40,14 +40,14 @@ class Place:
         node_rank, num_nodes: the host's index in the world.
         master_addr: where the ranks can meet.
         master_port: the port there, where it is fixed.
-        job: what no other job has, from which the ranks can derive a port.
+        job: a text that no other job has, from which the ranks can derive a port.
         attempt: how often the launcher has started the job anew.
-        hosts: the hosts by node rank, where the launcher lists just those.
+        hosts: the hosts by node rank, where the launcher lists exactly those of this world.
         first_of_allocation: whether ``master_addr`` is the first host of an allocation, of which this job may use
             others.
         keeps_store: whether the launcher keeps a store of torch's at ``master_addr`` and ``master_port``.
         traits: the launcher's differences from others that matter when ranks meet.
-        sources: for each fact the variable that said so, for people.
+        sources: for each fact where it was read, for people: ``RANK=3``.
         notes: what the user should know, one line each.
     """
 

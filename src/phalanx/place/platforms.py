@@ -48,7 +48,7 @@ _ONLY = constant(1, "one process on each node")
 
 
 def _more_wanted(name: str, remedy: str) -> Callable[[Environment], str]:
-    """A note, if ``name`` says that each node has more processors than the one process there will use."""
+    """A note for the user if variable ``name`` wants more processes on each node than the one that was started."""
 
     def note(environment: Environment) -> str:
         value = environment.get(name, "")
@@ -59,7 +59,7 @@ def _more_wanted(name: str, remedy: str) -> Callable[[Environment], str]:
     return note
 
 
-# An elastic job has a range of nodes, and torchrun can count the processors of a node by itself.
+# These two need not be numbers: an elastic job has a range of nodes, and torchrun can count a node's processors.
 _PET_NODES = number_unless("PET_NNODES", r"\d+:\d+")
 _PET_RANKS = number_unless("PET_NPROC_PER_NODE", "auto|cpu|gpu|xpu")
 
@@ -80,16 +80,16 @@ def _ranks_of_pods(environment: Environment) -> Finding | None:
     """
     nodes, each = _PET_NODES(environment), _PET_RANKS(environment)
     if "PET_NPROC_PER_NODE" not in environment:
-        return None  # the operator always sets it, so this is half an environment
+        return None  # Kubeflow always sets it, so without it the environment was passed on only in part
     if nodes is None or each is None or each.value == 1:
         return nodes
     return Finding(int(nodes.value) * int(each.value), f"{nodes.source} times {each.source}")
 
 
 def _in_pod(name: str, of_the_pod: Reader) -> Reader:
-    """Variable ``name`` if any variable of ranks is set; else what holds of the pod.
+    """Variable ``name`` if RANK, WORLD_SIZE or LOCAL_RANK is set, and ``of_the_pod`` if none of them is.
 
-    So RANK or WORLD_SIZE alone is half an environment, and not completed from the pod's variables.
+    So RANK alone, or WORLD_SIZE alone, is an error, and is not completed from the pod's variables.
     """
 
     def read(environment: Environment) -> Finding | None:
@@ -218,7 +218,7 @@ TPU = Launcher(
     Kind.PLATFORM,
     _AROUND,
     any_of=("TPU_WORKER_ID", "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"),
-    # A list of one host, without TPU_WORKER_ID, is a machine with a TPU on which no launcher has started anything.
+    # A list of one host without TPU_WORKER_ID means a machine with a TPU on which no launcher has started anything.
     when=lambda environment: (
         "TPU_WORKER_ID" in environment or any(len(one.hosts(environment)) > 1 for one in _TPU_HOSTS)
     ),

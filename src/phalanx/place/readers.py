@@ -1,8 +1,8 @@
 """Reading launchers' variables: a value, and which variable said so.
 
 A row of ``launchers.py`` is made of readers. Each knows the variables it reads, so that an error can name them, and
-gives None where none of them is set. A variable that is set and makes no sense is an error at once, which names the
-variable and its value.
+gives None where none of them is set. A variable with a value that makes no sense is an error at once, which names the
+variable and the value.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def number(*names: str) -> Reader:
 
 
 def number_unless(name: str, words: str) -> Reader:
-    """A whole number, unless the value is one that says "find out" (a regular expression): then as if not set."""
+    """A variable as a whole number; a value that matches ``words``, such as ``auto|gpu``, counts as not set."""
     inner = number(name)
     return Reader(
         name,
@@ -126,7 +126,7 @@ def text(*names: str) -> Reader:
 
 
 def together(*names: str) -> Reader:
-    """All of these variables as one text, if the first of them is set: what names a job."""
+    """All of these variables as one text, if the first of them is set; for names of jobs."""
 
     def read(environment: Environment) -> Finding | None:
         if not environment.get(names[0]):
@@ -164,7 +164,7 @@ def port(name: str) -> Reader:
             return None
         value = whole_number(name, environment[name])
         if not 0 < value < 65536:
-            raise LauncherEnvironmentError(f"{name}={value} is not a port: they go from 1 to 65535")
+            raise LauncherEnvironmentError(f"{name}={value} is not a port: ports go from 1 to 65535")
         return Finding(value, f"{name}={value}")
 
     return Reader(name, read, (name,))
@@ -205,8 +205,8 @@ def _comma_list(name: str, value: str) -> list[str]:
     return items
 
 
-# LSF alternates hosts and their slots: "launch 1 node1 4 node2 4". The first host is the one the job was launched from,
-# and takes no rank, if it alone has a single slot. Where there is no such node, the first is a node like the others.
+# LSF alternates hosts and their slots: "launch 1 node1 4 node2 4". If the first host has a single slot and another has
+# more, the first is the host that the job was launched from, which takes no rank.
 def _hosts_with_slots(name: str, value: str) -> list[str]:
     words = value.split()
     if not words or len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
@@ -254,14 +254,17 @@ def host_slots(name: str) -> ListOf:
 
 
 def lines_of(name: str, skip: int = 0) -> ListOf:
-    """The name of a file with a host on each line, once for each of its ranks; ``skip`` lines come before them."""
+    """A variable that names a file with a host on each line, which has as many lines as ranks.
+
+    The first ``skip`` lines are not for ranks, and are left out.
+    """
 
     def parse(_: str, path: str) -> list[str]:
         try:
             with open(path) as file:
                 hosts = [line.split()[0] for line in file if line.strip()]
         except (OSError, UnicodeDecodeError):
-            return []  # the file is on another host, or gone: the ranks find out together what it would have said
+            return []  # the file is on another host, or gone; the ranks themselves find out where they are
         return list(dict.fromkeys(hosts[skip:]))
 
     return ListOf(name, parse)
@@ -320,7 +323,7 @@ def this_host_in(among: ListOf) -> Reader:
         own = this_host(environment).name
         short = [host.partition(".")[0] for host in among.hosts(environment)]
         if own.partition(".")[0] not in short:
-            return None  # a node may have several names
+            return None  # a node may have several names, so this one may be listed under another
         return Finding(short.index(own.partition(".")[0]), f"{own} in {among.name}")
 
     return Reader(among.name, read, (among.name,))

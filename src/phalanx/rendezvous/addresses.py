@@ -30,7 +30,7 @@ class Unresolved(InitializationError):
     """The name of rank 0's host does not resolve here.
 
     Attributes:
-        may_pass: whether it may resolve later.
+        may_pass: whether the name may resolve later, so that trying again makes sense.
     """
 
     def __init__(self, message: str, may_pass: bool) -> None:
@@ -68,7 +68,7 @@ def listening_addresses(place: Place, point: MeetingPoint) -> tuple[list[str], s
 
     Raises:
         Unresolved: the name of rank 0's host does not resolve on that host itself.
-        InitializationError: there is no interface of the name that was chosen.
+        InitializationError: this host does not have the interface that was chosen.
     """
     chosen = chosen_interface()
     try:

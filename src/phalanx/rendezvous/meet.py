@@ -2,7 +2,7 @@
 
 Rank 0 listens on one port of one address: the given one (MASTER_ADDR and MASTER_PORT, ``tcp://…``), one that is derived
 from the job's id, or any, which it then announces by MPI. From there on all three ways are the same: ``opening.py`` on
-rank 0, ``search.py`` on the other ranks. Only if the launcher keeps a store of its own at that port, that one is used.
+rank 0, ``search.py`` on the other ranks. But if the launcher keeps a store of its own at that port, the ranks use it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from phalanx.wire.sockets import listen
 
 __all__ = ["Broadcast", "leave", "meet", "meet_by_broadcast"]
 
-# Rank 0 passes a line of text, the other ranks None; all ranks get rank 0's line. MPI's bcast of an object is one such.
+# Rank 0 passes a line of text, the other ranks None; all ranks get rank 0's line.
 Broadcast = Callable[[str | None], str]
 
 
@@ -39,13 +39,13 @@ def meet(
 ) -> Store:
     """The store in which the ranks of this world find each other. Every rank calls it.
 
-    It returns when all ranks have joined. Meanwhile rank 0 prints every 5 seconds which ranks are missing, and a rank
-    that does not find rank 0 prints where it tries.
+    It returns when all ranks have joined. Until then, every 5 seconds, rank 0 prints which ranks are missing, and a
+    rank that has not found rank 0 prints where it searches.
 
     Args:
         place: this process, as its launcher says.
         timeout_s: how long to wait for the others, in seconds.
-        opening: how many worlds this process has opened before; the same on every rank.
+        opening: which of the process's worlds this is: 1 for the first that it opens. The same on every rank.
         broadcast: how rank 0 can send the others a line of text, if the launcher's MPI can be used; called only where
             the launcher does not say where rank 0 is.
         quiet: print no notes.
@@ -54,8 +54,8 @@ def meet(
         The store. The caller must pass it to :func:`leave` at the end.
 
     Raises:
-        InitializationError: ranks did not come or rank 0 was not found in time, this process was refused, or nothing
-            says where rank 0 is; the message says which and what to do.
+        InitializationError: ranks did not come or rank 0 was not found in time, this process was refused, or it is
+            unknown where rank 0 is; the message says which of these it is and what to do.
     """
     if place.world_size == 1:
         return HashStore()  # with no other rank to meet, no port is bound and no name resolved
@@ -73,7 +73,7 @@ def meet(
 
 
 def leave(store: Store) -> None:
-    """Give back what :func:`meet` gave. Rank 0's store answers until all ranks have left, or its process ends."""
+    """Stop using a store of :func:`meet`. Rank 0's answers until all other ranks have left, or its process ends."""
     if isinstance(store, JobStore):
         store.end()
 
@@ -107,7 +107,7 @@ def meet_by_broadcast(
 
 
 def _claim(place: Place, opening: int, job: str) -> Claim:
-    # A digest, since the name may be long and is only compared.
+    # The job's id may be long and is only compared, so a digest of it is sent.
     name = hashlib.sha256(os.fsencode(job)).hexdigest() if job else ""
     return own_claim(place.rank, place.world_size, name, place.attempt, opening, place.node_rank)
 

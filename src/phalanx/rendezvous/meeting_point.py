@@ -1,10 +1,10 @@
 """Where the ranks meet: the address of rank 0's host, and the ports to try there.
 
 A launcher may give an address and a port, or only a list of nodes, or nothing. Where it gives no port, ports are
-derived from what only this job has. So all ranks try the same ports in the same order, and need not communicate to
-know them; rank 0 takes the first that is free. If the launcher does not name the job and all ranks are on one host, the
-process that started them stands for the job. Where MPI can be used none of this is needed: rank 0 binds any port and
-announces it by a broadcast (``meet_by_broadcast`` in ``meet.py``).
+derived from a text that only this job has. So all ranks try the same ports in the same order, and need not communicate
+to know them; rank 0 takes the first that is free. If the launcher does not name the job and all ranks are on one host,
+the process that started them identifies the job. If there is no meeting point and MPI can be used, rank 0 binds any
+port and announces it by a broadcast (``meet_by_broadcast`` in ``meet.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MeetingPoint:
 
     Attributes:
         address: rank 0's host, by name or number.
-        ports: the ports to be tried in turn; one where it is fixed.
-        job: what no other job has; empty where the port is fixed.
-        fixed: whether the launcher or the user gave the port, so that what answers there is taken for rank 0.
+        ports: the ports to be tried in turn; a single one where it is fixed.
+        job: a text that no other job has; empty where the port is fixed.
+        fixed: whether the launcher or the user gave the port, so that its listener should be rank 0.
         source: where the address and the port come from, for people.
     """
 
@@ -46,7 +46,7 @@ class MeetingPoint:
 
 
 def meeting_point(place: Place) -> MeetingPoint | None:
-    """Where the ranks of this job can meet, as far as the launcher's variables say; None if they do not."""
+    """Where the ranks of this job can meet, by the launcher's variables; None if they do not say."""
     address, source = place.master_addr, place.sources.get("master_addr", "")
     # In an allocation of several hosts, an mpiexec that uses one host need not use the first of the list, so the list
     # is not used when all ranks are on one host.
@@ -80,9 +80,9 @@ def derived_ports(job: str) -> tuple[int, ...]:
 
 
 def _starter() -> str | None:
-    """The nearest ancestor that starts ranks, by a name that no later process can have; None if there is none.
+    """The nearest ancestor that starts ranks, as a text that fits no later process; None if there is none.
 
-    There may be a shell or numactl between it and a rank, so all ancestors are checked.
+    There may be a shell or numactl between a rank and that ancestor, so all ancestors are checked.
     """
     pid = os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):

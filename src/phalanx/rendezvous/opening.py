@@ -25,8 +25,9 @@ from phalanx.words import tell
 
 __all__ = ["REMIND_S", "open_store", "serve", "wait_for_all"]
 
+# How often rank 0 prints which ranks are missing, and another rank where it searches for rank 0.
 REMIND_S = 5.0
-# How long to wait for an answer of the process that holds a port which should be free.
+# How long to wait for an answer from the process that holds rank 0's port.
 ANSWER_S = 2.0
 PAUSE_S = 0.2
 
@@ -38,7 +39,7 @@ def open_store(
 
     Args:
         place, point: this process, and where it should listen.
-        key: the job's.
+        key: the job's key.
         claim: what this process says of itself.
         timeout_s: how long to wait for the others, in seconds.
         quiet: print no notes.
@@ -53,7 +54,7 @@ def open_store(
 
 
 def serve(listener: socket.socket, place: Place, key: Key, claim: Claim, *, quiet: bool) -> StoreServer:
-    """Serve the store on a listening socket; if the join is open to other hosts, print a note about that."""
+    """Serve the store on a listening socket, and print a note if processes on other hosts can join without a key."""
     address, port = listener.getsockname()[:2]
     if key.is_open and not quiet and not is_loopback(address):
         tell(
@@ -64,7 +65,7 @@ def serve(listener: socket.socket, place: Place, key: Key, claim: Claim, *, quie
 
 
 def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobStore:
-    """The store, once all ranks have joined; every 5 seconds the missing ones are printed.
+    """Wait until all ranks have joined, print the missing ones every 5 seconds, and return the store.
 
     Raises:
         InitializationError: some did not come before the deadline; the ranks that wait get the same error.
@@ -85,7 +86,7 @@ def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobS
 def _listen(
     place: Place, point: MeetingPoint, key: Key, claim: Claim, deadline: float, *, quiet: bool
 ) -> socket.socket:
-    """The first port that is free, on the first address that is this host's."""
+    """Listen on the first port that is free, on the first address that is this host's."""
     addresses, note = listening_addresses(place, point)
     if note and not quiet:
         tell(f"note: {note}")
@@ -113,10 +114,13 @@ def _listen(
 
 
 def _ask_holder(address: str, port: int, key: Key, claim: Claim) -> str:
-    """Ask the process that holds the port of rank 0 what it is: what there is to wait for; empty if nothing.
+    """Ask the process that holds rank 0's port whether it is an earlier attempt of this job, which will end.
+
+    Returns:
+        What there is to wait for, for people; empty if there is no reason to wait.
 
     Raises:
-        InitializationError: it is rank 0 of this job.
+        InitializationError: the process is rank 0 of this job, and refuses this one.
     """
     try:
         sock, verdict = connect((address, port), key, claim, ANSWER_S)

@@ -1,8 +1,8 @@
 """Another rank's side of the meeting: find rank 0, prove that this process belongs to the job, and join.
 
 A port that was derived from the job's id may be in use by another program, so a listener that does not know this job is
-skipped and the search goes on. A port that the user gave is believed: a listener there that proves another key, or
-nothing, is an error at once.
+skipped and the search goes on. A port that the launcher or the user gave should be rank 0's, so a listener there that
+proves another key, or nothing, is an error at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["find_store"]
 # How long to wait for the greeting of whatever accepted the connection, before the next port is tried.
 ANSWER_S = 2.0
 # The pause between two rounds is an eighth of the time that the search has taken, within these limits: it delays the
-# meeting by little, and rank 0's host is not flooded by ranks that wait for long.
+# meeting by little, and ranks that wait for a long time do not flood rank 0's host.
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
 
 
@@ -42,7 +42,7 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
 
     Args:
         place, point: this process, and where rank 0 should listen.
-        key: the job's.
+        key: the job's key.
         claim: what this process says of itself.
         timeout_s: how long to wait, in seconds.
 
@@ -107,8 +107,8 @@ def _find(
             remind += REMIND_S
             hint = _advice(place, addresses) if addresses and all(map(is_loopback, addresses)) else ""
             tell(
-                f"rank {place.rank} on {claim.host} looks for rank 0 at {_where(point, addresses)} ({point.source}): "
-                f"{trouble}; {now - start:.0f} s so far{f'. {hint}' if hint else ''}"
+                f"rank {place.rank} on {claim.host} searches for rank 0 at {_where(point, addresses)} "
+                f"({point.source}): {trouble}; {now - start:.0f} s so far{f'. {hint}' if hint else ''}"
             )
         time.sleep(min(max(SHORTEST_PAUSE_S, (now - start) / 8), LONGEST_PAUSE_S))
 
@@ -120,11 +120,11 @@ class _NotHere(Exception):
 def _try(
     place: Place, point: MeetingPoint, where: tuple[str, int], key: Key, claim: Claim, limit_s: float
 ) -> tuple[socket.socket, tuple[str, int], str]:
-    """Try to join at one port: the connection, where it leads, and the token that rank 0 gave.
+    """Try to join at one port; return the connection, where it leads, and the token that rank 0 gave.
 
     Raises:
-        OSError, _NotHere: rank 0 does not listen there; it may at another port, or later.
-        InitializationError: it does, and this process cannot join it.
+        OSError, _NotHere: rank 0 does not listen there, but may at another port, or later.
+        InitializationError: this process cannot join the listener, and need not search further.
     """
     at = f"{where[0]} port {where[1]}"
     try:
@@ -163,4 +163,4 @@ def _advice(place: Place, addresses: list[str]) -> str:
             f"That is {this_host().name} itself (loopback): if rank 0 is on another host, set MASTER_ADDR to its "
             f"name or address, and MASTER_PORT, for all ranks"
         )
-    return "Check whether rank 0 was started, and on the host that MASTER_ADDR names; a firewall may be between"
+    return "Check whether rank 0 was started, and on the host that MASTER_ADDR names; a firewall may block the way"

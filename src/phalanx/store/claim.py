@@ -1,7 +1,7 @@
-"""What a process says of itself when it joins the store, and what rank 0 answers; both are JSON.
+"""The claim of a process that joins the store, by which it says what it is, and rank 0's verdict; both are JSON.
 
-The handshake (``wire/proof.py``) carries both, and hands them out only after the key was proven. If the join is open
-everybody can prove the key, so a claim is still not believed to be one until every field of it was checked.
+The handshake (``wire/proof.py``) carries both, and hands them out only after the key was proven. If the join is open,
+any process can prove the key, so each field of a claim is checked before the claim is used.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _LONGEST_REASON = 900  # characters, of up to four bytes each
 
 @dataclass(frozen=True)
 class Claim:
-    """What a process says of itself when it joins.
+    """The facts that a process gives about itself when it joins.
 
     Attributes:
-        rank, world_size: its place.
+        rank, world_size: its place in the world.
         pid, host: the process, for people.
-        job: what names the job, where its port is derived from that; empty where the port was given.
+        job: a digest of the job's id, from which the port is derived; empty where the port was given.
         attempt: how often the launcher has started the job anew.
-        opening: how many worlds the process has opened before.
+        opening: which of the process's worlds this is: 1 for the first that it opens.
         node_rank: its host's index, if its launcher says it.
-        token: what rank 0 gave this process when it joined; empty the first time.
+        token: the token that rank 0 gave this process when it joined; empty the first time.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Claim:
 
     @staticmethod
     def decode(data: bytes) -> Claim:
-        """The claim in these bytes; of the host's name only what can be printed.
+        """The claim in these bytes, without the characters of the host's name that cannot be printed.
 
         Raises:
             NoProof: they are not a claim.
@@ -86,7 +86,7 @@ class Verdict:
         kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job; ``earlier``: this is rank 0 of an
             earlier attempt, which will end.
         reason: why the process is not welcome, for people.
-        token: what a welcome process shows when it connects again.
+        token: a secret by which a welcome process proves, when it connects again, that it has the seat.
     """
 
     kind: Literal["welcome", "refused", "other", "earlier"]

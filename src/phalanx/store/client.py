@@ -1,7 +1,7 @@
 """A rank's side of the store: ``torch.distributed.Store`` in Python, over connections that have proven themselves.
 
-torch calls it from C++ too, and from several threads at once (Gloo does, while it connects), so every call that is
-under way has a connection of its own: a ``get`` that waits holds up nobody. The connections are kept and used again.
+torch calls it from C++ too, and from several threads at once (Gloo does, while it connects). So each call has a
+connection of its own while it runs, and a ``get`` that waits delays no other call. The connections are kept and reused.
 
 Prior art: torch's ``TCPStore``, whose semantics these are. It sends one request at a time for a whole process, trusts
 every process that connects, and listens on every interface.
@@ -31,7 +31,7 @@ from phalanx.wire.proof import NoProof, WrongKey
 
 __all__ = ["Connections", "JobStore", "connect"]
 
-# How much longer than asked for a rank waits for an answer: rank 0's own answer that time is over should arrive.
+# How much longer than the timeout a rank waits for an answer, so that rank 0's answer LATE can arrive.
 MARGIN_S = 30.0
 LONGEST_WAIT_S = 1e8  # sockets accept no longer timeout
 _BLOCK = 1 << 18
@@ -41,19 +41,20 @@ _Result = tuple[int, int, Sequence[bytes]]
 def connect(
     where: tuple[str, int], key: Key, claim: Claim, patience_s: float, source: str = ""
 ) -> tuple[socket.socket, Verdict]:
-    """Connect to rank 0 and join: the connection, and rank 0's verdict.
+    """Connect to rank 0 and ask to join; return the connection and rank 0's verdict.
 
     Args:
         where: address and port.
         key: the job's key.
         claim: what this process says of itself.
-        patience_s: how long connecting may take, and joining again, in seconds.
-        source: the address to come from; any of this host's by default.
+        patience_s: how long connecting may take, in seconds, and then the handshake as long again.
+        source: the address to connect from; any of this host's by default.
 
     Raises:
-        OSError: nothing listens there. TimeoutError: what listens there says nothing.
-        NoProof: what listens there is not rank 0 of Phalanx.
-        WrongKey: it is, and proves another key.
+        OSError: nothing listens there, or the connection was closed.
+        TimeoutError: the listener sends nothing.
+        NoProof: the listener is not rank 0 of Phalanx.
+        WrongKey: the listener is, but proves another key.
     """
     sock, answer = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
     try:
@@ -71,7 +72,7 @@ class Connections:
         where: address and port of rank 0.
         key: the job's key.
         claim: what this process says of itself, with the token that rank 0 gave it.
-        source: the address to come from; any by default.
+        source: the address to connect from; any of this host's by default.
     """
 
     def __init__(self, first: socket.socket, where: tuple[str, int], key: Key, claim: Claim, source: str = "") -> None:
@@ -86,7 +87,7 @@ class Connections:
         _inherited.add(self)
 
     def call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Result:
-        """Carry out a request on a connection that no other call uses meanwhile.
+        """Carry out a request on a connection that no other call uses meanwhile, and return the answer's parts.
 
         Raises:
             DistStoreError: rank 0 has gone.
@@ -132,7 +133,7 @@ class Connections:
             self._lost(error)
         if verdict.kind != "welcome":
             sock.close()
-            raise DistStoreError(f"rank {claim.rank} was not let in again: {verdict.reason}")
+            raise DistStoreError(f"rank {claim.rank} was refused when it connected again: {verdict.reason}")
         return sock
 
     def _lost(self, error: BaseException) -> NoReturn:
@@ -142,7 +143,7 @@ class Connections:
         ) from error
 
     def end(self) -> None:
-        """Close them all; those in use as soon as their requests are answered."""
+        """Close all connections; one that is in use is closed when its request has been answered."""
         with self._lock:
             self._ended = True
             idle, self._idle = self._idle, []
@@ -171,7 +172,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class JobStore(Store):
     """The job's store, as torch takes it. Safe to use from several threads.
 
-    Calls that wait do so for :attr:`timeout`, as in torch's stores; 0 means without limit.
+    Calls that wait do so for at most :attr:`timeout`, as in torch's stores; 0 means without limit.
 
     Args:
         peer: rank 0's own server, or the connections to it.
@@ -236,14 +237,14 @@ class JobStore(Store):
     deleteKey = delete_key  # noqa: N815
 
     def wait_for_all(self, timeout_s: float) -> str:
-        """Wait until every rank has joined; the ranks that have not after that time, for people, or empty."""
+        """Wait until every rank has joined; return the ranks that have not in time, for people, or an empty string."""
         code, _, fields = self._peer.call(wire.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
         if code == wire.FAILED:
             raise DistStoreError(fields[0].decode())
         return fields[0].decode() if code == wire.LATE else ""
 
     def end(self) -> None:
-        """Stop using it. Rank 0's goes on answering the other ranks until all have stopped, or its process ends."""
+        """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
         if isinstance(self._peer, StoreServer):
             self._peer.retire()
         else:

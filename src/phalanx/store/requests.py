@@ -1,4 +1,4 @@
-"""What a rank and rank 0's store send each other once they have proven themselves: requests and answers.
+"""The requests that a rank sends to rank 0's store once both have proven themselves, and the answers.
 
 A message is a frame (``wire/framing.py``) with a code, a number, and fields of bytes. Nothing is ever unpickled, and a
 message whose fields do not fill it exactly is refused as a whole.
@@ -36,11 +36,11 @@ __all__ = [
 # Requests. For READ, WAIT and EVERYBODY the number is how long to wait, in milliseconds (0: without limit); for ADD it
 # is the summand; all others send 0. The fields are keys, or keys and values in turn.
 SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY = range(1, 12)
-# Answers. DONE has the result, as a number or as fields; LATE says that the wait took too long, and its fields what is
-# missing; the field of FAILED says why.
+# Answers. DONE carries the result, as a number or as fields. LATE means that the wait took too long; its fields name
+# what is missing. The field of FAILED is the reason.
 DONE, LATE, FAILED = range(3)
 
-# Torch's own store takes an eighth of it.
+# Eight times what torch's own store accepts.
 LONGEST = framing.LONGEST
 _LENGTH = struct.Struct("!I")
 _HEAD = struct.Struct("!BqI")
@@ -62,7 +62,7 @@ def length_of(data: bytes | bytearray) -> int | None:
     """How many bytes the message that ``data`` begins with has in all; None while too few have come to know that.
 
     Raises:
-        Malformed: more than ``LONGEST``, or too few to be a message.
+        Malformed: that is more than ``LONGEST``, or too little for a message.
     """
     return end_of_frame(data, shortest=_HEAD.size, longest=LONGEST)
 
@@ -71,7 +71,7 @@ def unpack(data: bytes | bytearray, length: int) -> tuple[int, int, list[bytes]]
     """Code, number and fields of the message in the first ``length`` bytes.
 
     Raises:
-        Malformed: the fields do not fill it.
+        Malformed: the fields do not fill the message exactly.
     """
     code, number, count = _HEAD.unpack_from(data, PREFIX_BYTES)
     at, fields = PREFIX_BYTES + _HEAD.size, []

@@ -12,10 +12,10 @@ __all__ = ["Seats"]
 
 
 class Seats:
-    """The ranks of one world, as they come.
+    """The ranks of one world, entered as they join.
 
     Args:
-        own: rank 0's claim, with which the others' must agree.
+        own: rank 0's claim; all others must be of the same job, attempt, opening and world size.
         hosts: the hosts of the job by node rank, if the launcher names them.
         num_nodes: how many hosts there are, if that is known.
     """
@@ -50,10 +50,10 @@ class Seats:
             names = ", ".join(f"{node} ({self._hosts[node]})" for node in absent)
         else:
             names = format_spans(absent)
-        return f"{text}; nobody has come from node{'s' if len(absent) > 1 else ''} {names}"
+        return f"{text}; no rank has come from node{'s' if len(absent) > 1 else ''} {names}"
 
     def judge(self, claim: Claim) -> Verdict:
-        """Give the process its seat, or the reason why it gets none."""
+        """Rank 0's verdict on a claim: the process gets its seat, or the reason why it gets none."""
         own = self.own
         if claim.job != own.job:
             return Verdict("other")
@@ -69,7 +69,7 @@ class Seats:
             return Verdict(
                 "refused",
                 f"{who} opens its world number {claim.opening}, and rank 0 ({own.name}) its number {own.opening}; "
-                f"every rank must call phalanx.init() equally often",
+                f"every rank must call phalanx.init() the same number of times",
             )
         if claim.world_size != own.world_size:
             return Verdict(
@@ -90,5 +90,5 @@ class Seats:
         return secrets.compare_digest(claim.token.encode(), self._taken[claim.rank][1].encode())
 
     def leave(self, rank: int) -> bool:
-        """Free a rank's seat, if other seats are free too, so that no rank has gone on yet; whether it was freed."""
+        """Free a rank's seat if not all have come, so that no rank has gone on yet; return whether it was freed."""
         return not self.complete and rank != 0 and self._taken.pop(rank, None) is not None

@@ -1,11 +1,12 @@
 """Rank 0's side of the store: one listening socket, one thread, and a table of keys.
 
-A connection comes in by a door (``wire/door.py``), which lets only those pass that prove the job's key. Then its claim
-is judged (``seats.py``): a rank that is there already, another world size or an attempt that is over is refused, and
-the reason is sent to the process and printed here. Only then are its bytes requests. One selector serves all
-connections; a request that has to wait is parked in the table, so no connection ever holds up another.
+A connection comes in by a door (``wire/door.py``), which admits only processes that prove the job's key. Then the claim
+of the process is judged (``seats.py``): it is refused if its rank has joined already, its world has another size or its
+attempt is over. The reason is sent to the process and printed here. Only the bytes of a process that was not refused
+are read as requests. One selector serves all connections; a request that has to wait is parked in the table, so no
+connection ever delays another.
 
-Rank 0 itself uses the table directly, under the same lock: its requests cost no socket and no thread.
+Rank 0 itself uses the table directly, under the same lock: its requests need no socket and no thread.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["StoreServer"]
 # Refused connections are reported one by one up to this number: a port scan makes many of them.
 MOST_COMPLAINTS = 16
 _BLOCK = 1 << 18
-# How long a process that ends waits for ranks that still read what it has answered.
+# How long rank 0's process, when it ends, waits for ranks that still read its answers.
 LINGER_S = 0.3
 
 
@@ -50,10 +51,10 @@ class _Guest:
     Attributes:
         sock: the socket.
         peer: the address it comes from, for people.
-        claim: what it has said of itself.
-        data: what has come and is not a whole message yet.
-        out: what the network has not taken yet; nothing more is read until it has.
-        waits: whether a request of this connection is not answered yet.
+        claim: what the process said of itself.
+        data: received bytes that are not a whole message yet.
+        out: bytes that the network has not taken yet; nothing more is read until it has.
+        waits: whether a request of this connection has not been answered yet.
         parked: that request, if it waits for keys.
         stuck: whether the selector waits for ``out`` to be taken.
     """
@@ -106,7 +107,7 @@ class StoreServer:
     def call(
         self, code: int, number: int = 0, fields: Sequence[bytes] = (), timeout_s: float | None = None
     ) -> tuple[int, int, Sequence[bytes]]:
-        """Carry out a request of this process itself; the answer's code, number and fields.
+        """Carry out a request of this process itself; return the answer's code, number and fields.
 
         Args:
             code, number, fields: the request.
@@ -133,7 +134,7 @@ class StoreServer:
         return answers[0] if answers else (wire.LATE, 0, sorted(parked.missing) if parked else [])
 
     def wait_for_all(self, timeout_s: float) -> bool:
-        """Whether every rank has come, or comes within that many seconds."""
+        """Wait for every rank to come, at most that many seconds; return whether all have."""
         with self._lock:
             return self._came.wait_for(lambda: self._seats.complete or bool(self._over), timeout_s) and not self._over
 
@@ -198,7 +199,7 @@ class StoreServer:
             self._wake_read.recv(4096)
 
     def _expire(self, now: float) -> float | None:
-        """End the waits and send away the strangers whose time has come; seconds until the next one, None for never."""
+        """End the waits and the strangers whose time is over; return the seconds until the next one, None for never."""
         until = min(self._table.expire(now), self._door.tend(now))
         for deadline, guest in list(self._waiting_for_all):
             if deadline <= now:
@@ -229,7 +230,7 @@ class StoreServer:
         try:
             while guest.data:
                 if guest.waits or guest.out:
-                    raise Malformed("it asks before it has been answered")
+                    raise Malformed("a request came before the last one was answered")
                 length = wire.length_of(guest.data)
                 if length is None or len(guest.data) < length:
                     return
@@ -242,7 +243,7 @@ class StoreServer:
                 if parked is not None:
                     guest.parked, guest.waits = parked, True
         except Malformed as error:
-            self._complain(guest.peer, f"sent no request ({error})")
+            self._complain(guest.peer, f"sent bytes that are not a request ({error})")
             self._dismiss(guest)
 
     def _await_everybody(self, guest: _Guest, number: int, now: float) -> None:
@@ -251,7 +252,7 @@ class StoreServer:
         self._answer_if_complete()
 
     def _answer_if_complete(self) -> None:
-        """Once every rank has joined, answer those that wait for it."""
+        """If every rank has joined, answer those that wait for that."""
         if self._seats.complete:
             for _, waiting in self._waiting_for_all:
                 self._reply(waiting, wire.DONE, 0, ())
@@ -312,7 +313,7 @@ class StoreServer:
         rank = guest.claim.rank
         if not any(other.claim.rank == rank for other in self._guests.values()):
             self._seats.leave(rank)  # it may be started again
-            self._say(f"rank {rank} ({guest.claim.name}) has left again before everybody had come")
+            self._say(f"rank {rank} ({guest.claim.name}) has left again before all ranks had come")
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -331,7 +332,7 @@ class StoreServer:
         self._push(guest)
 
     def _push(self, guest: _Guest) -> None:
-        """Send what the network takes now; while something is left, wait for that and read nothing."""
+        """Send what the network takes now; while bytes are left, wait until it takes them and read nothing."""
         try:
             while guest.out:
                 del guest.out[: guest.sock.send(guest.out)]
@@ -374,7 +375,7 @@ _servers: weakref.WeakSet[StoreServer] = weakref.WeakSet()
 
 
 def _at_exit() -> None:
-    # Before the interpreter ends, which would stop the thread between two bytes of an answer.
+    # The interpreter's end would stop the thread in the middle of an answer, so the servers are ended before it.
     until = time.monotonic() + LINGER_S
     for server in list(_servers):
         server.linger(until)

@@ -38,7 +38,7 @@ class Parked:
         self.over = False
 
     def finish(self, code: int, number: int = 0, fields: Sequence[bytes] = ()) -> None:
-        """Answer, unless that has been done."""
+        """Answer the request, unless it is over."""
         if not self.over:
             self.over = True
             self.answer(code, number, fields)
@@ -103,7 +103,7 @@ class Table:
                     del self._parked[key]
 
     def expire(self, now: float) -> float:
-        """Answer the requests whose deadline has passed; when to call this again, infinity if none waits."""
+        """Answer the requests whose deadline has passed; return when to call this again, infinity if none waits."""
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].over):
             _, _, parked = heapq.heappop(self._deadlines)
             if not parked.over:
@@ -112,7 +112,7 @@ class Table:
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def end(self, why: str) -> None:
-        """Answer every waiting request that its keys will not come, and why."""
+        """Answer every waiting request with the reason why its keys will not come."""
         for waiting in list(self._parked.values()):
             for parked in waiting:
                 parked.finish(wire.FAILED, 0, [why.encode()])
@@ -160,7 +160,7 @@ class Table:
                 self._settle(parked)
 
     def _settle(self, parked: Parked) -> None:
-        """Answer it, or let it wait for the keys that are not there; one of them may have been deleted meanwhile."""
+        """Answer the request, or let it wait for the missing keys; a key that came may have been deleted since."""
         parked.missing = {key for key in parked.keys if key not in self._entries}
         for key in parked.missing:
             self._parked.setdefault(key, []).append(parked)

@@ -19,5 +19,5 @@ _PATTERNS = (
 
 
 def accelerator_files() -> list[str]:
-    """Device files through which a process can reach an accelerator. Without any the machine has none."""
+    """The device files through which a process can reach an accelerator; none if the machine has no accelerator."""
     return [path for pattern in _PATTERNS for path in sorted(glob(pattern))]

@@ -1,4 +1,4 @@
-"""Which host this is: its name, and what a rank reports so that nobody has to guess who shares memory and devices."""
+"""The host of this process: its name, and the ids by which ranks know whether they share memory and devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Host:
     Attributes:
         name: the host's name.
         boot_id: the id of the kernel's last start.
-        pid_namespace: the namespace in which process ids mean the same.
+        pid_namespace: the namespace that its process ids belong to.
     """
 
     name: str
@@ -45,5 +45,5 @@ def this_host(environment: Mapping[str, str] | None = None) -> Host:
 
 
 def machine_name() -> str:
-    """The name by which this machine calls itself in the network, whatever host a rehearsal says it is."""
+    """This machine's own name in the network, even where ``PHALANX_HOST`` gives this process another host's name."""
     return socket.gethostname()

@@ -30,8 +30,8 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 
 _SIOCGIFADDR = 0x8915
-# Addresses reserved for documentation (RFC 5737, RFC 3849), so no host has them: the kernel routes a packet to them by
-# the default route, and the source address it chooses is the one other hosts reach.
+# No host has these addresses, which are reserved for documentation (RFC 5737, RFC 3849). So a packet to them leaves by
+# the default route, and the source address that the kernel chooses for it is the one that other hosts reach.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -40,7 +40,7 @@ def interface_addresses() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, addresses in found.items():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # this interface has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 addresses.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
@@ -60,10 +60,10 @@ def describe_interfaces() -> str:
 
 
 def chosen_interface(environment: Mapping[str, str] | None = None) -> tuple[str, list[str]] | None:
-    """The interface that ``PHALANX_INTERFACE`` names, and its addresses; None if it names none.
+    """The interface that ``PHALANX_INTERFACE`` names, and its addresses; None if it is not set.
 
     Raises:
-        InitializationError: this host has no such interface, or it has no address; the message lists those there are.
+        InitializationError: this host has no such interface, or it has no address; the message lists all interfaces.
     """
     name = (os.environ if environment is None else environment).get(settings.INTERFACE)
     if not name:
@@ -91,14 +91,14 @@ def is_own_name(name: str) -> bool:
     own = machine_name()
     if name.lower() in (own.lower(), own.partition(".")[0].lower()):
         return True
-    return "." in name and name.lower() == socket.getfqdn().lower()  # which may ask a name server
+    return "." in name and name.lower() == socket.getfqdn().lower()  # last, because it may ask a name server
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses that a name means here, in the order in which they should be tried.
+    """The addresses that a name resolves to on this host, in the order in which they should be tried.
 
     Raises:
-        OSError: it means none.
+        OSError: the name does not resolve.
     """
     answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(answer[4][0]) for answer in answers))
@@ -109,7 +109,7 @@ def outward_address(
 ) -> str:
     """The address by which processes on other hosts reach this one.
 
-    The first of these that there is:
+    The first of these that exists:
 
     - an address of the interface that ``PHALANX_INTERFACE`` names;
     - the source address of packets to the first host of ``towards`` that is another machine, so an address in the
@@ -121,9 +121,9 @@ def outward_address(
 
     Args:
         towards: the hosts that will connect, by name or number, if they are known. A name that does not resolve is
-            passed over, because a launcher may know names that the resolver does not.
+            skipped, because a launcher may know names that the resolver does not.
         environment: where ``PHALANX_INTERFACE`` is read; ``os.environ`` by default.
-        ipv4_only: pass IPv6 over, for a listener that does not take it.
+        ipv4_only: skip IPv6 addresses, for a listener that cannot use them.
 
     Raises:
         InitializationError: this host does not have the interface that was chosen.

@@ -1,7 +1,7 @@
 """How many ranks this machine has room for, checked before any is started.
 
 Starting 500 ranks where 200 fit ends in an out-of-memory kill, or in a fork that fails half way. So the limits are read
-from the kernel first, and the error names the one that is too small and how many ranks would fit.
+from the kernel first, and the error names the limit that is too small and how many ranks would fit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from phalanx.errors import LaunchError
+from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
 from phalanx.words import format_gib
 
 __all__ = ["Limit", "Resource", "check_limits", "count_oom_kills", "machine_limits", "raise_file_limit", "usable_cores"]
@@ -35,7 +35,7 @@ BYTES_BESIDE = 400 << 20
 
 
 class Resource(Enum):
-    """What a machine can run out of, counted in files, tasks or bytes; the value is its name in messages."""
+    """A resource that a machine can run out of, counted in files, tasks or bytes; the value is its name in messages."""
 
     FILES = "open files"
     TASKS = "processes and threads"
@@ -95,10 +95,10 @@ def machine_limits(*, python: bool, forked: bool = True) -> list[Limit]:
     """The limits in force here, in the order they are checked.
 
     Args:
-        python: whether the ranks run Python with torch; how much memory another program needs is unknown, so memory
-            is then not checked.
-        forked: whether they are forked here; ranks of an MPI launcher may be on other hosts, with other limits, so only
-            the launcher's open files are then checked.
+        python: whether the ranks run Python with torch. If not, memory is not checked, because it is unknown how much
+            another program needs.
+        forked: whether they are forked here. If not, only the limit on open files is checked, because the ranks of an
+            MPI launcher may be on other hosts, with other limits.
     """
     limits = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -109,8 +109,7 @@ def machine_limits(*, python: bool, forked: bool = True) -> list[Limit]:
         return limits
     tasks = _tasks_left()
     if tasks is not None:
-        remedy = "raise the limit (ulimit -u, or pids.max of the cgroup)"
-        limits.append(Limit(Resource.TASKS, remedy, tasks, TASKS_PER_RANK, TASKS_BESIDE))
+        limits.append(Limit(Resource.TASKS, PROCESS_LIMIT_HINT, tasks, TASKS_PER_RANK, TASKS_BESIDE))
     memory = _memory_left()
     if python and memory is not None:
         remedy = "free memory, or start fewer ranks"
@@ -170,7 +169,7 @@ def _memory_left() -> int | None:
 
 
 def count_oom_kills() -> int:
-    """How many processes of this process's cgroup the kernel's out-of-memory killer has ended so far."""
+    """The number of processes in this process's cgroup that the kernel's out-of-memory killer has ended so far."""
     for directory in _cgroups():
         return _counter(directory, "memory.events", "oom_kill")
     return 0

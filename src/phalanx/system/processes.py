@@ -89,7 +89,7 @@ def skip_library_teardown() -> None:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler of its own for a signal, or ignores it."""
+    """Whether a process handles, ignores or blocks a signal, so that the signal does not end it; True for signal 0."""
     if not signum:
         return True
     masks = 0
@@ -163,9 +163,9 @@ def descendants_of(pids: Iterable[int]) -> list[int]:
 def belongs_to(pid: int, session: int, memfd_name: str, environment: Iterable[bytes]) -> bool:
     """Whether an adopted orphan came from a given rank.
 
-    A child of a rank may have left its process group, its session or its parent. It is recognised by any of three
-    marks: it is in the rank's session, it was started with the rank's environment, or, as a plain fork, it holds the
-    rank's report file open.
+    A child of a rank may have left its process group or its session, or lost its parent. It is recognised by any of
+    three marks: it is in the rank's session, it was started with the rank's environment, or, as a plain fork, it holds
+    the rank's report file open.
 
     Args:
         pid: the orphan.
@@ -190,7 +190,7 @@ def belongs_to(pid: int, session: int, memfd_name: str, environment: Iterable[by
 
 
 def kill(pid: int) -> bool:
-    """SIGKILL one process; return False if it belongs to another user, so that this process may not signal it."""
+    """SIGKILL one process; return False if this process may not signal it, because it belongs to another user."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

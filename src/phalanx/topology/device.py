@@ -31,7 +31,7 @@ __all__ = [
     "shared_devices",
 ]
 
-# Packages that must be imported for torch to know their devices. Newer ones are loaded by `import torch`.
+# Packages that must be imported for torch to know their devices; newer versions of them are loaded by `import torch`.
 _PLUGINS = ("torch_npu", "torch_xla", "intel_extension_for_pytorch", "torch_mlu", "torch_musa")
 
 # Variables that hide devices from a process, in the order in which they are read.
@@ -54,7 +54,7 @@ class Accelerator:
     Attributes:
         type: torch's name of the kind: ``cuda`` (also for ROCm), ``xpu``, ``mps``, ``npu``, …
         count: how many.
-        mask: the variable that hides others from this process, and its value; None if none is set.
+        mask: the variable that hides other devices from this process, and its value; None if none is set.
     """
 
     type: str
@@ -99,10 +99,10 @@ def choose_device(
         local_rank, local_world_size: its number on this host, and how many there are.
         wanted: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, …; None takes what ``PHALANX_DEVICE`` says, else the accelerator.
         accelerator: the accelerators that the process sees.
-        environment: ``os.environ`` by default.
+        environment: where variables are read; ``os.environ`` by default.
 
     Raises:
-        DeviceError: the device that is wanted is not there, or this host has more ranks than devices.
+        DeviceError: the wanted device does not exist, or this host has more ranks than devices.
     """
     environment = os.environ if environment is None else environment
     asked = wanted if wanted is not None else environment.get(settings.DEVICE) or None
@@ -164,7 +164,7 @@ def open_device(device: torch.device, rank: int) -> None:
 
 
 def physical_device(device: torch.device, accelerator: Accelerator | None) -> str:
-    """A name that only one device of a host has, whatever each process sees: its id or its entry in the mask.
+    """A name that only one device of a host has: its id or, if it has none, its entry in the mask, or its index.
 
     Empty for the CPU, which ranks share.
     """

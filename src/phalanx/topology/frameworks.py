@@ -26,7 +26,7 @@ __all__ = ["announce", "cpu_settings", "second_meeting_point", "withdraw"]
 
 
 def cpu_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which frameworks see that this rank of several computes on the CPU; none if it may not.
+    """Variables by which frameworks see that several ranks compute on the CPU; empty if that is not so.
 
     Args:
         environment: the rank's, with WORLD_SIZE and PHALANX_DEVICE. ACCELERATE_USE_CPU in it is the user's, and stays.
@@ -42,7 +42,7 @@ def second_meeting_point(store: Store, rank: int, *, one_host: bool) -> dict[str
     """MASTER_ADDR and MASTER_PORT for libraries that open a store beside the world's (``torch.distributed.rpc``).
 
     Every rank calls it. A rank that has both in its environment keeps them. The others get rank 0's host and a port
-    that is free there now; the world's own store listens on another.
+    that is free there now, and so is not that of the world's own store.
 
     Args:
         store: the world's store.

@@ -1,6 +1,7 @@
 """The rank table: which rank runs where, printed before user code runs.
 
-It does not import torch: the launcher, which never does, prints it while another process imports torch.
+This module does not import torch, because the launcher, which never does, prints the table while another process
+imports torch.
 """
 
 from __future__ import annotations

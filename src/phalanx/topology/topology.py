@@ -1,8 +1,7 @@
 """Where every rank is: gathered from the ranks themselves, and compared with what the launcher said.
 
-Nodes are hosts, in the order in which they first appear when the ranks are counted up. A node's index is never computed
-from a rank, so it makes no difference whether ranks are placed in blocks, in turn or unequally, and how a launcher
-numbers its nodes.
+Nodes are hosts, numbered in the order of their lowest ranks. A node's index is never computed from a rank, so it makes
+no difference whether ranks are placed in blocks, in turn or unequally, nor how a launcher numbers its nodes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Whereabouts:
         host: where it runs.
         pid: its process id there.
         launcher: the name of the launcher that started it.
-        local_rank, local_world_size, node_rank: what its launcher said; None for what it did not say.
+        local_rank, local_world_size, node_rank: the launcher's numbers; None for those that it does not give.
     """
 
     rank: int
@@ -53,7 +52,7 @@ class Node:
     Attributes:
         node_rank: its index.
         host: its name.
-        ranks: the world ranks that run there, by local rank.
+        ranks: the world ranks that run there, in the order of their local ranks.
     """
 
     node_rank: int
@@ -81,7 +80,7 @@ class Topology:
 def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology:
     """Report to the other ranks where this rank is, and learn where they are. Every rank calls it, with a new store.
 
-    It costs each rank two round trips to the store, and rank 0 one for each rank.
+    Each rank makes three requests to the store; rank 0 makes two for each rank.
 
     Args:
         store: the store in which the ranks meet; no rank may have written to it for this purpose before.
@@ -91,7 +90,7 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
 
     Raises:
         InitializationError: two processes are the same rank, or ranks did not come in time; the message names them.
-        LauncherEnvironmentError: the launcher's local ranks contradict where the ranks are.
+        LauncherEnvironmentError: the launcher's local ranks do not fit the hosts that the ranks report.
     """
     report = Whereabouts(
         place.rank, host, os.getpid(), place.launcher, place.local_rank, place.local_world_size, place.node_rank
@@ -99,7 +98,7 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
     if place.world_size == 1:
         return arrange([report])
     own = json.dumps(asdict(report))
-    # The first process of a rank is entered. A second one finds the first one's entry in place of its own.
+    # The first process of a rank writes its entry. A second one reads that entry in place of its own.
     entered = store.compare_set(f"report/{place.rank}", "", own).decode()
     if entered != own:
         other = _parse(entered)
@@ -127,7 +126,7 @@ def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
     for rank in range(world_size):
         try:
             store.wait([f"report/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:  # torch's stores raise different errors for this, all of this kind
+        except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
             missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
             ranks = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {world_size}"
             raise InitializationError.ranks_missing(ranks, timeout_s) from error
@@ -147,7 +146,7 @@ def arrange(reports: Sequence[Whereabouts]) -> Topology:
         reports: the reports of all ranks, in rank order.
 
     Raises:
-        LauncherEnvironmentError: the launcher's local ranks on a host are not 0 to their number - 1.
+        LauncherEnvironmentError: the launcher's local ranks on a host are not 0 to n - 1 for its n ranks.
     """
     hosts: dict[Host, list[Whereabouts]] = {}
     for report in reports:
@@ -161,7 +160,7 @@ def arrange(reports: Sequence[Whereabouts]) -> Topology:
 
 
 def _by_local_rank(host: Host, members: list[Whereabouts]) -> tuple[list[Whereabouts], str]:
-    """The ranks of one host by local rank, and a note if the launcher counts otherwise for a known reason."""
+    """The ranks of one host by local rank, and a note if the launcher numbers them otherwise for a known reason."""
     if all(member.local_rank is None for member in members):
         return members, ""
     if _agree(members):

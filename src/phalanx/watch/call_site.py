@@ -12,16 +12,16 @@ CallSite = tuple[str, int]
 
 _INSIDE = ("torch.", "phalanx.", "threading")
 
-# Whether a file's code is torch's or ours. By file, since that is quicker to ask than a module's name, and this is
-# asked for several frames of every call. Code made from strings has no file of its own and is asked each time.
+# The files with code of torch, Phalanx or threading, which are skipped. Several frames of every call are checked, and a
+# file's name is found faster than its module's. Code made from a string has no file of its own, so it is not kept here.
 _files: dict[str, bool] = {}
 
-# The place from which the operation that this thread runs was queued; a queued operation runs on another stack.
+# ``running.site`` is where the queued operation that this thread runs was called, since its stack does not show that.
 running = threading.local()
 
 
 def capture(depth: int = 1) -> CallSite | None:
-    """The nearest frame outside torch and Phalanx: file and line. Half a microsecond."""
+    """File and line of the nearest frame outside torch and Phalanx; None if there is none. Takes half a microsecond."""
     queued: CallSite | None = getattr(running, "site", None)
     if queued is not None:
         return queued
@@ -40,6 +40,6 @@ def _inside(frame: FrameType) -> bool:
 
 
 def call_site() -> str:
-    """The call that this thread is in, as ``file:line``; empty if it comes from inside torch's C++."""
+    """Where the user's program made the call that this thread is in, as ``file:line``; empty if torch's C++ made it."""
     site = capture(2)
     return f"{site[0]}:{site[1]}" if site else ""

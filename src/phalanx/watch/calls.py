@@ -1,4 +1,4 @@
-"""Calls in words, for errors that name what each rank did."""
+"""Calls as text, for errors that say what each rank did."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def call_text(
     """A call as its user wrote it: ``all_reduce(float32[4, 2], sum)``, ``gather(int64[3], dst=0)``.
 
     Args:
-        name: the collective's.
-        dtype, shape: its tensor's; None for a call that has none.
-        op: the ``ReduceOp``'s number, of a reduction.
-        root: the root, by the name of its argument.
+        name: the name of the collective.
+        dtype, shape: those of its tensor; None for a call that has no tensor.
+        op: the number of the ``ReduceOp``; None if the call is not a reduction.
+        root: the root rank, by the name of its argument.
     """
     parts = [] if dtype is None else [f"{dtype_name(dtype)}{list(shape)}"]
     if op is not None:
@@ -34,12 +34,12 @@ def exchange_text(dtype: torch.dtype, sent: Sequence[int], expected: Sequence[in
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype without its package."""
+    """The dtype without torch's name: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def listed(calls: dict[int, str], size: int) -> str:
-    """One line per different call, with the ranks that made it."""
+    """One line for each different call, with the ranks that made it."""
     ranks_of: dict[str, list[int]] = {}
     for rank in range(size):
         ranks_of.setdefault(calls.get(rank, "has not called anything yet"), []).append(rank)

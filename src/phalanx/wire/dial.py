@@ -1,4 +1,4 @@
-"""The calling side: connect, prove the key, and read the listener's verdict. It blocks, up to a limit."""
+"""The calling side: connect, prove the key, and read the listener's verdict. It blocks, for a limited time."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ def dial(
     keep_alive: KeepAlive,
     source: str = "",
 ) -> tuple[socket.socket, bytes]:
-    """Connect to a :class:`phalanx.wire.door.Door`: the proven connection, and the verdict.
+    """Connect to a :class:`phalanx.wire.door.Door`, and return the proven connection and the verdict.
 
     Args:
         where: the address and the port.
         key: the job's key.
-        role: what should listen there.
+        role: what kind of listener is expected there (``proof.py``).
         claim: what this process says of itself.
-        patience_s: how long connecting may take, and the handshake again, in seconds.
+        patience_s: how long connecting may take, in seconds, and then the handshake as long again.
         keep_alive: when the listener counts as lost afterwards.
         source: the address to connect from; any of this host's by default.
 
     Raises:
-        OSError: nothing listens there, or the connection was closed. TimeoutError: what listens there says nothing.
-        NoProof: what listens there is not Phalanx.
-        WrongKey: it is, and proves another key.
+        OSError: nothing listens there, or the connection was closed.
+        TimeoutError: the listener sends nothing.
+        NoProof: the listener is not Phalanx.
+        WrongKey: the listener is Phalanx, but proves another key.
     """
     sock = connect(where, patience_s, keep_alive, source)
     try:
@@ -44,7 +45,7 @@ def dial(
         greeting = b""
         while len(greeting) < GREETING_BYTES:
             greeting += _receive(sock, GREETING_BYTES - len(greeting), until)
-            # Something else may have said less than a whole greeting, and wait for an answer.
+            # Another program may send less than a whole greeting and then wait, so what has come is checked already.
             if not greeting.startswith(GREETING[: len(greeting)]):
                 raise NoProof
         response = Response(key, role, greeting, claim)

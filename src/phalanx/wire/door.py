@@ -24,9 +24,9 @@ __all__ = ["PATIENCE_S", "Arrival", "Door", "Silent"]
 
 # An honest process answers the challenge at once, unless its machine is very busy.
 PATIENCE_S = 10.0
-# For how long nothing is accepted after the process has run out of files.
+# For how long no connection is accepted after the process has run out of file descriptors.
 DEAF_S = 0.2
-# How many connections are accepted before the others get their turn.
+# How many connections are accepted in a row before those accepted earlier are served.
 _AT_ONCE = 64
 
 
@@ -42,7 +42,7 @@ class Arrival:
         sock: the connection, non-blocking and in no selector.
         peer: the address it comes from, for people.
         proven: its proof, with the claim.
-        rest: what it has sent after its proof.
+        rest: the bytes that came after its proof.
     """
 
     sock: socket.socket
@@ -69,12 +69,12 @@ class _Stranger:
 class Door:
     """A listening socket, and the strangers that came in by it.
 
-    The door is not locked: its user calls it, and the functions that it registers, from one thread at a time.
+    The door has no lock: its user calls its methods, and the functions that it registers, from one thread at a time.
 
     Args:
         listener: the listening socket; the door closes it.
         key: the job's key.
-        role: what listens here; goes into the digests.
+        role: what kind of listener this is (``proof.py``).
         keep_alive: when an accepted connection counts as lost.
         selector: where the user waits. The data of each registration that the door makes is a function without
             arguments, to be called when its socket is ready.
@@ -109,7 +109,7 @@ class Door:
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def tend(self, now: float) -> float:
-        """Send silent strangers away; when to call this again, infinity for never.
+        """Send silent strangers away; return when to call this again, infinity for never.
 
         Args:
             now: the time of ``time.monotonic``.

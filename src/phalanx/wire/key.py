@@ -1,8 +1,8 @@
 """The job's key: what a process must know to join, wherever it can reach the port.
 
-A launcher that can hand one over makes a new one for each job. Elsewhere a user puts one into a file that all ranks can
-read and nobody else can. It is never part of a command line, which every user of a machine can read; the environment
-of a process is visible only to its own user.
+A launcher that can pass a key on to its ranks makes a new one for each job. Elsewhere a user puts one into a file that
+all ranks can read and nobody else can. A key is never part of a command line, which every user of a machine can read;
+the environment of a process is visible only to its own user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Key:
     """The secret by which a process proves that it belongs to the job.
 
     Attributes:
-        secret: its bytes; empty if there is none: then every process can prove it, and the join is open.
+        secret: its bytes; empty if there is none. Then every process can prove it, and the join is open.
         source: where it comes from, for people; empty if there is none.
     """
 
@@ -53,7 +53,8 @@ def job_key(environment: Mapping[str, str] | None = None) -> Key:
         environment: the variables to read; ``os.environ`` by default.
 
     Raises:
-        InitializationError: the file cannot be read, others can read it, or the key is too short; says what to do.
+        InitializationError: the file cannot be read, others can read it, or the key is too short or too long; the
+            message says what to do.
     """
     environment = os.environ if environment is None else environment
     path = environment.get(settings.KEY_FILE)

@@ -7,10 +7,11 @@ digest (HMAC-SHA-256); nothing is ever unpickled.
     caller     GREETING  challenge  digest  claim
     listener                        digest  verdict
 
-Claim and verdict are bytes (``framing.py``, of at most ``LONGEST_UNPROVEN``) that the users of this module write and
-judge; they are handed out only after the digest was found right. A digest covers
+Claim and verdict are frames (``framing.py``) of at most ``LONGEST_UNPROVEN`` bytes. The modules that use this one write
+and read their content, which they get only after the digest was found right. A digest covers
 
-- the role: what listens there, ``store`` or ``launcher``, so that a proof made for one is worth nothing to the other;
+- the role: what kind of listener it is, ``store`` or ``launcher``, so that a proof made for one is worth nothing to the
+  other;
 - the side, listener or caller, so that a digest cannot be sent back to the process that made it;
 - both challenges, so that a recorded proof is worth nothing to another connection;
 - the claim or the verdict, so that neither can be changed on the way.
@@ -52,17 +53,17 @@ LONGEST_PROOF = _SIGNED + PREFIX_BYTES + LONGEST_UNPROVEN
 
 
 class NoProof(Exception):
-    """What the other side sent is not an attempt to prove anything: it does not speak this protocol."""
+    """The other side did not try to prove anything: its bytes are not of this protocol."""
 
     def __init__(self) -> None:
         super().__init__("what answers there is not Phalanx")
 
 
 class WrongKey(Exception):
-    """The other side speaks the protocol and knows another key.
+    """The other side speaks the protocol, but knows another key.
 
     Attributes:
-        answer: what a listener sends before it closes the connection, so that the caller learns the same.
+        answer: the bytes that a listener sends before it closes the connection, so that the caller learns the reason.
     """
 
     def __init__(self, answer: bytes = b"") -> None:
@@ -76,7 +77,7 @@ class Proven:
 
     Attributes:
         claim: what it says of itself.
-        nbytes: how many of the received bytes its proof has taken; what follows them are its first requests.
+        nbytes: how many of the received bytes belong to its proof; those after them are its first requests.
     """
 
     claim: bytes
@@ -99,7 +100,7 @@ class Challenge:
 
     Args:
         key: the job's key.
-        role: what listens here; the caller must expect the same.
+        role: what kind of listener this is; the caller must expect the same.
 
     Attributes:
         greeting: what is sent as soon as the connection has been accepted.
@@ -134,7 +135,7 @@ class Response:
 
     Args:
         key: the job's key.
-        role: what should listen there.
+        role: what kind of listener the caller expects.
         greeting: what the listener has sent, ``GREETING_BYTES`` of it.
         claim: what the caller says of itself.
 
@@ -142,7 +143,7 @@ class Response:
         message: what is sent in answer to the greeting.
 
     Raises:
-        NoProof: Phalanx does not greet like that.
+        NoProof: the greeting is not Phalanx's.
         ValueError: the claim is longer than ``LONGEST_UNPROVEN``.
     """
 
@@ -159,7 +160,7 @@ class Response:
         """How many bytes of the answer are certainly missing; 0 once ``data`` is all of it.
 
         Raises:
-            NoProof: an answer does not begin like this.
+            NoProof: this is not the beginning of an answer.
         """
         end = _end_of_signed(data, _DIGEST_BYTES)
         return (_DIGEST_BYTES + PREFIX_BYTES if end is None else end) - len(data)
