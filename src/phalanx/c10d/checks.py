@@ -118,7 +118,7 @@ class Checks:
             RankError: the group has no such rank.
         """
         if rank is not None and not 0 <= rank < self._size:
-            raise RankError(f"rank {rank} is not in the group, which has ranks 0 to {self._size - 1}")
+            raise RankError.not_in_group(rank, self._size)
 
     def reduction(
         self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any

@@ -87,7 +87,7 @@ class MpiGroup(Structure):
         ("any_source", c_int),
         ("notice_tag", c_int),
         ("spins", c_uint32),
-        ("looks", c_uint32),
+        ("probes", c_uint32),
         ("under_way", c_uint32),
     ]
 

@@ -29,7 +29,7 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
             return PHX_SYSTEM;
     }
     /* A rank may have given up after it took part in the comparison; the operation would wait for it without end. */
-    for (uint32_t i = 0; i < group->looks; i++) {
+    for (uint32_t i = 0; i < group->probes; i++) {
         if (group->probe(group->any_source, group->notice_tag, group->world, &notice, status))
             return PHX_SYSTEM;
         if (notice)

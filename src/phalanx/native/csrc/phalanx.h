@@ -251,7 +251,7 @@ typedef struct phx_mpi_group {
     intptr_t comm, world;       /* the group's communicator, and the one on which notices come */
     int any_source, notice_tag; /* source and tag of notices */
     uint32_t spins;             /* how many tests come before PHX_UNDER_WAY */
-    uint32_t looks;             /* how many MPI_Iprobe calls to make for a notice: MPICH searches what has arrived
+    uint32_t probes;            /* how many MPI_Iprobe calls to make for a notice: MPICH searches what has arrived
                                    before it polls the network, so it finds a new message only in the next call */
     uint32_t under_way;         /* an all_reduce has begun and has not ended: interrupting it breaks the group */
 } phx_mpi_group;

@@ -41,7 +41,7 @@ class FingerprintCheck:
 
     def __init__(self, runtime: Runtime, comm: Any, spins: int) -> None:
         mpi = runtime.mpi
-        self._group = group = MpiGroup(spins=spins, looks=2 if "MPICH" in mpi.Get_library_version() else 1)
+        self._group = group = MpiGroup(spins=spins, probes=2 if "MPICH" in mpi.Get_library_version() else 1)
         self._own, self._common, self._spins = group.own, group.common, spins
         self._notice = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
         own, common = (
