@@ -90,7 +90,7 @@ class Checks:
         """Check the two lists of an all_to_all.
 
         Raises:
-            ArgumentError, DeviceMismatch: they have not one CPU tensor of one dtype for each rank, or what this rank
+            ArgumentError, DeviceMismatch: they do not have one CPU tensor of one dtype for each rank, or what this rank
                 sends itself is not what it expects from itself.
         """
         self.on_cpu([*outputs, *inputs])
