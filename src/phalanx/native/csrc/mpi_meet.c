@@ -8,8 +8,8 @@
  * transports/mpi/direct.py allows.
  *
  * A phx_mpi_group is one rank's own memory. Only the thread that holds the group's lock in Python calls these functions
- * or writes it. Other threads of the rank read `sequence` when they abort the group or leave it; a value that is one
- * too old does no harm there, since it only names the operation.
+ * or writes it. Other threads of the rank read `sequence` when they abort the group, leave it or give up a message of
+ * it; a value that is one too old does no harm there, since it only names the operation.
  */
 #include "phalanx.h"
 
