@@ -91,10 +91,10 @@ def test_too_many_ranks_are_told_so() -> None:
 
 
 class Lost(PrefixStore):
-    """A store that is lost once the ranks have attached: neither answers nor verdict can be had."""
+    """A store that is lost once the ranks have attached: neither the answers nor the outcome can be read."""
 
     def wait(self, keys: list[str], *limits: Any) -> None:
-        if keys[0].endswith("verdict"):
+        if keys[0].endswith("/outcome"):
             raise RuntimeError("the store is gone")
         super().wait(keys, *limits)
         if keys != ["offer"]:

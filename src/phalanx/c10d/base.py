@@ -31,8 +31,8 @@ class BaseProcessGroup(dist.ProcessGroup):
 
     Args:
         name: the backend's name, for ``dist.get_backend`` and messages.
-        communicator: what moves the bytes.
-        gloo: what serves the rest; shut down with the group.
+        communicator: moves the bytes.
+        gloo: the attached Gloo group, which serves the rest (``process_group.py``); shut down with this group.
         group_name: torch's name for the group.
     """
 
@@ -58,7 +58,7 @@ class BaseProcessGroup(dist.ProcessGroup):
 
     @property
     def engine(self) -> str:
-        """Whose connections carry the bytes, where they are not the backend's own: ``Gloo``; else empty."""
+        """The library whose connections carry the bytes, as ``Gloo``; empty if they are the transport's own."""
         return self._communicator.engine
 
     def _start(self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None]) -> Any:

@@ -16,8 +16,8 @@ def by_device(backends_name: str = "", *, one_by_one: bool = False) -> Callable[
     """Mark a method of a process group that moves tensors; ``vendor.py`` routes it.
 
     Args:
-        backends_name: what backends call it, if that is not the method's own name.
-        one_by_one: backends have it for one tensor only, and are called once for each.
+        backends_name: the name of the method in the backends, if it is another one there.
+        one_by_one: the backends' method takes one tensor only, and is called once for each.
     """
 
     def mark(call: _Call) -> _Call:

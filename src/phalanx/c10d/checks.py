@@ -90,7 +90,7 @@ class Checks:
         """Check the two lists of an all_to_all.
 
         Raises:
-            ArgumentError, DeviceMismatch: they have not one CPU tensor of one dtype for each rank, or what this rank
+            ArgumentError, DeviceMismatch: they do not have one CPU tensor of one dtype for each rank, or what this rank
                 sends itself is not what it expects from itself.
         """
         self.on_cpu([*outputs, *inputs])
@@ -118,7 +118,7 @@ class Checks:
             RankError: the group has no such rank.
         """
         if rank is not None and not 0 <= rank < self._size:
-            raise RankError(f"rank {rank} is not in the group, which has ranks 0 to {self._size - 1}")
+            raise RankError.not_in_group(rank, self._size)
 
     def reduction(
         self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any

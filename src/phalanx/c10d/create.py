@@ -1,4 +1,4 @@
-"""From a store and a rank to a process group: choosing the communicator for where the ranks are."""
+"""From a store and a rank to a process group: choosing the transport for where the ranks are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def create_process_group(
     own = PrefixStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store)
 
     def gloo_of(meeting: str, *, one_host: bool) -> AttachedGloo:
-        # Under keys of this meeting: what an earlier group of this name, or an attempt at it, left must not be read.
+        # The keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
+        # a failed attempt to make one.
         return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
 
     def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:

@@ -22,10 +22,15 @@ TAGS = 32767  # the largest tag that every library takes
 
 
 class MpiProcessGroup(PhalanxProcessGroup):
-    """A process group over MPI; with the world's, MPI ends too."""
+    """A process group over MPI. When the world's is shut down, MPI ends.
+
+    Attributes:
+        runtime: MPI under way, in the world's group only.
+        store: kept alive, because Gloo reads it when it connects and a Store's Python methods end with the object.
+    """
 
     runtime: Runtime | None = None
-    store: Store | None = None  # Gloo reads it again when it connects; what Python adds to a Store dies with the object
+    store: Store | None = None
 
     def shutdown(self) -> None:
         """Give back the group. ``destroy_process_group`` calls it, for the world's after all others."""
@@ -35,7 +40,7 @@ class MpiProcessGroup(PhalanxProcessGroup):
 
 
 def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) -> MpiProcessGroup:
-    """Make one rank's side of a group. Every member calls it, and nobody else needs to.
+    """Make one rank's side of a group. Every member calls it; other ranks need not.
 
     Args:
         ranks: the members' ranks in the world, in the group's order; empty for the world itself.
@@ -57,7 +62,7 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
         if ranks:
             everybody = runtime.world.Get_group()
             chosen = everybody.Incl(list(ranks))
-            # Only the members call this, so no rank can count the groups: the tag is made of what all of them know.
+            # Only the members call this, so a rank cannot count the groups: the tag is made of what all members know.
             comm = runtime.world.Create_group(chosen, zlib.crc32(f"{group_name}{list(ranks)}".encode()) % TAGS)
             chosen.Free()
             everybody.Free()

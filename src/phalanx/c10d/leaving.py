@@ -1,7 +1,7 @@
-"""The end of the groups' threads, before the interpreter's.
+"""Ending the groups' threads before the interpreter ends.
 
-One that is still on its way out of torch's C++ when the interpreter finalises is ended there by Python, and C++ ends
-the process for it: "terminate called without an active exception".
+Python ends a thread that returns from torch's C++ while the interpreter finalises, and C++ then ends the whole process:
+"terminate called without an active exception".
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
 
 
 def end_before_the_interpreter(leaver: Leaver) -> None:
-    """Have the threads of ``leaver`` ended when the process exits, should nobody close it before.
+    """Have the threads of ``leaver`` ended when the process exits, if it has not been closed before.
 
-    A thread that waits for a lost rank does not hear that it should end; it is left alone after ``LEAVING_S``.
+    A thread that waits for a lost rank cannot see the request; it is left alone after ``LEAVING_S``.
     """
     _leavers.add(leaver)
 

@@ -1,4 +1,4 @@
-"""Point-to-point messages of one group as torch's ``Work``, and the thread that moves those nobody waits for.
+"""Point-to-point messages of one group as torch's ``Work``, and the thread that moves those that no thread waits for.
 
 A message moves whenever its rank calls into the group's messages. One that is neither done nor waited for after two
 milliseconds is taken over by a thread, so that a rank that computes, or waits in a collective of another group, still
@@ -60,7 +60,11 @@ class DoneWork(dist.Work):
 
 
 class MessageWork(dist.Work):
-    """The handle of one send or receive."""
+    """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
+
+    ``_base``, ``_completed`` and ``_write_back`` are written under ``_lock``, and also read without it: each changes at
+    most once, ``_write_back`` only when the tensor has its data.
+    """
 
     def __init__(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> None:
         super().__init__()
@@ -70,8 +74,8 @@ class MessageWork(dist.Work):
         self._lock = threading.Lock()
         self._base: torch.futures.Future[Any] | None = None
         self._completed = False
-        # The thread that looks after the message may be the first to find that it failed, and its own stack does not
-        # show the call. This costs half a microsecond, while the message is under way.
+        # The thread of Messages may be the first to find that the message failed, and its own stack does not show the
+        # call. This costs half a microsecond, while the message is under way.
         self._site = call_site.capture(2)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -132,7 +136,7 @@ class MessageWork(dist.Work):
         return outcome
 
     def attend(self) -> bool:
-        """Do what can be done now; whether nothing is left. For the thread that moves messages nobody waits for."""
+        """Do what can be done now; whether nothing is left to do. Called by the thread of :class:`Messages`."""
         call_site.running.site = self._site
         try:
             return self._ask(watch=self._base is not None)[0]
@@ -151,7 +155,7 @@ class MessageWork(dist.Work):
         return done, None
 
     def _settle(self, success: bool) -> None:
-        """Once the message is done: bring its data to where the user wants it, and complete the future."""
+        """Copy the data of a message that is done into the user's tensor, and complete the future."""
         if not self._write_back and (self._base is None or self._completed):
             return
         with self._lock:
@@ -173,7 +177,11 @@ class MessageWork(dist.Work):
 
 
 class Messages:
-    """The messages of one group that were not done when they were called."""
+    """The messages of one group that were not done when they were called.
+
+    ``_thread`` and ``closed`` are written under ``_starting`` and read without it. ``_pending`` belongs to the thread,
+    and to :meth:`close` once the thread has ended.
+    """
 
     def __init__(self, name: str, communicator: Communicator) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""``backend="mpi"`` on torch's wheel, which is built without MPI and leaves a slot for it empty.
+"""``backend="mpi"`` on torch's wheels, which are built without MPI and leave its slot empty.
 
 Checked on torch 2.13.0. This module is loaded by ``import torch``, so it imports nothing that is not needed there.
 """
@@ -18,7 +18,7 @@ __all__ = ["ProcessGroupMPI", "fill_mpi_slot"]
 
 
 class ProcessGroupMPI:
-    """The class that torch's wheel lacks. torch calls nothing of it but ``create``."""
+    """The class that torch's wheels lack. torch calls nothing of it but ``create``."""
 
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:
@@ -38,7 +38,7 @@ class ProcessGroupMPI:
 
 
 def fill_mpi_slot() -> None:
-    """Fill the slot if torch was built without MPI. torch would never use ``Backend.register_backend("mpi")``.
+    """Fill the slot if torch was built without MPI. torch would not use a backend that is registered as "mpi".
 
     mpi4py is only searched for, because importing it loads MPI.
     """
@@ -58,7 +58,8 @@ def fill_mpi_slot() -> None:
         Frameworks choose by the answer: Accelerate uses MPI on the CPU wherever it is available, and then each rank
         that was not started by an MPI launcher would get a world of one.
 
-        True for the caller in torch that would otherwise advise to build torch anew; ``create`` raises a better error.
+        It is True for the caller in torch that would otherwise advise the user to rebuild torch: ``create`` raises a
+        better error.
         """
         if sys._getframe(1).f_code.co_name == "_new_process_group_helper":
             return True

@@ -1,4 +1,4 @@
-"""One queued call of a process group, and what came of it."""
+"""One queued call of a process group, and its outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ __all__ = ["Operation"]
 
 
 class Operation:
-    """One queued call: what to run, whether it has run, and what came of it."""
+    """One queued call: the body to run, whether it has run, and its outcome.
+
+    ``error`` is written before ``done``: a thread that finds ``done`` True may read ``error`` without the lock.
+    ``_done_event``, ``_future`` and ``_completed`` are written under ``_lock``, each at most once.
+    """
 
     __slots__ = ("_body", "_completed", "_done_event", "_future", "_lock", "_site", "done", "error", "result")
 
@@ -55,7 +59,7 @@ class Operation:
     def finish(self) -> None:
         """Complete the future, on the thread that ran the operation, then raise what interrupted that thread.
 
-        A Ctrl-C is this thread's own, also when it fell into an operation that another thread had called.
+        A Ctrl-C belongs to the thread that it interrupted, even if the operation was another thread's.
         """
         self.complete()
         if self.error is not None and not isinstance(self.error, Exception):

@@ -78,7 +78,7 @@ class PhalanxProcessGroup(BaseProcessGroup):
     def sum_in_place(self, tensor: torch.Tensor) -> bool:
         """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
 
-        ``allreduce`` does this for most calls, and ``Group.all_reduce`` does it without the way through torch's checks.
+        ``allreduce`` does this for most calls, and ``Group.all_reduce`` calls it directly, without torch's own checks.
         """
         if not self._summable(tensor):
             return False
@@ -232,7 +232,7 @@ class PhalanxProcessGroup(BaseProcessGroup):
         return self._start(opts.asyncOp, [t for outputs in output_lists for t in outputs], gather_each)
 
     def _gather_into(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int | None = None) -> None:
-        """All-gather, or gather to ``root``, which this rank then is."""
+        """All-gather; or, if ``root`` is given, gather to this rank, which is the root."""
         source = dense(tensor)
 
         def gather(buffers: Sequence[torch.Tensor]) -> None:
@@ -399,11 +399,11 @@ class PhalanxProcessGroup(BaseProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a timeout of its own, under Gloo's name for it; every barrier here names the missing rank.
 
-        C++ would ask the attached Gloo, which waits for ever to connect to a rank that does not come.
+        torch's own method, in C++, would ask the attached Gloo, which waits without end for a rank that does not come.
 
         Args:
             timeout: for this barrier alone; the group's by default.
-            wait_all_ranks: of no effect: the first rank that is missing is named, on every rank that has come.
+            wait_all_ranks: has no effect: the first missing rank is named, on every rank that has come.
 
         Raises:
             CollectiveTimeout: a rank did not come in time. The group cannot be used afterwards.

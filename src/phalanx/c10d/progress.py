@@ -10,7 +10,9 @@ contend for the interpreter. The thread polls for those every millisecond instea
 
 One lock, ``running``, is held by the thread that runs operations; ``queue`` is appended to by callers and popped only
 by the holder of the lock. Several threads touch the queue: deque's append and popleft are atomic. A closed group's
-queue begins with None for ever, so that a caller that only tests whether it is empty finds that it is not.
+queue begins with None for ever, so that a caller that only tests whether it is empty finds that it is not. ``_closed``
+is set by the holder of the lock and read without it; ``_in_callbacks`` is changed under ``_counting`` and read without
+it.
 
 While the core waits, the main thread runs Python's signal handlers, and a handler may call the group. The lock is
 therefore reentrant, and its holder sets ``busy`` while an operation runs. A caller that gets the lock and finds
@@ -39,7 +41,8 @@ from phalanx.errors import PROCESS_LIMIT_HINT, BackendError, ClosedError, Reentr
 __all__ = ["Progress"]
 
 NAP_S = 0.001
-_NOW, _SOON, _END = "now", "soon", "end"  # the calls that the thread gets
+# The requests to the group's threads: run one operation now, begin to poll, end.
+_NOW, _SOON, _END = "now", "soon", "end"
 
 
 class Progress:
@@ -50,7 +53,7 @@ class Progress:
         self.running = threading.RLock()
         self.busy = False
         self.queue: deque[Operation | None] = deque()
-        self.inherited = False  # from the process that this one was forked from: not this one's to use or to close
+        self.inherited = False  # whether it is a parent process's: then this one may neither use it nor close it
         self._closed = False
         self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -99,8 +102,8 @@ class Progress:
         if len(self._threads) <= self._in_callbacks:
             self._start_thread()
         self.queue.append(operation)
-        # In this order: the thread that closes the group sets the mark, and then runs what was queued before it was
-        # set.
+        # Read it again, after the append: the thread that closes the group sets it, and then runs what was queued until
+        # then.
         if self._closed:
             self._end_threads()
             raise self._closed_error()
@@ -112,12 +115,12 @@ class Progress:
         return operation
 
     def hurry(self) -> None:
-        """Start what is queued now: somebody waits for it where only the thread can help."""
+        """Have a thread start what is queued now: the caller waits where only another thread can run it."""
         for _ in range(len(self.queue)):
             self._calls.put(_NOW)
 
     def help(self, operation: Operation) -> None:
-        """Run what is queued up to ``operation`` on this thread, unless another thread is at it."""
+        """Run what is queued up to ``operation`` on this thread, unless another thread runs it."""
         while not operation.done:
             # `with`, though it waits for the other thread: between a call of acquire() and a `try` a signal handler
             # may raise, and the lock would stay held.
@@ -136,7 +139,7 @@ class Progress:
         """Run what is queued, then end the threads. Later calls raise ``ClosedError``."""
         with contextlib.suppress(ClosedError):
             self.run(setattr, self, "_closed", True)
-            self.run(self.queue.appendleft, None)  # at the head: behind it nothing runs any more
+            self.run(self.queue.appendleft, None)  # at the head: nothing after it runs
         self._end_threads()
 
     def leave(self) -> list[threading.Thread]:
@@ -195,8 +198,8 @@ class Progress:
                 self._serve_one()
             else:
                 self._watch()
-        # For the next thread. Were there one of these for each thread, a thread that is started while the group closes
-        # would take another's, and that one would never end.
+        # Pass the request on to the next thread. With one request for each thread, a thread that is started while the
+        # group closes would take another's, and that one would never end.
         self._calls.put(_END)
 
     def _watch(self) -> None:
@@ -252,8 +255,8 @@ _groups: weakref.WeakSet[Progress] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Close the groups of the parent: their threads are not here, their locks may be held by those, and what is
-    queued is the parent's to run, in memory that it shares with the other ranks.
+    """Close the groups of the parent in the child: their threads are not here but may hold their locks, and only the
+    parent may run what is queued, in memory that it shares with the other ranks.
     """
     for group in list(_groups):
         group.inherited = group._closed = True

@@ -1,4 +1,4 @@
-"""The one file that touches torch's backend registry and private slots. Checked on torch 2.13.0.
+"""Making Phalanx's backends known to torch, in its backend registry and private slots. Checked on torch 2.13.0.
 
 ``register`` is the entry point in the group ``torch.backends``: torch calls it at the end of ``import torch``, so
 ``init_process_group("phalanx")`` and ``("mpi")`` work in scripts that never import Phalanx. It must be quick and must
@@ -53,7 +53,7 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
 def _stand_in_for(wanted: str) -> None:
     """Rewrite the names of backends where torch takes them in: every path to a group goes through ``Backend(name)``.
 
-    A list that makes no sense is reported when a name is first used: ``import torch`` must not fail.
+    A list that cannot be used is reported when a name is first used: ``import torch`` must not fail.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d

@@ -7,11 +7,11 @@ gives to torch is rewritten where torch itself takes it in. That covers ``init_p
 
 Decisions.
 
-- ``dist.get_backend()`` says ``phalanx``: it is what serves the group, and what is known of Gloo (no AVG, no float16
-  reduce-scatter) is not true of it. Scripts that compare with ``"gloo"`` do so to work around one of those, or for
+- ``dist.get_backend()`` says ``phalanx``, the backend that serves the group: Gloo's limits (no AVG, no float16
+  reduce-scatter) are not true of it. Scripts that compare with ``"gloo"`` do so to work around one of those, or for
   ``monitored_barrier``, which torch refuses to every other name; that one call is let through to our own.
-- Only names are rewritten, never classes: a program that makes a ``ProcessGroupGloo`` itself, as our groups do for what
-  they leave to Gloo, gets Gloo.
+- Only names are rewritten, never classes: a program that makes a ``ProcessGroupGloo`` itself, as our groups do for the
+  operations that they leave to Gloo, gets Gloo.
 - nccl, xccl and the like are not replaced. They move tensors between devices; Phalanx's transport moves CPU tensors.
   CUDA tensors in a group that asked for gloo go over Gloo, as they would have (``vendor.py``).
 
@@ -58,7 +58,7 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
 
 
 def replaces(name: str, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether PHALANX_REPLACE lists this backend. A variable that makes no sense lists none.
+    """Whether PHALANX_REPLACE lists this backend. Other entries, which may be wrong, are not checked here.
 
     Args:
         name: a backend's, in lower case.

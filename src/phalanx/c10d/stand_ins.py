@@ -18,7 +18,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
-    for tensor in tensors:  # noqa: SIM110 - a generator costs more than the question
+    for tensor in tensors:  # noqa: SIM110 - a generator costs more than this loop
         if not tensor.is_contiguous():
             return False
     return True

@@ -1,8 +1,8 @@
 """The backend of an accelerator's vendor beside ours, for groups like ``cpu:phalanx,cuda:nccl``.
 
-torch takes a process group that is written in Python as the whole group and makes no other backend of such a list; so
-ours makes the others itself, when the first tensor of their device comes. This is a class of its own, so that a machine
-without accelerators pays nothing for it. Checked on torch 2.13.0.
+torch takes a process group that is written in Python as the whole group and makes no other backend of such a list. So
+this group makes the others itself, when the first tensor of their device comes. It is a class of its own, so that a
+machine without accelerators pays nothing for it. Checked on torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Membership", "MixedProcessGroup"]
 
 @dataclass(frozen=True)
 class Membership:
-    """The facts that a backend needs to know of the group that it is made for.
+    """The facts about a group that a backend is made with.
 
     Attributes:
         store: the group's part of the job's store.
@@ -154,7 +154,7 @@ def _name(group: dist.ProcessGroup, device: torch.device, member: Membership) ->
     names = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
     name = names.get(device.type)
     if device.type == "cuda" and replaces("gloo") and name in (None, names.get("cpu")):
-        return "gloo"  # what the script asked for, and what we do not stand in for
+        return "gloo"  # the script asked for it, and Phalanx stands in for it on the CPU only
     if name is None or name == names.get("cpu"):
         own = dist.Backend.default_device_backend_map.get(device.type, "BACKEND")
         raise DeviceMismatch(

@@ -35,7 +35,7 @@ Poll = CFUNCTYPE(c_int)
 
 
 class Status:
-    """What a call of the core returns (``enum phx_status``)."""
+    """The status that a call of the core returns (``enum phx_status``)."""
 
     NOTICE = -2
     UNDER_WAY = -1
@@ -70,7 +70,7 @@ class Breakage(Structure):
 
 
 class MpiGroup(Structure):
-    """What the core knows of a group over MPI (``struct phx_mpi_group``)."""
+    """The core's state of a group over MPI (``struct phx_mpi_group``)."""
 
     _fields_ = [
         ("own", c_int64 * 2),
@@ -87,7 +87,7 @@ class MpiGroup(Structure):
         ("any_source", c_int),
         ("notice_tag", c_int),
         ("spins", c_uint32),
-        ("looks", c_uint32),
+        ("probes", c_uint32),
         ("under_way", c_uint32),
     ]
 

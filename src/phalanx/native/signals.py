@@ -1,4 +1,4 @@
-"""Letting Python's signal handlers run while the core waits, so that Ctrl-C ends a collective."""
+"""Running Python's signal handlers while the core waits, so that Ctrl-C ends a collective."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SignalPoll:
         self.callback = Poll(map(next, chosen).__next__)
 
     def raise_pending(self) -> None:
-        """Raise, on the main thread, what a handler raised during its last wait, if anything."""
+        """Raise, on the main thread, the exception that a handler raised during its last wait, if any."""
         if self._raised and threading.get_ident() == self._main:
             error = self._raised[0]
             self._raised.clear()

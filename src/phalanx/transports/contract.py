@@ -1,8 +1,8 @@
 """The contract between the process groups of ``c10d/`` and a transport.
 
 A communicator moves contiguous CPU tensors between the ranks of one group. It knows nothing of torch's options, nested
-lists, futures or process groups: ``c10d/process_group.py`` unpacks those, keeps the order of operations and runs the
-asynchronous ones on a thread of its own. A new transport is a class that implements the abstract methods here; the
+lists, futures or process groups: ``c10d/process_group.py`` unpacks those, and ``c10d/progress.py`` keeps the order of
+operations and runs the asynchronous ones. A new transport is a class that implements the abstract methods here; the
 others have defaults that are made of them. A transport that does not promise everything says so by its traits, which
 the suite of the contract (``tests/world/test_contract.py``) reads.
 """
@@ -43,10 +43,10 @@ _SUM = dist.ReduceOp.SUM.value
 
 
 class Message(ABC):
-    """A send or receive under way. It holds its tensor until it is done, and keeps what came of it.
+    """A send or receive under way. It holds its tensor until it is done, and keeps its outcome.
 
-    A transport's own kind implements :meth:`_poll` and :meth:`_await`, which call :meth:`_settle` when the message is
-    done. Threads share it as follows:
+    Each transport has a subclass, which implements :meth:`_poll` and :meth:`_await`; both call :meth:`_settle` when the
+    message is done. Threads share it as follows:
 
     - ``_lock`` is held by the thread that asks the transport about the message, and while it is settled.
     - ``_error``, ``source`` and ``_tensor`` are written by :meth:`_settle` alone, once, under the lock. ``_tensor`` is
@@ -96,8 +96,8 @@ class Message(ABC):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until it is done: True; or until ``timeout_s`` has passed: False, and it goes on.
 
-        Without a timeout the group's own holds, and passing it breaks the group (CollectiveTimeout). Any number of
-        threads may wait for one message; all get the same outcome.
+        Without ``timeout_s`` the group's own timeout applies, and passing it breaks the group (CollectiveTimeout). Any
+        number of threads may wait for one message; all get the same outcome.
 
         Raises:
             PhalanxError: it failed; the same each time. ClosedError: the group was destroyed before it was done.
@@ -126,7 +126,7 @@ class Message(ABC):
         """See :meth:`expect`. Called with the lock, before it is settled."""
 
     def _settle(self, error: Exception | None, source: int = -1) -> None:
-        """Keep what came of it, and let go of the tensor. Called once, with the lock."""
+        """Record the outcome and drop the tensor. Called once, with the lock."""
         self._error, self.source, self._tensor = error, source, None
         self._settled = True  # last: see above
 
@@ -178,14 +178,14 @@ class Communicator(ABC):
     Attributes:
         rank: this process's rank within the group.
         size: the number of ranks.
-        engine: whose connections carry the bytes, for people; empty for its own.
+        engine: the library whose connections carry the bytes, for people; empty if they are the transport's own.
         rank_order_sums: trait: floats are added in rank order, 16-bit ones in 32 bits and rounded once, so the bits are
-            the same on every rank and in every run. Else the order is the transport's own.
+            the same on every rank and in every run. Otherwise the order is the transport's own.
         compares_calls: trait: calls that do not match raise CollectiveMismatch on every rank, with the calls of all.
         compares_messages: trait: a message that is not of the size of the tensor it is received into raises
             CollectiveMismatch.
         names_missing_ranks: trait: a rank that does not come is named in CollectiveTimeout, one that has ended in
-            PeerLost. Else the error is the transport's own, a RuntimeError.
+            PeerLost. Otherwise the error is the transport's own, a RuntimeError.
         messages_to_itself: trait: a rank may send to itself.
     """
 
@@ -206,7 +206,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        """Replace ``tensor`` by the reduction over all ranks, in rank order: the same bits everywhere."""
+        """Replace ``tensor`` by the reduction over all ranks; in which order, :attr:`rank_order_sums` says."""
 
     @abstractmethod
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
@@ -218,8 +218,8 @@ class Communicator(ABC):
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        """Start receiving into ``tensor`` from rank ``peer``, or from anyone. Messages of two ranks with one tag
-        arrive in the order they were sent.
+        """Start receiving into ``tensor`` from rank ``peer``, or from any rank. Messages between two ranks with one
+        tag arrive in the order in which they were sent.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A contiguous tensor cut into one piece per rank, and what is wrong with pieces that do not fit."""
+"""A contiguous tensor cut into one piece per rank, and the errors for pieces that do not fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pieces(tensor: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
 
 
 def split_counts(name: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """How many elements ``splits`` rows each are, or equally many rows for each rank if there are no splits.
+    """How many elements each rank's piece has, given its rows in ``splits``. Without splits all get as many rows.
 
     Raises:
         ArgumentError: the splits are not one per rank, or do not add up to the rows.

@@ -1,4 +1,4 @@
-"""Which reductions make sense: operations by number, dtypes in the order of the core's table."""
+"""Which reductions are defined. Operations go by number; dtypes stand in the order of the core's ``phx_dtype``."""
 
 from __future__ import annotations
 

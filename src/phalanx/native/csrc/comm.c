@@ -11,7 +11,7 @@
 #include "mail.h"
 #include "process.h"
 
-/* What a view owns besides the mapping; free() takes the NULLs of a view that could not be made. */
+/* Free all that a view owns besides the mapping. Of a view that could not be completed, some pointers are NULL. */
 static void free_view(phx_comm *comm)
 {
     if (comm->mail)

@@ -1,4 +1,9 @@
-/* One rank's private view of a segment, which no other rank reads. */
+/* One rank's private view of a segment, which no other rank reads.
+ *
+ * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `seen`, `compared` and `inputs`, and
+ * writes `call_chunk`. Another thread of the rank reads `call_chunk` when it breaks the group or explains why it broke;
+ * a value that is one call old does no harm there. Any thread may write `timeout_ns`; a wait under way then has the old
+ * limit or the new one. `mail` has a lock of its own. The other fields do not change. */
 #ifndef PHALANX_COMM_H
 #define PHALANX_COMM_H
 

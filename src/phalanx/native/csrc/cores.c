@@ -31,8 +31,7 @@ void phx_move_apart(phx_comm *comm, uint32_t peer)
     moved_ns = now;
     others = all;
     CPU_CLR(cpu, &others);
-    /* Excluding this core for a moment moves the thread; afterwards it may run anywhere again, and stays where it is.
-     * */
+    /* Excluding this core for a moment moves the thread. Then it may run anywhere again, and stays where it is. */
     if (CPU_COUNT(&others) && sched_setaffinity(0, sizeof others, &others) == 0)
         sched_setaffinity(0, sizeof all, &all);
 }

@@ -226,8 +226,8 @@ static phx_message *set_aside(struct phx_mail *mail, uint32_t src, const struct 
     return aside;
 }
 
-/* The receive that this message is for. If there is none, a new one to set it aside in if another receive waits for
- * what comes after it, else NULL. */
+/* The receive that this message is for. If there is none, but another receive waits for a later message of this ring, a
+ * new message in which this one is set aside; else NULL. */
 static phx_message *claim(struct phx_mail *mail, uint32_t src, const struct phx_message_header *header)
 {
     int in_the_way = 0;

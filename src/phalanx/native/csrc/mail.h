@@ -1,6 +1,8 @@
 /* A rank's messages: those that it sends, receives, or has set aside, and what moves them through the rings.
  *
- * All of it is private to the rank and under one lock, which these functions take. */
+ * All of it is private to the rank and under one lock, which these functions take. A thread in a call about a message
+ * reads without it `done`, then `status`, which no longer changes, and `peer`, which changes once, from PHX_ANY_SOURCE
+ * to the sender's rank. */
 #ifndef PHALANX_MAIL_H
 #define PHALANX_MAIL_H
 

@@ -5,7 +5,8 @@
  * finalised. MPI's functions come as pointers, so that this file needs no MPI to be built; a communicator is an int or
  * a pointer, depending on the library, and either fits into an intptr_t.
  *
- * Only the thread that starts and ends MPI writes these variables.
+ * Only the thread that starts and ends MPI writes these variables, except `hopeless`: any thread that gives up an
+ * operation sets it.
  */
 #include "phalanx.h"
 

@@ -8,8 +8,8 @@
  * transports/mpi/direct.py allows.
  *
  * A phx_mpi_group is one rank's own memory. Only the thread that holds the group's lock in Python calls these functions
- * or writes it. Other threads of the rank read `sequence` when they abort the group or leave it; a value that is one
- * too old does no harm there, since it only names the operation.
+ * or writes it. Other threads of the rank read `sequence` when they abort the group, leave it or give up a message of
+ * it; a value that is one too old does no harm there, since it only names the operation.
  */
 #include "phalanx.h"
 
@@ -29,7 +29,7 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
             return PHX_SYSTEM;
     }
     /* A rank may have given up after it took part in the comparison; the operation would wait for it without end. */
-    for (uint32_t i = 0; i < group->looks; i++) {
+    for (uint32_t i = 0; i < group->probes; i++) {
         if (group->probe(group->any_source, group->notice_tag, group->world, &notice, status))
             return PHX_SYSTEM;
         if (notice)

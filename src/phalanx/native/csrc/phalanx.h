@@ -18,7 +18,7 @@
 #define PHX_ABI 9
 #define PHX_API __attribute__((visibility("default")))
 
-/* What a call returns. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
+/* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
 enum phx_status {
     PHX_NOTICE = -2,      /* over MPI: all ranks have come, and a notice has arrived (transports/mpi/notices.py) */
     PHX_UNDER_WAY = -1,   /* neither done nor failed yet */
@@ -72,7 +72,7 @@ struct phx_breakage {
     uint32_t status;         /* enum phx_status; PHX_OK if the group is whole */
     uint32_t rank;           /* the rank that broke the group; PHX_NOBODY if it lives but has not written the reason */
     uint32_t peer, peer_pid; /* the rank that it waited for or compared itself with, or PHX_NOBODY */
-    uint64_t chunk;          /* of a mismatch: the chunk for which the calls differ */
+    uint64_t chunk;          /* where the calls differ, if that is why; else where the call of `rank` began */
 };
 
 /* Called while a rank waits, at most once per slice (50 ms) and after a signal; non-zero stops the wait. */
@@ -112,7 +112,7 @@ PHX_API void phx_abort(phx_comm *comm);
 /* Set how long this rank waits for another, in nanoseconds, before it breaks the group. At first there is no limit. */
 PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns);
 
-/* Get the reason why the group broke; returns its status, PHX_OK if the group is whole. May take 100 ms. */
+/* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. May take 100 ms. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
 
 /* Returns the chunk with which this rank's last call began. A mismatch at an earlier chunk concerns an earlier call. */
@@ -227,19 +227,19 @@ PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
 
 /* -- MPI ----------------------------------------------------------------------------------------------------------- */
 
-/* MPI runs in this process. Its functions are given, of which `abort` and `finalize` may be NULL, and the communicator
- * of the whole job. */
+/* Have phx_mpi_end() end MPI by these functions of MPI. `abort` is NULL if no other rank waits, `finalize` if the
+ * script ends MPI itself; `comm` is the communicator of the whole job. */
 PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_t comm);
 
-/* MPI cannot be finalised any more, because an operation that other ranks take part in was given up. It will be aborted
- * instead. */
+/* Have phx_mpi_end() abort MPI: it cannot be finalised, because an operation of several ranks was given up. Any thread
+ * may call it. */
 PHX_API void phx_mpi_hopeless(void);
 
-/* MPI has been finalised. */
+/* Have phx_mpi_end() do nothing: MPI has been finalised. */
 PHX_API void phx_mpi_ended(void);
 
-/* What mpi_meet.c knows of one group over MPI: two integers that are reduced to their minimum by a persistent request,
- * and MPI's functions and handles. Filled in by transports/mpi/direct.py. */
+/* One group over MPI: two integers that a persistent request reduces to their minimum, and MPI's functions and handles.
+ * Filled in by transports/mpi/direct.py. */
 typedef struct phx_mpi_group {
     int64_t own[2], common[2]; /* a call and its complement; their minima over the group */
     uint64_t sequence;         /* how many comparisons have begun */
@@ -251,7 +251,7 @@ typedef struct phx_mpi_group {
     intptr_t comm, world;       /* the group's communicator, and the one on which notices come */
     int any_source, notice_tag; /* source and tag of notices */
     uint32_t spins;             /* how many tests come before PHX_UNDER_WAY */
-    uint32_t looks;             /* how many MPI_Iprobe calls to make for a notice: MPICH searches what has arrived
+    uint32_t probes;            /* how many MPI_Iprobe calls to make for a notice: MPICH searches what has arrived
                                    before it polls the network, so it finds a new message only in the next call */
     uint32_t under_way;         /* an all_reduce has begun and has not ended: interrupting it breaks the group */
 } phx_mpi_group;

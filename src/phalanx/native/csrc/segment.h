@@ -44,12 +44,12 @@
  *               not raised, and no rank reads the slot. Death after `ready`: see there.
  *   sleepers    Added to and subtracted from by ranks that sleep on a counter of this place, seq_cst; read by the
  *               place's rank, seq_cst. Death of a sleeper leaves it too high: each raise then makes one needless
- *               system call, in a group that is about to break because of that death.
+ *               system call, in a group that will break because of that death.
  *   breaking    0 -> 1 by the first rank that breaks the group (compare-and-exchange, seq_cst), which fills in
  *               `breakage` and stores 2, release. Read by all, acquire. Death before: the next rank to notice breaks
- *               the group. Death between: after 100 ms readers search for a process that is gone, and if there is none (the
- *               writer is stopped) they know only that the group is broken. Death after 2, before the sleepers were
- *               woken: they wake at the end of their slice (PHX_SLICE_NS).
+ *               the group. Death between: after 100 ms readers search for a process that is gone, and if there is none
+ *               (the writer is stopped) they know only that the group is broken. Death after 2, before the sleepers
+ *               were woken: they wake at the end of their slice (PHX_SLICE_NS).
  *   breakage    Written by that rank, plainly, between the two stores; read by all after `breaking` was acquired as 2.
  *   described   0 -> 1 by the one thread of its rank that wins the exchange (seq_cst), which then writes `text` and
  *               stores 2, release. Read by all, acquire. Death before or between: the others' errors lack this rank's
@@ -115,7 +115,7 @@ struct phx_ring {
     _Alignas(PHX_LINE) _Atomic uint64_t tail;
 };
 
-/* What stands in a ring before the bytes of a message. */
+/* The header that precedes the bytes of a message in a ring. */
 struct phx_message_header {
     uint64_t nbytes;
     uint32_t tag, dtype;

@@ -1,4 +1,4 @@
-"""Gloo, torch's own engine: the network transport of groups that do not live on one host.
+"""Gloo, which torch brings: the network transport of groups that do not live on one host.
 
 Every process group also has one attached, for sparse tensors and for the C++ virtuals that cannot be overridden from
 Python. It connects to a peer when it first has something to send to it.
@@ -48,7 +48,7 @@ class GlooCommunicator(Communicator):
         self.rank = gloo.rank()
         self.size = gloo.size()
         self._gloo = gloo
-        self.ended = False
+        self.ended = False  # set by end_messages, read by every thread that asks about a message
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return dtype in _SERVED and reducible(dtype, op)
@@ -131,7 +131,7 @@ class GlooCommunicator(Communicator):
         self._gloo.abort()
 
     def close(self) -> None:
-        """Nothing of its own: the group that owns the engine shuts it down."""
+        """Do nothing: the process group that owns the Gloo group shuts it down."""
 
     def _average(self, tensor: torch.Tensor, op: int) -> None:
         if op == _AVG:
@@ -139,14 +139,14 @@ class GlooCommunicator(Communicator):
 
 
 class _GlooMessage(Message):
-    """Gloo's own handle. Gloo moves messages by itself, but can only be asked about one by waiting for it.
+    """A message of Gloo's. Gloo moves messages by itself, but a thread can only learn about one by waiting for it.
 
-    A wait of Gloo's that times out closes its connections, so every wait with a timeout, and every test, is left to a
-    thread of the message's own that waits without one. Beside the fields of :class:`Message`:
+    A wait of Gloo's that times out closes its connections, so a test, or a wait with a timeout, starts a thread of
+    the message's own that waits without one. Beside the fields of :class:`Message`:
 
     - ``_waiting`` is held by the thread that waits inside Gloo: one completion wakes one waiter only. It is taken
       before ``_lock`` and never while that is held.
-    - ``_watched`` is read and written under ``_lock``: the message has its thread.
+    - ``_watched`` says that the message has its thread; it is read and written under ``_lock``.
     - ``_done`` is set when the message is settled, for waits with a timeout.
     """
 
@@ -164,7 +164,8 @@ class _GlooMessage(Message):
         if self._communicator.ended:
             self._settle(ClosedError.of_message())
         elif watch or self._verb == "send to":
-            # A receive that nobody asks for is left alone: what waits for it would time out one day. A send ends soon.
+            # A receive that nobody waits for gets no thread: its wait would pass Gloo's own timeout one day, and Gloo
+            # would close the connection. A send ends soon.
             self._expect()
 
     def _await(self, timeout_s: float | None) -> None:

@@ -1,4 +1,4 @@
-"""Gloo, torch's own engine: which address it listens on, and when it connects."""
+"""Making a Gloo group: which address it listens on, and when it connects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ __all__ = ["AttachedGloo", "lazy_gloo"]
 
 
 class AttachedGloo(ProcessGroupGloo):
-    """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` gives it only to the backends that torch knows."""
+    """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` gives it only to the backends that torch knows.
+
+    Attributes:
+        on_timeout: called with the new timeout; set once, before the group is used.
+    """
 
     on_timeout: Callable[[timedelta], None] | None = None
 
@@ -31,7 +35,7 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
         store: where its ranks exchange addresses.
         rank, size: this process's place in the group.
         timeout: for connecting and for every operation.
-        one_host: listen on loopback, where nobody else can reach it. Otherwise on the interface that
+        one_host: listen on loopback, which other hosts cannot reach. Otherwise listen on the interface that
             GLOO_SOCKET_IFNAME or PHALANX_INTERFACE names, or on the address by which others reach this host.
     """
     options = ProcessGroupGloo._Options()
@@ -43,7 +47,7 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
     elif (chosen := chosen_interface()) is not None:
         device = ProcessGroupGloo.create_device(interface=chosen[0], lazy_init=True)
     else:
-        # Not Gloo's default, which is what the host's name means: that may be loopback.
+        # Not Gloo's default, the address that the host's name resolves to: that may be loopback.
         device = ProcessGroupGloo.create_device(hostname=outward_address(), lazy_init=True)
     options._devices = [device]
     return AttachedGloo(store, rank, size, options)

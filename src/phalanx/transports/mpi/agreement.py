@@ -52,13 +52,20 @@ class Agreement:
         runtime: MPI under way.
         comm: the group's communicator.
         members: the group's ranks, in the world.
-        key: what the group is called in notices; equal on every member.
+        key: the group's name in notices; equal on every member.
+        timeout_s: how long to wait for the others.
+
+    One thread at a time is in a collective, and it alone uses ``check``; others read its sequence number for their
+    notices. A thread that waits for a message reads the other attributes too, and may set ``broken``; any thread may
+    set ``aborted`` and ``timeout_s``. No lock is needed: each is one assignment, and ``broken`` and ``aborted`` are
+    never reset.
 
     Attributes:
+        checks: whether calls are compared at all.
         broken: the error after which the ranks are out of step; every further call raises it.
         timeout_s: how long to wait for the others.
         check: the comparison itself.
-        aborted: another thread wants the operation under way to end.
+        aborted: whether :meth:`abort` has been called.
     """
 
     def __init__(self, runtime: Runtime, comm: Any, members: Sequence[int], key: str, timeout_s: float) -> None:
@@ -80,8 +87,8 @@ class Agreement:
         """Return when every rank has come here with the same call.
 
         Raises:
-            CollectiveMismatch: on every rank, with everybody's call.
-            CollectiveTimeout, PeerLost: somebody did not come.
+            CollectiveMismatch: the calls differ; every rank raises it, with the calls of all.
+            CollectiveTimeout, PeerLost: a rank did not come.
         """
         if self.broken is not None:
             raise self.broken
@@ -98,13 +105,13 @@ class Agreement:
             raise
 
     def conclude(self, status: int, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
-        """Go on with a comparison that has not ended well at once: wait for late ranks, or raise what is wrong."""
+        """Finish a comparison that has begun: wait for late ranks, then return if all calls agree, else raise."""
         if status == Status.SYSTEM:
             raise self.failed(RuntimeError("it reported an error"), name, tensor, op, root)
         if status == Status.UNDER_WAY:
             self._wait(name, tensor, op, root)
         if status in (Status.UNDER_WAY, Status.NOTICE):
-            # All have come. But one may have given up before, and would be waited for without end.
+            # All ranks have come, but one may have given up before this one came, and would never answer.
             self._check_notices(lambda: self._text(name, tensor, op, root), 0.0, came_late=True)
         if not self.check.agree():
             raise self._differ(self._text(name, tensor, op, root))
@@ -112,17 +119,17 @@ class Agreement:
     def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:
         """Compare what the ranks of an all_to_all send and expect, in elements: every pair has a size of its own.
 
-        A sum over all pairs of what one sends minus what the other expects, each pair with a weight of its own: 0 if
-        all agree, and but for one case in 2**64 only then.
+        The ranks add up, over all pairs, what one sends minus what the other expects, times a weight of the pair.
+        The sum is 0 if all agree; if they do not, it is 0 once in 2**64.
         """
         if not self.checks:
             return
         rank, size, mpi = self._rank, self._size, self._runtime.mpi
         own = sum(count * weight(rank * size + peer) for peer, count in enumerate(sent))
         own -= sum(count * weight(peer * size + rank) for peer, count in enumerate(expected))
-        words, total = bytearray((own % 2**64).to_bytes(8, sys.byteorder)), bytearray(8)
+        part, total = bytearray((own % 2**64).to_bytes(8, sys.byteorder)), bytearray(8)
         try:
-            self._comm.Allreduce([words, 1, mpi.UINT64_T], [total, 1, mpi.UINT64_T], mpi.SUM)
+            self._comm.Allreduce([part, 1, mpi.UINT64_T], [total, 1, mpi.UINT64_T], mpi.SUM)
         except mpi.Exception as error:
             raise self.failed(error, "all_to_all", None) from None
         if any(total):
@@ -138,7 +145,9 @@ class Agreement:
             self._comm.Allgather([own, mpi.BYTE], [all_, TEXT_BYTES, mpi.BYTE])
         except mpi.Exception as error:
             raise BackendError(f"the ranks of a group called different operations, here {call}; {error}") from None
-        texts = [all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for at in range(0, len(all_), 512)]
+        texts = [
+            all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for at in range(0, len(all_), TEXT_BYTES)
+        ]
         self.broken = CollectiveMismatch.of_calls(listed(dict(enumerate(texts)), self._size))
         return self.broken
 
@@ -171,7 +180,7 @@ class Agreement:
             self._check_notices(lambda: self._text(name, tensor, op, root), waited)
 
     def _check_notices(self, call: Callable[[], str], waited: float, *, came_late: bool = False) -> None:
-        """Raise if the operation that this rank waits in cannot be answered any more.
+        """Raise if the other ranks will not finish the operation that this rank waits in.
 
         Args:
             call: what this rank waits in.
@@ -193,7 +202,7 @@ class Agreement:
             raise self._late(call(), waited)
 
     def check_message(self, text: Callable[[], str], peer: int | None, waited: float, last_call_s: float) -> None:
-        """Raise if a message cannot be answered any more.
+        """Raise if a message cannot come any more.
 
         Args:
             text: the message, for the error.
@@ -241,7 +250,7 @@ class Agreement:
         if notice.kind == "timeout":
             return CollectiveTimeout(
                 f"rank {rank} of the group had waited {self.timeout_s:g} s in {notice.call} and given up when rank "
-                f"{self._rank} came to {call}. Was it in other code, or is it much slower? "
+                f"{self._rank} came to {call}. Was rank {self._rank} in other code, or is it much slower? "
                 f"{CollectiveTimeout.remedy()}",
                 group_rank=self._rank,
                 elapsed_s=self.timeout_s,
@@ -258,7 +267,7 @@ class Agreement:
         return self.broken
 
     def _missing(self) -> list[int]:
-        """The ranks of the group that are not in this operation: those that wait in it give up too, with a notice."""
+        """The ranks of the group that are not in this operation: those that are in it send notices of giving up."""
         members, waiting = self._members, {self._rank}
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -281,7 +290,7 @@ class Agreement:
     def interrupted(self, error: BaseException, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
         """This rank leaves an operation by an exception of its own, a signal handler's: the group is broken.
 
-        Does nothing where the exception is what says that the group is broken.
+        Does nothing if the group is broken already: then the exception is its error.
         """
         if self.broken is not None:
             return
@@ -292,7 +301,7 @@ class Agreement:
         self._give_up("interrupted", call)
 
     def _give_up(self, kind: str, call: str) -> None:
-        """Leave what was begun to MPI, and send the others a notice."""
+        """Leave the operation that was begun to MPI, and send the others a notice."""
         self._leave_unanswered()
         try:
             self._runtime.notices.send(kind, self.key, self.sequence, call, self._members)
@@ -300,7 +309,7 @@ class Agreement:
             return  # the others will find out by themselves; the error that led here matters more
 
     def _leave_unanswered(self) -> None:
-        """Keep alive what this rank has begun: it may never be answered, and MPI goes on with it until the end."""
+        """Keep the memory of the operation under way: it may never end, and MPI goes on with it until MPI ends."""
         self._runtime.leave_unanswered(self)
 
     def abort(self) -> None:
@@ -316,7 +325,7 @@ class Agreement:
 
 
 def pause(began: float) -> float:
-    """Give the processor away, for longer the longer the wait has taken; returns how long that is, in seconds."""
+    """Yield the core, or sleep if the wait that began at ``began`` has become long; returns its length so far."""
     waited = time.monotonic() - began
     if waited < YIELD_S:
         os.sched_yield()

@@ -1,4 +1,4 @@
-"""How rank 0 sends the others a line of text by MPI, where the launcher's variables say nowhere where rank 0 is."""
+"""How rank 0 sends the others a line of text by MPI, where the launcher's variables do not say where rank 0 is."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["mpi_broadcast"]
 def mpi_broadcast(place: Place) -> Broadcast | None:
     """MPI's broadcast from rank 0, if ``place`` is one of MPI's and mpi4py is installed.
 
-    Nothing is imported and MPI is not started before it is used; the backend ``mpi`` then shares it. All ranks must use
-    it alike.
+    Only a call of the function that is returned imports mpi4py and starts MPI, which the backend ``mpi`` uses later.
+    All ranks must call it, or none.
     """
     if not place.traits.starts_mpi or importlib.util.find_spec("mpi4py") is None:
         return None
 
-    def broadcast(words: str | None) -> str:
+    def broadcast(line: str | None) -> str:
         from phalanx.transports.mpi.runtime import start
 
         world = start().world
@@ -30,7 +30,7 @@ def mpi_broadcast(place: Place) -> Broadcast | None:
                 f"says rank {world.rank} of {world.size}: that mpiexec does not belong to this library; use the "
                 f"library's own"
             )
-        heard: str = world.bcast(words, 0)
-        return heard
+        received: str = world.bcast(line, 0)
+        return received
 
     return broadcast

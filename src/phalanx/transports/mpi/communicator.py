@@ -1,10 +1,10 @@
 """The communicator over MPI, by way of mpi4py: any MPI library, on one host or many.
 
 Every collective is MPI's own blocking one, on the tensors' memory, after the ranks have compared what they call
-(``agreement.py``). The blocking forms and not the non-blocking ones, also for asynchronous operations, which the
-group's progress thread runs: MPI moves a non-blocking collective only while some thread is in a call of MPI, so a
-thread is needed in any case, and libraries have their quicker algorithms in the blocking forms (docs/mpi.md has
-figures). The order of sums is the library's. Messages are MPI_Isend and MPI_Irecv (``messages.py``).
+(``agreement.py``). Asynchronous operations use the blocking forms too, on the group's progress thread: MPI moves a
+non-blocking collective only while some thread is in a call of MPI, so a thread is needed in any case, and libraries
+have their quicker algorithms in the blocking forms (docs/mpi.md has figures). The order of sums is the library's.
+Messages are MPI_Isend and MPI_Irecv (``messages.py``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["MpiCommunicator"]
 _AVG = dist.ReduceOp.AVG.value
 REST_S = 0.0005
 MOST_PREPARED = 1024  # kinds of all_reduce; a program that never repeats a shape must not fill the memory
-LIMIT = 2**31  # elements, from here on MPI's classic calls cannot count them
+LIMIT = 2**31  # MPI's classic calls cannot count as many elements as this, or more
 
 
 class MpiCommunicator(Communicator):
@@ -41,7 +41,7 @@ class MpiCommunicator(Communicator):
 
     Args:
         runtime: MPI under way.
-        comm: the group's communicator, which becomes this one's to free.
+        comm: the group's communicator of MPI; this object frees it.
         members: the group's ranks in the world, in the group's order.
         key: the group's name in notices, equal on every member.
         timeout: how long to wait for other ranks.
@@ -59,7 +59,8 @@ class MpiCommunicator(Communicator):
         self._reductions = self._types.reductions
         self._agreement = Agreement(runtime, comm, members, key, timeout.total_seconds())
         self._compare = self._agreement.compare
-        # The all_reduces that the core makes by itself, by dtype, operation and shape: an address, and what is there.
+        # The all_reduces that the core makes by itself, by dtype, operation and shape: the address of an MpiReduction,
+        # and the MpiReduction, which must live as long as its address is used.
         self._prepared: dict[tuple[torch.dtype, int, torch.Size], tuple[int, Any]] = {}
         self._core_all_reduce = library().phx_mpi_all_reduce
         self._mail = Mail(runtime, comm, self._types, self._agreement)
@@ -258,7 +259,7 @@ class MpiCommunicator(Communicator):
         self, target: int, source: int, expected: Sequence[int], sent: Sequence[int], like: torch.Tensor
     ) -> None:
         """From ``source`` to ``target``, where the pieces are contiguous; counts in elements of ``like``'s dtype."""
-        none = like.new_empty(0)  # what every rank must agree on is the dtype alone
+        none = like.new_empty(0)  # the ranks must agree on the dtype alone
         self._compare("all_to_all", none)
         self._agreement.balance(sent, expected, like.dtype)
         size, kind = like.element_size(), self._types.items(like.element_size())
@@ -319,7 +320,7 @@ class MpiCommunicator(Communicator):
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> tuple[int, torch.Tensor | None]:
-    """Where the tensors are contiguous: where they are, or in a copy, which must live as long as it is used."""
+    """The address at which the tensors are contiguous, and the copy that lies there; None if it is their own memory."""
     at = span(tensors)
     if at is not None:
         return at, None

@@ -19,7 +19,7 @@ from phalanx.transports.mpi.runtime import Runtime
 
 __all__ = ["FingerprintCheck"]
 
-# Where an argument of up to eight bytes takes one register, whether it is an int or a pointer.
+# Machines on which an argument of up to eight bytes takes one register, whether it is an int or a pointer.
 _MACHINES = ("x86_64", "aarch64")
 
 
@@ -36,12 +36,13 @@ class FingerprintCheck:
     Attributes:
         direct: True if the C core calls MPI itself (``native/csrc/mpi_meet.c``); False if mpi4py does. :meth:`prepare`
             may be called only if it is True.
-        test: whether a reduction that was under way is done.
+        test: a function that returns whether the reduction under way is done.
+        free: a function that gives back the persistent request, if there is one.
     """
 
     def __init__(self, runtime: Runtime, comm: Any, spins: int) -> None:
         mpi = runtime.mpi
-        self._group = group = MpiGroup(spins=spins, looks=2 if "MPICH" in mpi.Get_library_version() else 1)
+        self._group = group = MpiGroup(spins=spins, probes=2 if "MPICH" in mpi.Get_library_version() else 1)
         self._own, self._common, self._spins = group.own, group.common, spins
         self._notice = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
         own, common = (
@@ -56,7 +57,7 @@ class FingerprintCheck:
         try:
             request = comm.Allreduce_init(own, common, mpi.MIN)
         except (NotImplementedError, mpi.Exception):
-            # MPI before 4.0 has no persistent collectives; the same, begun anew each time.
+            # MPI before 4.0 has no persistent collectives, so each comparison begins a reduction of its own.
             latest: list[Any] = [None]
 
             def start() -> None:
@@ -89,7 +90,7 @@ class FingerprintCheck:
 
         Returns:
             ``Status.OK`` or ``MISMATCH``; ``UNDER_WAY`` if a rank has not come yet; ``NOTICE`` if all have come but a
-            notice has arrived, perhaps that a rank does not wait any more; ``SYSTEM`` if MPI failed.
+            notice has arrived, perhaps of a rank that gave up; ``SYSTEM`` if MPI failed.
         """
         if self.direct:
             status: int = self._core_compare(self._address, call)
@@ -115,7 +116,7 @@ class FingerprintCheck:
         return bool(self._group.under_way)
 
     def done(self) -> None:
-        """The all_reduce that was under way has ended."""
+        """Record that the all_reduce under way has ended."""
         self._group.under_way = 0
 
     def agree(self) -> bool:

@@ -32,7 +32,7 @@ def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> i
 
 @cache
 def weight(pair: int) -> int:
-    """Random, and the same everywhere: splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """A random number that all ranks compute alike: splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     word = (pair + 1) * 0x9E3779B97F4A7C15 % 2**64
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64

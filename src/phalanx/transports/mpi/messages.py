@@ -28,7 +28,10 @@ class Mail:
 
     Args:
         runtime, comm, types: MPI under way, the group's communicator, MPI's handles.
-        agreement: what knows the group's timeout and whether it is broken.
+        agreement: has the group's timeout, and the error if the group is broken.
+
+    Attributes:
+        ended: whether messages may not move any more. The thread that closes the group sets it; all threads read it.
     """
 
     def __init__(self, runtime: Runtime, comm: Any, types: Types, agreement: Agreement) -> None:
@@ -133,7 +136,7 @@ class MpiMessage(Message):
             self._settle(None, self._status.Get_source())
 
     def _check(self, waited: float) -> None:
-        """Settle it with an error if it cannot come any more."""
+        """Settle it with an error if it cannot be done any more."""
         mail, agreement = self._mail, self._mail.agreement
         try:
             if agreement.broken is not None:
@@ -145,13 +148,13 @@ class MpiMessage(Message):
             self._settle(error)
 
     def keep(self) -> None:
-        """Never free what MPI may still read or write: the process ends, and MPI after it."""
+        """Never free the memory that MPI may still read or write. Called when the interpreter ends, before MPI."""
         tensor = self._tensor
         if not self._settled:
             self._mail.runtime.keep((self._request, tensor))
 
     def _give_up(self) -> None:
-        """Take it back where that is possible; MPI may read or write the tensor until then, so it is kept."""
+        """Cancel a receive. A send cannot be taken back, so its tensor, which MPI may still read, is never freed."""
         request, mail = self._request, self._mail
         if not mail.runtime.usable:
             return

@@ -1,7 +1,7 @@
 """Notices of MPI ranks, beside their groups' operations: that a rank gave up waiting, or has left for good.
 
-A notice is a small message on the job's own communicator, under a tag that nothing else uses. Ranks check for one only
-while they wait for others, so it costs nothing elsewhere.
+A notice is a small message on the job's own communicator, under a tag that nothing else uses. Ranks check for notices
+after each comparison of calls and while they wait for others.
 """
 
 from __future__ import annotations
@@ -44,11 +44,15 @@ class Notice:
 class Notices:
     """The notices of one rank, sent and received.
 
+    Any thread may call the methods. Notices are sent and received, and their lists written, under ``_lock``. The lists
+    are read without it, since a notice is added to one whole, and they are emptied only when a new world begins.
+
     Attributes:
         world: which world this rank is in, or was in last, counted from 1: where the script owns MPI, it may destroy
             one and make another.
-        sequences: per group of this rank, how many operations it has begun. The others learn it when this rank leaves,
-            so that a rank still in the last operation does not take this one for missing there.
+        sequences: for the key of each group of this rank, the object whose ``sequence`` says how many operations the
+            rank has begun there. The others learn it when this rank leaves, so that a rank still in the last operation
+            does not take this one for missing there.
     """
 
     def __init__(self, mpi: Any, comm: Any) -> None:
@@ -78,7 +82,7 @@ class Notices:
                 self._take(rank, content)
 
     def leave_world(self) -> None:
-        """Send every rank the notice that this one calls nothing any more in this world."""
+        """Send every rank the notice that this one makes no more calls in this world."""
         site = call_site()
         call = f"destroy_process_group() at {site}" if site else "the end of its program"
         sequences = {key: group.sequence for key, group in self.sequences.items()}
@@ -124,7 +128,7 @@ class Notices:
             for member in members:
                 if member != self._rank:
                     self._sent.append((data, self._comm.Isend([data, self._mpi.BYTE], member, TAG)))
-            # Short messages are gone when they are sent; the rest goes when the receiver checks for notices.
+            # Most notices have left by now. A longer one leaves when its receiver checks; keep it until then.
             self._sent = [(data, request) for data, request in self._sent if not request.Test()]
 
     def _receive(self) -> None:

@@ -2,8 +2,8 @@
 
 mpi4py alone starts MPI when it is imported and ends it when the interpreter does. Then a rank that fails waits in
 MPI_Finalize for ranks that wait for it. Here MPI starts with the process group, and ends with it or with the process:
-in order after success, by MPI_Abort, which ends the whole job, after anything else. Where the script has started MPI
-itself, it stays the script's to end.
+in order after success, by MPI_Abort, which ends the whole job, after anything else. If the script has started MPI
+itself, the script ends it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class Runtime:
         world: a duplicate of MPI_COMM_WORLD, so that what the script sends on that one is not received here.
         notices: the notices that ranks send each other beside the groups' operations.
         check: whether collectives are compared before they run; rank 0's setting holds.
-        symbols: MPI's functions, or None if they cannot be reached but through mpi4py.
-        messages: those under way.
+        symbols: MPI's functions, or None if only mpi4py can reach them.
+        messages: those that were not done at once, for as long as anything else refers to them.
+        failed: whether an exception that nobody caught is about to end the process.
     """
 
     def __init__(self, mpi: Any) -> None:
@@ -93,33 +94,33 @@ class Runtime:
         return len(neighbours) <= (os.cpu_count() or 1)
 
     def _first_ranks(self) -> list[int]:
-        """For each rank of the world the first of those that share memory with it."""
+        """For each rank of the world, the first rank that shares memory with it."""
         neighbours = self.world.Split_type(self.mpi.COMM_TYPE_SHARED)
         first = neighbours.bcast(self.world.rank, 0)
         neighbours.Free()
         return list(self.world.allgather(first))
 
     def leave_unanswered(self, what: object) -> None:
-        """An operation that other ranks must answer stays unanswered: MPI_Finalize would wait for ever.
+        """Record that an operation of several ranks was given up: MPI_Finalize would wait for it without end.
 
         Args:
-            what: the objects of which MPI may still use the memory.
+            what: an object whose memory MPI may still use.
         """
         self.keep(what)
         self._hopeless = True
         self._core.phx_mpi_hopeless()
 
     def keep(self, what: object) -> None:
-        """MPI may read or write this object's memory until it ends, which is after the interpreter: never free it."""
+        """Never free this object: MPI may read or write its memory until MPI ends, which is after the interpreter."""
         self._keeps = True
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
     def _exit(self) -> None:
-        """The process is about to end, and its exit handlers will run. The exit code decides how MPI ends."""
+        """Called before the exit handlers of the process: from now on the exit code decides how MPI ends."""
         self._exiting = True
 
     def _leave_process(self) -> None:
-        """Among the last exit handlers."""
+        """Called as one of the last exit handlers: keep what MPI may still use, and send the notice of leaving."""
         self._exiting = True
         if self.usable:
             # A message that nobody has waited for may be under way when the interpreter takes its memory back.
@@ -128,12 +129,12 @@ class Runtime:
         self._leave()
 
     def begin(self) -> None:
-        """The world's group is being made."""
+        """Called when the world's group is made."""
         self.notices.enter_world()
         self._in_world = True
 
     def finish(self) -> None:
-        """The world's group is destroyed: end MPI, unless an exception is on its way.
+        """Called when the world's group is destroyed: end MPI, unless an exception is on its way.
 
         Two callers must not finalise here, since MPI_Finalize waits for ranks that may be waiting for this one: a
         ``finally`` that runs while an exception is propagating, and an exit handler, which cannot see the exit code.
@@ -147,7 +148,7 @@ class Runtime:
             self._core.phx_mpi_ended()
 
     def _leave(self) -> None:
-        """Send a notice to the ranks that may wait for this one: it calls nothing any more."""
+        """Send the ranks that may wait for this one a notice that it makes no more calls."""
         if self._in_world and self.usable and not self.failed:
             self._in_world = False
             if self._hopeless:
@@ -170,7 +171,8 @@ class Runtime:
             self.mpi.Finalize()
         else:
             remedy = (
-                "the script has started MPI so; leave mpi4py.rc.thread_level as it is, or start MPI after the group"
+                "the script has started MPI with that level; leave mpi4py.rc.thread_level as it is, or start MPI after "
+                "the group"
             )
         raise InitializationError(
             f"backend 'mpi' needs MPI_THREAD_MULTIPLE, and this MPI gives MPI_THREAD_{level_name} "
@@ -265,7 +267,7 @@ def start() -> Runtime:
         _runtime = Runtime(mpi)
     elif not _runtime.usable:
         if _runtime._pid != os.getpid():
-            raise InitializationError("this process was forked from one that uses MPI; only that one can")
+            raise InitializationError("this process was forked from one that uses MPI, and only its parent can use it")
         raise InitializationError(
             "MPI was finalised by destroy_process_group(), and cannot be started twice in a process. To make and "
             "destroy the world several times, start MPI in the script: from mpi4py import MPI"
@@ -296,9 +298,9 @@ def _load() -> Any:
 
 
 def _symbols(mpi: Any) -> ctypes.CDLL | None:
-    """MPI's functions, in the very library that mpi4py calls: its extension module's own dependency.
+    """MPI's functions in the library that mpi4py itself calls, which its extension module is linked to.
 
-    None for an mpi4py that finds them otherwise.
+    None if the extension module finds them in another way.
     """
     try:
         symbols = ctypes.CDLL(mpi.__file__)
@@ -310,9 +312,9 @@ def _symbols(mpi: Any) -> ctypes.CDLL | None:
 
 
 def _before_exit_handlers(call: Callable[[], None]) -> None:
-    """Have this called when the interpreter begins to end, before the first exit handler, whenever that was registered.
+    """Have ``call`` run when the interpreter begins to end, before all exit handlers, by a hook of ``threading``.
 
-    The standard library's own threads are ended so; without it the order of registration decides.
+    If ``threading`` has no such hook, it is an exit handler, and runs before those that were registered earlier.
     """
     getattr(threading, "_register_atexit", atexit.register)(call)
 

@@ -1,4 +1,4 @@
-"""A store made of MPI, for the few words that the ranks of a Gloo group exchange while they make it."""
+"""A store made of MPI, for the few entries that the ranks of a Gloo group exchange while they make it."""
 
 from __future__ import annotations
 

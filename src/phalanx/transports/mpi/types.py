@@ -1,7 +1,7 @@
 """torch's dtypes, operations and memory in MPI's terms.
 
 MPI has no 16-bit floats that every library knows. They are reduced as float32: one rounding, at the end, as in the
-shared-memory backend, for twice the bytes. A custom MPI operation on 16 bits would round at every step, and in an order
+shared-memory transport, for twice the bytes. A custom MPI operation on 16 bits would round at every step, in an order
 that depends on the library. bool is reduced as bytes of 0 and 1, where "or" is a maximum.
 """
 
@@ -45,7 +45,7 @@ _OPS = {
     "BXOR": "BXOR",
 }
 _BOOL_OPS = _OPS | {"SUM": "MAX", "PRODUCT": "MIN"}
-_LARGEST = 2**31 - 1  # what a count can be where the library is of MPI 3
+_LARGEST = 2**31 - 1  # the largest count that a call of MPI 3 takes
 
 
 class Types:

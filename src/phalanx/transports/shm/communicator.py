@@ -52,7 +52,8 @@ class SharedMemoryCommunicator(Communicator):
         size: the number of ranks, at most 1024.
         timeout: how long to wait for the others, here and in every collective.
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
-            machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. Rank 0's hold.
+            machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
+            those of rank 0.
 
     Attributes:
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
@@ -81,7 +82,8 @@ class SharedMemoryCommunicator(Communicator):
         # The last call that returned before every other rank had confirmed it. A broadcast's root waits for nobody; an
         # all_to_all does not learn whether the others expected its sizes. If that call did not match, the mismatch is
         # found in a later call, and the error must name this one. Kept as (call site, function that writes the text,
-        # its arguments), because the text is hardly ever needed.
+        # its arguments), because the text is hardly ever needed. The thread in a collective writes it; a thread that
+        # explains why its message failed reads it too, without a lock, since one assignment replaces it whole.
         self._unheard: _Unheard | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -252,7 +254,7 @@ class SharedMemoryCommunicator(Communicator):
     def _fail(
         self, status: int, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
     ) -> NoReturn:
-        """Raise what ``status`` means, after writing down for the other ranks what this one was doing."""
+        """Raise the error for ``status``, after publishing for the other ranks what this one was doing."""
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
         self._raise(status, name, _text(name, dtype, shape, op, root))
 

@@ -1,4 +1,4 @@
-"""The error for a broken group: what the rank that noticed wrote down, and what each rank says it was doing."""
+"""The error for a broken group: the reason that the rank which broke it wrote down, and each rank's own call."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from phalanx.watch.calls import listed
 
 __all__ = ["explain"]
 
-# Ranks that wait in the group are woken by the break and write their call down within a millisecond or two, unless the
-# machine is busy; a rank that computes is in no call.
+# How long to wait for other ranks' calls. Ranks that wait in the group are woken by the break and write their call down
+# within a millisecond or two, unless the machine is busy; a rank that computes is in no call.
 PATIENCE_S = 0.3
-# The rank that noticed is about to describe its call, unless it ends: only a busy machine can keep it from that.
+# The same for the rank that broke the group. It is about to write its call down, so only a busy machine or its end can
+# delay that.
 NOTICED_PATIENCE_S = 2.0
 
 
 def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> PhalanxError:
-    """Write down for the other ranks what this one was doing, read what they were doing, and make an error of it.
+    """Publish for the other ranks what this one was doing, read what they were doing, and make an error of it.
 
     Args:
         comm: the core's handle of the broken group.
@@ -36,7 +37,7 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
         return CollectiveMismatch.of_calls(listed(calls, size))
     if why.rank == NOBODY:
         return PeerLost(
-            f"a rank of the group gave up in an operation but did not say why in time; while rank {rank} was in {call}"
+            f"a rank of the group gave up in an operation, while rank {rank} was in {call}, and did not say why in time"
         )
     peer = f"rank {why.peer} of the group (pid {why.peer_pid})"
     # A rank that aborts the group, as torch's abort() does, describes nothing.

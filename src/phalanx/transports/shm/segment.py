@@ -2,7 +2,7 @@
 
 The segment is a memfd that group rank 0 makes and the others reach through ``/proc/<pid>/fd/<n>``: it has no
 name to leak, is not bounded by the size of /dev/shm (64 MB in containers), and is gone when the last process
-is. A rank that can open it and reads the right cookie is on the same host; no hostname is believed.
+is. A rank that can open it and reads the right cookie is on the same host; hostnames are not compared.
 
 The ranks meet under one key, ``offer``. Rank 0 deletes the offer before it publishes the outcome, so a rank that has
 read the outcome cannot mistake the old offer for the next meeting's. Every other key carries the offer's cookie. So a
@@ -83,20 +83,16 @@ def join_segment(
             if number >= 0:
                 comm, reason = _attach_peer(pid, number, rank, cookie, spin, poll)
             store.set(f"{name}/answer/{rank}", reason)
-            # Longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, still
-            # arrives.
+            # Wait longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
             outcome = f"{name}/outcome"
-            _wait(store, outcome, timeout + OUTCOME_GRACE, "rank 0 has gone while the group was made")
+            _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
             missing, apart = json.loads(store.get(outcome))
         if missing:
-            raise InitializationError(
-                f"rank {rank}: {missing} within {timeout.total_seconds():.0f} s. Was it started, and does it create "
-                f"the same groups in the same order?"
-            )
+            raise InitializationError(f"rank {rank}: {missing}")
         if apart:
             raise NotOneHost(apart, cookie.hex())
         if comm is None:
-            raise InitializationError(f"rank {rank} came back to a group of {size} ranks that had been made ({reason})")
+            raise InitializationError(f"rank {rank} came to a group of {size} ranks that had been made ({reason})")
     except BaseException:
         if comm is not None:
             library().phx_close(comm)
@@ -108,7 +104,8 @@ def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: s
     """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
 
     Returns:
-        The outcome: which ranks have not come, and which came but could not attach. Two empty texts when all is well.
+        The outcome: why the group was not made (ranks did not come, or rank 0 gave up), and which ranks came but could
+        not attach. Both are empty when all is well.
     """
     try:
         store.set("offer", json.dumps([os.getpid(), descriptor, name]))
@@ -124,7 +121,7 @@ def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: s
 
 
 def _publish(store: Store, name: str, outcome: tuple[str, str]) -> None:
-    store.delete_key("offer")  # first: see above
+    store.delete_key("offer")  # first: see the module's docstring
     store.set(f"{name}/outcome", json.dumps(outcome))
 
 
@@ -168,7 +165,11 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, rea
     except RuntimeError:
         absent = [peer for peer, key in keys.items() if not store.check([key])]
         if absent:
-            return f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))} did not come", ""
+            names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
+            return (
+                f"{names} did not come within {timeout.total_seconds():.0f} s. Was each rank started, and does each "
+                f"create the same groups in the same order?"
+            ), ""
     reasons = {0: reason, **{peer: store.get(key).decode() for peer, key in keys.items()}}
     return "", "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items() if text)
 
@@ -176,5 +177,5 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, rea
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
     try:
         store.wait([key], timeout)
-    except RuntimeError as error:  # each kind of store has its own subclass for a wait that was in vain
+    except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
         raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error

@@ -56,7 +56,7 @@ _in_force: Tuning | None = None
 
 @contextmanager
 def tuning_in_force(tuning: Tuning) -> Iterator[None]:
-    """Let groups that this process makes meanwhile use these values; only those of group rank 0 count."""
+    """Make groups that this process creates inside the ``with`` use these values, where it is their rank 0."""
     global _in_force
     before, _in_force = _in_force, tuning
     try:
@@ -66,7 +66,7 @@ def tuning_in_force(tuning: Tuning) -> Iterator[None]:
 
 
 def load_tuning() -> Tuning:
-    """The sizes measured on this machine, else the built-in ones. A file that makes no sense causes a warning."""
+    """The sizes measured on this machine, else the built-in ones. A file that cannot be used causes a warning."""
     return _in_force or _read()
 
 
