@@ -99,29 +99,29 @@ class Job:
         """The rank table of this job, as far as it is known before a rank has been started."""
         threads = int(self.threads.partition(",")[0]) if self.threads else None
         if self.mpi is not None:
-            seats = [
+            placed_ranks = [
                 (node, host.name, local)
                 for node, host in enumerate(self.hosts or [HostSlots(self.host, self.ranks)])
                 for local in range(host.slots or 0)
             ]
             return [
                 RankRow(rank, node, name, local, self.device_of(local), None, None, threads)
-                for rank, (node, name, local) in enumerate(seats)
+                for rank, (node, name, local) in enumerate(placed_ranks)
             ]
         cores = [len(cpus) for cpus in self.cpus] or [self.cores] * self.ranks
         if self.rehearsal is not None:
             return [
                 RankRow(
                     rank,
-                    seat.node_rank,
-                    self.rehearsal.host(seat.node_rank),
-                    seat.local_rank,
+                    placed.node_rank,
+                    self.rehearsal.host(placed.node_rank),
+                    placed.local_rank,
                     "cpu",
                     None,
                     cores[rank],
                     threads,
                 )
-                for rank, seat in enumerate(self.rehearsal.seats())
+                for rank, placed in enumerate(self.rehearsal.placed())
             ]
         return [
             RankRow(rank, 0, self.host, rank, self.device_of(rank), None, cores[rank], threads)

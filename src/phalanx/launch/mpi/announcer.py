@@ -40,7 +40,7 @@ class Announcer:
     """
 
     def __init__(self, descriptors: Descriptors, ranks: Sequence[Member]) -> None:
-        self._wires = descriptors
+        self._descriptors = descriptors
         self._control = descriptors.zygote
         self._ranks = ranks
         self._started = False
@@ -73,7 +73,7 @@ class Announcer:
         if own is not None and own["time"] is not None:
             own["time"] = when
         data = json.dumps(report).encode()
-        descriptor = self._wires.ranks[rank.number].report
+        descriptor = self._descriptors.ranks[rank.number].report
         os.pwrite(descriptor, data, 0)
         os.ftruncate(descriptor, len(data))
         rank.reported = True

@@ -25,14 +25,14 @@ def place_ranks(job: Job, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     """
     nodes: dict[tuple[str, str], int] = {}
     count: dict[int, int] = {}
-    seats = []
+    placed = []
     for said in here:
         node = nodes.setdefault((said["machine"], said["host"]), len(nodes))
-        seats.append((node, count.get(node, 0)))
-        count[node] = seats[-1][1] + 1
-    masks = [(node, tuple(said["cpus"])) for (node, _), said in zip(seats, here, strict=True)]
+        placed.append((node, count.get(node, 0)))
+        count[node] = placed[-1][1] + 1
+    masks = [(node, tuple(said["cpus"])) for (node, _), said in zip(placed, here, strict=True)]
     rows = []
-    for rank, ((node, local), said) in enumerate(zip(seats, here, strict=True)):
+    for rank, ((node, local), said) in enumerate(zip(placed, here, strict=True)):
         cores = len(said["cpus"])
         # Ranks with the same set of cores share it; a rank that was bound to cores of its own has them alone.
         threads = int(job.threads.partition(",")[0]) if job.threads else max(1, cores // masks.count(masks[rank]))

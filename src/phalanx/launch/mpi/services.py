@@ -79,20 +79,20 @@ class StoreOnDemand:
         self, job: Job, descriptors: Descriptors, selector: selectors.BaseSelector, lost: Callable[[int], None]
     ) -> None:
         self._job = job
-        self._wires = descriptors
+        self._descriptors = descriptors
         self._selector = selector
         self._lost = lost
         self._pid = self._handle = 0
         selector.register(descriptors.listener, selectors.EVENT_READ, self._start)
 
     def _start(self) -> None:
-        self._selector.unregister(self._wires.listener)
+        self._selector.unregister(self._descriptors.listener)
         relay = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            self._wires.zygote.close()
-            self._wires.close_rank_ends()
-            host_store(self._wires.listener, self._job.address, self._job.ranks, relay)
+            self._descriptors.zygote.close()
+            self._descriptors.close_rank_ends()
+            host_store(self._descriptors.listener, self._job.address, self._job.ranks, relay)
         self._handle = os.pidfd_open(self._pid)
         self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)
 
