@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.bench.buffers import Buffers
 
-__all__ = ["Call", "MpiBuffers", "mpi_call", "mpi_ping_pong", "partner_of", "torch_call", "torch_ping_pong"]
+__all__ = [
+    "Call",
+    "MpiBuffers",
+    "mpi_call",
+    "mpi_ping_pong",
+    "partner_of",
+    "torch_call",
+    "torch_gather_single",
+    "torch_ping_pong",
+]
 
 Call = Callable[[], Any]
 TorchCall = Callable[[Any, "Buffers", bool], Call]
@@ -60,6 +69,31 @@ def torch_call(name: str, arguments: Callable[[Buffers], tuple[Any, ...]], **key
         if not asynchronous:
             return lambda: function(*given, group=group, **keywords)
         return lambda: function(*given, async_op=True, group=group, **keywords).wait()
+
+    return prepare
+
+
+def torch_gather_single(root: int) -> TorchCall:
+    """``gather_single`` of a process group; torch.distributed has no function for it before 2.15.
+
+    With a group that has no such method, the call raises NotImplementedError.
+    """
+
+    def prepare(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
+        from torch._C._distributed_c10d import GatherOptions
+
+        gather_single = getattr(group, "gather_single", None)
+        options = GatherOptions()
+        options.rootRank, options.asyncOp = root, asynchronous
+
+        def call() -> None:
+            if gather_single is None:
+                raise NotImplementedError("its process group has no gather_single in this version of torch")
+            work = gather_single(buffers.recv, buffers.send, options)
+            if work is not None:  # a synchronous call may return one too, which torch.distributed waits for
+                work.wait()
+
+        return call
 
     return prepare
 

@@ -18,6 +18,7 @@ from phalanx.bench.calls import (
     mpi_ping_pong,
     partner_of,
     torch_call,
+    torch_gather_single,
     torch_ping_pong,
 )
 
@@ -186,6 +187,15 @@ OPERATIONS = {
             _blocks_on_root,
             expected=lambda b: b.joined(0) if b.rank == ROOT else None,
             torch=torch_call("gather", lambda b: (b.send, b.blocks(b.recv) or None), dst=ROOT),
+            mpi=mpi_call("Gather", lambda b: (b.send, b.recv, ROOT)),
+        ),
+        Operation(
+            "gather_single",
+            SizeOf.BLOCKS,
+            _block,
+            _blocks_on_root,
+            expected=lambda b: b.joined(0) if b.rank == ROOT else None,
+            torch=torch_gather_single(ROOT),
             mpi=mpi_call("Gather", lambda b: (b.send, b.recv, ROOT)),
         ),
         Operation(
