@@ -46,7 +46,7 @@ def test_every_rank_is_placed_as_on_the_cluster(text: str, placement: Placement,
 
 @pytest.mark.parametrize("text", ["0x4", "4x0", "2x", "x4", "4", "", "2x4x2", "1,,2", "1,0", "1,2,", "-1x2", "2x4,1"])
 def test_a_text_that_is_not_a_cluster_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(LaunchError, match="Say --rehearse 2x4") as caught:
+    with pytest.raises(LaunchError, match="Write --rehearse 2x4") as caught:
         parse_rehearsal(text)
     assert f"--rehearse {text}:" in str(caught.value)
 

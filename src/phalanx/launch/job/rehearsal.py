@@ -21,7 +21,7 @@ __all__ = ["Placement", "Rehearsal", "RehearsedRank", "parse_rehearsal"]
 
 Placement = Literal["block", "cyclic"]
 
-_HOW = "Say --rehearse 2x4 for two hosts with four ranks each, or --rehearse 1,3,2 for unequal hosts"
+_HOW = "Write --rehearse 2x4 for two hosts with four ranks each, or --rehearse 1,3,2 for unequal hosts"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Refusal(Exception):
 
 
 class Announcer:
-    """The relay's voice towards the supervisor.
+    """Sends the supervisor what happens to the ranks, over the control socket.
 
     The supervisor learns of reports and ends only after it has learnt that all ranks have started, and of an end only
     after everything that the rank has printed.

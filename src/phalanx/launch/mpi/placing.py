@@ -41,12 +41,12 @@ def place_ranks(job: Job, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
 
 
 def planned_hosts(job: Job) -> list[str]:
-    """The host that each rank was asked for on; empty where the MPI launcher was to choose."""
+    """The host that was asked for, for each rank; empty if the MPI launcher was to choose."""
     return [host.name for host in job.hosts for _ in range(host.slots or 0)]
 
 
 def find_contradiction(job: Job, launcher_name: str, rows: Sequence[RankRow], here: Sequence[Mapping[str, Any]]) -> str:
-    """Where the MPI launcher did not do what it was asked for, or contradicts itself, for people; empty if nowhere.
+    """In words, where the MPI launcher placed ranks otherwise than asked, or contradicts itself; empty if nowhere.
 
     Args:
         job: the job.

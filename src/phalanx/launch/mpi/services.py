@@ -16,9 +16,9 @@ _BLOCK = 1 << 16
 
 
 class Input:
-    """Standard input, which rank 0 reads: a block at a time and on demand, so that nothing is taken that nobody reads.
+    """Standard input, which rank 0 reads: a block at a time and on demand, so that no block is taken that is not read.
 
-    It does not go through the MPI launcher, because some of them lose the end of it.
+    It does not go through the MPI launcher, because some MPI launchers lose its end.
 
     Args:
         selector: where to wait for it.
@@ -53,7 +53,7 @@ class Input:
         self._deliver(data)
 
     def release(self) -> None:
-        """Close it, so that its writer notices that nobody reads any more."""
+        """Close the input, so that its writer notices that nobody reads any more."""
         if self._wanted:
             self._selector.unregister(0)
             self._wanted = False
