@@ -40,7 +40,7 @@ class Bag(torch.nn.Module):
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """What one rank does; rank 0 writes the milliseconds per step of each copy."""
+    """Measure, on one rank; rank 0 writes the milliseconds per step of each copy."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = FileStore(f"{folder}/store", options.ranks)

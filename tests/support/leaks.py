@@ -36,7 +36,7 @@ class Holdings:
         )
 
     def left_by(self, later: Holdings) -> list[str]:
-        """In words, what ``later`` holds that this does not."""
+        """In words, everything that ``later`` holds and this does not."""
         left = []
         if more := later.children - self.children:
             left.append(f"processes {sorted(more)}")

@@ -58,12 +58,12 @@ def torch_call(name: str, arguments: Callable[[Buffers], tuple[Any, ...]], **key
 
     Args:
         name: of the function.
-        arguments: from the buffers to its arguments.
+        arguments: makes its arguments from the buffers.
         keywords: further arguments; ``group`` and ``async_op`` are added.
     """
 
     def prepare(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
-        import torch.distributed as dist  # only now: the command line reads the table too, and is not to wait for torch
+        import torch.distributed as dist  # not at the top: the command line reads the table too, without torch
 
         function, given = getattr(dist, name), arguments(buffers)
         if not asynchronous:
@@ -103,7 +103,7 @@ def mpi_call(method: str, arguments: Callable[[MpiBuffers], tuple[Any, ...]]) ->
 
     Args:
         method: the name of its blocking form.
-        arguments: from the buffers to its arguments.
+        arguments: makes its arguments from the buffers.
     """
 
     def prepare(buffers: MpiBuffers, asynchronous: bool) -> Call:

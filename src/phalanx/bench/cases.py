@@ -52,7 +52,7 @@ class BenchOptions:
     Attributes:
         operations, sizes, dtypes: every combination is measured, with every number in ``ranks``.
         ranks: world sizes.
-        against: backends of torch to measure beside ``phalanx``; MPI does not count among them.
+        against: backends of torch to measure beside ``phalanx``; MPI is not one of them.
         rounds: how many turns each backend gets in each case.
         round_s: about how long one turn is, in seconds.
         asynchronous: ``async_op=True`` and ``wait()`` instead of a synchronous call.

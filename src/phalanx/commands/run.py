@@ -133,7 +133,7 @@ def run(
     target: str,
     arguments: tuple[str, ...],
 ) -> Job | None:
-    """Start TARGET as N processes that know their place.
+    """Start TARGET as N processes, and give each its place among them.
 
     TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
     other program. Options of the launcher come before TARGET; all arguments after it are its own.
@@ -154,8 +154,8 @@ def run(
 
     With --mpi the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or
     on others that it can reach and that see the same files; all else is as without --mpi. Such ranks can use MPI
-    (init_process_group("mpi"), mpi4py). Each of them imports torch for itself. Open MPI gets its option that allows
-    root to start it.
+    (init_process_group("mpi"), mpi4py). Each of them imports torch for itself. If root starts the job, Open MPI gets
+    the settings that allow it.
 
     With --rehearse ranks have the node ranks, local ranks, hosts and groups that they would have on such hosts. They
     compute on the CPU, talk through shared memory, and share this machine's cores. A program that would fail on those
