@@ -1,4 +1,4 @@
-"""What data parallelism adds to a training step, over backend phalanx and over Gloo.
+"""The time that data parallelism adds to a training step, over backend phalanx and over Gloo.
 
 The model is an embedding bag with eight million parameters and next to no arithmetic, so a step is mostly the exchange
 of gradients: the worst case. Each rank runs one thread and steps three copies of the model in turn, in every round: one

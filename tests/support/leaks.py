@@ -1,4 +1,4 @@
-"""What a test may not leave behind: processes, threads, descriptors, shared memory."""
+"""Processes, threads, descriptors and shared memory, none of which a test may leave behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds and has started."""
+    """Everything of that kind that this process holds or has started."""
 
     children: frozenset[int]
     threads: frozenset[str]

@@ -46,7 +46,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Noise:
-    """What disturbed one case.
+    """The disturbances of one case.
 
     Attributes:
         probe_spread: the interquartile range of the probe's times over their median, on the rank where it was largest.

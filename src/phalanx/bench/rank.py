@@ -1,4 +1,4 @@
-"""What one rank does: it measures every case of the options, on all backends, in rounds.
+"""The work of one rank: it measures every case of the options, on all backends, in rounds.
 
 In every round each backend has one turn, so whatever else the machine does slows all of them. A turn is a barrier and
 then as many back-to-back calls as fit the time of a turn; the ranks find that number by trial and agree on it. A

@@ -37,7 +37,7 @@ Slowdown = dict[int, float]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a tuning run found.
+    """The findings of a tuning run.
 
     Attributes:
         tuning: the values to use from now on.

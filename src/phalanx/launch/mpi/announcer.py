@@ -1,4 +1,4 @@
-"""What the relay sends the supervisor: the same messages, in the same order, as the zygote would send."""
+"""The relay's messages to the supervisor: the same ones, in the same order, as the zygote would send."""
 
 from __future__ import annotations
 

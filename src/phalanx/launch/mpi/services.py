@@ -1,4 +1,4 @@
-"""What the relay does for the ranks beside watching them: it hands the input on, and hosts the store on demand."""
+"""The relay's services for the ranks, beside watching them: it hands the input on, and hosts the store on demand."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _MOST_LINES = 8
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank wrote about its own end.
+    """A rank's own account of its end.
 
     Attributes:
         type: the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report.
