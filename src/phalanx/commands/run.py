@@ -148,8 +148,8 @@ def run(
       phalanx run --mpi mpiexec -H h1:4,h2:4 mpi.py
       phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in
-    its environment, so scripts written for torchrun run unchanged. Python scripts are forked from one process
+    In its environment each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that
+    torchrun sets, so scripts written for torchrun run unchanged. Python scripts are forked from one process
     that has imported torch, so starting many ranks takes little longer than starting one.
 
     With --mpi the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or

@@ -51,7 +51,7 @@ _OWN_END_S = 0.25
 _SECOND_POLL_S = 0.05
 # How long other ranks may still hold shared memory once all are to end.
 _SHARED_S = 0.5
-# The signals that ask a shim to end, and those that it hands on to the rank without a meaning of its own.
+# The signals that ask a shim to end, and those that are only handed on to the rank.
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
