@@ -1,4 +1,4 @@
-"""What data parallelism adds to a training step, over backend phalanx and over Gloo.
+"""The time that data parallelism adds to a training step, over backend phalanx and over Gloo.
 
 The model is an embedding bag with eight million parameters and next to no arithmetic, so a step is mostly the exchange
 of gradients: the worst case. Each rank runs one thread and steps three copies of the model in turn, in every round: one
@@ -40,7 +40,7 @@ class Bag(torch.nn.Module):
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """What one rank does; rank 0 writes the milliseconds per step of each copy."""
+    """Measure, on one rank; rank 0 writes the milliseconds per step of each copy."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = FileStore(f"{folder}/store", options.ranks)

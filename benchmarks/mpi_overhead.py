@@ -1,4 +1,4 @@
-"""What torch and Phalanx add to MPI: all_reduce through ``torch.distributed`` beside the bare call of mpi4py.
+"""The time that torch and Phalanx add to MPI: all_reduce through ``torch.distributed`` beside the bare call of mpi4py.
 
     mpiexec -n 2 python benchmarks/mpi_overhead.py
     PHALANX_MPI_CHECK=0 mpiexec -n 2 python benchmarks/mpi_overhead.py   (without comparing the calls)

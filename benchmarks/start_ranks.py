@@ -2,7 +2,7 @@
 
 The launchers take turns, so that a busy moment of the machine slows both. Medians are compared, because one slow run on
 a shared machine changes a mean. ``--memory`` measures instead how much memory a rank does not share with others; with
-that figure ``phalanx run`` finds out how many ranks fit.
+that figure ``phalanx run`` estimates how many ranks fit.
 
     python benchmarks/start_ranks.py
     python benchmarks/start_ranks.py --rounds 5 --json
@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 SCRIPT = "import os, torch\nprint('rank', os.environ['RANK'], torch.__version__)\n"
-# It uses what training uses, and stops itself (SIGSTOP) at the very end, when the interpreter has been finalised: a
-# fork owns a page once it has written to it, and finalisation writes to most pages.
+# The script uses what training uses, and stops itself (SIGSTOP) at the very end, when the interpreter has been
+# finalised: a fork owns a page once it has written to it, and finalisation writes to most pages.
 MEMORY_SCRIPT = """
 import ctypes, os, signal, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -120,7 +120,7 @@ def describe(pids: list[int]) -> str:
 def wait_for(
     condition: Callable[[], object], timeout_s: float = PATIENCE_S, complaint: Callable[[], str] = lambda: ""
 ) -> None:
-    """Poll what the kernel offers no event for (other processes' ends)."""
+    """Poll a condition for which the kernel offers no event, such as the end of a process that is not a child."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -129,12 +129,12 @@ def wait_for(
 
 
 class Launcher:
-    """Starts launches and afterwards checks that nothing of them is left.
+    """Starts launches, and checks afterwards that they left nothing behind.
 
     Attributes:
         directory: where scripts are written and launches run.
         python: the interpreter that runs the launcher.
-        options: what stands before every launch's own arguments.
+        options: the arguments before every launch's own.
     """
 
     def __init__(self, directory: Path, python: str = sys.executable, options: tuple[str, ...] = ()) -> None:

@@ -142,7 +142,7 @@ def trained_by_one_process(ranks: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("options", "group"), [((), "ProcessGroup"), (("--replace", "gloo"), OURS)])
 def test_torchs_own_ddp_trains_as_one_process_does(
     options: tuple[str, ...], group: str, size: int, tmp_path: Path
@@ -156,6 +156,7 @@ def test_torchs_own_ddp_trains_as_one_process_does(
         torch.testing.assert_close(result["parameters"], trained_by_one_process(size), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_torchrun_with_the_variable_trains_as_one_process_does(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(PROGRAMS / "plain_ddp.py")]
     results = run(tmp_path, [*launch, str(tmp_path)], PHALANX_REPLACE="gloo")

@@ -1,7 +1,7 @@
-"""What every communicator promises (``phalanx/transports/contract.py``), as checks that its ranks run.
+"""The promises of every communicator (``phalanx/transports/contract.py``), as checks that the ranks of a group run.
 
-A check gets a communicator of a group in which every rank runs it, and returns what is wrong, in words. What a
-transport does not promise is a trait of its class; a check names the traits that it needs. Expected values are plain
+A check gets this rank's communicator, and yields in words what is wrong; every rank of the group runs it. The promises
+that not every transport makes are traits of its class, and a check names those that it needs. Expected values are plain
 sums and copies computed here.
 """
 
@@ -50,12 +50,12 @@ def check(*traits: str, ranks: int = 1) -> Callable[[Check], Check]:
 
 
 def run_check(name: str, communicator: Communicator, most_bytes: int) -> tuple[str, list[str]]:
-    """Why the check is none for this group, if so; and what is wrong.
+    """Run a check: the reason why it does not apply to this group (empty if it does), and what is wrong.
 
     Args:
         name: one of ``CHECKS``.
         communicator: of a group whose ranks all call this; closed afterwards.
-        most_bytes: the largest tensor to use; more takes long where chunks are small.
+        most_bytes: the size of the largest tensor to use; larger ones take long if chunks are small.
     """
     try:
         missing = [trait for trait in _TRAITS[name] if not getattr(communicator, trait)]
@@ -69,7 +69,7 @@ def run_check(name: str, communicator: Communicator, most_bytes: int) -> tuple[s
 
 
 def draw(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """What rank ``rank`` contributes: values whose sums need rounding, so that their order shows."""
+    """The contribution of rank ``rank``: values whose sums need rounding, so that their order shows."""
     generator = torch.Generator().manual_seed(1000 * rank + salt)
     if dtype.is_floating_point:
         return (torch.randn(count, generator=generator) * 10.0 ** (rank % 3)).to(dtype)
@@ -77,7 +77,7 @@ def draw(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tens
 
 
 def whole_numbers(rank: int, count: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """The same with values that every dtype holds, and of which it holds every sum and product of a few ranks."""
+    """Like :func:`draw`, with ones and twos: every dtype holds their sums and products over a few ranks exactly."""
     return torch.randint(1, 3, (count,), generator=torch.Generator().manual_seed(1000 * rank + salt)).to(dtype)
 
 

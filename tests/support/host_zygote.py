@@ -20,7 +20,7 @@ import phalanx.world  # noqa: F401 - what every rank would import
 
 
 def main() -> str:
-    """Serve until the standard input closes; in a forked child, the script that it is to run."""
+    """Serve until the standard input closes, then return an empty text; in a rank, return the path of its script."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # into the standard error of the rank that is asked
     ended_read, ended_write = os.pipe()
@@ -81,7 +81,7 @@ def reap(children: dict[int, int]) -> None:
 
 
 def end_others(children: dict[int, int]) -> None:
-    """Kill all that runs on this host, but for this process and the one that holds the host."""
+    """Kill every process of this host but this one and the one that holds the host."""
     while others := [int(name) for name in os.listdir("/proc") if name.isdigit() and alive(int(name))]:
         for pid in others:
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
 """Hosts on one machine for a test: each has its own network, host name, process ids and /dev/shm.
 
-They hang on one switch, in a network namespace of their own, so this machine's network is left as it is. Every host is
-held by a pipe of this process: when that closes, whatever the reason, the kernel ends all that runs there.
+They are connected to one switch, in a network namespace of their own, so this machine's network is left as it is. Every
+host is held by a pipe of this process: when that closes, whatever the reason, the kernel ends all that runs there.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Zygote:
         return self._count
 
     def code(self, number: int) -> int | None:
-        """How a rank ended; None if it has not."""
+        """The exit code of a rank; None if it has not ended."""
         self._hear(0.0)
         return self._codes.get(number)
 
@@ -137,12 +137,12 @@ class TestHosts:
         return f"{NET}.{host + 1}"
 
     def reset_names(self) -> None:
-        """Every name means the same on every host."""
+        """Make every name mean the same on every host."""
         for host in range(self.count):
             self.set_names(host, {f"h{other}": self.address(other) for other in range(self.count)})
 
     def set_names(self, host: int, names: Mapping[str, str]) -> None:
-        """What names mean on one host."""
+        """Set what names mean on one host."""
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in names.items())]
         # Written in place: the file is mounted.
         (self._folder / f"names-{host}").write_text("\n".join(lines) + "\n")

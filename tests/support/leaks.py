@@ -1,4 +1,4 @@
-"""What a test may not leave behind: processes, threads, descriptors, shared memory."""
+"""Processes, threads, descriptors and shared memory, none of which a test may leave behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this process holds and has started."""
+    """Everything of that kind that this process holds or has started."""
 
     children: frozenset[int]
     threads: frozenset[str]
@@ -36,7 +36,7 @@ class Holdings:
         )
 
     def left_by(self, later: Holdings) -> list[str]:
-        """In words, what ``later`` holds that this does not."""
+        """In words, everything that ``later`` holds and this does not."""
         left = []
         if more := later.children - self.children:
             left.append(f"processes {sorted(more)}")

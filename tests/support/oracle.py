@@ -1,6 +1,6 @@
-"""What a program must give, computed plainly: every rank's part is known here, so nothing is communicated.
+"""The results that a program must give, computed plainly: every rank's part is known, so nothing is communicated.
 
-Reductions go through the ranks in order, 16-bit floats in 32 bits and rounded once; bit for bit.
+Reductions are bit for bit those of the ranks in order, 16-bit floats being added in 32 bits and rounded once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 from tests.support.programs import Program, Step
 
-__all__ = ["Buffer", "buffers"]
+__all__ = ["FILL", "Buffer", "buffers", "reduced"]
 
 LONGEST_BYTES = 2_100_000
 OFFSETS = 4099  # a prime: the parts of the ranks begin at different places of one table
-FILL = 77  # what lies where a result belongs, and around it
+FILL = 77  # the value that memory has beforehand where a result belongs, and around it
 
 
 @cache
@@ -81,7 +81,7 @@ def buffers(program: Program, index: int, rank: int, step: Step | None = None) -
     ranks = range(n)
 
     def given(sender: int, part: int = 0, count: int = step.count) -> torch.Tensor:
-        """What a rank puts into this step as its part-th part."""
+        """The contribution of a rank to this step, as its part-th part."""
         offset = (((program.seed * 31 + index) * 31 + sender) * 31 + part) * 101 % OFFSETS
         return _table(step.torch_dtype, program.exact)[offset : offset + count].clone()
 

@@ -53,7 +53,7 @@ class Pool:
         self._end(patience_s=10)
 
     def do(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What ``job(started, *arguments)`` returned on each rank.
+        """Call ``job(started, *arguments)`` on each rank, and return its results by rank.
 
         Raises:
             AssertionError: it raised on a rank, or a rank did not end; with the traceback or every rank's stacks.

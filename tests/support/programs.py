@@ -1,7 +1,7 @@
-"""Random programs of communication: what a rank is to call, step by step, the same on every rank.
+"""Random programs of communication: the calls of a rank, step by step, the same on every rank.
 
-A program is plain data, so it can be printed, shrunk, pickled and run by any backend. ``oracle.py`` says what it must
-give, ``replay.py`` runs it.
+A program is plain data, so it can be printed, shrunk, pickled and run by any backend. ``oracle.py`` computes its
+results, ``replay.py`` runs it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MANY_BLOCKS = frozenset(kind for kind in KINDS if kind not in ("all_reduce", "re
 
 @dataclass(frozen=True)
 class Group:
-    """Who is in it, and the sizes at which its algorithms change: small ones reach many chunks with few bytes."""
+    """Its members, and the sizes at which its algorithms change: with small ones few bytes fill many chunks."""
 
     members: tuple[int, ...]
     chunk_bytes: int = 256 * 1024
@@ -119,7 +119,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps, and the seed of what the ranks put in; ``exact`` for values whose sums and products need no rounding."""
+    """Steps, and the seed of the ranks' values; ``exact`` for values whose sums and products need no rounding."""
 
     size: int
     steps: tuple[Step, ...]
@@ -137,7 +137,10 @@ def ops_of(dtype: str) -> tuple[str, ...]:
 
 
 def _counts(group: Group, itemsize: int, many: bool) -> st.SearchStrategy[int]:
-    """None, one, a few; one more and one less than what fits a chunk, a share of it, the short way; and many."""
+    """Counts of elements: none, a few, many, and those around the sizes at which an algorithm changes.
+
+    ``many`` is True for a call with a part for every rank, whose total is limited.
+    """
     size = len(group.members)
     chunk = group.chunk_bytes
     edges = (64, group.small_bytes // size, chunk, chunk // max(1, size - 1), 2 * chunk, 5 * chunk)
@@ -208,7 +211,7 @@ def perturbed(draw: st.DrawFn, size: int) -> tuple[Program, int, int, Step]:
 
 
 def _others(step: Step, size: int) -> list[Step]:
-    """What differs from ``step`` in one respect that ranks must agree on."""
+    """Steps that differ from ``step`` in one respect on which ranks must agree."""
     others = [
         replace(step, kind=kind, op="SUM", root=0, splits=())
         for kind, same in COLLECTIVES.items()

@@ -30,7 +30,7 @@ TIMEOUT_S = 300.0  # no busy machine needs as long; one that hangs shows its sta
 
 @dataclass
 class Outcome:
-    """How one rank ended: exactly one of ``value``, ``error`` (with its text) and ``signal`` tells."""
+    """How one rank ended: it returned ``value``, raised ``error`` (text: ``traceback``), or ``signal`` ended it."""
 
     rank: int
     value: Any = None
@@ -41,7 +41,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank's function gets: who it is, and where it can meet the others."""
+    """The argument of a rank's function: which rank it is, and the folder where it can meet the others."""
 
     rank: int
     size: int
@@ -70,7 +70,7 @@ def run_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = T
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:
-    """What every rank returned; fails with the first rank's traceback if one did not."""
+    """The value that every rank returned; fails with the first rank's traceback if one did not return."""
     for outcome in outcomes:
         if outcome.signal:
             raise AssertionError(f"rank {outcome.rank} was ended by {signal.Signals(outcome.signal).name}")
@@ -80,7 +80,7 @@ def values(outcomes: list[Outcome]) -> list[Any]:
 
 
 def on_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """``run_ranks`` for the usual case that every rank must succeed; what each returned."""
+    """``run_ranks`` for the usual case that every rank must succeed; the values that they returned."""
     return values(run_ranks(function, size, timeout_s))
 
 

@@ -48,7 +48,7 @@ def join(member: Member, gloo: bool = False, timeout_s: float = 300.0) -> Rank:
 
 
 def _tuned(group: Group) -> AbstractContextManager[None]:
-    """Outputs of the tests lie on both sides of ``stream_bytes`` too."""
+    """The sizes of the group, and a ``stream_bytes`` that some outputs of the tests exceed and others do not."""
     return tuning_in_force(Tuning(group.chunk_bytes, group.small_bytes, stream_bytes=3000))
 
 
@@ -70,7 +70,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass
 class _Call:
-    """A call that was made: the works to wait for, what it left in memory and what it must leave."""
+    """A call that was made: the works to wait for, the memory that it used, and what that must hold afterwards."""
 
     index: int
     due: int

@@ -54,7 +54,7 @@ def why_no_slurm() -> str:
 
 @contextlib.contextmanager
 def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Slurm with one node of eight CPUs; what its commands need in their environment."""
+    """Slurm with one node of eight CPUs; yields the environment that its commands need."""
     folder.chmod(0o755)
     (folder / "state").mkdir()
     key = folder / "munge.key"

@@ -47,7 +47,7 @@ class Job:
         self.server._thread.join(20)
 
     def knock(self, who: Claim, key: Key | None = None) -> Verdict:
-        """What rank 0 says to ``who``, who goes away again."""
+        """The verdict of rank 0 on ``who``, whose connection is closed then."""
         sock, verdict = connect(self.where, key or self.key, who, 20.0)
         sock.close()
         return verdict
@@ -66,11 +66,11 @@ class Job:
         return [self.ranks[rank] if rank in self.ranks else self.join(rank) for rank in range(self.size)]
 
     def stranger(self) -> socket.socket:
-        """A connection that has not said anything."""
+        """A connection on which nothing has been sent."""
         return socket.create_connection(self.where, timeout=20)
 
     def heard(self, words: str, timeout_s: float = 60.0) -> bool:
-        """Whether rank 0 says a line with these words in it, soon."""
+        """Whether rank 0 prints a line with these words in it within ``timeout_s``."""
         return soon(lambda: any(words in line for line in self.said), timeout_s)
 
 

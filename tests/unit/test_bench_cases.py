@@ -155,6 +155,12 @@ def test_an_operation_that_has_not_run_counts_as_wrong(name: str, dtype: str) ->
         assert f"element {len(buffers.recv) - 1}" in (buffers.difference(expected) or "")
 
 
+def test_a_backend_without_gather_single_is_left_out_for_that_reason() -> None:
+    call = OPERATIONS["gather_single"].torch(object(), make_buffers("gather_single", 0, 2, "float32", 8), False)
+    with pytest.raises(NotImplementedError, match="has no gather_single"):
+        call()
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_the_size_of_a_tensor_does_not_depend_on_the_ranks_and_that_of_blocks_is_a_multiple_of_them(name: str) -> None:
     used = max(make_buffers(name, rank, 3, "float32", 1024).nbytes for rank in range(3))

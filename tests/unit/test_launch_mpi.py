@@ -301,7 +301,7 @@ def test_the_shim_finds_the_package_by_its_own_path(tmp_path: Path) -> None:
 # The table.
 
 
-def plan(ranks: int, **changes: object) -> Job:
+def job(ranks: int, **changes: object) -> Job:
     made = make_job(ranks, TARGET, mpi=MpiLauncher("mpich", "Hydra", "/bin/mpiexec"), environment={})
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
@@ -312,7 +312,7 @@ def said(host: str, cpus: list[int], beside: int = 0) -> dict[str, object]:
 
 def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
     here = [said("b", [0, 1, 2, 3]), said("a", [0, 1]), said("b", [0, 1, 2, 3]), said("a", [2, 3])]
-    rows = place_ranks(plan(4), here)
+    rows = place_ranks(job(4), here)
     assert [(row.node_rank, row.host, row.local_rank) for row in rows] == [
         (0, "b", 0),
         (1, "a", 0),
@@ -320,8 +320,8 @@ def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
         (1, "a", 1),
     ]
     assert [(row.cores, row.threads) for row in rows] == [(4, 2), (2, 2), (4, 2), (2, 2)]
-    assert [row.threads for row in place_ranks(plan(4, threads="3,1"), here)] == [3, 3, 3, 3]
-    own = plan(4).environment(2, port=5, rows=rows)
+    assert [row.threads for row in place_ranks(job(4, threads="3,1"), here)] == [3, 3, 3, 3]
+    own = job(4).environment(2, port=5, rows=rows)
     assert (own["LOCAL_RANK"], own["LOCAL_WORLD_SIZE"], own["GROUP_RANK"], own["GROUP_WORLD_SIZE"]) == (
         "1",
         "2",
@@ -332,13 +332,13 @@ def test_hosts_are_numbered_by_their_first_rank_and_cores_are_shared() -> None:
 
 
 def test_what_the_launcher_did_otherwise_is_said() -> None:
-    asked = plan(2, hosts=(HostSlots("a", 1), HostSlots("b", 1)))
+    asked = job(2, hosts=(HostSlots("a", 1), HostSlots("b", 1)))
     here = [said("vm", [0]), said("vm", [0])]
     assert "asked for rank 0 on a and rank 1 on b; they run on vm" in find_contradiction(
         asked, "mpiexec", place_ranks(asked, here), here
     )
     here = [said("vm", [0], beside=1), said("vm", [0], beside=1)]
-    assert "1 of 2 ranks" in find_contradiction(plan(2), "mpiexec", place_ranks(plan(2), here), here)
+    assert "1 of 2 ranks" in find_contradiction(job(2), "mpiexec", place_ranks(job(2), here), here)
     here = [said("a", [0], beside=1), said("b", [0], beside=1)]
     assert find_contradiction(asked, "mpiexec", place_ranks(asked, here), here) == ""
 
@@ -346,7 +346,7 @@ def test_what_the_launcher_did_otherwise_is_said() -> None:
 def test_who_does_not_come_is_named_and_then_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    roll = RollCall(plan(3, hosts=(HostSlots("a", 1), HostSlots("b", 2))), "mpiexec")
+    roll = RollCall(job(3, hosts=(HostSlots("a", 1), HostSlots("b", 2))), "mpiexec")
     assert roll.due_at == 105.0
     now = 105.0
     assert roll.call([0, 1, 2]) == "after 5 s mpiexec has not brought ranks 0-2 (on a, b) yet"

@@ -9,6 +9,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 HOOK = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
@@ -21,6 +23,7 @@ def build(what: str, source: Path, into: Path) -> Path:
     return into / done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.long
 def test_the_sdist_holds_all_it_takes_to_build_the_wheel(tmp_path: Path) -> None:
     # A copy, so that what a build leaves in the tree neither helps nor stays.
     listed = subprocess.run(

@@ -17,7 +17,7 @@ def rehearse(text: str, placement: Placement = "block") -> Job:
 
 
 @pytest.mark.parametrize(
-    ("text", "placement", "seats"),
+    ("text", "placement", "placed"),
     [
         ("2x4", "block", ["00", "01", "02", "03", "10", "11", "12", "13"]),
         ("2x4", "cyclic", ["00", "10", "01", "11", "02", "12", "03", "13"]),
@@ -29,24 +29,24 @@ def rehearse(text: str, placement: Placement = "block") -> Job:
         ("1x3", "cyclic", ["00", "01", "02"]),
     ],
 )
-def test_who_sits_where(text: str, placement: Placement, seats: list[str]) -> None:
-    """Each seat is its node rank and its local rank."""
+def test_every_rank_is_placed_as_on_the_cluster(text: str, placement: Placement, placed: list[str]) -> None:
+    """For each rank its node rank and its local rank, one digit each."""
     job = rehearse(text, placement)
-    assert job.ranks == len(seats)
-    assert [f"{row.node_rank}{row.local_rank}" for row in job.rows()] == seats
-    for rank, (row, seat) in enumerate(zip(job.rows(), seats, strict=True)):
-        told = job.environment(rank, port=1)
-        beside = [other for other in seats if other[0] == seat[0]]
-        assert row.host == told["PHALANX_HOST"] == f"node{seat[0]}"
-        assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), str(len(seats)))
-        assert (told["GROUP_RANK"], told["LOCAL_RANK"]) == (seat[0], seat[1])
-        assert told["LOCAL_WORLD_SIZE"] == str(len(beside))
-        assert told["GROUP_WORLD_SIZE"] == str(len({other[0] for other in seats}))
+    assert job.ranks == len(placed)
+    assert [f"{row.node_rank}{row.local_rank}" for row in job.rows()] == placed
+    for rank, (row, own) in enumerate(zip(job.rows(), placed, strict=True)):
+        environment = job.environment(rank, port=1)
+        beside = [other for other in placed if other[0] == own[0]]
+        assert row.host == environment["PHALANX_HOST"] == f"node{own[0]}"
+        assert (environment["RANK"], environment["WORLD_SIZE"]) == (str(rank), str(len(placed)))
+        assert (environment["GROUP_RANK"], environment["LOCAL_RANK"]) == (own[0], own[1])
+        assert environment["LOCAL_WORLD_SIZE"] == str(len(beside))
+        assert environment["GROUP_WORLD_SIZE"] == str(len({other[0] for other in placed}))
 
 
 @pytest.mark.parametrize("text", ["0x4", "4x0", "2x", "x4", "4", "", "2x4x2", "1,,2", "1,0", "1,2,", "-1x2", "2x4,1"])
 def test_a_text_that_is_not_a_cluster_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(LaunchError, match="Say --rehearse 2x4") as caught:
+    with pytest.raises(LaunchError, match="Write --rehearse 2x4") as caught:
         parse_rehearsal(text)
     assert f"--rehearse {text}:" in str(caught.value)
 

@@ -58,7 +58,13 @@ def check_row(row: dict[str, Any], rounds: int, backends: set[str]) -> None:
     assert set(row["noise"]) == {"probe_spread", "stolen", "others"}
 
 
-@pytest.mark.parametrize("more", [(), ("--async", "--patience", "0.5")], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.long, id="synchronous"),
+        pytest.param(("--async", "--patience", "0.5"), id="asynchronous"),
+    ],
+)
 def test_every_operation_is_right_and_measured(tmp_path: Path, more: tuple[str, ...]) -> None:
     process = start(
         tmp_path, "all", "--sizes", "4,4K", "--dtypes", "float32,bfloat16", "--ranks", "2,3", "--against", "gloo",

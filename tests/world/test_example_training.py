@@ -81,10 +81,12 @@ def test_number_of_ranks_changes_nothing_but_rounding(tmp_path: Path) -> None:
         torch.testing.assert_close(by_ranks[ranks][2], expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_same_run_gives_the_same_bits(trained: Trained, tmp_path: Path) -> None:
     assert train(tmp_path, "--epochs", "1")["parameters_sha256"] == trained.results["parameters_sha256"]
 
 
+@pytest.mark.long
 def test_resumed_run_ends_as_the_uninterrupted(trained: Trained, tmp_path: Path) -> None:
     whole = train(tmp_path, "--epochs", "2", "--checkpoint", "whole.pt")
     trained.copied_to(tmp_path)
@@ -97,7 +99,7 @@ def test_resumed_run_ends_as_the_uninterrupted(trained: Trained, tmp_path: Path)
     ("launcher", "ranks", "backend"),
     [
         ((), 1, "phalanx"),
-        (TORCHRUN, 2, "phalanx"),
+        pytest.param(TORCHRUN, 2, "phalanx", marks=pytest.mark.long),
         pytest.param(TORCHRUN, 2, "gloo", marks=pytest.mark.long),
     ],
 )

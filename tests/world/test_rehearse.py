@@ -144,7 +144,7 @@ def test_a_dry_run_as_json(launcher: Launcher) -> None:
     ("options", "said"),
     [
         (["--rehearse", "0x4"], "at least one rank"),
-        (["--rehearse", "2x"], "Say --rehearse 2x4"),
+        (["--rehearse", "2x"], "Write --rehearse 2x4"),
         (["--rehearse", "2x4", "-n", "3"], "leave -n out"),
         (["--rehearse", "2x4", "--device", "cuda"], "leave --device or --rehearse out"),
         (["--rehearse", "2x4", "--placement", "random"], "'block', 'cyclic'"),

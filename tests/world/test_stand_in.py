@@ -83,7 +83,7 @@ def test_a_script_that_asks_for_mpi_runs_without_mpi(launcher: Launcher) -> None
     check(ended.out_lines, 3, "phalanx")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_variable_holds_under_torchrun(launcher: Launcher, size: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), launcher.script(ASK), "gloo"],

@@ -26,14 +26,14 @@ class Buffers:
         nbytes: the size that was asked for; rounded down to whole elements and blocks, but to at least one of each.
         sends, receives: how many elements ``send`` and ``recv`` have. Each gets this object, whose ``count``, ``block``
             and ``whole`` are set.
-        in_place: the operation gives what is in ``recv``, and has no ``send``.
+        in_place: the operation's input is in ``recv``, and it has no ``send``.
 
     Attributes:
         count: the elements of a tensor of the size.
-        block: the elements of one block, of which ``size`` together have the size.
+        block: the elements of one block; ``size`` blocks together have the size.
         whole: the elements of all those blocks.
-        send: what this rank gives, unless it works in place; None if it gives nothing.
-        recv: what this rank receives into; None if it receives nothing.
+        send: the tensor that this rank gives; None if it gives nothing or works in place.
+        recv: the tensor that this rank receives into; None if it receives nothing.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Buffers:
         )
 
     def fill(self) -> None:
-        """Put in this rank's values, and into what is only received a value that no result has."""
+        """Write this rank's values into its input, and a value that no result has into a tensor that only receives."""
         if self.send is not None:
             self.send.copy_(self.values(self.rank, 0, len(self.send)))
         if self.recv is not None and self.in_place:
@@ -76,13 +76,13 @@ class Buffers:
             self.recv.fill_(_POISON)
 
     def clear(self) -> None:
-        """Put in zeros, so that a tensor that is reduced in place again and again does not overflow."""
+        """Write zeros, so that a tensor that is reduced in place again and again does not overflow."""
         for tensor in (self.send, self.recv):
             if tensor is not None:
                 tensor.zero_()
 
     def difference(self, expected: torch.Tensor | None) -> str | None:
-        """How ``recv`` differs from what is expected, for people; None if it does not, or if nothing is expected."""
+        """In words, how ``recv`` differs from ``expected``; None if it does not, or if nothing is expected."""
         if expected is None or self.recv is None or torch.equal(self.recv, expected):
             return None
         index = int((self.recv != expected).nonzero()[0])

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.bench.buffers import Buffers
 
-__all__ = ["Call", "MpiBuffers", "mpi_call", "mpi_ping_pong", "partner_of", "torch_call", "torch_ping_pong"]
+__all__ = [
+    "Call",
+    "MpiBuffers",
+    "mpi_call",
+    "mpi_ping_pong",
+    "partner_of",
+    "torch_call",
+    "torch_gather_single",
+    "torch_ping_pong",
+]
 
 Call = Callable[[], Any]
 TorchCall = Callable[[Any, "Buffers", bool], Call]
@@ -49,12 +58,12 @@ def torch_call(name: str, arguments: Callable[[Buffers], tuple[Any, ...]], **key
 
     Args:
         name: of the function.
-        arguments: from the buffers to its arguments.
+        arguments: makes its arguments from the buffers.
         keywords: further arguments; ``group`` and ``async_op`` are added.
     """
 
     def prepare(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
-        import torch.distributed as dist  # only now: the command line reads the table too, and is not to wait for torch
+        import torch.distributed as dist  # not at the top: the command line reads the table too, without torch
 
         function, given = getattr(dist, name), arguments(buffers)
         if not asynchronous:
@@ -64,12 +73,37 @@ def torch_call(name: str, arguments: Callable[[Buffers], tuple[Any, ...]], **key
     return prepare
 
 
+def torch_gather_single(root: int) -> TorchCall:
+    """``gather_single`` of a process group; torch.distributed has no function for it before 2.15.
+
+    With a group that has no such method, the call raises NotImplementedError.
+    """
+
+    def prepare(group: Any, buffers: Buffers, asynchronous: bool) -> Call:
+        from torch._C._distributed_c10d import GatherOptions
+
+        gather_single = getattr(group, "gather_single", None)
+        options = GatherOptions()
+        options.rootRank, options.asyncOp = root, asynchronous
+
+        def call() -> None:
+            if gather_single is None:
+                raise NotImplementedError("its process group has no gather_single in this version of torch")
+            work = gather_single(buffers.recv, buffers.send, options)
+            if work is not None:  # a synchronous call may return one too, which torch.distributed waits for
+                work.wait()
+
+        return call
+
+    return prepare
+
+
 def mpi_call(method: str, arguments: Callable[[MpiBuffers], tuple[Any, ...]]) -> MpiCall:
     """A method of mpi4py's communicator ``COMM_WORLD``.
 
     Args:
         method: the name of its blocking form.
-        arguments: from the buffers to its arguments.
+        arguments: makes its arguments from the buffers.
     """
 
     def prepare(buffers: MpiBuffers, asynchronous: bool) -> Call:

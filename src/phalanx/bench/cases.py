@@ -1,4 +1,4 @@
-"""What is to be measured: the values of the command line, read and checked, and the cases that follow from them."""
+"""The cases to measure, and the values of the command line, read and checked, from which they follow."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Case:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and how long; every rank gets it.
+    """The choice of what is measured, and for how long; every rank gets it.
 
     Attributes:
         operations, sizes, dtypes: every combination is measured, with every number in ``ranks``.
         ranks: world sizes.
-        against: backends of torch to measure beside ``phalanx``; MPI does not count among them.
+        against: backends of torch to measure beside ``phalanx``; MPI is not one of them.
         rounds: how many turns each backend gets in each case.
         round_s: about how long one turn is, in seconds.
         asynchronous: ``async_op=True`` and ``wait()`` instead of a synchronous call.

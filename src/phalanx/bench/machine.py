@@ -1,4 +1,4 @@
-"""What a figure was measured on: the machine, and the versions of the software."""
+"""The machine on which a figure was measured, and the versions of the software."""
 
 from __future__ import annotations
 

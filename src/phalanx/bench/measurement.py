@@ -1,4 +1,4 @@
-"""One measurement: every set of ranks in order, the progress while they measure, and the object with all results."""
+"""One measurement: the sets of ranks one after the other, the progress shown meanwhile, and the results."""
 
 from __future__ import annotations
 

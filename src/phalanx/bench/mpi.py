@@ -1,4 +1,4 @@
-"""Finding the MPI libraries of this machine, and how their ``mpiexec`` is made to start ranks like a plain fork.
+"""Finding the MPI libraries of this machine, and having their ``mpiexec`` start ranks like forked ones.
 
 Which library mpi4py loads depends on the environment it is installed in, so an MPI is an ``mpiexec`` together with
 the Python beside it. Ranks are not bound to cores, since forked ones are not either; Open MPI may start more ranks
@@ -39,13 +39,13 @@ class Mpi:
     python: str
 
     def command(self, ranks: int, folder: Path) -> list[str]:
-        """What starts the ranks, which then meet in ``folder``."""
+        """The command that starts the ranks, which then meet in ``folder``."""
         home = str(Path(settings.__file__).parents[1])
         return [self.mpiexec, "-n", str(ranks), self.python, "-c", _START, home, str(folder)]
 
     @staticmethod
     def environment(folder: Path) -> dict[str, str]:
-        """The ranks' environment; what a library writes to files goes to ``folder``, and with it."""
+        """The ranks' environment. Temporary files of a library go into ``folder``, and are removed with it."""
         return {**unbound_environment(), **os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
 
 

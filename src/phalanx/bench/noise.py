@@ -46,7 +46,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Noise:
-    """What disturbed one case.
+    """The disturbances of one case.
 
     Attributes:
         probe_spread: the interquartile range of the probe's times over their median, on the rank where it was largest.
@@ -65,7 +65,7 @@ class Noise:
 
 
 def reasons(noise: Noise) -> list[str]:
-    """For people, which figures are above their bounds; as many texts as there are such figures."""
+    """In words, which figures are above their bounds: one text for each."""
     found = []
     if noise.probe_spread > PROBE_SPREAD:
         found.append(f"the same piece of work took times that differ by {noise.probe_spread:.0%}")
@@ -82,7 +82,7 @@ def severity(noise: Noise) -> float:
 
 
 def load_reason(load: float, cores: int) -> str | None:
-    """For people, that the machine was busy before the first measurement; None if it was not."""
+    """In words, that the machine was busy before the first measurement; None if it was not."""
     if load <= LOAD_PER_CORE * cores:
         return None
     return f"the load average was {load:.1f} on {cores} cores before the first measurement"

@@ -18,6 +18,7 @@ from phalanx.bench.calls import (
     mpi_ping_pong,
     partner_of,
     torch_call,
+    torch_gather_single,
     torch_ping_pong,
 )
 
@@ -43,10 +44,10 @@ DTYPES = {
 
 
 class SizeOf(Enum):
-    """Of what the size in the tables is the size."""
+    """Which bytes the size in the tables counts."""
 
     TENSOR = auto()  # the one tensor that is reduced, broadcast or sent
-    BLOCKS = auto()  # all blocks together that a rank gathers, scatters or exchanges
+    BLOCKS = auto()  # all the blocks that a rank gathers, scatters or exchanges, together
     NOTHING = auto()  # no data is moved, so neither sizes nor dtypes are measured
 
 
@@ -59,8 +60,8 @@ class Operation:
         size_of: what the size means.
         sends, receives: how many elements this rank's two buffers have; 0 for one that it does not need.
         expected: what ``recv`` holds after one call on filled buffers; None if nothing is promised on this rank.
-        torch: from a group, the buffers and whether to use ``async_op`` to the call that is timed.
-        mpi: the same, from the buffers as mpi4py takes them.
+        torch: makes the call that is timed, from a group, the buffers and whether to use ``async_op``.
+        mpi: the same for MPI, from the buffers as mpi4py takes them.
         in_place: the input is in ``recv``.
         messages: how many transfers follow one after the other in a call: the measured time is divided by it.
     """
@@ -186,6 +187,15 @@ OPERATIONS = {
             _blocks_on_root,
             expected=lambda b: b.joined(0) if b.rank == ROOT else None,
             torch=torch_call("gather", lambda b: (b.send, b.blocks(b.recv) or None), dst=ROOT),
+            mpi=mpi_call("Gather", lambda b: (b.send, b.recv, ROOT)),
+        ),
+        Operation(
+            "gather_single",
+            SizeOf.BLOCKS,
+            _block,
+            _blocks_on_root,
+            expected=lambda b: b.joined(0) if b.rank == ROOT else None,
+            torch=torch_gather_single(ROOT),
             mpi=mpi_call("Gather", lambda b: (b.send, b.recv, ROOT)),
         ),
         Operation(

@@ -36,7 +36,7 @@ def require_matplotlib() -> None:
 
 
 def series(results: dict[str, Any]) -> dict[str, dict[tuple[str, int, str], list[tuple[int, Summary]]]]:
-    """The curves of each panel, by backend, number of ranks and the MPI that started these; a curve is sizes and times.
+    """The curves of each panel, by backend, number of ranks and the MPI that started them; a curve is sizes and times.
 
     Args:
         results: what ``--json`` prints.

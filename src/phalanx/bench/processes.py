@@ -30,8 +30,8 @@ from phalanx.system.processes import descendants_of, die_with_parent, kill, set_
 
 __all__ = ["RankSet", "RanksFailed", "run_ranks"]
 
-SILENCE_S = 300.0
-GRACE_S = 5.0
+SILENCE_S = 300.0  # for which rank 0 may report nothing
+GRACE_S = 5.0  # in which a process that is being ended must end
 LOG_LINES = 15
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
@@ -136,7 +136,7 @@ def _become_mpiexec(parent: int) -> None:
 
 
 def _become_rank(rank: int, parent: int, folder: Path, events: int, body: Callable[[], None]) -> None:
-    """What the child of a fork does; it does not return."""
+    """Be a rank, in the child of a fork. Never returns."""
     code = 1
     try:
         die_with_parent(parent)
@@ -161,7 +161,7 @@ def _become_rank(rank: int, parent: int, folder: Path, events: int, body: Callab
 
 
 def _follow(ranks: RankSet, pids: list[int], folder: Path, events: int, handle: EventHandler) -> None:
-    """Pass on what rank 0 reports until every process has ended; take each that ends out of ``pids``."""
+    """Pass on the events of rank 0 until every process has ended; take each that ends out of ``pids``."""
     handles = {os.pidfd_open(pid): pid for pid in pids}
     rank_of = {pid: rank for rank, pid in enumerate(pids)}
     text = b""
@@ -202,7 +202,7 @@ def _ended(status: int) -> str:
 
 
 def _output(folder: Path) -> str:
-    """What the ranks wrote: the traceback of the first that failed, or the end of what they printed."""
+    """The traceback of the first rank that failed, or else the last lines that the ranks printed."""
     time.sleep(0.2)  # others may have failed at the same time and be about to write
     errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     if errors:

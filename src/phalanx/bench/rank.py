@@ -1,4 +1,4 @@
-"""What one rank does: it measures every case of the options, on all backends, in rounds.
+"""The work of one rank: it measures every case of the options, on all backends, in rounds.
 
 In every round each backend has one turn, so whatever else the machine does slows all of them. A turn is a barrier and
 then as many back-to-back calls as fit the time of a turn; the ranks find that number by trial and agree on it. A
@@ -44,7 +44,7 @@ FEWEST_CALLS = 2
 # A library that waits actively on shared cores can take seconds a call. A backend gets fewer turns if they would take
 # longer than this, and once a call does, no larger sizes.
 PATIENCE_S = 5.0
-GLANCE_S = 0.25
+GLANCE_S = 0.25  # how long the machine is watched to find out whether it is quiet
 EMPTY_DTYPE = "uint8"  # of the buffers of an operation that moves no data
 
 
@@ -169,8 +169,8 @@ class _CaseTimer:
         """Make one call on each backend and check it.
 
         Returns:
-            The calls that are right, and how long each took; why each other backend is left out; and which of those
-            computed something wrong.
+            The calls that gave the right result, and how long each took; the reason why each other backend is left
+            out; and the backends that computed something wrong.
         """
         asynchronous = self.options.asynchronous
         candidates = {name: operation.torch(group, buffers, asynchronous) for name, group in self.groups.items()}

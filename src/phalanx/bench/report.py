@@ -1,4 +1,4 @@
-"""From samples to what a person reads: tables, footnotes, and whether to believe them.
+"""From samples to text: tables, footnotes, and whether to believe them.
 
 Everything here works on the JSON object that ``--json`` prints, so an old file can be shown again. The tables are
 Markdown with aligned columns, so they can be read in a terminal and copied into a document.
@@ -125,7 +125,7 @@ def _aligned(header: Sequence[str], lines: Sequence[Sequence[str]], left: int) -
 
 
 def _footnotes(job: dict[str, Any]) -> str:
-    """Why cells are empty, each reason once; and what else a reader of this table must know."""
+    """The reasons for empty cells, each once, and anything else that a reader of this table must know."""
     where: dict[tuple[str, str], list[str]] = {}
     for row in job["rows"]:
         for backend, why in row["left_out"].items():
@@ -166,7 +166,7 @@ def format_noise(results: dict[str, Any]) -> str:
 
 
 def format_row(row: dict[str, Any], job: dict[str, Any]) -> str:
-    """One row in one line, as progress that is not shown on a terminal."""
+    """One row in one line: the progress that is printed if standard error is not a terminal."""
     medians = [
         f"{backend_title(job, name)} {format_time(Summary.of(samples).median)}"
         for name, samples in row["samples_us"].items()

@@ -1,8 +1,8 @@
 """``phalanx bench --tune``: measure the switch points of the shared-memory backend on this machine.
 
 Every candidate is a group of its own in the same processes, and the groups take turns as backends otherwise do. The
-choice is made by one figure for each candidate: how many times as long as the best candidate it takes, as the geometric
-mean over all rows. A built-in value is kept unless another one is better by more than noise could make it.
+choice is made by one figure for each candidate: its time as a multiple of the best candidate's, as the geometric mean
+over all rows. A built-in value is kept unless another one is better by more than noise could make it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Slowdown = dict[int, float]
 
 @dataclass(frozen=True)
 class Finding:
-    """What a tuning run found.
+    """The findings of a tuning run.
 
     Attributes:
         tuning: the values to use from now on.
-        slowdown: for each field of the tuning and each candidate, how many times as long as the best one it took on
+        slowdown: for each field of the tuning and each candidate, its time as a multiple of the best one's, on
             average.
         noisy: the share of the rows that were measured while the machine was too noisy.
         path: the file that was written; None if none was, because too many rows were noisy or the run was interrupted.
@@ -170,7 +170,7 @@ def format_finding(finding: Finding) -> str:
     """The finding as text for a person."""
     lines = []
     for name, slowdown in finding.slowdown.items():
-        lines.append(f"{name}: how many times as long as the best candidate, mean over all rows")
+        lines.append(f"{name}: time as a multiple of the best candidate's, mean over all rows")
         chosen, built_in = getattr(finding.tuning, name), getattr(Tuning(), name)
         for value, times in slowdown.items():
             marks = [mark for mark, held in (("chosen", value == chosen), ("built in", value == built_in)) if held]

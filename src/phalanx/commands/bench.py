@@ -1,4 +1,4 @@
-"""The command line: ``phalanx bench``."""
+"""``phalanx bench``: its options, and what they have measured."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def _against(text: str) -> tuple[str, ...]:
     "--tune", is_flag=True, help="Find the sizes at which algorithms should change on this machine, and keep them."
 )
 @click.option(
-    "--quick", is_flag=True, help="Less, in a few seconds: the first of --ranks, sizes up to 1M, 3 rounds of 10 ms."
+    "--quick",
+    is_flag=True,
+    help="Measure less, in a few seconds: the first of --ranks, sizes up to 1M, 3 rounds of 10 ms.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with every sample instead of the tables.")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="Draw a PNG as well.")

@@ -19,9 +19,9 @@ __all__ = ["env"]
 
 _LATER = "found out together, once the ranks have met"
 
-_HELP = f"""Say which launcher started this process, and what its place in the world would be.
+_HELP = f"""Show which launcher started this process, and what its place in the world would be.
 
-Put it in the place of your script. It joins no world and opens no port.
+Start it in place of your script. It joins no world and opens no port.
 
 \b
 {
@@ -30,15 +30,15 @@ Put it in the place of your script. It joins no world and opens no port.
     )
 }
 
-Each fact is shown with the variables that say so. Launchers that do not say on which node a rank is (those of MPI
-never do) leave that open here: the ranks find it out together when phalanx.init() joins them.
+Each fact is shown with the variables that say so. If the launcher does not say on which node a rank is (those of MPI
+never do), that is open here: the ranks find it out together when phalanx.init() joins them.
 
 \b
 {
     textwrap.fill(
         "The object of --json has launcher, rank, world_size, local_rank, local_world_size, node_rank, num_nodes, "
         f"master_addr, master_port, device and backend. launcher is one of {', '.join(launcher_names()[:-1])} and "
-        "none. env is RANK and WORLD_SIZE, set by hand; none is a process started plainly.",
+        "none. env is RANK and WORLD_SIZE, set by hand; none is a process without a launcher.",
         112,
     )
 }
@@ -66,7 +66,7 @@ each other), with the reason on standard error.
     help="The local rank that an older launcher gives a script as an argument; -1 for not distributed.",
 )
 def env(as_json: bool, local_rank: str | None) -> None:
-    """The command itself; ``_HELP`` is what it prints for ``--help``."""
+    """The command itself; ``--help`` prints ``_HELP``."""
     shown = view(read_environment(arguments=[] if local_rank is None else ["--local_rank", local_rank]))
     if as_json:
         click.echo(json.dumps(shown.values))

@@ -42,8 +42,8 @@ def command() -> None:
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks on this machine
-      phalanx run --help                      everything about it
-      phalanx env                             what this process would be, and why
+      phalanx run --help                      every option of it
+      phalanx env                             this process's place in the world, and why
       phalanx bench                           how long collectives take here
     """
 

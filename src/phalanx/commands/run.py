@@ -133,7 +133,7 @@ def run(
     target: str,
     arguments: tuple[str, ...],
 ) -> Job | None:
-    """Start TARGET as N processes that know their place.
+    """Start TARGET as N processes, and give each its place among them.
 
     TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
     other program. Options of the launcher come before TARGET; all arguments after it are its own.
@@ -148,14 +148,14 @@ def run(
       phalanx run --mpi mpiexec -H h1:4,h2:4 mpi.py
       phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
 
-    Each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets in
-    its environment, so scripts written for torchrun run unchanged. Python scripts are forked from one process
+    In its environment each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that
+    torchrun sets, so scripts written for torchrun run unchanged. Python scripts are forked from one process
     that has imported torch, so starting many ranks takes little longer than starting one.
 
     With --mpi the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or
     on others that it can reach and that see the same files; all else is as without --mpi. Such ranks can use MPI
-    (init_process_group("mpi"), mpi4py). Each of them imports torch for itself. Open MPI gets its option that allows
-    root to start it.
+    (init_process_group("mpi"), mpi4py). Each of them imports torch for itself. If root starts the job, Open MPI gets
+    the settings that allow it.
 
     With --rehearse ranks have the node ranks, local ranks, hosts and groups that they would have on such hosts. They
     compute on the CPU, talk through shared memory, and share this machine's cores. A program that would fail on those

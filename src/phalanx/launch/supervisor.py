@@ -44,7 +44,7 @@ from phalanx.topology.table import RankRow, format_rank_table
 __all__ = ["launch"]
 
 BLOCK = 1 << 16
-# The most that an ended rank's pipe may still hold. Whatever comes after that was written by another process.
+# The most that an ended rank's pipe may still hold; more than this was written by another process.
 LARGEST_REMAINDER = 1 << 20
 # How long the failures of other ranks are collected after the first one, before the rest is ended.
 SETTLE_S = 0.1
@@ -94,7 +94,7 @@ def launch(job: Job) -> RankStart | int:
         handed to :func:`phalanx.launch.rank.start.become` at the top of the interpreter.
 
     Raises:
-        LaunchError: the machine cannot bear that many ranks. Nothing has been started.
+        LaunchError: the machine has no room for that many ranks. Nothing has been started.
     """
     # getsignal returns None for a handler that Python did not install and cannot put back.
     handlers: dict[int, Any] = {
@@ -302,7 +302,7 @@ class _Supervisor:
             self._settle()
 
     def _settle(self) -> None:
-        """A rank has failed: leave the others a moment to report what they know, then end them."""
+        """A rank has failed: give the others a moment to report what they know, then end them."""
         if not self.ending and self.settle_until is None:
             self.settle_until = time.monotonic() + SETTLE_S
 
@@ -329,7 +329,7 @@ class _Supervisor:
             )
 
     def _await_keepers(self) -> None:
-        """Leave the keepers of a killed relay the moment that they need to end their ranks and to tidy up."""
+        """Give the keepers of a killed relay time to end their ranks and to tidy up."""
         until = time.monotonic() + KEEPERS_S
         while time.monotonic() < until and set(processes.children_of(os.getpid())) - set(self.strangers):
             with contextlib.suppress(ChildProcessError):
@@ -380,7 +380,7 @@ class _Supervisor:
             if rank.pid is None or (end is not None and end.status == 0):
                 continue
             report = self._report(number)
-            # The time of the report: after it the rank may have run exit handlers for long.
+            # A report has the time of the failure; the rank may have run exit handlers for long before it ended.
             when = report.time if report is not None else None
             by_launcher = end is not None and end.by_launcher and when is None
             if when is None:

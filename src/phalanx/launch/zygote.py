@@ -81,7 +81,7 @@ class _Zygote:
     inheritance: Inheritance
 
     def run(self) -> RankStart | None:
-        """Prepare, wait for the order to start, fork, watch. Returns a start in each rank; None in the zygote."""
+        """Prepare, wait for the order to start, fork, watch. Returns in each rank its start, in the zygote None."""
         try:
             code, spec = self._prepare()
             if self.descriptors.zygote.receive() is None:
@@ -111,19 +111,19 @@ class _Zygote:
             raise _Refusal("".join(traceback.format_exception_only(error)), 1) from error
         except (LaunchError, OSError, ValueError, EOFError) as error:
             raise _Refusal(f"phalanx: {error}", 2) from error
-        # Nothing that the import makes is garbage, so looking for some would only cost time.
+        # The import makes no garbage, so collecting would only cost time.
         gc.disable()
         try:
             preload()
         except Exception as error:
             raise _Refusal(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1) from error
-        # The ranks' collectors then leave the shared pages alone instead of copying each to mark its objects.
+        # The garbage collector of a rank then leaves these objects alone; marking them would copy every shared page.
         gc.freeze()
         gc.enable()
         return compiled
 
     def _fork_all(self, code: CodeType | None, spec: ModuleSpec | None) -> RankStart | _Ranks:
-        """Fork the store and the ranks. Returns its start in each rank, all of them in the zygote."""
+        """Fork the store and the ranks. Returns in each rank its start, and in the zygote all ranks."""
         job, descriptors = self.job, self.descriptors
         zygote = os.getpid()
         store = None
@@ -246,7 +246,7 @@ class _Ranks:
         ranks = {pid: rank for rank, pid in self.pids.items()}
         while True:
             try:
-                # Left a zombie for now: until it is reaped, nothing else gets its number, which is its group's too.
+                # The child stays a zombie for now: until it is reaped, no other process or group gets its number.
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 return
@@ -278,7 +278,7 @@ class _Ranks:
                     processes.kill(victim)
 
     def kill_everything(self) -> None:
-        """Kill every descendant and reap them all, however deep they hide."""
+        """Kill and reap every descendant, however many processes lie between."""
         self._kill_ranks(list(self.pids))
         processes.end_descendants()
 

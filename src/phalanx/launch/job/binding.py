@@ -27,7 +27,7 @@ Bind = Literal["none", "core", "numa"]
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """One logical core. Sorted, cores that are near each other follow each other.
+    """One logical core. In sorted order, cores that share a NUMA node or a physical core are neighbours.
 
     Attributes:
         numa_node: the NUMA node whose memory is near.
@@ -68,10 +68,10 @@ def bind_ranks(
             cores of one NUMA node, and each node as many ranks as its share of the cores.
         ranks: how many ranks share this host.
         cores: those that the ranks may use.
-        most: how many of them may be busy at a time, if a cgroup allows fewer than all.
+        most: how many of them may be busy at a time, if a cgroup allows fewer than all; None for all.
 
     Raises:
-        LaunchError: there are fewer cores than ranks, for ``core``.
+        LaunchError: ``bind`` is ``core``, and there are fewer cores than ranks.
     """
     cores = sorted(cores)
     if bind == "numa":

@@ -33,7 +33,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
     """Read ``--hosts``: names separated by commas, each with the number of its ranks after a colon.
 
     Raises:
-        LaunchError: a name is missing or listed twice, or its number is not one of ranks. The message shows it.
+        LaunchError: a name is missing or listed twice, or a number of ranks is not at least 1. The message shows it.
     """
     return _unique([_entry(part.strip(), f"--hosts {text}") for part in text.split(",")], f"--hosts {text}")
 

@@ -51,7 +51,7 @@ class Job:
         hosts: the hosts of the ranks, each with its number of ranks; empty if all run here, or if the MPI launcher
             chooses.
         address: the address at which ranks reach the launcher, and the store.
-        rehearsal: the hosts on which the ranks shall believe to be; None for their real host.
+        rehearsal: the hosts that the ranks report in place of their real one; None if they report that.
         bind: how ranks are bound to cores.
         cpus: the logical cores of each rank; empty if they are not bound.
         device: ``PHALANX_DEVICE`` of the ranks; None to leave the user's environment, or else the machine, to decide.
@@ -99,29 +99,29 @@ class Job:
         """The rank table of this job, as far as it is known before a rank has been started."""
         threads = int(self.threads.partition(",")[0]) if self.threads else None
         if self.mpi is not None:
-            seats = [
+            placed_ranks = [
                 (node, host.name, local)
                 for node, host in enumerate(self.hosts or [HostSlots(self.host, self.ranks)])
                 for local in range(host.slots or 0)
             ]
             return [
                 RankRow(rank, node, name, local, self.device_of(local), None, None, threads)
-                for rank, (node, name, local) in enumerate(seats)
+                for rank, (node, name, local) in enumerate(placed_ranks)
             ]
         cores = [len(cpus) for cpus in self.cpus] or [self.cores] * self.ranks
         if self.rehearsal is not None:
             return [
                 RankRow(
                     rank,
-                    seat.node_rank,
-                    self.rehearsal.host(seat.node_rank),
-                    seat.local_rank,
+                    placed.node_rank,
+                    self.rehearsal.host(placed.node_rank),
+                    placed.local_rank,
                     "cpu",
                     None,
                     cores[rank],
                     threads,
                 )
-                for rank, seat in enumerate(self.rehearsal.seats())
+                for rank, placed in enumerate(self.rehearsal.placed())
             ]
         return [
             RankRow(rank, 0, self.host, rank, self.device_of(rank), None, cores[rank], threads)
@@ -199,7 +199,7 @@ class Job:
         if self.mpi is None and self.ranks > self.cores:
             warnings.append(
                 f"{self.ranks} ranks share {self.cores} cores; they will take turns, "
-                f"and a timing says little about a machine with a core each"
+                f"and a timing says little about a machine with a core for each"
             )
         return warnings
 
@@ -237,7 +237,7 @@ def make_job(
     interface: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Job:
-    """Lay out ``ranks`` processes.
+    """Decide everything about a job of ``ranks`` processes.
 
     Args:
         ranks: the number of ranks, at least 1. None for one, or for as many as the hosts take.
@@ -249,7 +249,7 @@ def make_job(
         hosts: the hosts on which they may run; only with ``mpi``.
         ppn: the most ranks that a host takes.
         address: the address at which ranks on other hosts reach this one; by default it is found out.
-        rehearsal: the hosts on which the ranks shall believe to be. The number of ranks follows from it.
+        rehearsal: the hosts that the ranks report in place of their real one. The number of ranks follows from it.
         bind: how ranks are bound to cores.
         device: the device on which they compute: ``cpu``, ``cuda``, ``cuda:1``, …
         pass_local_rank: give the target ``--local_rank``.
@@ -273,9 +273,9 @@ def make_job(
         )
     if ppn is not None and (ppn < 1 or not hosts):
         raise LaunchError(
-            f"--ppn {ppn}: limits the ranks of each host to N, at least 1; it needs the hosts of --hosts or --hostfile"
+            f"--ppn {ppn}: is the most ranks that a host takes, at least 1; it needs the hosts of --hosts or --hostfile"
         )
-    # An MPI launcher may start the ranks on other hosts only.
+    # Under an MPI launcher this host need not have the interface, because all ranks may be on other hosts.
     if interface is not None and mpi is None:
         try:
             interfaces.chosen_interface({settings.INTERFACE: interface})

@@ -50,8 +50,8 @@ class _Row:
 
     Attributes:
         title: what it is called with its version, from its answer to ``--version``; None if that is not its answer.
-        supported: the programs that are meant, for people.
-        row: its row among all launchers, by which it says which rank a process is.
+        supported: the programs that this row is for, as an error lists them.
+        row: its row in the table of launchers, which reads a process's rank from the variables that it sets.
         on_hosts: the options that start ranks on these hosts; the second argument is the path of a file with a line
             ``name:count`` for each host.
         always: options that it always needs.
@@ -59,10 +59,11 @@ class _Row:
         unbound: further variables that keep it from binding ranks to cores.
         host_files: variables that may name a file of hosts.
         allots: whether it finds the hosts of the ranks by itself.
-        own: what begins the names of the variables that it sets for each process (regular expressions).
+        own: the beginnings of the names of the variables that it sets for each process (regular expressions).
         session_folder: the variable with the folder that it makes on each host for its processes.
-        bind: how the user has it bind ranks, for people; ``{}`` is replaced by the unit (core, numa).
-        shared_memory: what begins the names of the files that its library makes in /dev/shm (regular expressions).
+        bind: how the user has it bind ranks, as an error says it; ``{}`` is replaced by the unit (core, numa).
+        shared_memory: the beginnings of the names of the files that its library makes in /dev/shm (regular
+            expressions).
         abort: what the library prints in a process that calls MPI_Abort, or that its own errors end (a regular
             expression whose group is the exit code).
     """
@@ -152,13 +153,13 @@ def _counts(hosts: Sequence[HostSlots]) -> str:
     return ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
-# Tried in this order: Intel MPI's mpiexec is a Hydra too.
+# The rows are tried in this order; Intel MPI comes before MPICH because its mpiexec is a Hydra too.
 _ROWS = {
     "intel": _Row(
         title=_intel,
         supported="the mpiexec of Intel MPI",
         row=MPICH,
-        # Not -hosts: with counts it takes them for other hosts than those they are written with.
+        # Not -hosts, because it applies the counts to the hosts in another order than they are written in.
         on_hosts=lambda _, host_list: ["-machinefile", host_list],
         unbound=(("I_MPI_PIN", "0"),),
         host_files=("I_MPI_HYDRA_HOST_FILE",),
@@ -204,10 +205,10 @@ _ROWS = {
         always=lambda: ["--export=ALL", "--kill-on-bad-exit=0"],
         allots=True,
         own=("SLURM_",),
-        abort=_HYDRA_ABORT,  # srun starts ranks of any MPI, for one of MPICH
+        abort=_HYDRA_ABORT,  # srun starts ranks of any MPI library, and those of MPICH print this
     ),
 }
-# The variables that a process has from its MPI launcher or its host, which the user's own must not replace.
+# The variables that a process has from its MPI launcher or its host; the user's values must not replace them.
 _OWN_TO_PROCESS = re.compile(
     "|".join(name for row in _ROWS.values() for name in row.own)
     + r"|PALS_|SSH_|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
@@ -329,7 +330,7 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
 
     Args:
         kind: the launcher's row.
-        environment: the process's.
+        environment: the environment of the process.
 
     Raises:
         LaunchError: a variable is missing or not a number, so the launcher is another one than it said it was.
@@ -367,7 +368,7 @@ def session_folder(environment: Mapping[str, str]) -> str:
 
 
 def how_to_bind(units: str) -> str:
-    """How the user has MPI launchers bind ranks to ``units`` (core, numa), for people."""
+    """How the user has MPI launchers bind ranks to ``units`` (core, numa), in words."""
     return ", ".join(row.bind.format(units) for row in _ROWS.values() if row.bind)
 
 
@@ -383,11 +384,11 @@ def unbound_environment() -> dict[str, str]:
 
 
 def carried_environment(user: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """The variables that a rank's environment lacks to be the one that ``phalanx run`` was started with.
+    """The variables to add to a rank's environment, so that it is the one that ``phalanx run`` was started with.
 
     Args:
-        user: that environment.
-        here: the one the MPI launcher started this process with, perhaps on another host.
+        user: the environment of ``phalanx run``.
+        here: the environment that the MPI launcher gave this process, perhaps on another host.
     """
     return {
         name: value

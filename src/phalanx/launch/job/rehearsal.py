@@ -17,15 +17,15 @@ from typing import Literal
 from phalanx import settings
 from phalanx.errors import LaunchError
 
-__all__ = ["Placement", "Rehearsal", "Seat", "parse_rehearsal"]
+__all__ = ["Placement", "Rehearsal", "RehearsedRank", "parse_rehearsal"]
 
 Placement = Literal["block", "cyclic"]
 
-_HOW = "Say --rehearse 2x4 for two hosts with four ranks each, or --rehearse 1,3,2 for unequal hosts"
+_HOW = "Write --rehearse 2x4 for two hosts with four ranks each, or --rehearse 1,3,2 for unequal hosts"
 
 
 @dataclass(frozen=True)
-class Seat:
+class RehearsedRank:
     """Where one rank is placed: its node rank, and its local rank there."""
 
     node_rank: int
@@ -56,12 +56,12 @@ class Rehearsal:
         """The name of a rehearsed host."""
         return f"node{node_rank}"
 
-    def seats(self) -> list[Seat]:
-        """The seats of all ranks, in rank order."""
+    def placed(self) -> list[RehearsedRank]:
+        """Where each rank is placed, in rank order."""
         if self.placement == "block":
-            return [Seat(node, local) for node, count in enumerate(self.hosts) for local in range(count)]
+            return [RehearsedRank(node, local) for node, count in enumerate(self.hosts) for local in range(count)]
         rounds = range(max(self.hosts))
-        return [Seat(node, turn) for turn in rounds for node, count in enumerate(self.hosts) if turn < count]
+        return [RehearsedRank(node, turn) for turn in rounds for node, count in enumerate(self.hosts) if turn < count]
 
     def environment(self, node_rank: int) -> dict[str, str]:
         """Variables that a rank on this host gets beside those that every launcher sets."""

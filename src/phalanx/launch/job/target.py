@@ -8,8 +8,8 @@ These count as Python:
 
 - a file named ``.py``, ``.pyw`` or ``.pyc``;
 - a directory or a zip archive with a ``__main__.py``;
-- a file whose first line names a Python interpreter, if that is the one running now or is to be found with
-  ``env``. A script that names another interpreter, such as that of another environment, is executed with that one.
+- a file whose first line names the Python interpreter that is running now, or one that ``env`` is to find. A script
+  that names another interpreter, such as that of another environment, is executed with that one.
 
 Everything else that is executable is a program. A name that is not a file is searched on PATH.
 """
@@ -161,7 +161,7 @@ def _launcher_entries() -> int:
 
 
 def _find_spec(name: str, path: Iterable[str], prefix: str = "") -> importlib.machinery.ModuleSpec | None:
-    """Find a module without importing its parent packages: only ranks shall run the user's code."""
+    """Find a module without importing its parent packages, because only ranks may run the user's code."""
     spec: importlib.machinery.ModuleSpec | None = None
     locations: Iterable[str] | None = list(path)
     full = prefix

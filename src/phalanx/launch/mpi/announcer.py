@@ -1,4 +1,4 @@
-"""What the relay sends the supervisor: the same messages, in the same order, as the zygote would send."""
+"""The relay's messages to the supervisor: the same ones, in the same order, as the zygote would send."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Refusal(Exception):
 
 
 class Announcer:
-    """The relay's voice towards the supervisor.
+    """Sends the supervisor what happens to the ranks, over the control socket.
 
     The supervisor learns of reports and ends only after it has learnt that all ranks have started, and of an end only
     after everything that the rank has printed.
@@ -40,7 +40,7 @@ class Announcer:
     """
 
     def __init__(self, descriptors: Descriptors, ranks: Sequence[Member]) -> None:
-        self._wires = descriptors
+        self._descriptors = descriptors
         self._control = descriptors.zygote
         self._ranks = ranks
         self._started = False
@@ -73,7 +73,7 @@ class Announcer:
         if own is not None and own["time"] is not None:
             own["time"] = when
         data = json.dumps(report).encode()
-        descriptor = self._wires.ranks[rank.number].report
+        descriptor = self._descriptors.ranks[rank.number].report
         os.pwrite(descriptor, data, 0)
         os.ftruncate(descriptor, len(data))
         rank.reported = True

@@ -2,7 +2,7 @@
 
 The job's launcher listens (``open_door``), each keeper dials it (``join``), and both prove the job's key
 (``wire/proof.py``) before a byte counts as a message. The key and the address reach the keepers in the environment that
-the MPI launcher hands to its processes. What follows is not encrypted, like the traffic of MPI itself.
+the MPI launcher hands to its processes. Messages are not encrypted, like the traffic of MPI itself.
 
 A message is a frame (``wire/framing.py``) of a kind and bytes. Two kinds carry what a rank prints and one what it
 reads; the last carries JSON.
@@ -33,7 +33,7 @@ _BLOCK = 1 << 17
 JOIN_S = 20.0
 # How many keepers may be joining at the same time.
 _MOST_STRANGERS = 1024
-# A link that is cut counts as lost within 4 s: after one of silence, three probes.
+# A link that is cut counts as lost within 4 s: after a second of silence three probes are sent, one a second.
 _KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=4)
 
 
@@ -75,7 +75,7 @@ class Channel:
         self.send(MESSAGE, json.dumps(message).encode())
 
     def flush(self) -> None:
-        """Send what waits. A receiver that has gone is noticed when receiving, not here."""
+        """Send the bytes that wait. A receiver that has gone is noticed by :meth:`receive`, not here."""
         try:
             while self._out:
                 del self._out[: self._socket.send(self._out)]
@@ -85,7 +85,7 @@ class Channel:
             self._out.clear()
 
     def receive(self) -> list[tuple[bytes, bytes]]:
-        """Take what has come: whole frames, in order, as kind and bytes.
+        """The whole frames that have come since the last call, in order, each as kind and bytes.
 
         Raises:
             Lost: nothing more will come, and everything that came has been returned.
@@ -116,7 +116,7 @@ class Channel:
         return frames
 
     def finish(self, timeout_s: float) -> None:
-        """Send what waits, for at most that long, and close."""
+        """Send the bytes that wait, for at most ``timeout_s`` seconds, and close."""
         with contextlib.suppress(OSError):
             self._socket.settimeout(timeout_s)
             self._socket.sendall(self._out)

@@ -16,7 +16,7 @@ from phalanx.system import processes
 
 __all__ = ["Child"]
 
-# How long a rank that is to be killed may take to stand still; one that is in the kernel leaves it first.
+# How long to wait until a rank that is to be killed stands still: it first returns from a system call.
 _STANDSTILL_S = 0.02
 
 
@@ -98,13 +98,13 @@ class Child:
         return self._kill_at
 
     def kill_if_due(self, now: float) -> None:
-        """Kill it, if its patience is over."""
+        """Kill it, if the time it was given is over."""
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self.signal(signal.SIGKILL)
 
     def send_report(self) -> None:
-        """Send what it has written about its failure, unless that has been sent."""
+        """Send the report that it has written about its failure, unless that has been sent."""
         data = os.pread(self._report, os.fstat(self._report).st_size, 0)
         if not data or data == self._sent:
             return
@@ -116,7 +116,7 @@ class Child:
         self._sent = data
 
     def reap(self) -> tuple[int, float] | None:
-        """If it has ended, end and reap all its descendants; its exit status and when it was found to have ended.
+        """If the rank has ended, end and reap all its descendants, and return how and when it ended.
 
         Returns:
             The exit code, or minus the signal that ended it, and the time of ``time.monotonic``. None while it runs.
@@ -127,7 +127,7 @@ class Child:
             return None
         now = time.monotonic()
         self._watch.poll(processes.descendants_of([os.getpid()]))
-        # It has been left a zombie until here, so its number, which is also its group's, cannot be another's.
+        # The rank is still a zombie, so no other process or process group can have its number.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)

@@ -53,7 +53,7 @@ class Member:
         number: the rank.
         pipes: its output streams, by the kind of their frames.
         channel: its keeper's connection; None before it has come and after it has gone.
-        here: what the keeper said when it came; empty before.
+        here: what the keeper reported when it came (its first message); empty before.
         pid: the rank's process id on its host; 0 before it has been forked.
         status: its exit code, or minus the signal that ended it; None while it has not ended.
         ended_at: when, on this host's monotonic clock.
@@ -87,7 +87,7 @@ class Member:
 
     @property
     def host(self) -> tuple[str, str]:
-        """What distinguishes its host from all others, once its keeper has come."""
+        """Its host, as distinguished from all others; known once its keeper has come."""
         return self.here["machine"], self.here["host"]
 
 

@@ -1,7 +1,7 @@
 """Between the keepers' connections and the supervisor's pipes: messages and output, without ever waiting for one side.
 
-What the supervisor does not take yet waits here. If that becomes too much for a rank, its keeper's connection is left
-unread; then the output waits in the network and in the keeper, and at last the rank itself waits.
+Output that the supervisor does not take yet waits here. If too much of a rank's output waits, its keeper's connection
+is left unread; then the output waits in the network and in the keeper, and finally the rank itself waits.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Exchange:
             self._await(rank)
 
     def serve(self, rank: Member, events: int) -> None:
-        """The connection of a rank's keeper is ready: write to it what waits, and read what has come."""
+        """The connection of a rank's keeper is ready: write the bytes that wait, and read those that have come."""
         channel = rank.channel
         if channel is None:
             return
@@ -82,7 +82,7 @@ class Exchange:
         self._await(rank)
 
     def _await(self, rank: Member) -> None:
-        """Wait for what the keeper sends, unless too much of it waits here; and for the network, if it is to send."""
+        """Wait for the keeper's messages, unless too much output waits here; and for room, if bytes wait to be sent."""
         if rank.channel is None:
             return
         events = selectors.EVENT_WRITE if rank.channel.waiting else 0

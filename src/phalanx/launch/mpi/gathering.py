@@ -39,7 +39,7 @@ def take_seat(ranks: Sequence[Member], launcher_name: str, channel: Channel, mes
         already = "" if size != len(ranks) else ", of which there is one already"
         raise Refusal(
             f"phalanx: {launcher_name} was asked for {len(ranks)} ranks, and a process on {message['host']} says it "
-            f"is rank {number} of {size}{already}; take options that say how many from --mpi",
+            f"is rank {number} of {size}{already}; remove options that set the number of ranks from --mpi",
             2,
         )
     rank = ranks[number]
@@ -48,7 +48,7 @@ def take_seat(ranks: Sequence[Member], launcher_name: str, channel: Channel, mes
 
 
 class RollCall:
-    """Notices that ranks do not come.
+    """Notices ranks that do not come.
 
     Not all MPI launchers notice that a process has ended before it has called MPI, so Phalanx must. As long as no rank
     has come there is no hurry: the job may still be waiting in the queue of a batch system.

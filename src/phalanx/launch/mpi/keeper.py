@@ -51,6 +51,7 @@ _OWN_END_S = 0.25
 _SECOND_POLL_S = 0.05
 # How long other ranks may still hold shared memory once all are to end.
 _SHARED_S = 0.5
+# The signals that ask a shim to end, and those that are only handed on to the rank.
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -261,7 +262,7 @@ class _Keeper:
     # The rank.
 
     def _start(self, order: dict[str, Any]) -> RankStart | None:
-        """Fork the rank. Returns its start in it, None in the keeper, also when it cannot be started."""
+        """Fork the rank. Returns its start in the rank; None in the keeper, and if the rank cannot be started."""
         target = Target(**{**order["target"], "argv": tuple(order["target"]["argv"])})
         own = {**carried_environment(order["carried"], os.environ), **order["environment"]}
         try:
@@ -302,7 +303,7 @@ class _Keeper:
         return None
 
     def _close_all_but(self, needed: list[int]) -> None:
-        """Close what is the rank's: its process manager's socket, and pipes that were inherited by mistake."""
+        """Close what only the rank needs, as the socket of its process manager, and pipes inherited by mistake."""
         own = {*needed, *self.wakeup, self.shim, self.watch.descriptor, self.channel.fileno()}
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
@@ -358,7 +359,7 @@ class _Keeper:
             self.channel.say(**message)
 
     def leave(self) -> NoReturn:
-        """Remove what the rank has left, and end; the shim ends after this process, with exit code 0."""
+        """Remove the files that the rank has left, and end; the shim ends after this process, with its exit code."""
         if self.child is not None:
             self.child.signal(signal.SIGKILL)
             processes.end_descendants()

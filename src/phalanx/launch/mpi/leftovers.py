@@ -32,7 +32,7 @@ Files = dict[str, tuple[int, int]]
 class SharedMemoryWatch:
     """Remembers which files of /dev/shm the processes of one rank have made and used.
 
-    ``descriptor`` becomes readable when a file appears; None where the kernel offers no more such descriptors.
+    ``descriptor`` becomes readable when a file appears; it is None if the kernel has no more such descriptors.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class SharedMemoryWatch:
             self.descriptor = number
 
     def drain(self) -> None:
-        """Read the kernel's notices away; the caller calls :meth:`poll` next."""
+        """Read and discard the kernel's notices; the caller calls :meth:`poll` next."""
         if self.descriptor is not None:
             with contextlib.suppress(BlockingIOError):
                 while os.read(self.descriptor, 1 << 14):

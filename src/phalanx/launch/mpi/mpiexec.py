@@ -28,6 +28,7 @@ from phalanx.system import processes
 __all__ = ["Mpiexec"]
 
 SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim.py")
+# How long a line of its output is held back, and how many are kept.
 _HOLD_S = 0.5
 _MOST_HELD = 200
 
@@ -42,7 +43,7 @@ class Mpiexec:
 
     Attributes:
         handle: a pidfd, readable once it has ended.
-        output: what it prints, non-blocking; closed at its end.
+        output: the pipe with its output, non-blocking; closed at its end.
         code: how it ended; None while it runs.
 
     Raises:
@@ -85,7 +86,7 @@ class Mpiexec:
         self._held: list[tuple[float, str]] = []
 
     def read(self) -> None:
-        """Take what it has printed; closes ``output`` at its end."""
+        """Read its output as far as there is any; closes ``output`` at its end."""
         while not self.output.closed:
             try:
                 data = os.read(self.output.fileno(), 1 << 16)
@@ -96,7 +97,7 @@ class Mpiexec:
                 data = b"\n" if self._unfinished else b""
             *lines, self._unfinished = (self._unfinished + data).split(b"\n")
             texts = (line.decode(errors="replace").rstrip() for line in lines)
-            # Lines of dashes are frames around what some of them print.
+            # Some MPI launchers frame their messages with lines of dashes.
             self._held += [(time.monotonic(), text) for text in texts if text.strip("-= ")]
             del self._held[:-_MOST_HELD]
 
@@ -124,12 +125,12 @@ class Mpiexec:
         self.read()
 
     def send(self, signum: int) -> None:
-        """Signal it, and what it has started in its process group."""
+        """Signal it and the other processes of its process group."""
         if self.code is None:
             processes.send_to_group(self.pid, signum)
 
     def see_out(self, channels: list[Channel], control: Control | None, patience_s: float) -> bool:
-        """Wait until it has ended, and the keepers, which may have to tidy up on their hosts.
+        """Wait until it and the keepers have ended; a keeper may still have to tidy up on its host.
 
         Args:
             channels: the keepers' connections; those that have ended are closed and taken out.

@@ -25,14 +25,14 @@ def place_ranks(job: Job, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
     """
     nodes: dict[tuple[str, str], int] = {}
     count: dict[int, int] = {}
-    seats = []
+    placed = []
     for said in here:
         node = nodes.setdefault((said["machine"], said["host"]), len(nodes))
-        seats.append((node, count.get(node, 0)))
-        count[node] = seats[-1][1] + 1
-    masks = [(node, tuple(said["cpus"])) for (node, _), said in zip(seats, here, strict=True)]
+        placed.append((node, count.get(node, 0)))
+        count[node] = placed[-1][1] + 1
+    masks = [(node, tuple(said["cpus"])) for (node, _), said in zip(placed, here, strict=True)]
     rows = []
-    for rank, ((node, local), said) in enumerate(zip(seats, here, strict=True)):
+    for rank, ((node, local), said) in enumerate(zip(placed, here, strict=True)):
         cores = len(said["cpus"])
         # Ranks with the same set of cores share it; a rank that was bound to cores of its own has them alone.
         threads = int(job.threads.partition(",")[0]) if job.threads else max(1, cores // masks.count(masks[rank]))
@@ -41,12 +41,12 @@ def place_ranks(job: Job, here: Sequence[Mapping[str, Any]]) -> list[RankRow]:
 
 
 def planned_hosts(job: Job) -> list[str]:
-    """The host that each rank was asked for on; empty where the MPI launcher was to choose."""
+    """The host that was asked for, for each rank; empty if the MPI launcher was to choose."""
     return [host.name for host in job.hosts for _ in range(host.slots or 0)]
 
 
 def find_contradiction(job: Job, launcher_name: str, rows: Sequence[RankRow], here: Sequence[Mapping[str, Any]]) -> str:
-    """Where the MPI launcher did not do what it was asked for, or contradicts itself, for people; empty if nowhere.
+    """In words, where the MPI launcher placed ranks otherwise than asked, or contradicts itself; empty if nowhere.
 
     Args:
         job: the job.

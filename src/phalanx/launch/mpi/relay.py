@@ -292,7 +292,7 @@ class _Relay:
         now = time.monotonic()
         own_fault = not self.failing and self.mpiexec.code is None
         if own_fault:
-            text = f"{_lost(rank)}; the host or the way to it may have failed, or the keeper been killed"
+            text = f"{_lost(rank)}; its host or the network may have failed, or its keeper was killed"
             report = {"type": "", "message": text, "traceback": "", "shown": False, "time": now, "code": 1}
             self.announcer.report(rank, {"message": {"message": text}, "phalanx": report}, now)
         self._end(rank, -signal.SIGKILL, now, by_others=not own_fault)
@@ -315,7 +315,7 @@ class _Relay:
                 rank.channel.say(do="leave", files=self._heritage(rank))
                 channels.append(rank.channel)
         if not self.going or any(rank.channel is None for rank in self.ranks):
-            # It would wait for processes that have not begun, or whose host is out of reach.
+            # The MPI launcher would wait for processes that have not begun, or whose host is out of reach.
             self.mpiexec.send(signal.SIGTERM)
         control = self.descriptors.zygote if self.connected else None
         patience_s = _LEAVE_S if len(channels) == len(self.ranks) else _LOST_LEAVE_S
@@ -330,7 +330,7 @@ class _Relay:
             self.mpiexec.remove_folder(folder)
 
     def _heritage(self, rank: Member) -> dict[str, list[int]]:
-        """The files of ranks on the same host whose keepers cannot remove them any more."""
+        """The shared-memory files of ranks on the same host whose keepers have gone and cannot remove them."""
         if not rank.here:
             return {}
         lost = [other for other in self.ranks if other.channel is None and other.here]
@@ -338,7 +338,7 @@ class _Relay:
         return {path: identity for other in neighbours for path, identity in other.files.items()}
 
     def explain(self) -> None:
-        """If no rank has failed by itself, the MPI launcher ended the job: print what it printed."""
+        """If no rank has failed by itself, the MPI launcher ended the job: print its output."""
         bad = [rank for rank in self.ranks if rank.status]
         own = [rank for rank in bad if rank.reported or not rank.by_others]
         if self.ended_by_mpiexec and not own:
@@ -357,10 +357,10 @@ def serve_mpi(job: Job, launcher: MpiLauncher, descriptors: Descriptors, handler
         job: the job.
         launcher: the MPI launcher that starts its ranks.
         descriptors: its descriptors.
-        handlers: the signals that the supervisor handles; for the relay they do again what they do by default.
+        handlers: the signals that the supervisor handles; in the relay each gets its default action back.
     """
-    # Out of the terminal's foreground group: Ctrl-C is the supervisor's to interpret. This process does not simply die
-    # with the supervisor, because it has to tidy up; it notices that end by the control socket.
+    # Out of the terminal's foreground group: only the supervisor acts on Ctrl-C. This process does not die with the
+    # supervisor, because it has to tidy up; the control socket shows it that the supervisor has ended.
     os.setsid()
     processes.set_name("phalanx-relay")
     processes.adopt_orphans()

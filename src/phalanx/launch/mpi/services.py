@@ -1,4 +1,4 @@
-"""What the relay does for the ranks beside watching them: it hands the input on, and hosts the store on demand."""
+"""The relay's services for the ranks, beside watching them: it hands the input on, and hosts the store on demand."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BLOCK = 1 << 16
 
 
 class Input:
-    """Standard input, which rank 0 reads: a block at a time and on demand, so that nothing is taken that nobody reads.
+    """Standard input, which rank 0 reads: a block at a time and on demand, so that no block is taken that is not read.
 
-    It does not go through the MPI launcher, because some of them lose the end of it.
+    It does not go through the MPI launcher, because some MPI launchers lose its end.
 
     Args:
         selector: where to wait for it.
@@ -53,7 +53,7 @@ class Input:
         self._deliver(data)
 
     def release(self) -> None:
-        """Close it, so that its writer notices that nobody reads any more."""
+        """Close the input, so that its writer notices that nobody reads any more."""
         if self._wanted:
             self._selector.unregister(0)
             self._wanted = False
@@ -79,20 +79,20 @@ class StoreOnDemand:
         self, job: Job, descriptors: Descriptors, selector: selectors.BaseSelector, lost: Callable[[int], None]
     ) -> None:
         self._job = job
-        self._wires = descriptors
+        self._descriptors = descriptors
         self._selector = selector
         self._lost = lost
         self._pid = self._handle = 0
         selector.register(descriptors.listener, selectors.EVENT_READ, self._start)
 
     def _start(self) -> None:
-        self._selector.unregister(self._wires.listener)
+        self._selector.unregister(self._descriptors.listener)
         relay = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            self._wires.zygote.close()
-            self._wires.close_rank_ends()
-            host_store(self._wires.listener, self._job.address, self._job.ranks, relay)
+            self._descriptors.zygote.close()
+            self._descriptors.close_rank_ends()
+            host_store(self._descriptors.listener, self._job.address, self._job.ranks, relay)
         self._handle = os.pidfd_open(self._pid)
         self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)
 

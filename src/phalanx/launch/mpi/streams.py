@@ -24,7 +24,7 @@ class Streams:
         rank_input, rank_out, rank_err: the rank's own ends.
         outputs: the keeper's ends of the two outputs that are still open, with the kind of their frames.
         input: the keeper's end of the input; -1 when it has ended, or nobody reads it any more.
-        last_errors: the end of what came from standard error.
+        last_errors: the last bytes of its standard error.
     """
 
     def __init__(self, *, fed: bool) -> None:
@@ -76,7 +76,7 @@ class Streams:
         return kind, data
 
     def drain(self) -> list[tuple[bytes, bytes]]:
-        """What an ended rank has left in its outputs; closes them."""
+        """The blocks that an ended rank has left in its outputs, each with its kind; closes the outputs."""
         left = []
         for descriptor in list(self.outputs):
             taken = 0

@@ -28,7 +28,7 @@ _MOST_LINES = 8
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank wrote about its own end.
+    """A rank's own account of its end.
 
     Attributes:
         type: the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report.
@@ -36,7 +36,7 @@ class Report:
         traceback: the traceback, starting in the user's script; empty if the rank has printed it.
         shown: the traceback, or the text of ``sys.exit``, is in the rank's output already.
         time: when the exception left the script, on the monotonic clock; None if unknown.
-        code: the exit code that follows from it.
+        code: the exit code with which the rank ends because of the exception.
         exited: the script called ``sys.exit``; it raised nothing else.
         consequence: the exception is always caused by another rank's end (``PhalanxError.is_consequence``).
     """

@@ -103,7 +103,7 @@ class LineAssembler:
 
 
 def visible_state(line: bytes) -> bytes:
-    """What a terminal shows of a line with carriage returns: the part after the last one that has text after it."""
+    """The part of a line that a terminal shows: that after the last carriage return that has text after it."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

@@ -91,8 +91,8 @@ class Descriptors:
     Attributes:
         ranks: one entry a rank.
         supervisor: the supervisor's end of the control socket.
-        zygote: the zygote's end.
-        listener: the bound and listening socket of the store, on the loopback interface only.
+        zygote: the end of the zygote, or of the relay in its place.
+        listener: the bound and listening socket of the store.
     """
 
     ranks: list[RankDescriptors]
@@ -107,7 +107,7 @@ class Descriptors:
         return port
 
     def keep_supervisor_ends(self) -> None:
-        """In the supervisor: close the ends that only the zygote and the ranks use."""
+        """In the supervisor: close the ends that only the zygote (or the relay) and the ranks use."""
         self.zygote.close()
         self.listener.close()
         for ends in self.ranks:
@@ -115,7 +115,7 @@ class Descriptors:
             os.close(ends.err_write)
 
     def keep_zygote_ends(self) -> None:
-        """In the zygote: close the supervisor's ends, so that its death is an end of file here."""
+        """In the zygote or the relay: close the supervisor's ends, so that its death is an end of file here."""
         self.supervisor.close()
         for ends in self.ranks:
             os.close(ends.out_read)

@@ -1,4 +1,4 @@
-"""Importing once, before the ranks are forked, what every rank would import; and not tearing it down in every rank.
+"""Importing what every rank needs once, before the ranks are forked, and not tearing it down in each of them.
 
 An interpreter that ends empties every module. In a rank this touches, and so copies, most of the pages that the ranks
 share: 22,800 page faults, 0.1 s of each rank's end. The modules that were imported here are therefore taken out of
@@ -67,7 +67,7 @@ def _spare_finalisers(preloader: int) -> None:
 
 
 def _others_rest() -> bool:
-    """Whether every other thread of this process sleeps, also while this one leaves the interpreter to them.
+    """Whether every other thread of this process sleeps, even while this one gives them the interpreter.
 
     False if that cannot be found out, because the script has used up its file descriptors.
     """
