@@ -23,9 +23,9 @@ class Mailbox:
     """The messages of one group.
 
     Threads share it as follows. A thread appends to ``inside`` before it calls the core for a message, and only then
-    reads ``comm`` and ``ended``; it pops its entry when it has left the core. The thread that closes the group does
-    both in the other order: it sets ``ended``, clears ``comm``, and then waits until nobody is inside. So a thread
-    either finds that the group is closed, or is waited for. (A list's append and pop are atomic.)
+    reads ``comm``, once, and ``ended``; it pops its entry when it has left the core. The thread that closes the group
+    does both in the other order: it sets ``ended``, clears ``comm``, and then waits until nobody is inside. So a
+    thread either finds that the group is closed, or is waited for. (A list's append and pop are atomic.)
 
     Args:
         comm: the core's handle of the group.
@@ -45,9 +45,10 @@ class Mailbox:
         inside = self.inside
         inside.append(None)
         try:
-            if self.ended:
+            comm = self.comm
+            if self.ended or not comm:
                 raise ClosedError.of_message()
-            what = (self.comm, tensor.data_ptr(), tensor.nbytes, dtype, peer, tag & 0xFFFFFFFF)
+            what = (comm, tensor.data_ptr(), tensor.nbytes, dtype, peer, tag & 0xFFFFFFFF)
             if self.core.phx_send_now(*what):
                 return SENT
             return SharedMemoryMessage(self, self.core.phx_send(*what), tensor, "send to", peer)
@@ -59,10 +60,11 @@ class Mailbox:
         inside = self.inside
         inside.append(None)
         try:
-            if self.ended:
+            comm = self.comm
+            if self.ended or not comm:
                 raise ClosedError.of_message()
             source = ANY_SOURCE if peer is None else peer
-            handle = self.core.phx_recv(self.comm, tensor.data_ptr(), tensor.nbytes, dtype, source, tag & 0xFFFFFFFF)
+            handle = self.core.phx_recv(comm, tensor.data_ptr(), tensor.nbytes, dtype, source, tag & 0xFFFFFFFF)
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
         finally:
             inside.pop()
@@ -75,8 +77,9 @@ class Mailbox:
             return
         inside.append(None)
         try:
-            if not self.ended:
-                self._finished = self.core.phx_messages_rest(self.comm, self._finished)
+            comm = self.comm
+            if comm and not self.ended:
+                self._finished = self.core.phx_messages_rest(comm, self._finished)
         finally:
             inside.pop()
 
@@ -146,8 +149,9 @@ class SharedMemoryMessage(Message):
         mailbox = self._mailbox
         mailbox.inside.append(None)
         try:
-            if mailbox.comm:
-                mailbox.core.phx_message_expect(mailbox.comm, self._handle)
+            comm = mailbox.comm
+            if comm:
+                mailbox.core.phx_message_expect(comm, self._handle)
         finally:
             mailbox.inside.pop()
 
