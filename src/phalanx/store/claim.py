@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -35,7 +36,8 @@ class Claim:
         attempt: how often the launcher has started the job anew.
         opening: how many worlds the process has opened before.
         node_rank: its host's index, if its launcher says it.
-        token: what rank 0 gave this process when it joined; empty the first time.
+        token: a secret of this process, by which rank 0 recognises its further connections. The process chooses it,
+            so rank 0 recognises it even if the first answer came too late and the process has connected anew.
     """
 
     rank: int
@@ -86,12 +88,10 @@ class Verdict:
         kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job; ``earlier``: this is rank 0 of an
             earlier attempt, which will end.
         reason: why the process is not welcome, for people.
-        token: what a welcome process shows when it connects again.
     """
 
     kind: Literal["welcome", "refused", "other", "earlier"]
     reason: str = ""
-    token: str = ""
 
     def encode(self) -> bytes:
         """The verdict as it is sent."""
@@ -112,8 +112,9 @@ class Verdict:
 
 
 def own_claim(rank: int, world_size: int, job: str, attempt: int, opening: int, node_rank: int | None) -> Claim:
-    """The claim of this process."""
-    return Claim(rank, world_size, os.getpid(), this_host().name, job, attempt, opening, node_rank)
+    """The claim of this process, with a new token."""
+    token = secrets.token_hex(16)
+    return Claim(rank, world_size, os.getpid(), this_host().name, job, attempt, opening, node_rank, token)
 
 
 def _is_unicode(text: str) -> bool:

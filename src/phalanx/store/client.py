@@ -70,7 +70,7 @@ class Connections:
         first: the one with which this process joined.
         where: address and port of rank 0.
         key: the job's key.
-        claim: what this process says of itself, with the token that rank 0 gave it.
+        claim: what this process says of itself.
         source: the address to come from; any by default.
     """
 
