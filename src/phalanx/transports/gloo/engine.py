@@ -12,6 +12,9 @@ from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_addres
 
 __all__ = ["AttachedGloo", "lazy_gloo"]
 
+# Gloo waits this many times the timeout for a rank that should connect to this one (``Pair::waitUntil`` in its sources).
+CONNECT_FACTOR = 5
+
 
 class AttachedGloo(ProcessGroupGloo):
     """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` gives it only to the backends that torch knows."""
@@ -35,7 +38,8 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
             GLOO_SOCKET_IFNAME or PHALANX_INTERFACE names, or on the address by which others reach this host.
     """
     options = ProcessGroupGloo._Options()
-    options._timeout = timeout
+    # The connections take over the timeout that holds when the group is made.
+    options._timeout = max(timeout / CONNECT_FACTOR, timedelta(milliseconds=1))  # 0 would be without limit
     if one_host:
         device = ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=True)
     elif os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -46,4 +50,6 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
         # Not Gloo's default, which is what the host's name means: that may be loopback.
         device = ProcessGroupGloo.create_device(hostname=outward_address(), lazy_init=True)
     options._devices = [device]
-    return AttachedGloo(store, rank, size, options)
+    gloo = AttachedGloo(store, rank, size, options)
+    gloo._set_default_timeout(timeout)
+    return gloo
