@@ -12,7 +12,7 @@ from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_addres
 
 __all__ = ["AttachedGloo", "lazy_gloo"]
 
-# Gloo waits this many times the timeout for a rank that should connect to this one (``Pair::waitUntil`` in its sources).
+# For this many times the timeout Gloo waits for a rank that should connect to this one (its ``Pair::waitUntil``).
 CONNECT_FACTOR = 5
 
 
