@@ -19,8 +19,9 @@ from phalanx.wire.sockets import KeepAlive
 __all__ = ["KEEP_ALIVE", "ROLE", "Claim", "Verdict", "own_claim"]
 
 ROLE = "store"
-# A host that vanishes counts as lost after 40 s: 10 s of silence, then six probes.
-KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6)
+# A host that vanishes counts as lost after 40 s: 10 s of silence, then six probes. The kernel sends no probes while a
+# request is unacknowledged, so that has a limit of its own.
+KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6, unacknowledged_s=40)
 _LONGEST_HOST = 255
 _LONGEST_REASON = 900  # characters, of up to four bytes each
 
