@@ -88,9 +88,13 @@ class Zygote:
         self._await(lambda: self._cleaned)
 
     def close(self) -> None:
+        """Let it end when it has nothing more to read, or with its host."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+    def wait(self) -> None:
+        """Wait until it has ended, which it has when its host has."""
         self._process.wait(60)
 
     def _order(self, order: Mapping[str, object]) -> None:
@@ -203,6 +207,8 @@ class TestHosts:
             except subprocess.TimeoutExpired:
                 holder.kill()
                 holder.wait()
+        for zygote in self.zygotes:
+            zygote.wait()
         until = time.monotonic() + 20
         while any(os.path.exists(f"/proc/{pid}") for pid in self._inside) and time.monotonic() < until:
             time.sleep(0.01)

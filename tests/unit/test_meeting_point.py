@@ -21,6 +21,8 @@ from phalanx.place.place import Place
 from phalanx.place.readers import Finding
 from phalanx.rendezvous.meet import Broadcast, leave, meet
 from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
+from phalanx.store.claim import Claim, Verdict
+from phalanx.store.seats import Seats
 
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -283,6 +285,30 @@ def test_a_rank_that_cannot_be_is_refused_and_the_others_still_meet(
     stores[0].set("a", "b")
     assert stores[1].get("a") == stores[2].get("a") == b"b"
     assert "phalanx: refused a process: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_got_no_answer_in_time_joins_all_the_same(
+    size: int, meetings: Meetings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's host is so busy that the last rank, which it has let in, has given up that connection meanwhile."""
+    monkeypatch.setattr("phalanx.rendezvous.search.ANSWER_S", 0.2)
+    judge, judged = Seats.judge, []
+
+    def judge_late(seats: Seats, claim: Claim) -> Verdict:
+        judged.append(claim.rank)
+        if judged.count(size - 1) == 1 and claim.rank == size - 1:
+            time.sleep(1.0)
+        return judge(seats, claim)
+
+    monkeypatch.setattr(Seats, "judge", judge_late)
+    place = replace(HERE, world_size=size, local_world_size=size, job="a busy one's")
+    for rank in range(size):
+        meetings.start(replace(place, rank=rank))
+    stores = meetings.join()
+    stores[0].set("a", "b")
+    assert [stores[rank].get("a") for rank in range(size)] == [b"b"] * size
+    assert judged.count(size - 1) > 1
 
 
 def test_rank_0_on_another_host_than_the_list_says_is_told() -> None:

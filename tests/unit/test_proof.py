@@ -157,7 +157,7 @@ def test_rank_0_must_prove_the_key_too() -> None:
                 sock.sendall(proof.Challenge(OTHER, ROLE).greeting)
                 said = sock.recv(8192)
                 digest = liar(said)[:32]  # type: ignore[operator]
-                sock.sendall(digest + framing.frame(Verdict("welcome", token="guessed").encode()))
+                sock.sendall(digest + framing.frame(Verdict("welcome").encode()))
 
         thread = threading.Thread(target=pretend)
         thread.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import struct
 import threading
 import time
@@ -339,6 +340,25 @@ def test_rank_0_answers_until_the_others_have_left() -> None:
             stores[1].get("a")
         stores[2].end()
         assert soon(lambda: not job.server._thread.is_alive())
+
+
+def test_a_host_that_vanishes_is_lost_after_40_s_whether_or_not_a_request_is_under_way() -> None:
+    with Job(2) as job:
+        job.join(1)
+        sockets = [guest.sock for guest in job.server._guests.values()] + job.ranks[1]._peer._idle  # type: ignore[union-attr]
+        assert len(sockets) == 2
+        for sock in sockets:
+            idle, interval, probes, unacknowledged_ms = (
+                sock.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (
+                    socket.TCP_KEEPIDLE,
+                    socket.TCP_KEEPINTVL,
+                    socket.TCP_KEEPCNT,
+                    socket.TCP_USER_TIMEOUT,
+                )
+            )
+            assert idle + interval * probes == 40
+            assert unacknowledged_ms == 40_000
 
 
 def test_a_store_that_nobody_holds_any_more_lets_its_port_go() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import replace
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
@@ -51,9 +50,8 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
             waiting for other ranks.
     """
     deadline = time.monotonic() + timeout_s
-    sock, where, token = _find(place, point, key, claim, timeout_s)
-    known = replace(claim, token=token)
-    connections = Connections(sock, where, key, known, source_address(where[0]))
+    sock, where = _find(place, point, key, claim, timeout_s)
+    connections = Connections(sock, where, key, claim, source_address(where[0]))
     store = JobStore(connections, timedelta(seconds=timeout_s))
     try:
         missing = store.wait_for_all(max(0.001, deadline - time.monotonic()))
@@ -73,7 +71,7 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
 
 def _find(
     place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float
-) -> tuple[socket.socket, tuple[str, int], str]:
+) -> tuple[socket.socket, tuple[str, int]]:
     start = time.monotonic()
     remind = start + REMIND_S
     while True:
@@ -119,8 +117,8 @@ class _NotHere(Exception):
 
 def _try(
     place: Place, point: MeetingPoint, where: tuple[str, int], key: Key, claim: Claim, limit_s: float
-) -> tuple[socket.socket, tuple[str, int], str]:
-    """Try to join at one port; return the connection, where it leads, and the token that rank 0 gave.
+) -> tuple[socket.socket, tuple[str, int]]:
+    """Try to join at one port; return the connection, and where it leads.
 
     Raises:
         OSError, _NotHere: rank 0 does not listen there, but may at another port, or later.
@@ -145,7 +143,7 @@ def _try(
         raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
     if verdict.kind == "welcome":
         sock.settimeout(None)
-        return sock, where, verdict.token
+        return sock, where
     sock.close()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(place.rank, verdict.reason)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
@@ -18,8 +19,9 @@ from phalanx.wire.sockets import KeepAlive
 __all__ = ["KEEP_ALIVE", "ROLE", "Claim", "Verdict", "own_claim"]
 
 ROLE = "store"
-# A host that vanishes counts as lost after 40 s: 10 s of silence, then six probes.
-KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6)
+# A host that vanishes counts as lost after 40 s: 10 s of silence, then six probes. The kernel sends no probes while a
+# request is unacknowledged, so that has a limit of its own.
+KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6, unacknowledged_s=40)
 _LONGEST_HOST = 255
 _LONGEST_REASON = 900  # characters, of up to four bytes each
 
@@ -35,7 +37,8 @@ class Claim:
         attempt: how often the launcher has started the job anew.
         opening: which of the process's worlds this is: 1 for the first that it opens.
         node_rank: its host's index, if its launcher says it.
-        token: the token that rank 0 gave this process when it joined; empty the first time.
+        token: a secret of this process, by which rank 0 recognises its further connections. The process chooses it,
+            so rank 0 recognises it even if the first answer came too late and the process has connected anew.
     """
 
     rank: int
@@ -86,12 +89,10 @@ class Verdict:
         kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job; ``earlier``: this is rank 0 of an
             earlier attempt, which will end.
         reason: why the process is not welcome, for people.
-        token: a secret by which a welcome process proves, when it connects again, that it has the seat.
     """
 
     kind: Literal["welcome", "refused", "other", "earlier"]
     reason: str = ""
-    token: str = ""
 
     def encode(self) -> bytes:
         """The verdict as it is sent."""
@@ -112,8 +113,9 @@ class Verdict:
 
 
 def own_claim(rank: int, world_size: int, job: str, attempt: int, opening: int, node_rank: int | None) -> Claim:
-    """The claim of this process."""
-    return Claim(rank, world_size, os.getpid(), this_host().name, job, attempt, opening, node_rank)
+    """The claim of this process, with a new token."""
+    token = secrets.token_hex(16)
+    return Claim(rank, world_size, os.getpid(), this_host().name, job, attempt, opening, node_rank, token)
 
 
 def _is_unicode(text: str) -> bool:

@@ -71,7 +71,7 @@ class Connections:
         first: the one with which this process joined.
         where: address and port of rank 0.
         key: the job's key.
-        claim: what this process says of itself, with the token that rank 0 gave it.
+        claim: what this process says of itself.
         source: the address to connect from; any of this host's by default.
     """
 

@@ -24,7 +24,7 @@ class Seats:
         self.own = own
         self._hosts = hosts
         self._num_nodes = num_nodes
-        self._taken: dict[int, tuple[Claim, str]] = {0: (own, secrets.token_hex(16))}
+        self._taken: dict[int, Claim] = {0: own}
 
     @property
     def missing(self) -> list[int]:
@@ -40,7 +40,7 @@ class Seats:
         """The missing ranks, and the nodes from which no rank has come, if that can be known; for people."""
         missing = self.missing
         text = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {self.own.world_size}"
-        nodes = {claim.node_rank for claim, _ in self._taken.values()}
+        nodes = {claim.node_rank for claim in self._taken.values()}
         if None in nodes or not self._num_nodes:
             return text
         absent = [node for node in range(self._num_nodes) if node not in nodes]
@@ -79,15 +79,16 @@ class Seats:
         if not 0 <= claim.rank < own.world_size:
             return Verdict("refused", f"there is no rank {claim.rank} in a world of {own.world_size} ({claim.name})")
         if claim.rank not in self._taken:
-            self._taken[claim.rank] = (claim, secrets.token_hex(16))
+            self._taken[claim.rank] = claim
         elif not self._same(claim):
-            other = self._taken[claim.rank][0]
+            other = self._taken[claim.rank]
             return Verdict("refused", f"there are two of rank {claim.rank}: {claim.name} and {other.name}")
-        return Verdict("welcome", token=self._taken[claim.rank][1])
+        return Verdict("welcome")
 
     def _same(self, claim: Claim) -> bool:
         """Whether this is another connection of the process that has the seat."""
-        return secrets.compare_digest(claim.token.encode(), self._taken[claim.rank][1].encode())
+        token = self._taken[claim.rank].token
+        return bool(token) and secrets.compare_digest(claim.token.encode(), token.encode())
 
     def leave(self, rank: int) -> bool:
         """Free a rank's seat if not all have come, so that no rank has gone on yet; return whether it was freed."""

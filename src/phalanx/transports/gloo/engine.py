@@ -12,6 +12,9 @@ from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_addres
 
 __all__ = ["AttachedGloo", "lazy_gloo"]
 
+# For this many times the timeout Gloo waits for a rank that should connect to this one (its ``Pair::waitUntil``).
+CONNECT_FACTOR = 5
+
 
 class AttachedGloo(ProcessGroupGloo):
     """Gloo that passes a new timeout on: torch's ``_set_pg_timeout`` gives it only to the backends that torch knows.
@@ -39,7 +42,8 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
             GLOO_SOCKET_IFNAME or PHALANX_INTERFACE names, or on the address by which others reach this host.
     """
     options = ProcessGroupGloo._Options()
-    options._timeout = timeout
+    # The connections take over the timeout that holds when the group is made.
+    options._timeout = max(timeout / CONNECT_FACTOR, timedelta(milliseconds=1))  # 0 would be without limit
     if one_host:
         device = ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=True)
     elif os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -50,4 +54,6 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
         # Not Gloo's default, the address that the host's name resolves to: that may be loopback.
         device = ProcessGroupGloo.create_device(hostname=outward_address(), lazy_init=True)
     options._devices = [device]
-    return AttachedGloo(store, rank, size, options)
+    gloo = AttachedGloo(store, rank, size, options)
+    gloo._set_default_timeout(timeout)
+    return gloo
