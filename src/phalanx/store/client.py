@@ -21,7 +21,7 @@ from typing import NoReturn
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
-from phalanx.store import requests as wire
+from phalanx.store import requests
 from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim, Verdict
 from phalanx.store.server import StoreServer
 from phalanx.wire.dial import dial
@@ -92,21 +92,21 @@ class Connections:
         Raises:
             DistStoreError: rank 0 has gone.
         """
-        message = wire.pack(code, number, fields)
+        message = requests.pack(code, number, fields)
         sock = self._take()
         try:
             sock.settimeout(None if timeout_s is None else timeout_s + MARGIN_S)
             sock.sendall(message)
             data = bytearray()
             while True:
-                length = wire.length_of(data)
+                length = requests.length_of(data)
                 if length is not None and len(data) >= length:
                     break
                 part = sock.recv(_BLOCK if length is None else min(length - len(data), 1 << 22))
                 if not part:
                     raise ConnectionResetError("the connection was closed")
                 data += part
-            result = wire.unpack(data, length)
+            result = requests.unpack(data, length)
         except (OSError, Malformed) as error:
             sock.close()
             self._lost(error)
@@ -189,41 +189,41 @@ class JobStore(Store):
             weakref.finalize(self, peer.retire).atexit = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(wire.SET, 0, [key.encode(), _bytes(value)])
+        self._ask(requests.SET, 0, [key.encode(), _bytes(value)])
 
     def get(self, key: str) -> bytes:
-        return self._wait_for(wire.READ, [key], self.timeout)[0]
+        return self._wait_for(requests.READ, [key], self.timeout)[0]
 
     def add(self, key: str, value: int) -> int:
-        return self._ask(wire.ADD, value, [key.encode()])[0]
+        return self._ask(requests.ADD, value, [key.encode()])[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(wire.APPEND, 0, [key.encode(), _bytes(value)])
+        self._ask(requests.APPEND, 0, [key.encode(), _bytes(value)])
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._ask(wire.COMPARE_SET, 0, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
+        return self._ask(requests.COMPARE_SET, 0, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask(wire.DELETE, 0, [key.encode()])[0])
+        return bool(self._ask(requests.DELETE, 0, [key.encode()])[0])
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(wire.CHECK, 0, [key.encode() for key in keys])[0])
+        return bool(self._ask(requests.CHECK, 0, [key.encode() for key in keys])[0])
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._wait_for(wire.WAIT, keys, self.timeout if timeout is None else timeout)
+        self._wait_for(requests.WAIT, keys, self.timeout if timeout is None else timeout)
 
     def num_keys(self) -> int:
-        return self._ask(wire.COUNT, 0, [])[0]
+        return self._ask(requests.COUNT, 0, [])[0]
 
     def list_keys(self) -> list[str]:
-        return [key.decode() for key in self._ask(wire.LIST, 0, [])[1]]
+        return [key.decode() for key in self._ask(requests.LIST, 0, [])[1]]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return list(self._wait_for(wire.READ, keys, self.timeout))
+        return list(self._wait_for(requests.READ, keys, self.timeout))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         fields = [field for key, value in zip(keys, values, strict=True) for field in (key.encode(), _bytes(value))]
-        self._ask(wire.SET, 0, fields)
+        self._ask(requests.SET, 0, fields)
 
     def has_extended_api(self) -> bool:
         return True
@@ -238,10 +238,10 @@ class JobStore(Store):
 
     def wait_for_all(self, timeout_s: float) -> str:
         """Wait until every rank has joined; return the ranks that have not in time, for people, or an empty string."""
-        code, _, fields = self._peer.call(wire.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
-        if code == wire.FAILED:
+        code, _, fields = self._peer.call(requests.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
+        if code == requests.FAILED:
             raise DistStoreError(fields[0].decode())
-        return fields[0].decode() if code == wire.LATE else ""
+        return fields[0].decode() if code == requests.LATE else ""
 
     def end(self) -> None:
         """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
@@ -254,16 +254,16 @@ class JobStore(Store):
         timeout_s = timeout.total_seconds()
         limit = timeout_s if 0 < timeout_s < LONGEST_WAIT_S else None
         answered, _, fields = self._peer.call(code, _milliseconds(limit or 0.0), [key.encode() for key in keys], limit)
-        if answered == wire.LATE:
+        if answered == requests.LATE:
             missing = ", ".join(field.decode() for field in fields[:8]) + (", …" if len(fields) > 8 else "")
             raise DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {missing}")
-        if answered == wire.FAILED:
+        if answered == requests.FAILED:
             raise DistStoreError(fields[0].decode())
         return fields
 
     def _ask(self, code: int, number: int, fields: Sequence[bytes]) -> tuple[int, Sequence[bytes]]:
         answered, result, said = self._peer.call(code, number, fields, None)
-        if answered != wire.DONE:
+        if answered != requests.DONE:
             raise DistStoreError(said[0].decode())
         return result, said
 

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.store import requests as wire
+from phalanx.store import requests
 from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim
 from phalanx.store.seats import Seats
 from phalanx.store.table import Parked, Table
@@ -122,7 +122,7 @@ class StoreServer:
 
         with self._lock:
             if self._over:
-                return wire.FAILED, 0, [self._over.encode()]
+                return requests.FAILED, 0, [self._over.encode()]
             parked = self._table.handle(code, number if timeout_s is None else 0, fields, take, time.monotonic())
         if parked is not None:
             try:
@@ -131,7 +131,7 @@ class StoreServer:
                 with self._lock:
                     if not answers:
                         self._table.forget(parked)
-        return answers[0] if answers else (wire.LATE, 0, sorted(parked.missing) if parked else [])
+        return answers[0] if answers else (requests.LATE, 0, sorted(parked.missing) if parked else [])
 
     def wait_for_all(self, timeout_s: float) -> bool:
         """Wait for every rank to come, at most that many seconds; return whether all have."""
@@ -158,7 +158,7 @@ class StoreServer:
                 self._door.stop_listening()
                 self._table.end(why)
                 for _, guest in self._waiting_for_all:
-                    self._reply(guest, wire.FAILED, 0, [why.encode()])
+                    self._reply(guest, requests.FAILED, 0, [why.encode()])
                 self._waiting_for_all.clear()
                 self._came.notify_all()
             self._stopped = True
@@ -204,7 +204,7 @@ class StoreServer:
         for deadline, guest in list(self._waiting_for_all):
             if deadline <= now:
                 self._waiting_for_all.remove((deadline, guest))
-                self._reply(guest, wire.LATE, 0, [self._seats.describe_missing().encode()])
+                self._reply(guest, requests.LATE, 0, [self._seats.describe_missing().encode()])
             until = min(until, deadline)
         return None if until == math.inf else max(0.0, until - now)
 
@@ -231,12 +231,12 @@ class StoreServer:
             while guest.data:
                 if guest.waits or guest.out:
                     raise Malformed("a request came before the last one was answered")
-                length = wire.length_of(guest.data)
+                length = requests.length_of(guest.data)
                 if length is None or len(guest.data) < length:
                     return
-                code, number, fields = wire.unpack(guest.data, length)
+                code, number, fields = requests.unpack(guest.data, length)
                 del guest.data[:length]
-                if code == wire.EVERYBODY:
+                if code == requests.EVERYBODY:
                     self._await_everybody(guest, number, now)
                     continue
                 parked = self._table.handle(code, number, fields, functools.partial(self._reply, guest), now)
@@ -255,7 +255,7 @@ class StoreServer:
         """If every rank has joined, answer those that wait for that."""
         if self._seats.complete:
             for _, waiting in self._waiting_for_all:
-                self._reply(waiting, wire.DONE, 0, ())
+                self._reply(waiting, requests.DONE, 0, ())
             self._waiting_for_all.clear()
             self._came.notify_all()
 
@@ -322,9 +322,9 @@ class StoreServer:
         if guest.sock.fileno() < 0:
             return
         try:
-            message = wire.pack(code, number, fields)
+            message = requests.pack(code, number, fields)
         except (ValueError, OverflowError) as error:
-            message = wire.pack(wire.FAILED, 0, [str(error).encode()])
+            message = requests.pack(requests.FAILED, 0, [str(error).encode()])
         self._send(guest, message)
 
     def _send(self, guest: _Guest, data: bytes) -> None:

@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from phalanx.store import requests as wire
+from phalanx.store import requests
 
 __all__ = ["Answer", "Parked", "Table"]
 
 # Takes the code of the answer, its number, its fields.
 Answer = Callable[[int, int, Sequence[bytes]], None]
 
-_PAIRS = (wire.SET, wire.APPEND)
+_PAIRS = (requests.SET, requests.APPEND)
 
 
 class Parked:
@@ -65,7 +65,7 @@ class Table:
         Returns:
             The request, if it waits; None if it has been answered.
         """
-        if code in (wire.READ, wire.WAIT):
+        if code in (requests.READ, requests.WAIT):
             deadline = now + number / 1000 if number > 0 else math.inf
             parked = Parked(code, fields, set(), answer)
             self._settle(parked)
@@ -75,9 +75,9 @@ class Table:
                 self._remember(deadline, parked)
             return parked
         try:
-            answer(wire.DONE, *self._carry_out(code, number, fields))
+            answer(requests.DONE, *self._carry_out(code, number, fields))
         except (ValueError, IndexError) as error:
-            answer(wire.FAILED, 0, [str(error).encode()])
+            answer(requests.FAILED, 0, [str(error).encode()])
         return None
 
     def _remember(self, deadline: float, parked: Parked) -> None:
@@ -108,14 +108,14 @@ class Table:
             _, _, parked = heapq.heappop(self._deadlines)
             if not parked.over:
                 self._leave(parked)
-                parked.finish(wire.LATE, 0, sorted(parked.missing))
+                parked.finish(requests.LATE, 0, sorted(parked.missing))
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def end(self, why: str) -> None:
         """Answer every waiting request with the reason why its keys will not come."""
         for waiting in list(self._parked.values()):
             for parked in waiting:
-                parked.finish(wire.FAILED, 0, [why.encode()])
+                parked.finish(requests.FAILED, 0, [why.encode()])
         self._parked.clear()
 
     # -- requests --------------------------------------------------------------------------------------
@@ -126,10 +126,10 @@ class Table:
             if len(fields) % 2:
                 raise ValueError("a key without a value")
             for key, value in zip(fields[::2], fields[1::2], strict=True):
-                entries[key] = value if code == wire.SET else entries.get(key, b"") + value
+                entries[key] = value if code == requests.SET else entries.get(key, b"") + value
                 self._arrived(key)
             return 0, ()
-        if code == wire.ADD:
+        if code == requests.ADD:
             key = fields[0]
             total = int(entries.get(key, b"0")) + number
             if not -(1 << 63) <= total < 1 << 63:
@@ -137,19 +137,19 @@ class Table:
             entries[key] = b"%d" % total
             self._arrived(key)
             return total, ()
-        if code == wire.COMPARE_SET:
+        if code == requests.COMPARE_SET:
             key, expected, desired = fields
             if entries.get(key, b"") == expected and (key in entries or not expected):
                 entries[key] = desired
                 self._arrived(key)
             return 0, (entries.get(key, expected),)
-        if code == wire.DELETE:
+        if code == requests.DELETE:
             return int(entries.pop(fields[0], None) is not None), ()
-        if code == wire.CHECK:
+        if code == requests.CHECK:
             return int(all(key in entries for key in fields)), ()
-        if code == wire.COUNT:
+        if code == requests.COUNT:
             return len(entries), ()
-        if code == wire.LIST:
+        if code == requests.LIST:
             return 0, list(entries)
         raise ValueError(f"there is no request with the code {code}")
 
@@ -165,4 +165,6 @@ class Table:
         for key in parked.missing:
             self._parked.setdefault(key, []).append(parked)
         if not parked.missing:
-            parked.finish(wire.DONE, 0, [self._entries[key] for key in parked.keys] if parked.code == wire.READ else ())
+            parked.finish(
+                requests.DONE, 0, [self._entries[key] for key in parked.keys] if parked.code == requests.READ else ()
+            )

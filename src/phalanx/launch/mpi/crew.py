@@ -8,9 +8,8 @@ from typing import Any
 
 from phalanx.launch.mpi.channel import ERR, OUT, Channel
 from phalanx.launch.rank.descriptors import RankEnds
-from phalanx.words import format_spans
 
-__all__ = ["Member", "Pipe", "name_ranks"]
+__all__ = ["Member", "Pipe"]
 
 # How many bytes of a stream may wait here for the supervisor before the keeper's messages are left unread.
 _MOST_WAITING = 1 << 20
@@ -89,8 +88,3 @@ class Member:
     def host(self) -> tuple[str, str]:
         """Its host, as distinguished from all others; known once its keeper has come."""
         return self.here["machine"], self.here["host"]
-
-
-def name_ranks(numbers: list[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 8``."""
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {format_spans(numbers)}"

@@ -10,8 +10,9 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.mpi.announcer import Refusal
 from phalanx.launch.mpi.channel import Channel
-from phalanx.launch.mpi.crew import Member, name_ranks
+from phalanx.launch.mpi.crew import Member
 from phalanx.launch.mpi.placing import planned_hosts
+from phalanx.words import format_named
 
 __all__ = ["RollCall", "take_seat"]
 
@@ -89,7 +90,7 @@ class RollCall:
         some = len(missing) < self._job.ranks
         if some and now >= self._came_at + _GIVEN_UP_S:
             raise LaunchError(
-                f"{name_ranks(list(missing))} did not come within {_GIVEN_UP_S:.0f} s of the others; "
+                f"{format_named('rank', list(missing))} did not come within {_GIVEN_UP_S:.0f} s of the others; "
                 f"{self._launcher_name} may have lost the process, or its host cannot start Python"
             )
         self.due_at = self._came_at + _GIVEN_UP_S if some else None
@@ -100,4 +101,5 @@ class RollCall:
         hosts = list(dict.fromkeys(planned[rank] for rank in missing)) if planned else []
         where = f" (on {', '.join(hosts)})" if hosts else ""
         waited_s = now - self._begun
-        return f"after {waited_s:.0f} s {self._launcher_name} has not brought {name_ranks(list(missing))}{where} yet"
+        ranks = format_named("rank", list(missing))
+        return f"after {waited_s:.0f} s {self._launcher_name} has not brought {ranks}{where} yet"

@@ -32,7 +32,7 @@ from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.target import compile_target
 from phalanx.launch.mpi.announcer import Announcer, Refusal
 from phalanx.launch.mpi.channel import IN, Channel, Lost, open_door
-from phalanx.launch.mpi.crew import Member, Pipe, name_ranks
+from phalanx.launch.mpi.crew import Member, Pipe
 from phalanx.launch.mpi.exchange import Exchange
 from phalanx.launch.mpi.gathering import RollCall, take_seat
 from phalanx.launch.mpi.mpiexec import Mpiexec
@@ -42,6 +42,7 @@ from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.system import processes
 from phalanx.system.host import this_host
 from phalanx.topology.table import RankRow
+from phalanx.words import format_named
 
 __all__ = ["serve_mpi"]
 
@@ -181,7 +182,7 @@ class _Relay:
         self.mpiexec.output.close()
         if not self.going and not self.ordered:
             missing = [rank.number for rank in self.ranks if not rank.here]
-            which = f"{name_ranks(missing)} had come" if missing else "the ranks were started"
+            which = f"{format_named('rank', missing)} had come" if missing else "the ranks were started"
             raise Refusal(f"phalanx: {self.mpiexec.describe_end()} before {which}", self.mpiexec.exit_code)
         # The shims have ended with it, so the keepers are ending their ranks.
         self._give_up_after(self.job.grace_s + 2.0)
@@ -342,7 +343,8 @@ class _Relay:
         bad = [rank for rank in self.ranks if rank.status]
         own = [rank for rank in bad if rank.reported or not rank.by_others]
         if self.ended_by_mpiexec and not own:
-            text = f"phalanx: {self.mpiexec.describe_end()}, and {name_ranks([rank.number for rank in bad])} with it\n"
+            ranks = format_named("rank", [rank.number for rank in bad])
+            text = f"phalanx: {self.mpiexec.describe_end()}, and {ranks} with it\n"
             self.announcer.refuse(text + self.mpiexec.take_all(), self.mpiexec.exit_code)
 
 
