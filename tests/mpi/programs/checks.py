@@ -134,6 +134,14 @@ def check_groups_come_and_go(rank: int, size: int) -> None:
             dist.destroy_process_group(group)
 
 
+def check_groups_of_the_same_members_have_names_of_their_own(rank: int, size: int) -> None:
+    """And torch's, by which the functional collectives find them."""
+    groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    names = [group.group_name for group in groups]
+    assert names == [dist.distributed_c10d._world.pg_names[group] for group in groups]
+    assert len({*names, dist.group.WORLD.group_name}) == 3
+
+
 def check_more_communicators_come_and_go_than_mpi_has(rank: int, size: int) -> None:
     """MPICH has 2048 at a time."""
     runtime = running()
