@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import settings
+from phalanx.c10d.register import register
 from phalanx.data.loader import sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
@@ -298,6 +299,7 @@ def init(
         neighbours = topology.node_of(place.rank).ranks
         chosen = devices.choose_device(place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator)
         devices.open_device(chosen, place.rank)
+        register()  # torch has done it, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
         dist.init_process_group(
             backend or devices.default_backend(chosen),
             store=store,

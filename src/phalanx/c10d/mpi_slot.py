@@ -31,20 +31,29 @@ class ProcessGroupMPI:
         """
         from torch.distributed.distributed_c10d import _get_default_timeout
 
-        from phalanx.c10d.create_mpi import create_mpi_group
-
         caller = sys._getframe(1).f_locals
         timeout, name = caller.get("timeout"), caller.get("group_name")
         if not isinstance(timeout, timedelta):
             timeout = _get_default_timeout("mpi")  # type: ignore[arg-type]
-        return create_mpi_group(ranks, name if isinstance(name, str) else "mpi", timeout)
+        return _group_of(ranks, name if isinstance(name, str) else "mpi", timeout)
 
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     """Make this rank's side of a group, as the entry in the table of backends of torch >= 2.14."""
+    return _group_of(options.global_ranks_in_group, options.group_id, options.timeout)
+
+
+def _group_of(ranks: list[int], group_name: str, timeout: timedelta) -> dist.ProcessGroup:
+    import torch
+
+    from phalanx.c10d.torch_versions import note_if_newer, refuse_if_older
+
+    refuse_if_older(torch.__version__)
     from phalanx.c10d.create_mpi import create_mpi_group
 
-    return create_mpi_group(options.global_ranks_in_group, options.group_id, options.timeout)
+    group = create_mpi_group(ranks, group_name, timeout)
+    note_if_newer(torch.__version__, group.rank())
+    return group
 
 
 def fill_mpi_slot() -> None:
