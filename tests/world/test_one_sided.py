@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.ranks import Member, on_ranks
+from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, InitializationError, PeerLost
 
@@ -59,7 +60,7 @@ def test_ranks_read_and_write_each_others_tensors(size: int) -> None:
             transport = new_transport_rank("phalanx", "cpu", peer_rank=peer)
             own = torch.full((count,), float(member.rank))
             inbox = torch.zeros(4, dtype=torch.int64)
-            store = dist.PrefixStore(f"{min(peer, member.rank)}-{max(peer, member.rank)}", member.store("memory"))
+            store = PrefixStore(f"{min(peer, member.rank)}-{max(peer, member.rank)}", member.store("memory"))
             for name, tensor in (("own", own), ("inbox", inbox)):
                 described = transport.register_memory(tensor).to_remote_buffer().serialize()
                 store.set(f"{name}/{member.rank}", described.hex())

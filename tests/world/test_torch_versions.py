@@ -10,6 +10,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,8 @@ def test_torchcomms_for_every_backend_is_told(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has gather_single from 2.14 on")
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gather_single(size: int) -> None:
+    c10d: Any = dist
+
     def body(member: Member) -> list[list[float]]:
         member.join()
         found = []
@@ -159,7 +162,7 @@ def test_gather_single(size: int) -> None:
             for asynchronous in (False, True):
                 whole = torch.zeros(size, 2) if member.rank == root else None
                 own = torch.tensor([float(member.rank), 10.0 + root])
-                work = dist.gather_single(own, whole, dst=root, async_op=asynchronous)
+                work = c10d.gather_single(own, whole, dst=root, async_op=asynchronous)
                 if asynchronous:
                     work.wait(timedelta(seconds=60))
                 if whole is not None:

@@ -73,7 +73,8 @@ def fill_mpi_slot() -> None:
     if from_table:
         devices = dist.Backend.backend_capability[dist.Backend.MPI]
         kind = dist.ProcessGroup.BackendType.MPI
-        dist.Backend.register_backend("mpi", _create, extended_api=True, devices=devices, _backend_type=kind)
+        register: Any = dist.Backend.register_backend
+        register("mpi", _create, extended_api=True, devices=devices, _backend_type=kind)
     else:
         c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[misc]
 

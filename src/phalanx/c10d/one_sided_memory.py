@@ -46,7 +46,7 @@ def decoded(kind: str, fields: dict[str, type], data: bytes) -> dict[str, Any]:
         raise ValueError(f"the description of a {kind} has other fields than {', '.join(fields)}")
     for name, wanted in fields.items():
         value = found[name]
-        if type(value) is not wanted or (wanted is int and not 0 <= value < _LARGEST):
+        if type(value) is not wanted or (isinstance(value, int) and not 0 <= value < _LARGEST):
             raise ValueError(f"the description of a {kind} has a wrong {name}: {value!r:.80}")
     return found
 

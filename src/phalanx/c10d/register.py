@@ -74,7 +74,7 @@ def _explain_torchcomms() -> None:
 
     if not c10d._TORCHCOMM_AVAILABLE or hasattr(c10d, "_torchcomms_handles_backend"):
         return
-    own = c10d.new_comm  # type: ignore[attr-defined]
+    own = c10d.new_comm
 
     def new_comm(backend: str, *arguments: Any, **named: Any) -> Any:
         try:
@@ -88,7 +88,7 @@ def _explain_torchcomms() -> None:
                 "torchcomms for every backend. Switch that off, or use torch >= 2.14, which asks it only for its own"
             ) from error
 
-    c10d.new_comm = new_comm  # type: ignore[attr-defined]
+    c10d.new_comm = new_comm
 
 
 def _stand_in_for(wanted: str) -> None:
