@@ -1,8 +1,9 @@
 """Telling the other ranks how this one's script ends, as soon as it does.
 
-A process takes seconds to end once torch is loaded, and the others may wait for it meanwhile. So an exception that nobody
-caught is told from the exception hook, before the interpreter begins to finalise. An exit is told by the core, from the
-process's exit code (``native/csrc/life.c``); a worker of ``multiprocessing`` that was forked does not pass there.
+A process takes seconds to end once torch is loaded, and the others may wait for it meanwhile. So an exception that
+nobody caught is told from the exception hook, before the interpreter begins to finalise. An exit is told by the core,
+from the process's exit code (``native/csrc/life.c``); a worker of ``multiprocessing`` that was forked does not pass
+there.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Mailbox:
 
     Threads share it as follows. A thread appends to ``inside`` before it calls the core, and only then reads ``comm``,
     once, and ``ended``; it pops its entry when it has left the core. The thread that closes the group does both in the
-    other order: it sets ``ended``, clears ``comm``, and then waits until nobody is inside. So a thread either finds that
-    the group is closed, or is waited for. (A list's append and pop are atomic.)
+    other order: it sets ``ended``, clears ``comm``, and then waits until nobody is inside. So a thread either finds
+    that the group is closed, or is waited for. (A list's append and pop are atomic.)
 
     In a forked child the group counts as closed, since the handle's memory is shared with the parent.
 

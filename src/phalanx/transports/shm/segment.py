@@ -120,7 +120,7 @@ def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: s
         not attach. Both are empty when all is well.
     """
     try:
-        store.set("offer", json.dumps([os.getpid(), descriptor, name]))
+        store.set("offer", json.dumps([_own_pid(), descriptor, name]))
         outcome = _collect_answers(store, size, timeout, name, reason)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
@@ -130,6 +130,14 @@ def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: s
         raise
     _publish(store, name, outcome)
     return outcome
+
+
+def _own_pid() -> int:
+    """This process's id as its /proc counts, in which the others look for it; getpid() counts in a namespace."""
+    try:
+        return int(os.readlink("/proc/self"))
+    except OSError:
+        return os.getpid()
 
 
 def _publish(store: Store, name: str, outcome: tuple[str, str]) -> None:
@@ -187,8 +195,8 @@ def _see_each_other(comm: int, descriptor: int, rank: int, timeout_s: float) -> 
     if whom.value == NOBODY:
         return ""
     return (
-        f"rank {by.value} sees no process of rank {whom.value} under the pid that this rank has, as when one of them has "
-        f"a pid namespace of its own, so it could not learn of its end"
+        f"rank {by.value} does not see the process of rank {whom.value}, so it could not learn of its end: has one of "
+        f"them a pid namespace of its own?"
     )
 
 
