@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from phalanx.c10d.checks import SUM, Checks
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
 from phalanx.c10d.progress import Progress
 from phalanx.c10d.stand_ins import dense
+from phalanx.c10d.uncompiled import uncompiled
+from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.layout import DTYPES
@@ -26,6 +30,7 @@ __all__ = ["BaseProcessGroup"]
 SMALL_BYTES = 64 * 1024  # up to here an asynchronous operation takes less time than waking a thread for it
 
 
+@uncompiled
 class BaseProcessGroup(dist.ProcessGroup):
     """A process group over a communicator, without its collectives.
 
@@ -61,12 +66,56 @@ class BaseProcessGroup(dist.ProcessGroup):
         """The library whose connections carry the bytes, as ``Gloo``; empty if they are the transport's own."""
         return self._communicator.engine
 
-    def _start(self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None]) -> Any:
-        """Run an operation here and now, or queue it and return its ``Work``."""
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of every operation that starts from now on. torch's own method reaches the attached Gloo only."""
+        super().set_timeout(timeout)
+        self._communicator.set_timeout(timeout)
+
+    def _start(
+        self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None], urgent: bool | None = None
+    ) -> Any:
+        """Run an operation here and now, or queue it and return its ``Work``.
+
+        Args:
+            asynchronous: queue it.
+            result: its tensors.
+            body: what it does.
+            urgent: a thread begins with it at once; by default if the tensors are large.
+        """
         if not asynchronous:
             return self._progress.run(body)
-        urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
+        for wrap in around.wraps:
+            body = wrap(body)
+        if urgent is None:
+            urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
         return PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+
+    def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
+        """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""
+        opts = arguments[-1]
+        before, asynchronous = around.wraps, opts.asyncOp
+        around.wraps, opts.asyncOp = (*before, partial(self._within, opts.timeout)), True
+        try:
+            work = body(self, *arguments)
+        finally:
+            around.wraps, opts.asyncOp = before, asynchronous
+        if asynchronous:
+            return work
+        work.wait()
+        return None
+
+    def _within(self, timeout: timedelta, body: Callable[[], None]) -> Callable[[], None]:
+        """``body`` with another timeout than the group's, which counts from when the operation begins to run."""
+
+        def run() -> None:
+            own = self._gloo.options._timeout
+            self._communicator.set_timeout(timeout)
+            try:
+                body()
+            finally:
+                self._communicator.set_timeout(own)
+
+        return run
 
     # -- point to point ----------------------------------------------------------------------------
 
@@ -90,7 +139,7 @@ class BaseProcessGroup(dist.ProcessGroup):
 
     @by_device()
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
-        return self.recv(tensors, None, tag)
+        return BaseProcessGroup.recv(self, tensors, None, tag)
 
     def _message(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> dist.Work:
         if message.done:
