@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from phalanx import settings
 from phalanx.c10d.register import register
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.data.loader import sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
@@ -41,6 +42,7 @@ _openings = 0
 _store: Store | None = None
 
 
+@uncompiled
 class World(Group):
     """All ranks of the job. It is the default group: every method of :class:`Group` works on it.
 
