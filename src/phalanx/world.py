@@ -26,6 +26,7 @@ from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
 from phalanx.system.host import this_host
 from phalanx.topology import device as devices
+from phalanx.topology.backends import why_unfit
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
@@ -292,6 +293,8 @@ def init(
         )
     place = place_with(None, init_method, rank, world_size)
     accelerator = devices.find_accelerator()
+    if backend and (unfit := why_unfit(backend, accelerator)):
+        raise DeviceError(f"rank {place.rank}: {unfit}")
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
