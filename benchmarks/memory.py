@@ -62,7 +62,7 @@ def train_shapes() -> float:
     for _ in range(STEPS):
         sequences, length = (int(torch.randint(*bounds, (), generator=generator)) for bounds in ((2, 17), (8, 129)))
         batch = torch.randint(0, 20_000, (sequences, length), generator=generator)
-        nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten()).backward()
+        torch.autograd.backward(nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten()))
         optimizer.step()
         optimizer.zero_grad()
         tokens += batch.numel()
@@ -127,9 +127,8 @@ def main() -> None:
     if options.json:
         print(json.dumps(samples))
         return
-    print(
-        f"{'program':<10}{'--memory':<10}{'rate':>8}{'ratio':>7}{'cpu s':>8}{'ratio':>7}{'peak MiB':>10}{'ratio':>7}{'faults':>11}"
-    )
+    heads = ("rate", 8), ("ratio", 7), ("cpu s", 8), ("ratio", 7), ("peak MiB", 10), ("ratio", 7), ("faults", 11)
+    print(f"{'program':<10}{'--memory':<10}" + "".join(f"{head:>{width}}" for head, width in heads))
     for program, modes in samples.items():
         plain = medians(modes["return"])
         for mode, taken in modes.items():
