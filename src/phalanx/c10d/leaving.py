@@ -25,7 +25,8 @@ class Leaver(Protocol):
         ...
 
 
-_leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+# By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
+_leavers: weakref.WeakValueDictionary[int, Leaver] = weakref.WeakValueDictionary()
 
 
 def end_before_the_interpreter(leaver: Leaver) -> None:
@@ -33,11 +34,12 @@ def end_before_the_interpreter(leaver: Leaver) -> None:
 
     A thread that waits for a lost rank cannot see the request; it is left alone after ``LEAVING_S``.
     """
-    _leavers.add(leaver)
+    _leavers[id(leaver)] = leaver
 
 
 def _at_exit() -> None:
-    threads = [thread for leaver in list(_leavers) for thread in leaver.leave()]
+    leavers = [leaver for reference in _leavers.valuerefs() if (leaver := reference()) is not None]
+    threads = [thread for leaver in leavers for thread in leaver.leave()]
     deadline = time.monotonic() + LEAVING_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
