@@ -40,8 +40,9 @@ class Comparer(Protocol):
         ...
 
 
-_leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
 _comparers: weakref.WeakSet[Comparer] = weakref.WeakSet()
+# By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
+_leavers: weakref.WeakValueDictionary[int, Leaver] = weakref.WeakValueDictionary()
 
 
 def end_before_the_interpreter(leaver: Leaver) -> None:
@@ -49,7 +50,7 @@ def end_before_the_interpreter(leaver: Leaver) -> None:
 
     A thread that waits for a lost rank cannot see the request; it is left alone after ``LEAVING_S``.
     """
-    _leavers.add(leaver)
+    _leavers[id(leaver)] = leaver
 
 
 def compare_at_exit(group: Comparer) -> None:
@@ -60,7 +61,8 @@ def compare_at_exit(group: Comparer) -> None:
 def _at_exit() -> None:
     if not script_failed():
         _compare_all()
-    threads = [thread for leaver in list(_leavers) for thread in leaver.leave()]
+    leavers = [leaver for reference in _leavers.valuerefs() if (leaver := reference()) is not None]
+    threads = [thread for leaver in leavers for thread in leaver.leave()]
     deadline = time.monotonic() + LEAVING_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
