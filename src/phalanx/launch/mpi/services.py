@@ -92,7 +92,7 @@ class StoreOnDemand:
         if self._pid == 0:
             self._descriptors.zygote.close()
             self._descriptors.close_rank_ends()
-            host_store(self._descriptors.listener, self._job.address, self._job.ranks, relay)
+            host_store(self._descriptors.listener, relay)
         self._handle = os.pidfd_open(self._pid)
         self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)
 
