@@ -84,7 +84,7 @@ def claim_the_port(port: int) -> list[str]:
                 sock.bind((address, port))
                 sock.listen()
             except OSError as error:
-                refused.append(error.strerror)
+                refused.append(str(error.strerror))
     return refused
 
 

@@ -40,7 +40,7 @@ def as_another_user(attack: Callable[..., Any], *arguments: Any) -> Any:
     with os.fdopen(read, "rb") as pipe:
         answer = pipe.read()
     os.waitpid(pid, 0)
-    result, error = pickle.loads(answer)
-    if error is not None:
-        raise error
+    result, failure = pickle.loads(answer)
+    if failure is not None:
+        raise failure
     return result

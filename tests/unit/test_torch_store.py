@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,10 +21,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistStoreError
 
 from phalanx.store.torch_requests import Conversation, TorchTable
-from phalanx.store.torch_server import MOST_COMPLAINTS, TorchStoreServer
+from phalanx.store.torch_server import MOST_COMPLAINTS, Referral, TorchStoreServer
 from phalanx.system import connection_owner
 from phalanx.system.connection_owner import owner_of
 from phalanx.wire.framing import Malformed
+
+GREETING = b"\0" + struct.pack("=I", 0x3C85F7CE)
 
 
 class Served:
@@ -48,7 +51,8 @@ class Served:
         os.waitpid(self._pid, 0)
 
     def client(self, timeout_s: float = 20.0) -> TCPStore:
-        return TCPStore(*self.where, is_master=False, timeout=timedelta(seconds=timeout_s))
+        host, port = self.where
+        return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 class Attended:
@@ -170,7 +174,7 @@ def test_a_barrier_ends_for_all_when_the_last_has_come(size: int) -> None:
         pytest.skip("this torch's store has no barrier")
     with Served() as served:
         came: list[int] = []
-        stores = [served.client().clone() for _ in range(size)]
+        stores: list[Any] = [served.client() for _ in range(size)]
 
         def come(rank: int) -> None:
             stores[rank].barrier("all", size, timedelta(seconds=20))
@@ -192,14 +196,14 @@ def test_a_client_that_has_gone_leaves_nothing_behind() -> None:
         table = attended.server._table
         with socket.create_connection(attended.where) as gone:
             wait = b"\6" + struct.pack("=QQ", 1, 5) + b"never"
-            gone.sendall(b"\0" + struct.pack("=I", 0x3C85F7CE) + wait)
+            gone.sendall(GREETING + wait)
             attended.until(lambda: bool(table.waiting))
         attended.until(lambda: not table.waiting)
 
 
 def test_many_large_answers_come_whole() -> None:
     with Served() as served:
-        store = served.client()
+        store: Any = served.client()
         value = bytes(range(256)) * 20000
         store.set("large", value)
         assert store.multi_get(["large"] * 5) == [value] * 5
@@ -209,12 +213,35 @@ def test_a_connection_that_is_not_welcome_is_closed_unread_and_reported_a_few_ti
     with Attended(is_welcome=lambda peer, here: False) as attended:
         for _ in range(MOST_COMPLAINTS + 6):
             with socket.create_connection(attended.where) as sock:
-                sock.sendall(b"\0" + struct.pack("=I", 0x3C85F7CE))
+                sock.sendall(GREETING)
                 attended.server.turn(20)
                 with contextlib.suppress(ConnectionResetError):
                     assert sock.recv(10) == b""
         assert len(attended.said) == MOST_COMPLAINTS
         assert attended.said[-1].endswith("further ones are not reported")
+
+
+def test_a_connection_from_another_host_waits_for_what_is_known_there() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with (
+        theirs,
+        ours,
+        Attended(is_welcome=lambda peer, here: False, referral=Referral(ours)) as attended,
+        socket.create_connection(attended.where) as known,
+        socket.create_connection(attended.where) as stranger,
+    ):
+        known.sendall(GREETING + b"\7")
+        attended.server.turn(20)
+        questions = [json.loads(theirs.recv(4096)) for _ in range(2)]
+        assert [tuple(peer) for _, peer, _ in questions] == [known.getsockname(), stranger.getsockname()]
+        assert {tuple(here) for _, _, here in questions} == {attended.where}
+        theirs.send(b"77")
+        theirs.send(str(questions[0][0]).encode())
+        attended.server.turn(20)
+        attended.server.turn(20)
+        assert known.recv(8) == struct.pack("=q", 0)
+        attended.until(lambda: bool(attended.said))
+        assert stranger.recv(8) == b""
 
 
 @pytest.mark.parametrize("way", ["kernel", "list"])
@@ -243,7 +270,7 @@ def test_the_owner_of_a_connection_is_found_and_that_of_a_closed_one_is_nobody(
 def conversation() -> tuple[Conversation, TorchTable, list[bytes]]:
     table, sent = TorchTable(), list[bytes]()
     talk = Conversation(table, sent.append)
-    talk.hear(b"\0" + struct.pack("=I", 0x3C85F7CE))
+    talk.hear(GREETING)
     return talk, table, sent
 
 
@@ -274,6 +301,6 @@ def test_nothing_is_done_before_the_greeting(data: bytes) -> None:
     talk = Conversation(table, sent.append)
     with contextlib.suppress(Malformed):
         talk.hear(data)
-    if not data.startswith(b"\0" + struct.pack("=I", 0x3C85F7CE)):
+    if not data.startswith(GREETING):
         assert not table.entries
         assert not sent

@@ -38,6 +38,7 @@ from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.rank.descriptors import RankEnds, report_name
 from phalanx.launch.rank.start import RankStart, enter_rank
+from phalanx.store.torch_server import is_own
 from phalanx.system import processes
 from phalanx.system.host import this_host
 
@@ -245,6 +246,10 @@ class _Keeper:
             elif order["do"] == "end":
                 if self.child is not None:
                     self.child.end(order["signal"], order["patience_s"])
+            elif order["do"] == "look":
+                # Of a connection to the job's store: may it be this user's?
+                if is_own(tuple(order["end"]), tuple(order["other_end"])):
+                    self._say(event="owns", number=order["number"])
             elif order["do"] == "leave":
                 self.watch.add(order["files"])
                 self.leave()

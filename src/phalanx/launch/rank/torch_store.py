@@ -10,27 +10,26 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from typing import NoReturn
 
-from phalanx.store.torch_server import TorchStoreServer, is_own
-from phalanx.system.connection_owner import Address
+from phalanx.store.torch_server import Referral, TorchStoreServer
 from phalanx.system.processes import die_with_parent, set_name
 
 __all__ = ["host_store"]
 
 
-def host_store(listener: socket.socket, parent: int, is_welcome: Callable[[Address, Address], bool] = is_own) -> None:
-    """Serve the store in this process until it is killed. Never returns.
+def host_store(listener: socket.socket, parent: int, referral: Referral | None = None) -> NoReturn:
+    """Serve the store in this process until it is killed.
 
     Args:
         listener: the bound, listening socket. Clients that connect before the server runs wait in its queue.
-        parent: the process id of the zygote, with which this process ends.
-        is_welcome: whether a connection may use the store, by the addresses and ports of its two ends.
+        parent: the process id of the zygote, or of the relay, with which this process ends.
+        referral: asks about the connections from other hosts; None if the job is on this host alone.
     """
     try:
         die_with_parent(parent)
         set_name("phalanx-store")
-        server = TorchStoreServer(listener, is_welcome)
+        server = TorchStoreServer(listener, referral=referral)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         server.serve()
     except BaseException:
