@@ -129,11 +129,19 @@ class DeviceMismatch(PhalanxError, ValueError):
 
 
 class ArgumentError(PhalanxError, ValueError):
-    """A collective was called with tensors or options that cannot be right, or that no backend here serves.
+    """A function was called with tensors or options that cannot be right, or that no backend here serves.
 
     Raised on the rank that made the call, before it sends anything to the others. The message says what was given and
     what is needed.
     """
+
+    @classmethod
+    def too_few_left(cls, items: int, epoch: int, ranks: int) -> ArgumentError:
+        """A loader was to resume an epoch of which so few items are left that some ranks would have no batch."""
+        return cls(
+            f"{items} items are left of epoch {epoch}, too few for a step of {ranks} ranks. Resume with at most "
+            f"{items} ranks, or leave them out: loader.set_epoch({epoch + 1})"
+        )
 
 
 class BackendError(PhalanxError):

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from phalanx import settings
-from phalanx.data.loader import sharded_loader
+from phalanx.data.loader import ShardedLoader, sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
 from phalanx.parallel.data_parallel import data_parallel
@@ -197,10 +197,11 @@ class World(Group):
         seed: int = 0,
         drop_last: bool = False,
         **options: Any,
-    ) -> DataLoader[Any]:
+    ) -> ShardedLoader:
         """A ``DataLoader`` over this rank's share of ``dataset``; no item is dropped, and none is in two shares.
 
-        ``batch_size`` is per rank. See :func:`phalanx.data.loader.sharded_loader`.
+        ``batch_size`` is per rank. The loader's ``state_dict()`` says where it stands, also inside an epoch. See
+        :func:`phalanx.data.loader.sharded_loader`.
         """
         return sharded_loader(
             dataset,
