@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -116,67 +116,17 @@ class World(Group):
             )
         return self._peers_group
 
-    def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Divide the world into groups of the ranks that give the same color. Every rank must call it.
-
-        Args:
-            color: a number for the group that this rank joins; None to join none.
-            key: the order within the group; ranks with the same key keep the order of the world.
-
-        Returns:
-            This rank's group, or None if its color is None.
-
-        Costs one all-gather of objects, and one meeting of each group's members.
-        """
-        self._use()
-        answers: list[Any] = [None] * self.size
-        self.all_gather_object(answers, (color, key))
-        members: dict[int, list[int]] = {}
-        for rank in sorted(range(self.size), key=lambda rank: (answers[rank][1], rank)):
-            if answers[rank][0] is not None:
-                members.setdefault(answers[rank][0], []).append(rank)
-        if color is None:
-            self._make([members[each] for each in sorted(members)])
-            return None
-        return self._own_part([members[each] for each in sorted(members)])
-
     def _own_part(self, parts: Sequence[Sequence[int]]) -> Group:
-        """Make all groups of a division, which every rank gives alike, and return the one of this rank."""
-        group = self._make(parts)
+        """Make all groups of a division that has every rank, and return the one of this rank."""
+        group = self._parts(parts)
         if group is None:
             raise RankError(f"rank {self.rank} is in none of the groups {[list(part) for part in parts]}")
         return group
 
-    def _make(self, parts: Sequence[Sequence[int]]) -> Group | None:
-        """Make all groups of a division; return this rank's, or None.
-
-        torch names a group by the number of groups made before it, so all ranks must make all of them.
-        """
-        own = None
-        for part in parts:
-            own = self.subgroup(part) or own
-        return own
-
-    def subgroup(self, ranks: Iterable[int]) -> Group | None:
-        """Make a group of some ranks. Every rank of the world must call it, with the same ranks.
-
-        Args:
-            ranks: world ranks; their order here is their order in the group.
-
-        Returns:
-            The group, or None on ranks that are not in it.
-
-        Raises:
-            RankError: a rank is not in the world or is listed twice, or no rank was given.
-        """
-        self._use()
-        members = [self._member(rank) for rank in ranks]
-        if not members or len(set(members)) != len(members):
-            raise RankError(f"a group needs at least one rank, and each only once; got {members}")
-        process_group = dist.new_group(members, sort_ranks=False)
-        if self.rank not in members:
-            return None
-        return Group(process_group, members, self._session)
+    def _process_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """As for any group; of the world every rank calls it, so torch can name the group."""
+        group = dist.new_group(list(ranks), timeout=self._session.timeout, sort_ranks=False)
+        return group if self.rank in ranks else None
 
     def data_parallel(
         self, module: torch.nn.Module, *, comm_hook: str | Callable[..., Any] | None = None, **options: Any
@@ -306,7 +256,8 @@ def init(
             world_size=place.world_size,
             timeout=timeout,
         )
-        session = Session(frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(",")))
+        served = frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
+        session = Session(served, timeout)
         _world = world = World(place, topology, chosen, session)
         if place.world_size > 1:
             world._announce(store)
