@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
 
 from phalanx import settings
-from phalanx.data.loader import ShardedLoader, sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
-from phalanx.parallel.data_parallel import data_parallel
 from phalanx.place.arguments import place_with
 from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
@@ -27,6 +24,7 @@ from phalanx.topology import device as devices
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
+from phalanx.training.calls import TrainingCalls
 from phalanx.transports.mpi.broadcast import mpi_broadcast
 from phalanx.words import tell
 
@@ -40,8 +38,10 @@ _openings = 0
 _store: Store | None = None
 
 
-class World(Group):
+class World(TrainingCalls):
     """All ranks of the job. It is the default group: every method of :class:`Group` works on it.
+
+    ``with phalanx.init() as world:`` closes it at the end of the block.
 
     Attributes:
         rank, world_size: this process's place among all ranks (``size`` is the same as ``world_size``).
@@ -128,41 +128,22 @@ class World(Group):
         group = dist.new_group(list(ranks), timeout=self._session.timeout, sort_ranks=False)
         return group if self.rank in ranks else None
 
-    def data_parallel(
-        self, module: torch.nn.Module, *, comm_hook: str | Callable[..., Any] | None = None, **options: Any
-    ) -> DistributedDataParallel:
-        """Keep a replica of ``module`` on every rank: gradients are averaged while backward computes.
+    @contextlib.contextmanager
+    def local_main_first(self) -> Iterator[None]:
+        """As :meth:`main_first`, with one rank going first on each host: the one with local rank 0.
 
-        Every rank calls it, with a module of the same shape; rank 0's parameters and buffers are copied to the
-        others. See :func:`phalanx.parallel.data_parallel.data_parallel`.
+        Every rank must enter it. It uses :attr:`node_group`.
         """
-        return data_parallel(module, self._use(), self.device, comm_hook=comm_hook, **options)
+        with self.node_group.main_first():
+            yield
 
-    def loader(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        **options: Any,
-    ) -> ShardedLoader:
-        """A ``DataLoader`` over this rank's share of ``dataset``; no item is dropped, and none is in two shares.
+    def __enter__(self) -> World:
+        """``with phalanx.init() as world:`` closes the world at the end of the block."""
+        return self
 
-        ``batch_size`` is per rank. The loader's ``state_dict()`` says where it stands, also inside an epoch. See
-        :func:`phalanx.data.loader.sharded_loader`.
-        """
-        return sharded_loader(
-            dataset,
-            batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            **options,
-        )
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if _world is self:
+            close()
 
     def describe(self) -> str:
         """The rank table of the whole world as text. Every rank must call it; all get the same."""
