@@ -32,7 +32,7 @@ MODES: tuple[Memory, ...] = get_args(Memory)
 HUGE = "THP_MEM_ALLOC_ENABLE"
 MMAP_MAX = "MALLOC_MMAP_MAX_"
 TRIM_THRESHOLD = "MALLOC_TRIM_THRESHOLD_"
-# Their numbers in glibc's malloc.h, for mallopt().
+# Their numbers in glibc, for mallopt().
 _OPTIONS = {MMAP_MAX: -4, TRIM_THRESHOLD: -1}
 # Variables by which the user has set up malloc or torch's allocator already; then none of them is touched.
 _USERS_OWN = (HUGE, MMAP_MAX, TRIM_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
