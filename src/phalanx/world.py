@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import settings
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.data.loader import sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
@@ -40,6 +41,7 @@ _openings = 0
 _store: Store | None = None
 
 
+@uncompiled
 class World(Group):
     """All ranks of the job. It is the default group: every method of :class:`Group` works on it.
 

@@ -10,11 +10,13 @@ import torch.distributed as dist
 
 from phalanx.c10d.operation import Operation
 from phalanx.c10d.progress import Progress
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import CollectiveTimeout
 
 __all__ = ["PhalanxWork"]
 
 
+@uncompiled
 class PhalanxWork(dist.Work):
     """The handle of one asynchronous operation, as torch documents it for CPU backends."""
 
