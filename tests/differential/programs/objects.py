@@ -54,19 +54,6 @@ def send_object_list(member: Member) -> Any:
 
 
 @program()
-def recv_object_list_from_any_source(member: Member) -> Any:
-    if member.rank:
-        dist.send_object_list([member.rank], 0)
-        return None
-    seen = []
-    for _ in range(member.size - 1):
-        received: list[Any] = [None]
-        source = dist.recv_object_list(received)
-        seen.append((source, received[0]))
-    return sorted(seen)
-
-
-@program()
 def objects_in_a_group(member: Member) -> Any:
     group = dist.new_group([0, member.size - 1])
     if member.rank not in (0, member.size - 1):

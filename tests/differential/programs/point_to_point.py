@@ -83,8 +83,10 @@ def from_any_source(member: Member) -> Any:
 @program()
 def from_any_source_by_tag(member: Member) -> Any:
     if member.rank:
-        for tag in (5, 6):
-            dist.send(torch.full((2,), float(10 * member.rank + tag)), 0, tag=tag)
+        sent = [dist.isend(torch.full((2,), float(10 * member.rank + tag)), 0, tag=tag) for tag in (5, 6)]
+        for work in sent:
+            assert work is not None
+            work.wait()
         return None
     sums = []
     for tag in (6, 5):
@@ -186,12 +188,25 @@ def batch_in_a_group(member: Member) -> Any:
 
 @program()
 def to_itself(member: Member) -> Any:
-    return raised(lambda: dist.send(torch.ones(1), member.rank)), raised(lambda: dist.isend(torch.ones(1), member.rank))
+    return raised(lambda: dist.send(torch.ones(1), member.rank)), raised(lambda: dist.recv(torch.ones(1), member.rank))
 
 
-@program(cases=["send", "recv"])
-def with_a_rank_that_is_not_there(member: Member, verb: str) -> Any:
-    return raised(lambda: getattr(dist, verb)(torch.ones(1), member.size + 3))
+@program(differs="Messages to oneself", alone=True)
+def to_itself_without_waiting(member: Member) -> Any:
+    received = torch.zeros(2)
+
+    def send() -> None:
+        works = [dist.isend(torch.ones(2), member.rank), dist.irecv(received, member.rank)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    return raised(send, gives=received)
+
+
+@program(differs="A rank that the group does not have", alone=True)
+def to_a_rank_that_is_not_there(member: Member) -> Any:
+    return raised(lambda: dist.send(torch.ones(1), member.size + 3))
 
 
 @program()
