@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
+from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.register import register
+from phalanx.c10d.replace import replaces
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
@@ -325,7 +327,12 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _backend_name() -> str:
-    """The name of the backend, or torch's list ``device:backend,...`` if there are several."""
-    config: str = dist.get_backend_config()
-    names = {entry.partition(":")[2] for entry in config.split(",")}
-    return names.pop() if len(names) == 1 else config
+    """What serves the world: the backend, or torch's list ``device:backend,...`` if there are several.
+
+    Where ``phalanx`` serves a program that asked for ``gloo``, torch says ``gloo``, and this says ``phalanx``.
+    """
+    entries = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if isinstance(dist.group.WORLD, PhalanxProcessGroup) and replaces(entries.get("cpu", "")):
+        entries = {device: settings.BACKEND if name == entries["cpu"] else name for device, name in entries.items()}
+    names = set(entries.values())
+    return names.pop() if len(names) == 1 else ",".join(f"{device}:{name}" for device, name in entries.items())

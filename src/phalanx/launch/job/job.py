@@ -124,6 +124,8 @@ class Job:
         parts = [f"phalanx run: {format_count(self.ranks, 'rank')} of {self.target.name}"]
         if self.rehearsal is not None:
             parts.append(self.rehearsal.title(self.host))
+        if self.replace:
+            parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
         if described := rank_memory.describe(self.memory):
             parts.append(described)
         return ", ".join(parts)
