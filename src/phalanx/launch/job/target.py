@@ -87,6 +87,13 @@ def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = Fa
     """
     if module:
         return _find_module(name, arguments)
+    target = _find_file(name, arguments)
+    if target.is_python:
+        current_folder()  # torch cannot be imported without one
+    return target
+
+
+def _find_file(name: str, arguments: tuple[str, ...]) -> Target:
     if not os.path.exists(name):
         found = shutil.which(name) if os.sep not in name else None
         if found is None:

@@ -7,7 +7,7 @@ import selectors
 from collections.abc import Callable
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.rank.descriptors import Descriptors, release_input
 from phalanx.launch.rank.torch_store import host_store
 
 __all__ = ["Input", "StoreOnDemand"]
@@ -57,9 +57,7 @@ class Input:
         if self._wanted:
             self._selector.unregister(0)
             self._wanted = False
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        release_input()
 
 
 class StoreOnDemand:
