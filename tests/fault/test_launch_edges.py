@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Launcher, RunningJob, launcher, wait_for
+from tests.launch_support import Launcher, launcher, wait_for
 
 __all__ = ["launcher"]
 
@@ -70,14 +69,13 @@ def test_a_checkpoint_that_takes_long_is_finished_after_sigterm(launcher: Launch
 def test_a_job_that_hangs_says_where_when_it_is_ended(launcher: Launcher, signum: int) -> None:
     job = launcher.start("-n", "3", launcher.script(HANG, "hang.py"))
     job.read_lines(3)
-    hung = {rank: pid for rank, pid in enumerate(job.ranks())}
-    wait_for(lambda: all(state(pid) == "S" for pid in hung.values()))
+    wait_for(lambda: all(state(pid) == "S" for pid in job.ranks()))
     time.sleep(0.5)
     job.process.send_signal(signum)
     text = job.finish().err_text
     assert f"{signal.Signals(signum).name}: all 3 ranks have been ended, and had been at\n" in text
-    assert "  ranks 0, 2: hang.py:8 dist.all_reduce(x)\n" in text
-    assert "  rank 1: hang.py:6 time.sleep(300)\n" in text
+    assert "  ranks 0, 2: hang.py:7 dist.all_reduce(x)\n" in text
+    assert "  rank 1: hang.py:5 time.sleep(300)\n" in text
     assert "Traceback" not in text.partition("SIG")[0]
 
 
@@ -106,13 +104,8 @@ def test_sigquit_prints_stacks_and_the_job_goes_on(launcher: Launcher) -> None:
         while b"rank 0 is at" not in stderr.readline():
             pass
         frames = [stderr.readline().decode() for _ in range(6)]
-        assert [
-            re.sub(r".*, (line \d+, in \w+|line \d+, in <module>)", r"\1", line.strip()) for line in frames[::2]
-        ] == [
-            "line 9, in <module>",
-            "line 7, in outer",
-            "line 4, in wait",
-        ]
+        places = [line.strip().partition(", ")[2] for line in frames[::2]]
+        assert places == ["line 8, in <module>", "line 6, in outer", "line 3, in wait"]
         assert frames[5].strip() == "while not sys.stdin.read(1):"
     stdin.write(b"x")
     stdin.close()
@@ -225,13 +218,13 @@ def test_ranks_that_never_joined_are_noticed(launcher: Launcher, kind: str) -> N
     assert ("none of the 2 ranks joined" in outcome.err_text) is noted
     assert ("--pass-local-rank" in outcome.err_text) is noted
     if noted:
-        assert "joined" not in launcher.run("-n", "1", script).err_text
+        assert "ranks joined" not in launcher.run("-n", "1", script).err_text
         assert launcher.run("-n", "2", "-q", script).err_text == ""
 
 
 VARIABLES = """
 import os, sys
-os.environ.update(OMP_NUM_THREADS='3', TORCH_DISTRIBUTED_DEBUG='DETAIL', OMP_PROC_BIND='true')
+os.environ.update(OMP_NUM_THREADS='2', TORCH_DISTRIBUTED_DEBUG='DETAIL', OMP_PROC_BIND='true')
 before = 'torch' in sys.modules
 import torch.nn as nn
 import torch, torch.distributed as dist
@@ -241,9 +234,9 @@ print(before, torch.get_num_threads(), dist.get_debug_level().name, nn is torch.
 
 @pytest.mark.parametrize("option", ["--quiet", "--no-preload"])
 def test_variables_that_a_script_sets_before_it_imports_torch(launcher: Launcher, option: str) -> None:
-    outcome = launcher.run("-n", "2", option, launcher.script(VARIABLES), environment={"PHALANX_DEVICE": "cpu"})
+    outcome = launcher.run("-n", "2", option, launcher.script(VARIABLES), environment={"OMP_NUM_THREADS": "1"})
     assert outcome.code == 0, outcome.err_text
-    assert sorted(outcome.out_lines) == [f"[rank {rank}] False 3 DETAIL True torch" for rank in (0, 1)]
+    assert sorted(outcome.out_lines) == [f"[rank {rank}] False 2 DETAIL True torch" for rank in (0, 1)]
     assert "OMP_PROC_BIND" not in outcome.err_text
 
 
@@ -359,38 +352,34 @@ def test_a_second_ctrl_c_does_not_wait_for_a_debugged_rank(launcher: Launcher) -
 def test_a_working_directory_that_was_deleted_is_said(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("print('x')")
     gone = tmp_path / "gone"
-    gone.mkdir()
-    shell = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m phalanx run -q "
+    shell = f"mkdir {gone} && cd {gone} && rmdir {gone} && exec {sys.executable} -m phalanx run -q "
     for target in (script, "-m json.tool", "script.py"):
         done = subprocess.run(["sh", "-c", shell + target], capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr == "phalanx: the working directory has been deleted; change to one that exists\n"
 
 
-@pytest.mark.parametrize("delay_s", [0.05, 0.1, 0.2, 0.3, 0.45])
-def test_an_early_interrupt_is_answered_without_a_traceback(launcher: Launcher, delay_s: float) -> None:
-    """Whatever the launcher is doing: importing its own modules, reading the command line, forking."""
-    import_site = subprocess.run([sys.executable, "-c", "pass"], check=False)
-    assert import_site.returncode == 0
-    job = launcher.start("-n", "2", "sh", "-c", "exec sleep 300")
-    began = time.monotonic()
-    # Before the package's own code runs, an interrupt is the interpreter's to answer.
-    wait_for(lambda: _has_loaded(job), 60.0)
-    time.sleep(max(0.0, delay_s - (time.monotonic() - began)))
-    job.process.send_signal(signal.SIGINT)
-    outcome = job.finish()
+@pytest.mark.parametrize(
+    "module", ["phalanx.commands.main", "click", "phalanx.launch.supervisor", "phalanx.commands.run"]
+)
+def test_an_interrupt_while_the_launcher_is_loaded_is_answered_without_a_traceback(
+    launcher: Launcher, module: str
+) -> None:
+    launcher.script(
+        f"""
+        import os, signal, sys
+        class Interrupts:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name == {module!r}:
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Interrupts)
+        """,
+        "sitecustomize.py",
+    )
+    outcome = launcher.run("-n", "2", "true", environment={"PYTHONPATH": str(launcher.directory)})
     assert outcome.code in (130, -signal.SIGINT)
-    assert "Traceback" not in outcome.err_text
-
-
-def _has_loaded(job: RunningJob) -> bool:
-    """Whether the launcher has answered SIGINT by itself yet: Python's own handler has gone, or a new one has come."""
-    try:
-        status = Path(f"/proc/{job.pid}/status").read_text()
-    except OSError:
-        return True
-    caught = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:"))
-    return not caught & (1 << (signal.SIGINT - 1)) and "python" in Path(f"/proc/{job.pid}/cmdline").read_text()
+    assert outcome.err_text == ""
 
 
 def test_loopback_that_is_down_is_said_before_any_rank_waits(launcher: Launcher) -> None:

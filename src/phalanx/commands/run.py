@@ -253,13 +253,14 @@ def run(
     for note in click.get_current_context().meta["notes"]:
         if not quiet:
             tell(f"note: {note}")
+    launcher = _mpi_launcher(mpi)
     job = make_job(
         _number_of_ranks(ranks),
         find_target(target, arguments, module=module),
         grace_s=grace,
         quiet=quiet,
         prefix=not no_prefix,
-        mpi=_mpi_launcher(mpi),
+        mpi=launcher,
         hosts=_hosts(hosts, hostfile),
         ppn=ppn,
         address=address,
