@@ -19,7 +19,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.place.place import Place
 from phalanx.system.host import Host
-from phalanx.words import format_named
+from phalanx.words import format_named, format_spans
 
 __all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
 
