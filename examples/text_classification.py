@@ -51,6 +51,7 @@ LENGTH = 192  # characters; every review is cut or padded to it, so that every r
 NGRAMS = 2**18  # rows of the n-gram table; n-grams whose hashes are equal share a row
 NGRAM_SCALE = 20  # Adam moves a weight by about the learning rate, which is too little for n-grams, since most are rare
 LR_DECAY = 0.7  # per epoch; not a schedule over --epochs, so that a finished run can be resumed with more of them
+CHECKPOINT = {"model", "optimizer", "epoch", "vocabulary", "settings"}
 SETTINGS = ("batch_size", "lr", "dropout", "seed", "limit")  # the parameters depend on them: keep when resuming
 
 
@@ -173,9 +174,14 @@ def evaluate(world: World, model: nn.Module, loader: Batches, reviews: int) -> f
     return float(correct / seen)
 
 
+def partial_path(path: Path) -> Path:
+    """The file that becomes ``path`` once it is whole: in the same directory, so that replacing is atomic."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
 def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write a checkpoint so that ``path`` always holds a whole one, whatever happens meanwhile."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")  # in the same directory, so that replacing is atomic
+    partial = partial_path(path)
     try:
         with partial.open("wb") as file:
             torch.save(checkpoint, file)
@@ -192,6 +198,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         stop(f"There is no checkpoint {path}. Train first, or name one with --checkpoint")
+    except Exception as error:  # torch raises a different type for every way in which a file can be broken
+        stop(f"{path} is not a whole checkpoint: {type(error).__name__}. Train anew, or name another with --checkpoint")
+    if not isinstance(checkpoint, dict) or not checkpoint.keys() >= CHECKPOINT:
+        stop(f"{path} is not a checkpoint of this script. Name another with --checkpoint")
     return checkpoint
 
 
@@ -244,8 +254,18 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
         stop(f"--batch-size {options.batch_size} cannot be shared evenly by {world.world_size} ranks")
     if options.epochs < 1:
         stop(f"--epochs {options.epochs}: at least 1")
+    if options.limit is not None and options.limit < 1:
+        stop(f"--limit {options.limit}: at least 1")
     if not options.checkpoint.parent.is_dir():
         stop(f"There is no directory {options.checkpoint.parent} for the checkpoint")
+    if options.checkpoint.is_dir():
+        stop(f"The checkpoint {options.checkpoint} is a directory. Name a file with --checkpoint")
+    try:  # now, and not after the first epoch
+        partial = partial_path(options.checkpoint)
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        stop(f"The checkpoint {options.checkpoint} cannot be written: {error.strerror}. Name another with --checkpoint")
     per_rank = options.batch_size // world.world_size
     reviews = load_reviews()
     training = [review for review in reviews if not is_held_out(review[0])][: options.limit]

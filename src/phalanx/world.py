@@ -31,7 +31,7 @@ from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 from phalanx.training.calls import TrainingCalls
 from phalanx.transports.mpi.broadcast import mpi_broadcast
-from phalanx.words import tell
+from phalanx.words import format_count, tell
 
 __all__ = ["World", "close", "init"]
 
@@ -168,7 +168,7 @@ class World(TrainingCalls):
             ),
         )
         rehearsed = ", rehearsed on one host in shared memory" if os.environ.get(settings.REHEARSAL) else ""
-        title = f"{self.size} rank{'s' if self.size > 1 else ''}{rehearsed}, started by {self.launcher}"
+        title = f"{format_count(self.size, 'rank')}{rehearsed}, started by {self.launcher}"
         engine = getattr(_default_group(), "engine", "")
         return format_rank_table(rows, title=title, backend=f"{self.backend} over {engine}" if engine else self.backend)
 

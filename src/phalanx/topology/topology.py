@@ -19,7 +19,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.place.place import Place
 from phalanx.system.host import Host
-from phalanx.words import format_spans
+from phalanx.words import format_named, format_spans
 
 __all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
 
@@ -128,7 +128,7 @@ def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
             store.wait([f"report/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
             missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {world_size}"
+            ranks = f"{format_named('rank', missing)} of {world_size}"
             raise InitializationError.ranks_missing(ranks, timeout_s) from error
         entries.append(store.get(f"report/{rank}").decode())
     return entries
