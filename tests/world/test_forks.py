@@ -28,7 +28,7 @@ def test_a_forked_child_has_nothing_of_its_parents_messages(size: int) -> None:
         place.join()
         group: Any = dist.group.WORLD
         received = torch.zeros(1)
-        under_way = dist.irecv(received, (place.rank - 1) % size)
+        under_way: Any = dist.irecv(received, (place.rank - 1) % size)
         assert under_way is not None
         with group._messages._starting, under_way._message._lock:  # as if another thread held them
             child = os.fork()

@@ -22,6 +22,8 @@ from phalanx.c10d.work import PhalanxWork
 
 __all__ = ["raise_in_backward"]
 
+_BETWEEN = ("phalanx.c10d.", "torch._ops")  # the modules between a caller and the process group
+
 
 class _Current(threading.local):
     """The backward pass of which this thread last queued operations; the thread alone uses it.
@@ -59,7 +61,7 @@ def _of_ddp(frame: FrameType | None) -> bool:
     """Whether DDP's reducer made the call: directly from C++, or by a communication hook."""
     hook: FrameType | None = None
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
-        if not frame.f_globals.get("__name__", "").startswith("phalanx.c10d."):
+        if not frame.f_globals.get("__name__", "").startswith(_BETWEEN):
             hook = frame
         frame = frame.f_back
     while frame is not None:

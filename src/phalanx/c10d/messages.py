@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.c10d.leaving import end_before_the_interpreter
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ClosedError, CollectiveTimeout, PhalanxError
 from phalanx.transports.contract import Communicator, Message
 from phalanx.watch import call_site
@@ -30,6 +31,7 @@ PATIENCE_S = 0.002
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 
 
+@uncompiled
 class DoneWork(dist.Work):
     """The handle of a send that was done when it was called, as most small ones are."""
 
@@ -61,6 +63,7 @@ class DoneWork(dist.Work):
         return future
 
 
+@uncompiled
 class MessageWork(dist.Work):
     """The handle of one send or receive, for the script's threads and the thread of :class:`Messages`.
 
