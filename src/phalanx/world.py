@@ -18,11 +18,11 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.register import register
 from phalanx.c10d.replace import replaces
 from phalanx.c10d.uncompiled import uncompiled
-from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
+from phalanx.errors import ClosedError, DeviceError, InitializationError, PhalanxError, RankError
 from phalanx.group import Group, Session
 from phalanx.place.arguments import place_with
 from phalanx.place.place import Place
-from phalanx.rendezvous.meet import leave, meet
+from phalanx.rendezvous.meet import leave, meet, tell_meeting
 from phalanx.system.host import this_host
 from phalanx.topology import device as devices
 from phalanx.topology.backends import why_unfit
@@ -233,6 +233,7 @@ def init(
     _openings += 1
     try:
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
+        tell_meeting(_store, begins=True)
         store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
         topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
         neighbours = topology.node_of(place.rank).ranks
@@ -261,6 +262,7 @@ def init(
             table = world.describe()
             if world.rank == 0:
                 print(table, file=sys.stderr, flush=True)
+        tell_meeting(_store, begins=False)
     except BaseException:
         # The caller gets no world, so nothing may remain that would prevent another attempt.
         if _world is not None:
@@ -278,6 +280,10 @@ def close() -> None:
 
     Every rank should call it at the end of its work. Groups of this world raise ``ClosedError`` afterwards,
     and ``init()`` may be called again.
+
+    Raises:
+        CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find: a broadcast's
+            source waits for nobody. The world is left all the same.
     """
     global _world
     world, _world = _world, None
@@ -285,9 +291,20 @@ def close() -> None:
         return
     world._session.close()
     withdraw(world._changed)
-    if dist.is_initialized():
+    try:
+        if dist.is_initialized():
+            _destroy_groups()
+    finally:
+        _leave_store()
+
+
+def _destroy_groups() -> None:
+    """Destroy every group; an error from one of them does not keep the others, and torch's records of them."""
+    try:
         dist.destroy_process_group()
-    _leave_store()
+    except PhalanxError:
+        dist.destroy_process_group()  # those that are left
+        raise
 
 
 def _leave_store() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from phalanx.c10d.backward import raise_in_backward
 from phalanx.c10d.by_device import by_device
 from phalanx.c10d.checks import SUM, Checks
 from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit
@@ -154,7 +155,9 @@ class BaseProcessGroup(dist.ProcessGroup):
             body = wrap(body)
         if urgent is None:
             urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
-        return PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+        work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+        raise_in_backward(work, sys._getframe(1))
+        return work
 
     def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
         """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""

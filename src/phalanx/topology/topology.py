@@ -112,6 +112,8 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
         return arrange([_parse(entry) for entry in everyone])
     try:
         store.wait(["reports"], timedelta(seconds=timeout_s))
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError as error:
         raise InitializationError(
             f"rank {place.rank} did not learn from rank 0 within {timeout_s:.0f} s where all ranks are: {error}"
@@ -126,6 +128,8 @@ def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
     for rank in range(world_size):
         try:
             store.wait([f"report/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except InitializationError:
+            raise  # a rank has gone
         except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
             missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
             ranks = f"{format_named('rank', missing)} of {world_size}"

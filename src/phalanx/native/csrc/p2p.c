@@ -98,7 +98,7 @@ static int check(phx_comm *comm, phx_message *message, uint64_t now)
     const enum phx_going how = find_gone_peer(comm, message, &gone);
     if (how != PHX_HERE) {
         phx_mail_move(comm);
-        if (how == PHX_LEFT)
+        if (how == PHX_LEFT && !phx_broken(comm)) /* in a broken group every rank leaves sooner or later */
             phx_mail_fail(comm, message, PHX_PEER_LEFT);
         return is_done(message) ? PHX_OK : phx_break_gone(comm, gone, how);
     }

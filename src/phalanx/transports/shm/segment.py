@@ -205,6 +205,8 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, rea
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
     try:
         store.wait(list(keys.values()), timeout)  # one deadline for all of them
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError:
         absent = [peer for peer, key in keys.items() if not store.check([key])]
         if absent:
@@ -220,5 +222,7 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, rea
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
     try:
         store.wait([key], timeout)
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
         raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error
