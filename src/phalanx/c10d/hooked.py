@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Backend
 
 from phalanx.c10d.messages import DoneWork
 from phalanx.c10d.process_group import PhalanxProcessGroup
+from phalanx.c10d.uncompiled import uncompiled
 
 __all__ = ["HookedProcessGroup", "group_class", "hooks_are_asked_for"]
 
@@ -203,5 +204,6 @@ def _milliseconds(timeout: timedelta) -> int:
 
 for _name in CALLS:
     setattr(HookedProcessGroup, _name, _of_group(_name))
+uncompiled(HookedProcessGroup)
 for _name in (*CALLS, "all_to_all_single", "reduce_scatter_single_coalesced", "all_gather_single_coalesced"):
     setattr(_Backend, _name, _of_backend(_name))

@@ -39,6 +39,8 @@ def register() -> None:
         fill_mpi_slot()
     with contextlib.suppress(Exception):
         _explain_torchcomms()
+    with contextlib.suppress(Exception):
+        _serve_builtin_hooks()
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
             _stand_in_for(os.environ[settings.REPLACE])
@@ -89,6 +91,21 @@ def _explain_torchcomms() -> None:
             ) from error
 
     c10d.new_comm = new_comm
+
+
+def _serve_builtin_hooks() -> None:
+    """Let DDP's built-in hooks have the futures that they need; DDP looks this function up when it registers one."""
+    import torch.distributed as dist
+
+    own: Any = dist._register_builtin_comm_hook
+
+    def register_builtin_comm_hook(*arguments: Any) -> None:
+        from phalanx.c10d import typed_future
+
+        typed_future.wanted = True
+        own(*arguments)
+
+    dist._register_builtin_comm_hook = register_builtin_comm_hook
 
 
 def _stand_in_for(wanted: str) -> None:
