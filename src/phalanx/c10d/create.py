@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
+from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.communicator import GlooCommunicator
@@ -62,7 +63,7 @@ def create_process_group(
     def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:
         arguments = (backend, communicator, gloo, group_name, store, split)
         if not torch.accelerator.is_available():
-            return PhalanxProcessGroup(*arguments)
+            return group_class()(*arguments)
         from phalanx.c10d.vendor import Membership, MixedProcessGroup
 
         member = Membership(own, rank, size, timeout, group_name, ranks)
