@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
 from torch.distributed.constants import default_pg_timeout
 
+from phalanx.c10d.uncompiled import uncompiled
+from phalanx.c10d.watched import is_watched
 from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
 from phalanx.groups.partition import group_among
 from phalanx.groups.turns import Turns
@@ -41,6 +43,7 @@ class Session:
             group._let_go()
 
 
+@uncompiled
 class Group(ValueCalls, Turns):
     """Point-to-point and collective communication among some ranks of the world.
 
@@ -207,10 +210,11 @@ class Group(ValueCalls, Turns):
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Replace ``tensor`` by the reduction of all ranks' tensors (same shape and dtype)."""
-        if op is _SUM and not async_op and self._sum_in_place is not None and type(tensor) is torch.Tensor:
+        direct = op is _SUM and not async_op and self._sum_in_place is not None and type(tensor) is torch.Tensor
+        if direct and not is_watched():
             # torch's own way to the backend takes longer than moving a few bytes, so it is avoided.
             self._use()
-            if self._sum_in_place(tensor):
+            if self._sum_in_place is not None and self._sum_in_place(tensor):
                 return None
         return dist.all_reduce(tensor, op=op, group=self._use(tensor), async_op=async_op)
 

@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import torch.distributed as dist
 
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError
 from phalanx.groups.members import Members
 
@@ -14,6 +15,7 @@ __all__ = ["ObjectCalls"]
 _NOT_GIVEN: Any = object()
 
 
+@uncompiled
 class ObjectCalls(Members):
     """The methods of a group that move objects.
 

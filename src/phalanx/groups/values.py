@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError
 from phalanx.groups.objects import ObjectCalls
 
@@ -20,6 +21,7 @@ Value = TypeVar("Value")
 Leaves = dict[str, Any]  # numbers and tensors by where they stand in the value, as ``['loss'][0]``
 
 
+@uncompiled
 class ValueCalls(ObjectCalls):
     """The methods of a group that take a *value*: a number, a tensor, or a dict, list or tuple of values.
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.data.loader import ShardedLoader, sharded_loader
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.group import Group
@@ -25,6 +26,7 @@ __all__ = ["TrainingCalls"]
 Batch = TypeVar("Batch")
 
 
+@uncompiled
 class TrainingCalls(Group):
     """The methods of a world that a training loop is written with."""
 
