@@ -21,7 +21,7 @@ from phalanx.errors import InitializationError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["register"]
+__all__ = ["register", "replace_as_asked"]
 
 
 def register() -> None:
@@ -40,6 +40,11 @@ def register() -> None:
         _explain_torchcomms()
     with contextlib.suppress(Exception):
         _serve_builtin_hooks()
+    replace_as_asked()
+
+
+def replace_as_asked() -> None:
+    """Have our groups made in place of the backends that PHALANX_REPLACE lists now; never raises."""
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
             from phalanx.c10d.replacing import replace_backends

@@ -25,6 +25,8 @@ from phalanx.c10d.replace import REPLACEABLE, names_to_replace
 
 __all__ = ["replace_backends"]
 
+# The value of PHALANX_REPLACE in force; empty if there was none yet.
+_wanted = ""
 # What torch makes in place of each backend.
 SERVED = {name: f"{settings.BACKEND}-as-{name}" for name in REPLACEABLE}
 _ASKED = {served: name for name, served in SERVED.items()}
@@ -34,20 +36,24 @@ def replace_backends(wanted: str, create: Callable[..., Any]) -> None:
     """Have our groups made in place of the backends that ``wanted`` lists.
 
     Args:
-        wanted: the value of PHALANX_REPLACE. If it cannot be used, the first group says so, and not this call, because
+        wanted: the value of PHALANX_REPLACE, in place of that of an earlier call. If it cannot be used, the first group says so, and not this call, because
             ``import torch`` must not fail.
         create: makes a group from torch's two arguments, and the backend's name as the program knows it.
     """
+    global _wanted
+    before, _wanted = _wanted, wanted
+    if before:
+        return
     for asked, served in SERVED.items():
         dist.Backend.register_backend(served, partial(create, backend=asked), extended_api=True, devices=["cpu"])
-    own_config = c10d.BackendConfig
+    own_config: Any = c10d.BackendConfig
     own_new, own_get_backend = c10d.Backend.__new__, c10d.get_backend
 
     class ReplacingConfig(own_config):  # type: ignore[misc, valid-type]
         """The backend of each device: ours for those replaced, where torch reads which ones to make."""
 
         def get_device_backend_map(self) -> dict[str, Any]:
-            replaced = names_to_replace(wanted)
+            replaced = names_to_replace(_wanted)
             return {
                 device: SERVED[name] if name in replaced else name for device, name in self.device_backend_map.items()
             }
@@ -57,12 +63,12 @@ def replace_backends(wanted: str, create: Callable[..., Any]) -> None:
 
     def new(cls: type[dist.Backend], name: str) -> Any:
         found = own_new(cls, name)
-        return SERVED["mpi"] if found == "mpi" and "mpi" in names_to_replace(wanted) else found
+        return SERVED["mpi"] if found == "mpi" and "mpi" in names_to_replace(_wanted) else found
 
     def get_backend(group: dist.ProcessGroup | None = None) -> Any:
         name = own_get_backend(group)
         return _ASKED.get(name, name)
 
-    c10d.BackendConfig = ReplacingConfig
+    setattr(c10d, "BackendConfig", ReplacingConfig)  # noqa: B010
     c10d.Backend.__new__ = new
     c10d.get_backend = dist.get_backend = get_backend
