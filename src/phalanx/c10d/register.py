@@ -53,7 +53,7 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
 
 
 def _serve_builtin_hooks() -> None:
-    """Let DDP's built-in hooks have the futures that they need: DDP reads this function's name when it registers one."""
+    """Let DDP's built-in hooks have the futures that they need: DDP calls this function by its name in torch."""
     import torch.distributed as dist
 
     own: Any = dist._register_builtin_comm_hook

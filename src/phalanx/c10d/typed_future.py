@@ -19,10 +19,11 @@ __all__ = ["typed", "wanted"]
 
 wanted = False  # set once, when the process registers the first such hook (register.py); read by every thread
 
+
 def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Future[Any]:
     """A future of ``tensors`` that C++ can read too; it ends when ``future`` does, with that one's error."""
-    typed_future: Future[Any] = _script()(future, tensors)
-    return typed_future
+    later: Future[Any] = _script()(future, tensors)
+    return later
 
 
 def _after(signal: Future[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
