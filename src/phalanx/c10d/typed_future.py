@@ -20,9 +20,9 @@ __all__ = ["typed", "wanted"]
 wanted = False  # set once, when the process registers the first such hook (register.py); read by every thread
 
 
-def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Future[Any]:
+def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Any:
     """A future of ``tensors`` that C++ can read too; it ends when ``future`` does, with that one's error."""
-    later: Future[Any] = _script()(future, tensors)
+    later: Any = _script()(future, tensors)
     return later
 
 
