@@ -13,7 +13,8 @@ import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks, run_ranks
 from torch._subclasses import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
@@ -399,11 +400,6 @@ def with_options(kind: type, asynchronous: bool) -> Any:
     options = kind()
     options.timeout, options.asyncOp = SHORT, asynchronous
     return options
-
-
-def awaited(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
 
 
 def late_by_setting(pg: Any, call: Callable[[], Any]) -> None:
