@@ -57,12 +57,12 @@ class BaseProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._store, self._split, self._splits = store, split, 0
-        self._passes = BackwardPasses(self._progress)
         self._backend_name = name
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
         self._check = Checks(name, communicator)
         self._progress = Progress(group_name)
+        self._passes = BackwardPasses(self._progress)
         self._messages = Messages(group_name, communicator)
         self._gloo = gloo
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
