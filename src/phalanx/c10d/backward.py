@@ -1,79 +1,50 @@
-"""Errors of the all-reduces that DDP queues during backward, raised out of ``backward()`` with their own types.
+"""Operations that a hook of autograd begins and nobody waits for: they have run when their backward pass returns.
 
-DDP waits for its all-reduces in C++, on futures, and of an error from Python torch's future keeps only the text:
-``RuntimeError: Got the following error when running the callback: …``. So a callback of the backward pass, which runs
-before DDP's own because it is queued before it, waits for the operations first, and raises the error itself.
-
-Only DDP's operations are waited for: a program may leave one under way when its backward ends, because other ranks join
-it later.
+``DistributedDataParallel(delay_all_reduce_named_params=...)`` reduces gradients in a hook, asynchronously, and drops
+the handle. The optimizer then reads them without any wait. Whether it reads them reduced is a race in torch, which a
+backend that begins at once wins almost always; this one begins a small operation when somebody waits for it.
 """
 
 from __future__ import annotations
 
-import threading
-from types import FrameType
+import weakref
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.autograd import Variable
-from torch.autograd.graph import _engine_run_backward
 
-from phalanx.c10d.work import PhalanxWork
+from phalanx.c10d.operation import Operation
+from phalanx.c10d.progress import Progress
 
-__all__ = ["raise_in_backward"]
+__all__ = ["BackwardPasses", "current_pass"]
 
-_BETWEEN = ("phalanx.c10d.", "torch._ops")  # the modules between a caller and the process group
+current_pass = torch._C._current_graph_task_id  # the number of this thread's backward pass; negative outside of one
 
 
-class _Current(threading.local):
-    """The backward pass of which this thread last queued operations; the thread alone uses it.
+class BackwardPasses:
+    """The operations of one group that began in backward passes under way.
 
-    Attributes:
-        graph_task: its number.
-        works: its operations that have not been waited for.
+    ``_begun`` is added to by the threads that run a pass's hooks, and taken from by the one that ends the pass, when no
+    hook of it runs any more. Passes may run side by side, each with a key of its own.
     """
 
-    graph_task = -1
-    works: list[PhalanxWork]
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._begun: dict[int, list[tuple[weakref.ref[Any], Operation]]] = {}
 
+    def begun(self, work: Any) -> None:
+        """Note an operation that was begun in this thread's backward pass, by its handle."""
+        number = current_pass()
+        if number not in self._begun:
+            self._begun[number] = []
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self._end(number))
+        self._begun[number].append((weakref.ref(work), work.operation))
 
-_current = _Current()
-
-
-def raise_in_backward(work: PhalanxWork, caller: FrameType | None) -> None:
-    """If DDP has queued this operation, have its error raised at the end of the backward pass.
-
-    Args:
-        work: the operation.
-        caller: the frame that queued it.
-    """
-    graph_task = torch._C._current_graph_task_id()
-    if graph_task < 0 or not _of_ddp(caller):
-        return
-    if _current.graph_task != graph_task:
-        works: list[PhalanxWork] = []
-        _current.graph_task, _current.works = graph_task, works
-        Variable._execution_engine.queue_callback(lambda: _wait_for(works))
-    _current.works.append(work)
-
-
-def _of_ddp(frame: FrameType | None) -> bool:
-    """Whether DDP's reducer made the call: directly from C++, or by a communication hook."""
-    hook: FrameType | None = None
-    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
-        if not frame.f_globals.get("__name__", "").startswith(_BETWEEN):
-            hook = frame
-        frame = frame.f_back
-    while frame is not None:
-        frame = frame.f_back
-        if frame is not None and frame.f_code is _engine_run_backward.__code__:
-            return False  # a backward inside a backward (a checkpoint) ends before DDP waits
-    return hook is None or any(isinstance(value, dist.GradBucket) for value in hook.f_locals.values())
-
-
-def _wait_for(works: list[PhalanxWork]) -> None:
-    try:
-        for work in works:
-            work.wait()
-    finally:
-        works.clear()
+    def _end(self, number: int) -> None:
+        """Wait for the operations whose handles are gone. A handle that still exists is its owner's to wait for."""
+        for handle, operation in self._begun.pop(number, ()):
+            if handle() is None and not operation.done:
+                self._progress.help(operation)
+                operation.wait_done(None)
+                if operation.error is not None:
+                    raise operation.error

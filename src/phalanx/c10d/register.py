@@ -104,7 +104,7 @@ def _explain_torchcomms() -> None:
 
 
 def _serve_builtin_hooks() -> None:
-    """Let DDP's built-in hooks have the futures that they need; DDP looks this function up when it registers one."""
+    """Let DDP's built-in hooks have the futures that they need: DDP calls this function by its name in torch."""
     import torch.distributed as dist
 
     own: Any = dist._register_builtin_comm_hook

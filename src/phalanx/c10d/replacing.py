@@ -36,8 +36,8 @@ def replace_backends(wanted: str, create: Callable[..., Any]) -> None:
     """Have our groups made in place of the backends that ``wanted`` lists.
 
     Args:
-        wanted: the value of PHALANX_REPLACE, in place of that of an earlier call. If it cannot be used, the first group says so, and not this call, because
-            ``import torch`` must not fail.
+        wanted: the value of PHALANX_REPLACE, in place of that of an earlier call. If it cannot be used, the first group
+            says so, and not this call, because ``import torch`` must not fail.
         create: makes a group from torch's two arguments, and the backend's name as the program knows it.
     """
     global _wanted
@@ -49,7 +49,7 @@ def replace_backends(wanted: str, create: Callable[..., Any]) -> None:
     own_config: Any = c10d.BackendConfig
     own_new, own_get_backend = c10d.Backend.__new__, c10d.get_backend
 
-    class ReplacingConfig(own_config):  # type: ignore[misc, valid-type]
+    class ReplacingConfig(own_config):  # type: ignore[misc]
         """The backend of each device: ours for those replaced, where torch reads which ones to make."""
 
         def get_device_backend_map(self) -> dict[str, Any]:
