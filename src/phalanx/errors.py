@@ -101,6 +101,11 @@ class ClosedError(PhalanxError):
         """The group of a message was destroyed before the message was done."""
         return cls("a message of a process group was used after the group had been destroyed")
 
+    @classmethod
+    def of_parent(cls, what: str, pid: int) -> ClosedError:
+        """A forked child, of this pid, used what belongs to its parent."""
+        return cls(f"{what} belongs to the process that this one (pid {pid}) was forked from; only that one can use it")
+
 
 class ReentryError(PhalanxError):
     """A signal handler called a group whose operation it had interrupted.
@@ -157,7 +162,10 @@ class CollectiveMismatch(PhalanxError):
 
 
 class PeerLost(PhalanxError):
-    """Another rank of the group ended while this one waited for it.
+    """Another rank of the group went while this one waited for it.
+
+    A rank that closed the group, or whose script came to its end, has left in order. Then only the operation that needs
+    it fails: a message, and the group remains usable for others; or a collective, which needs every rank.
 
     Attributes:
         group_rank: the lost rank, counted within the group.
@@ -170,6 +178,40 @@ class PeerLost(PhalanxError):
         super().__init__(message)
         self.group_rank = group_rank
         self.pid = pid
+
+    @classmethod
+    def ended(cls, rank: int, pid: int, waiting: str) -> PeerLost:
+        """A rank's process is gone; ``waiting`` says which rank needed it, and in which call."""
+        return cls._of(rank, pid, f"has ended while {waiting}. Look at that rank's own output for the cause")
+
+    @classmethod
+    def failed(cls, rank: int, pid: int, cause: str, waiting: str) -> PeerLost:
+        """An exception ended a rank's script, or it exited with a code other than 0; ``cause`` says what is known."""
+        why = f" ({cause})" if cause else ""
+        return cls._of(rank, pid, f"has failed{why} while {waiting}. Look at that rank's own output for the cause")
+
+    @classmethod
+    def replaced(cls, rank: int, pid: int, waiting: str) -> PeerLost:
+        """A rank's process runs another program."""
+        text = "has replaced itself by another program (exec)"
+        return cls._of(rank, pid, f"{text} while {waiting}. Let it start the program as a child process")
+
+    @classmethod
+    def left(cls, rank: int, pid: int, waiting: str) -> PeerLost:
+        """A rank has left the group in order, and a collective needs it."""
+        text = "has left the group in order (it destroyed the group, or its script has come to its end)"
+        remedy = "Every rank must make the same calls before it leaves"
+        return cls._of(rank, pid, f"{text} while {waiting}. {remedy}")
+
+    @classmethod
+    def left_before_message(cls, who: str, waiting: str, *, group_rank: int = -1) -> PeerLost:
+        """The ranks that could take part in a message have left the group in order; the group is whole."""
+        text = "left the group in order (destroyed it, or came to the end of the script)"
+        return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank)
+
+    @classmethod
+    def _of(cls, rank: int, pid: int, what: str) -> PeerLost:
+        return cls(f"rank {rank} of the group (pid {pid}) {what}", group_rank=rank, pid=pid)
 
     @classmethod
     def out_of_step(cls, cause: str, *, group_rank: int, pid: int = 0) -> PeerLost:

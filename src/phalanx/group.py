@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
 
+from phalanx.c10d.uncompiled import uncompiled
+from phalanx.c10d.watched import is_watched
 from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
 
 __all__ = ["Group", "Session"]
@@ -35,6 +37,7 @@ class Session:
             group._let_go()
 
 
+@uncompiled
 class Group:
     """Point-to-point and collective communication among some ranks of the world.
 
@@ -167,10 +170,11 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Replace ``tensor`` by the reduction of all ranks' tensors (same shape and dtype)."""
-        if op is _SUM and not async_op and self._sum_in_place is not None and type(tensor) is torch.Tensor:
+        direct = op is _SUM and not async_op and self._sum_in_place is not None and type(tensor) is torch.Tensor
+        if direct and not is_watched():
             # torch's own way to the backend takes longer than moving a few bytes, so it is avoided.
             self._use()
-            if self._sum_in_place(tensor):
+            if self._sum_in_place is not None and self._sum_in_place(tensor):
                 return None
         return dist.all_reduce(tensor, op=op, group=self._use(tensor), async_op=async_op)
 

@@ -9,7 +9,16 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
-__all__ = ["format_count", "format_gib", "format_named", "format_size", "format_spans", "format_time", "tell"]
+__all__ = [
+    "format_count",
+    "format_gib",
+    "format_list",
+    "format_named",
+    "format_size",
+    "format_spans",
+    "format_time",
+    "tell",
+]
 
 _UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 
@@ -28,6 +37,11 @@ def format_spans(numbers: Sequence[int]) -> str:
 def format_named(noun: str, numbers: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0-3, 8``: a noun with its numbers, in the plural if there are several."""
     return f"{_plural(noun, len(numbers))} {format_spans(numbers)}"
+
+
+def format_list(words: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def format_count(count: int, noun: str) -> str:

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx import settings
+from phalanx.c10d.register import register
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.data.loader import sharded_loader
 from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
 from phalanx.group import Group, Session
@@ -24,6 +26,7 @@ from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
 from phalanx.system.host import this_host
 from phalanx.topology import device as devices
+from phalanx.topology.backends import why_unfit
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
@@ -40,6 +43,7 @@ _openings = 0
 _store: Store | None = None
 
 
+@uncompiled
 class World(Group):
     """All ranks of the job. It is the default group: every method of :class:`Group` works on it.
 
@@ -289,6 +293,8 @@ def init(
         )
     place = place_with(None, init_method, rank, world_size)
     accelerator = devices.find_accelerator()
+    if backend and (unfit := why_unfit(backend, accelerator)):
+        raise DeviceError(f"rank {place.rank}: {unfit}")
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
@@ -298,6 +304,7 @@ def init(
         neighbours = topology.node_of(place.rank).ranks
         chosen = devices.choose_device(place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator)
         devices.open_device(chosen, place.rank)
+        register()  # torch has done it, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
         dist.init_process_group(
             backend or devices.default_backend(chosen),
             store=store,

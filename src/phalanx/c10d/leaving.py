@@ -1,7 +1,8 @@
-"""Ending the groups' threads before the interpreter ends.
+"""What the groups of a process do when it exits without closing them.
 
-Python ends a thread that returns from torch's C++ while the interpreter finalises, and C++ then ends the whole process:
-"terminate called without an active exception".
+Their ranks' last calls are compared, since no later call will. Then their threads are ended: Python ends a thread that
+returns from torch's C++ while the interpreter finalises, and C++ then ends the whole process: "terminate called without
+an active exception".
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ import time
 import weakref
 from typing import Protocol
 
-__all__ = ["Leaver", "end_before_the_interpreter"]
+from phalanx.errors import PhalanxError
+from phalanx.watch.ending import script_failed
+from phalanx.words import tell
 
-LEAVING_S = 0.3  # how long a process that ends waits for all of them together
+__all__ = ["LAST_CALLS_S", "Leaver", "compare_at_exit", "end_before_the_interpreter"]
+
+LEAVING_S = 0.3  # how long a process that ends waits for all threads together
+# How long a rank that closes a group waits for those that have not come to its last call, to compare theirs with it.
+LAST_CALLS_S = 1.0
 
 
 class Leaver(Protocol):
@@ -25,7 +32,16 @@ class Leaver(Protocol):
         ...
 
 
+class Comparer(Protocol):
+    """A group whose last calls can be compared."""
+
+    def compare_at_exit(self, patience_s: float) -> PhalanxError | None:
+        """Compare them, and wait at most so long for ranks that are behind; return the error if they differ."""
+        ...
+
+
 _leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+_comparers: weakref.WeakSet[Comparer] = weakref.WeakSet()
 
 
 def end_before_the_interpreter(leaver: Leaver) -> None:
@@ -36,11 +52,27 @@ def end_before_the_interpreter(leaver: Leaver) -> None:
     _leavers.add(leaver)
 
 
+def compare_at_exit(group: Comparer) -> None:
+    """Have the last calls of ``group`` compared when the process exits, if it has not been closed before."""
+    _comparers.add(group)
+
+
 def _at_exit() -> None:
+    if not script_failed():
+        _compare_all()
     threads = [thread for leaver in list(_leavers) for thread in leaver.leave()]
     deadline = time.monotonic() + LEAVING_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _compare_all() -> None:
+    """The exit code is decided by now, so a difference can only be printed; the ranks that wait raise it."""
+    deadline = time.monotonic() + LAST_CALLS_S
+    for group in list(_comparers):
+        error = group.compare_at_exit(max(0.0, deadline - time.monotonic()))
+        if error is not None:
+            tell(f"{type(error).__name__}: {error}")
 
 
 atexit.register(_at_exit)

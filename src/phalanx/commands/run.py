@@ -74,10 +74,9 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
 @click.option(
     "--grace",
     type=click.FloatRange(min=0.0),
-    default=1.0,
-    show_default=True,
     metavar="SECONDS",
-    help="How long ranks may take to end after they were asked to, before they are killed.",
+    help="How long ranks may take to end after they were asked to, before they are killed.  [default: 1 after Ctrl-C, "
+    "30 after SIGTERM or SIGHUP, 5 after another rank's failure]",
 )
 @click.option(
     "--mpi",
@@ -120,7 +119,7 @@ def run(
     pass_local_rank: bool,
     quiet: bool,
     no_prefix: bool,
-    grace: float,
+    grace: float | None,
     mpi: str | None,
     hosts: str | None,
     hostfile: str | None,

@@ -27,11 +27,11 @@ class Input:
     Args:
         selector: where to wait for it.
         deliver: takes each block, the empty one at the end.
+        offered: whether it is handed on at all.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, deliver: Callable[[bytes], None]) -> None:
-        # A terminal is not handed on, as under the built-in launcher.
-        self.offered = not os.isatty(0)
+    def __init__(self, selector: selectors.BaseSelector, deliver: Callable[[bytes], None], *, offered: bool) -> None:
+        self.offered = offered
         self._selector = selector
         self._deliver = deliver
         self._wanted = False
