@@ -222,14 +222,11 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
         absent = [peer for peer, key in keys.items() if not store.check([key])]
         if absent:
             names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
-            return (
-                (
-                    f"{names} did not come within {timeout.total_seconds():.0f} s. Was each rank started, and does each "
-                    f"create the same groups in the same order?"
-                ),
-                "",
-                [],
+            late = (
+                f"{names} did not come within {timeout.total_seconds():.0f} s. Was each rank started, and does each "
+                f"create the same groups in the same order?"
             )
+            return late, "", []
     answers = [answer, *(json.loads(store.get(key)) for key in keys.values())]
     for key in keys.values():
         store.delete_key(key)

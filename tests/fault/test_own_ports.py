@@ -1,0 +1,89 @@
+"""Scripts under ``phalanx run`` that meet at a port of their own: rank 0 listens there, as without a launcher."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from tests.launch_support import Launcher, launcher
+
+__all__ = ["launcher"]
+
+BY_ADDRESS = """
+    import os, sys, torch, torch.distributed as dist
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=rank, world_size=size)
+    dist.all_reduce(total := torch.tensor([float(rank + 1)]))
+    print(total.item())
+    dist.destroy_process_group()
+"""
+BY_OWN_VARIABLE = """
+    import os, sys, torch, torch.distributed as dist
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    dist.init_process_group("gloo")
+    dist.all_reduce(total := torch.tensor([float(dist.get_rank() + 1)]))
+    print(total.item())
+    dist.destroy_process_group()
+"""
+BY_INIT = """
+    import os, sys, phalanx, torch
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    world = phalanx.init(timeout_s=60)
+    world.all_reduce(total := torch.tensor([float(world.rank + 1)]))
+    print(total.item())
+    phalanx.close()
+"""
+SPAWNED = """
+    import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+    def work(local, port, ranks):
+        rank, size = int(os.environ["RANK"]) * 2 + local, 2 * ranks
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        dist.all_reduce(total := torch.tensor([float(rank + 1)]))
+        if local == 0:
+            print(total.item())
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(work, (sys.argv[1], int(os.environ["WORLD_SIZE"])), nprocs=2)
+"""
+RPC_BESIDE_DDP = """
+    import os, sys, torch, torch.distributed as dist, torch.distributed.rpc as rpc
+    from torch.nn.parallel import DistributedDataParallel
+
+    def add(a, b):
+        return a + b
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    model = DistributedDataParallel(torch.nn.Linear(2, 1))
+    model(torch.ones(1, 2)).sum().backward()
+    print(sum(rpc.rpc_sync(f"worker{other}", add, (other, 1)) for other in range(size)) / 1)
+    rpc.shutdown()
+    dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "total"),
+    [
+        (1, BY_ADDRESS, 1.0),
+        (2, BY_ADDRESS, 3.0),
+        (2, BY_OWN_VARIABLE, 3.0),
+        (2, BY_INIT, 3.0),
+        (1, SPAWNED, 3.0),
+        (2, SPAWNED, 10.0),
+        (2, RPC_BESIDE_DDP, 3.0),
+    ],
+    ids=["tcp of one", "tcp", "own MASTER_PORT", "phalanx.init", "spawned by one", "spawned", "RPC beside DDP"],
+)
+def test_rank_0_listens_where_the_launcher_does_not(launcher: Launcher, ranks: int, text: str, total: float) -> None:
+    outcome = launcher.run("-n", str(ranks), "-q", "--no-prefix", launcher.script(text), str(free_port()))
+    assert (outcome.code, outcome.out_lines) == (0, [str(total)] * ranks), outcome.err_text
