@@ -19,9 +19,9 @@ from tests.support.ranks import Member, on_ranks, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 import phalanx
-from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
+from phalanx.transports.gloo.engine import LocalGloo
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
@@ -87,7 +87,7 @@ def test_too_many_ranks_are_told_so() -> None:
             return None
 
         def get(self, key: str) -> bytes:
-            return b""
+            return b'["", ""]'
 
     with pytest.raises(NotOneHost, match="a shared segment serves at most 1024 ranks, not 1025"):
         SharedMemoryCommunicator(AllHaveAnswered("x", HashStore()), 0, 1025, SOON)
@@ -122,7 +122,7 @@ def test_a_meeting_that_fails_leaves_nothing_mapped(size: int) -> None:
         with pytest.raises(RuntimeError, match="the store is gone"):
             SharedMemoryCommunicator(Lost("x", store), member.rank, member.size, SOON)
         after = held()
-        pytest.MonkeyPatch().setattr(create, "lazy_gloo", no_gloo)
+        pytest.MonkeyPatch().setattr(LocalGloo, "meet", no_gloo)
         with pytest.raises(RuntimeError, match="no gloo"):
             create_process_group(store, member.rank, member.size, SOON, "group", [])
         return after[0] - before[0], after[1] - before[1], mapped() - before[0]

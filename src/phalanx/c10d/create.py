@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,7 +14,7 @@ from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.communicator import GlooCommunicator
-from phalanx.transports.gloo.engine import AttachedGloo, lazy_gloo
+from phalanx.transports.gloo.engine import AttachedGloo, LocalGloo, lazy_gloo
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
@@ -51,11 +50,6 @@ def create_process_group(
     """
     own = PrefixStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store)
 
-    def gloo_of(meeting: str, *, one_host: bool) -> AttachedGloo:
-        # The keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
-        # a failed attempt to make one.
-        return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
-
     def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
         world_ranks = [ranks[member] if ranks else member for member in members]
         return create_process_group(own, members.index(rank), len(members), timeout, name, world_ranks, backend)
@@ -70,13 +64,16 @@ def create_process_group(
         return MixedProcessGroup(member, *arguments)
 
     communicator: Communicator
+    local = LocalGloo(rank, size, timeout)
     if size == 1:
-        communicator, gloo = SoloCommunicator(), gloo_of(secrets.token_hex(8), one_host=True)
-        return group_of(communicator, gloo)
+        return group_of(SoloCommunicator(), local.meet([local.card]))
     try:
-        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
+        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout, card=local.card)
     except NotOneHost as reason:
-        gloo = gloo_of(reason.meeting, one_host=False)
+        local.gloo.shutdown()
+        # The keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
+        # a failed attempt to make one.
+        gloo = lazy_gloo(PrefixStore(f"gloo/{reason.meeting}", own), rank, size, timeout, one_host=False)
         communicator = GlooCommunicator(gloo)
         if rank == 0:
             warnings.warn(
@@ -84,10 +81,14 @@ def create_process_group(
                 stacklevel=2,
             )
         return group_of(communicator, gloo)
+    except BaseException:
+        local.gloo.shutdown()
+        raise
     try:
-        gloo = gloo_of(communicator.meeting, one_host=True)
+        gloo = local.meet(communicator.cards)
         gloo.on_timeout = communicator.set_timeout
         return group_of(communicator, gloo)
     except BaseException:
         communicator.close()
+        local.gloo.shutdown()
         raise

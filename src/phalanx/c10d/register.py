@@ -37,6 +37,10 @@ def register() -> None:
 
         fill_mpi_slot()
     with contextlib.suppress(Exception):
+        from phalanx.rendezvous.launchers_port import open_other_stores
+
+        open_other_stores()
+    with contextlib.suppress(Exception):
         _explain_torchcomms()
     with contextlib.suppress(Exception):
         _serve_builtin_hooks()

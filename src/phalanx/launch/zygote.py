@@ -120,7 +120,7 @@ class _Zygote:
             if store == 0:
                 descriptors.zygote.close()
                 descriptors.close_rank_ends()
-                host_store(descriptors.listener, zygote)
+                host_store(descriptors.listener, zygote, ranks=job.ranks)
         port = descriptors.port
         # The store has the socket now. If the target is not Python there is no store, and rank 0 opens the port itself.
         descriptors.listener.close()

@@ -55,16 +55,26 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
             those of rank 0.
+        card: a text of this rank for the others.
 
     Attributes:
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
+        cards: the cards of all ranks.
 
     Raises:
         NotOneHost: a rank cannot make or open the segment; the message says which and why.
         InitializationError: a rank did not come within the timeout.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        tuning: Tuning | None = None,
+        card: str = "",
+    ) -> None:
         self.rank = rank
         self.size = size
         self._core = library()
@@ -77,7 +87,8 @@ class SharedMemoryCommunicator(Communicator):
         # About 4 µs; less with more ranks than cores, where the awaited rank needs the core that a spin would occupy.
         spin = 100 if size <= cores else 50
         poll = self._signals.callback
-        self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
+        tuning = tuning or load_tuning()
+        self._comm, self.meeting, self.cards = join_segment(store, rank, size, timeout, tuning, spin, poll, card)
         self._mailbox = Mailbox(self._comm, self._signals, self._explain)
         self.set_timeout(timeout)
         tell_how_the_script_ends()
