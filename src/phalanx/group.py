@@ -167,11 +167,11 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Replace ``tensor`` by the reduction of all ranks' tensors (same shape and dtype)."""
-        if op is _SUM and not async_op and self._sum_in_place is not None and type(tensor) is torch.Tensor:
-            # torch's own way to the backend takes longer than moving a few bytes, so it is avoided.
-            self._use()
-            if self._sum_in_place(tensor):
-                return None
+        # torch's own way to the backend takes longer than moving a few bytes, so it is avoided. A closed group has no
+        # quick way, and is refused below.
+        quick = self._sum_in_place
+        if quick is not None and op is _SUM and not async_op and type(tensor) is torch.Tensor and quick(tensor):
+            return None
         return dist.all_reduce(tensor, op=op, group=self._use(tensor), async_op=async_op)
 
     def reduce_scatter(
