@@ -40,6 +40,7 @@ class Counted:
             self.count += 1
             return self.own(*given, **named)
 
+        vars(counting).update(vars(self.own))
         setattr(self.kind, self.name, counting)
         return self
 

@@ -49,13 +49,18 @@ def create_process_group(
         # a failed attempt to make one.
         return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
 
+    def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
+        world_ranks = [ranks[member] if ranks else member for member in members]
+        return create_process_group(own, members.index(rank), len(members), timeout, name, world_ranks)
+
     def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:
+        arguments = (settings.BACKEND, communicator, gloo, group_name, store, split)
         if not torch.accelerator.is_available():
-            return PhalanxProcessGroup(settings.BACKEND, communicator, gloo, group_name)
+            return PhalanxProcessGroup(*arguments)
         from phalanx.c10d.vendor import Membership, MixedProcessGroup
 
         member = Membership(own, rank, size, timeout, group_name, ranks)
-        return MixedProcessGroup(member, settings.BACKEND, communicator, gloo, group_name)
+        return MixedProcessGroup(member, *arguments)
 
     communicator: Communicator
     if size == 1:

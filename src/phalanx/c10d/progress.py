@@ -200,10 +200,7 @@ class Progress:
 
     def _closed_error(self) -> ClosedError:
         if self.inherited:
-            return ClosedError(
-                f"process group {self._name!r} belongs to the process that this one (pid {os.getpid()}) was forked "
-                "from; only that one can use it"
-            )
+            return ClosedError.of_parent(f"process group {self._name!r}", os.getpid())
         return ClosedError(f"process group {self._name!r} was used after it had been destroyed")
 
     def _ask(self, request: str) -> None:

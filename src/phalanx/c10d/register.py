@@ -1,8 +1,12 @@
-"""Making Phalanx's backends known to torch, in its backend registry and private slots. Checked on torch 2.13.0.
+"""Making Phalanx's backends known to torch, in its table of backends and private slots.
+
+Checked on torch 2.13.0, 2.14.1 and 2.15.0.
 
 ``register`` is the entry point in the group ``torch.backends``: torch calls it at the end of ``import torch``, so
 ``init_process_group("phalanx")`` and ``("mpi")`` work in scripts that never import Phalanx. It must be quick and must
-never raise: an exception here would make ``import torch`` fail for everybody on the machine.
+never raise: an exception here would make ``import torch`` fail for everybody on the machine. It is also the entry point
+of the backend phalanx in the group ``torch.distributed.backends``, which torch >= 2.14 asks for a name that it does not
+know: there it serves processes in which TORCH_DEVICE_BACKEND_AUTOLOAD=0 has switched the first one off.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
+from phalanx.errors import InitializationError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -21,16 +26,21 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make the backend names known to torch. Does nothing where torch has no distributed package."""
+    """Make the backend names known to torch, once. Does nothing where torch has no distributed package."""
     with contextlib.suppress(Exception):
         import torch.distributed as dist
 
-        if dist.is_available() and settings.BACKEND not in dist.Backend.backend_list:
-            dist.Backend.register_backend(settings.BACKEND, _create, extended_api=True, devices=["cpu"])
+        if not dist.is_available() or settings.BACKEND in dist.Backend.backend_list:
+            return
+        dist.Backend.register_backend(settings.BACKEND, _create, extended_api=True, devices=["cpu"])
     with contextlib.suppress(Exception):
         from phalanx.c10d.mpi_slot import fill_mpi_slot
 
         fill_mpi_slot()
+    with contextlib.suppress(Exception):
+        _explain_torchcomms()
+    with contextlib.suppress(Exception):
+        _serve_builtin_hooks()
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
             _stand_in_for(os.environ[settings.REPLACE])
@@ -38,8 +48,14 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     """Make one rank's side of a group. torch calls it on every member, with the group's store, rank and timeout."""
+    import torch
+
+    from phalanx.c10d.torch_versions import note_if_newer, refuse_if_older
+
+    refuse_if_older(torch.__version__)
     from phalanx.c10d.create import create_process_group
 
+    note_if_newer(torch.__version__, options.group_rank)
     return create_process_group(
         options.store,
         options.group_rank,
@@ -48,6 +64,48 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
         options.group_id,
         options.global_ranks_in_group,
     )
+
+
+def _explain_torchcomms() -> None:
+    """Say so where torchcomms is asked for our backends, and therefore we are not.
+
+    With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 torch 2.13 gives every backend's name to torchcomms, if that is installed;
+    later releases only the names that torchcomms knows.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    if not c10d._TORCHCOMM_AVAILABLE or hasattr(c10d, "_torchcomms_handles_backend"):
+        return
+    own = c10d.new_comm
+
+    def new_comm(backend: str, *arguments: Any, **named: Any) -> Any:
+        try:
+            return own(backend, *arguments, **named)
+        except Exception as error:
+            if backend not in (settings.BACKEND, "mpi"):
+                raise
+            raise InitializationError(
+                f"backend {backend!r} was asked of torchcomms, which has none of that name ({error}): with "
+                "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 (or torch.distributed.config.use_torchcomms) torch 2.13 asks "
+                "torchcomms for every backend. Switch that off, or use torch >= 2.14, which asks it only for its own"
+            ) from error
+
+    c10d.new_comm = new_comm
+
+
+def _serve_builtin_hooks() -> None:
+    """Let DDP's built-in hooks have the futures that they need; DDP looks this function up when it registers one."""
+    import torch.distributed as dist
+
+    own: Any = dist._register_builtin_comm_hook
+
+    def register_builtin_comm_hook(*arguments: Any) -> None:
+        from phalanx.c10d import typed_future
+
+        typed_future.wanted = True
+        own(*arguments)
+
+    dist._register_builtin_comm_hook = register_builtin_comm_hook
 
 
 def _stand_in_for(wanted: str) -> None:

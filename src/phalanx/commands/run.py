@@ -15,6 +15,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.job.job import Job, make_job
+from phalanx.launch.job.memory import MODES, Memory
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.target import find_target
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
@@ -74,10 +75,9 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
 @click.option(
     "--grace",
     type=click.FloatRange(min=0.0),
-    default=1.0,
-    show_default=True,
     metavar="SECONDS",
-    help="How long ranks may take to end after they were asked to, before they are killed.",
+    help="How long ranks may take to end after they were asked to, before they are killed.  [default: 1 after Ctrl-C, "
+    "30 after SIGTERM or SIGHUP, 5 after another rank's failure]",
 )
 @click.option(
     "--mpi",
@@ -106,6 +106,14 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
     metavar="NAME",
     help="The network interface, on every host, over which ranks talk (ib0), if phalanx finds another one.",
 )
+@click.option(
+    "--memory",
+    type=click.Choice(MODES),
+    default="huge",
+    show_default=True,
+    help="On the CPU: large tensors in huge pages (huge), freed memory kept for the next step as well (keep), or "
+    "neither (return).",
+)
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON object in place of the table.")
 @click.argument("target", metavar="TARGET")
@@ -120,7 +128,7 @@ def run(
     pass_local_rank: bool,
     quiet: bool,
     no_prefix: bool,
-    grace: float,
+    grace: float | None,
     mpi: str | None,
     hosts: str | None,
     hostfile: str | None,
@@ -128,6 +136,7 @@ def run(
     address: str | None,
     replace: str | None,
     interface: str | None,
+    memory: Memory,
     dry_run: bool,
     as_json: bool,
     target: str,
@@ -193,6 +202,7 @@ def run(
         pass_local_rank=pass_local_rank,
         replace=names_to_replace(replace, source="--replace") if replace else (),
         interface=interface,
+        memory=memory,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")
@@ -230,6 +240,7 @@ def _describe(job: Job, as_json: bool) -> None:
             "target": {"kind": job.target.kind, "path": job.target.path, "argv": list(job.target.argv)},
             "mpi": job.mpi.command(job.ranks, job.hosts, ["RANK"], "HOSTS") if job.mpi is not None else None,
             "rehearsal": asdict(job.rehearsal) if job.rehearsal is not None else None,
+            "memory": dict(job.memory),
             "bind": job.bind,
             "cpus": list(map(list, job.cpus)) if job.cpus else None,
             "ranks": [asdict(row) for row in job.rows()],

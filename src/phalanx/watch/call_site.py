@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 
-__all__ = ["CallSite", "call_site", "capture", "inside", "running", "text_of"]
+__all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running", "text_of"]
 
 # The code and the place in it, in bytes. The line follows from them, and finding it takes longer than an operation may.
 CallSite = tuple[CodeType, int]
@@ -57,3 +57,13 @@ def text_of(site: CallSite | None) -> str:
 def call_site() -> str:
     """Where the user's program made the call that this thread is in, as ``file:line``; empty if torch's C++ made it."""
     return text_of(capture(2))
+
+
+def raised_at(trace: TracebackType | None) -> str:
+    """The innermost line of the user's program in a traceback, as ``file:line``; empty if there is none."""
+    site = ""
+    while trace is not None:
+        if not inside(trace.tb_frame):
+            site = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return site
