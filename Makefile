@@ -98,7 +98,7 @@ $(VENV)/.requirements: requirements/development.txt requirements/constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/development.txt
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py $(wildcard src/phalanx/native/csrc/*)
+$(VENV)/.installed: $(VENV)/.requirements pyproject.toml setup.py $(wildcard src/phalanx/native/csrc/* src/phalanx/native/csrc_entry/*)
 	@command -v $${CC:-cc} >/dev/null || { echo "No C compiler. On Debian and Ubuntu: apt-get install gcc libc6-dev" >&2; exit 1; }
 	@echo "Building Phalanx and its C core"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .

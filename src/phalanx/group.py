@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import GatherOptions
 from torch.distributed.constants import default_pg_timeout
 
 from phalanx.c10d.uncompiled import uncompiled
-from phalanx.c10d.watched import is_watched
 from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
 from phalanx.groups.partition import group_among
 from phalanx.groups.turns import Turns
@@ -210,12 +209,11 @@ class Group(ValueCalls, Turns):
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = _SUM, async_op: bool = False) -> dist.Work | None:
         """Replace ``tensor`` by the reduction of all ranks' tensors (same shape and dtype)."""
-        direct = op is _SUM and not async_op and self._sum_in_place is not None and type(tensor) is torch.Tensor
-        if direct and not is_watched():
-            # torch's own way to the backend takes longer than moving a few bytes, so it is avoided.
-            self._use()
-            if self._sum_in_place is not None and self._sum_in_place(tensor):
-                return None
+        # torch's own way to the backend takes longer than moving a few bytes, so it is avoided. A closed group has no
+        # quick way, and is refused below.
+        quick = self._sum_in_place
+        if quick is not None and op is _SUM and not async_op and type(tensor) is torch.Tensor and quick(tensor):
+            return None
         return dist.all_reduce(tensor, op=op, group=self._use(tensor), async_op=async_op)
 
     def reduce_scatter(

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from phalanx import settings
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
+from phalanx.c10d.quick import quicken
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.communicator import GlooCommunicator
 from phalanx.transports.gloo.engine import AttachedGloo, LocalGloo, lazy_gloo
@@ -87,7 +88,9 @@ def create_process_group(
     try:
         gloo = local.meet(communicator.cards)
         gloo.on_timeout = communicator.set_timeout
-        return group_of(communicator, gloo)
+        group = group_of(communicator, gloo)
+        quicken(group, communicator)
+        return group
     except BaseException:
         communicator.close()
         local.gloo.shutdown()

@@ -19,9 +19,8 @@ or is in the callbacks of an operation that it ran.
 What holds, whatever is queued and whoever waits:
 
 1. While an operation is queued, a thread of the group drains or naps, or ``_calls`` holds a request and a thread is
-   free to take it. It holds because a caller appends the operation first and then reads the counts, and a thread that stops
-   draining, ends a nap or enters callbacks changes the counts first and then reads the queue: one of the two sees the
-   other.
+   free to take it. A caller appends the operation first and then reads the counts; a thread that stops draining, ends a
+   nap or enters callbacks changes the counts first and then reads the queue: one of the two sees the other.
 2. After an urgent submission, or ``hurry``, that thread drains: at once, or, if a waiting thread runs the queue, within
    two naps after that one has stopped.
 3. ``_calls`` holds at most one request more than there are threads, however many operations are queued.

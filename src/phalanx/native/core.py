@@ -7,9 +7,12 @@ no extension module and ties no wheel to an interpreter.
 from __future__ import annotations
 
 import ctypes
+import importlib
+from collections.abc import Iterable
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from phalanx.errors import BackendError
 
@@ -25,7 +28,9 @@ __all__ = [
     "MpiReduction",
     "Poll",
     "Status",
+    "addresses",
     "library",
+    "quick_entry",
 ]
 
 ABI = 10
@@ -185,3 +190,25 @@ def library() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     return core
+
+
+def addresses(names: Iterable[str]) -> dict[str, int]:
+    """Where functions of the core lie, by their names as in ``phx_all_reduce``, given without ``phx_``."""
+    core = library()
+    found = {f"phx_{name}": ctypes.cast(getattr(core, f"phx_{name}"), c_void_p).value for name in names}
+    return {name: address or 0 for name, address in found.items()}
+
+
+def quick_entry() -> ModuleType | str:
+    """The module in C for the usual calls (``native/csrc_entry``); or, in words, why there is none.
+
+    The package works without it, by ctypes alone: it may not have been built, or this interpreter may not load modules
+    of the stable ABI.
+    """
+    try:
+        module = importlib.import_module("phalanx.native.entry")
+    except ImportError as error:
+        return f"the module phalanx.native.entry could not be loaded ({error})"
+    if module.ABI != ABI:
+        return f"the module phalanx.native.entry has ABI {module.ABI}, this Phalanx needs {ABI}; install it again"
+    return module

@@ -20,11 +20,11 @@ from phalanx.transports.shm.explanation import explain
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
-from phalanx.watch.call_site import CallSite, call_site, capture
+from phalanx.watch.call_site import CallSite, call_site, capture, text_of
 from phalanx.watch.calls import call_text, exchange_text, shape_word
 from phalanx.watch.ending import tell_how_the_script_ends
 
-__all__ = ["SharedMemoryCommunicator"]
+__all__ = ["DTYPE_NUMBERS", "OP_NUMBERS", "SharedMemoryCommunicator", "text_of_call"]
 
 # The dtypes that the core's kernels reduce, by their numbers there (enum phx_dtype).
 _REDUCED = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
@@ -37,6 +37,10 @@ _DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromk
 # The core numbers operations as torch's ReduceOp does in this order (enum phx_op).
 _OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
 
+
+# The core's numbers of each dtype: for reductions (0: there are none) and for copies; and those of torch's operations.
+DTYPE_NUMBERS = {dtype: (_REDUCED.get(dtype, 0), number) for dtype, number in _DTYPES.items()}
+OP_NUMBERS = _OPS
 
 _Pointers = ctypes.Array[ctypes.c_void_p]
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
@@ -96,12 +100,18 @@ class SharedMemoryCommunicator(Communicator):
         # The last call that returned before every other rank had confirmed it. A broadcast's root waits for nobody; an
         # all_to_all does not learn whether the others expected its sizes. If that call did not match, the mismatch is
         # found in a later call, and the error must name this one. Kept as (call site, function that writes the text,
-        # its arguments), because the text is hardly ever needed. The thread in a collective writes it; a thread that
-        # explains why its message failed reads it too, without a lock, since one assignment replaces it whole.
-        self._unheard: _Unheard | None = None
+        # its arguments), because the text is hardly ever needed; or, from c10d/quick.py, as a function that returns
+        # these three. The thread in a collective writes it; a thread that explains why its message failed reads it too,
+        # without a lock, since one assignment replaces it whole.
+        self._unheard: _Unheard | Callable[[], _Unheard | None] | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
+
+    @property
+    def handle(self) -> int:
+        """The core's handle of the group, for calls of the core under the group's lock; 0 once it is closed."""
+        return self._comm
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -121,7 +131,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "reduce", tensor, op, root)
         if root != self.rank:
-            self._unheard = capture(2), _text, ("reduce", tensor.dtype, tensor.shape, op, root)
+            self._unheard = capture(2), text_of_call, ("reduce", tensor.dtype, tensor.shape, op, root)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         self._reduce_scatter(_fill(self._pointers, inputs), output, op)
@@ -149,7 +159,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "broadcast", tensor, root=root)
         if root == self.rank or self.size > 2:
-            self._unheard = capture(2), _text, ("broadcast", tensor.dtype, tensor.shape, None, root)
+            self._unheard = capture(2), text_of_call, ("broadcast", tensor.dtype, tensor.shape, None, root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         self._all_gather(_fill(self._pointers, outputs), tensor)
@@ -183,7 +193,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "gather", tensor, root=root)
         if root != self.rank:
-            self._unheard = capture(2), _text, ("gather", tensor.dtype, tensor.shape, None, root)
+            self._unheard = capture(2), text_of_call, ("gather", tensor.dtype, tensor.shape, None, root)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         status = self._core.phx_scatter(
@@ -198,7 +208,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "scatter", output, root=root)
         if root == self.rank or self.size > 2:
-            self._unheard = capture(2), _text, ("scatter", output.dtype, output.shape, None, root)
+            self._unheard = capture(2), text_of_call, ("scatter", output.dtype, output.shape, None, root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._sizes[:] = [tensor.nbytes for tensor in inputs]
@@ -270,8 +280,8 @@ class SharedMemoryCommunicator(Communicator):
             self._core.phx_breakage(comm, ctypes.byref(why))
             mismatch = why.status == Status.MISMATCH and why.chunk == self._core.phx_call_chunk(comm)
             if mismatch or (not broken and why.how == Going.LEFT):
-                place, text, arguments = self._unheard or (None, _leaving, ())
-                raise self._error(comm, text(*arguments), f"{place[0]}:{place[1]}" if place else "")
+                place, text, arguments = self._last_unheard() or (None, _leaving, ())
+                raise self._error(comm, text(*arguments), text_of(place))
 
     def close(self) -> None:
         self._mailbox.end()
@@ -287,7 +297,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> NoReturn:
         """Raise the error for ``status``, after publishing for the other ranks what this one was doing."""
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
-        self._raise(status, name, _text(name, dtype, shape, op, root))
+        self._raise(status, name, text_of_call(name, dtype, shape, op, root))
 
     def _raise(self, status: int, name: str, text: str) -> NoReturn:
         if status < BROKEN_FROM:
@@ -307,11 +317,14 @@ class SharedMemoryCommunicator(Communicator):
         why = Breakage()
         self._core.phx_breakage(comm, ctypes.byref(why))
         site = call_site()
-        before = self._unheard
+        before = self._last_unheard()
         if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
             place, text, arguments = before
-            call, site = text(*arguments), f"{place[0]}:{place[1]}" if place else ""
+            call, site = text(*arguments), text_of(place)
         return self._error(comm, call, site)
+
+    def _last_unheard(self) -> _Unheard | None:
+        return self._unheard() if callable(self._unheard) else self._unheard
 
     def _error(self, comm: int, call: str, site: str) -> PhalanxError:
         self._told = True
@@ -346,7 +359,8 @@ def _fill_unevenly(
     return pointers
 
 
-def _text(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
+def text_of_call(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
+    """A call of a collective in words; ``op`` is torch's number."""
     return call_text(name, dtype, shape, op, **({} if root is None else {COLLECTIVES[name]: root}))
 
 
