@@ -124,7 +124,7 @@ class BaseProcessGroup(dist.ProcessGroup):
             self._check.peer(rank)
         if self._split is None:
             raise BackendError(
-                f"backend {self._backend_name!r} cannot split a group; make the new one with torch.distributed.new_group"
+                f"backend {self._backend_name!r} cannot split a group; make a new one with torch.distributed.new_group"
             )
         self._splits += 1
         name = group_name or f"{self.group_name}:split:{self._splits}"

@@ -31,6 +31,8 @@ def register() -> None:
         from phalanx.c10d.mpi_slot import fill_mpi_slot
 
         fill_mpi_slot()
+    with contextlib.suppress(Exception):
+        _serve_builtin_hooks()
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
             _stand_in_for(os.environ[settings.REPLACE])
@@ -48,6 +50,21 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
         options.group_id,
         options.global_ranks_in_group,
     )
+
+
+def _serve_builtin_hooks() -> None:
+    """Let DDP's built-in hooks have the futures that they need: DDP calls this function by its name in torch."""
+    import torch.distributed as dist
+
+    own: Any = dist._register_builtin_comm_hook
+
+    def register_builtin_comm_hook(*arguments: Any) -> None:
+        from phalanx.c10d import typed_future
+
+        typed_future.wanted = True
+        own(*arguments)
+
+    dist._register_builtin_comm_hook = register_builtin_comm_hook
 
 
 def _stand_in_for(wanted: str) -> None:

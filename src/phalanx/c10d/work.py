@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.c10d import typed_future
 from phalanx.c10d.operation import Operation
 from phalanx.c10d.progress import Progress
 from phalanx.c10d.uncompiled import uncompiled
@@ -68,4 +69,5 @@ class PhalanxWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if not self._operation.done:
             self._progress.hurry()
-        return self._operation.future()
+        future = self._operation.future()
+        return typed_future.typed(future, self._operation.result) if typed_future.wanted else future
