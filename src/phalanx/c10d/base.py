@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from phalanx.c10d.backward import BackwardPasses, current_pass
 from phalanx.c10d.by_device import by_device
 from phalanx.c10d.checks import SUM, Checks
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
@@ -56,6 +57,7 @@ class BaseProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._store, self._split, self._splits = store, split, 0
+        self._passes = BackwardPasses(self._progress)
         self._backend_name = name
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
@@ -151,7 +153,10 @@ class BaseProcessGroup(dist.ProcessGroup):
             body = wrap(body)
         if urgent is None:
             urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
-        return PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+        work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+        if current_pass() >= 0:
+            self._passes.begun(work)
+        return work
 
     def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
         """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""

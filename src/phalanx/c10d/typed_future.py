@@ -20,10 +20,9 @@ __all__ = ["typed", "wanted"]
 wanted = False  # set once, when the process registers the first such hook (register.py); read by every thread
 
 
-def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Future[Any]:
+def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Any:
     """A future of ``tensors`` that C++ can read too; it ends when ``future`` does, with that one's error."""
-    later: Future[Any] = _script()(future, tensors)
-    return later
+    return _script()(future, tensors)
 
 
 def _after(signal: Future[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -32,7 +31,7 @@ def _after(signal: Future[int], tensors: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def _begin(signal: Future[int], tensors: list[torch.Tensor]) -> Future[list[torch.Tensor]]:
-    return torch.jit.fork(_after, signal, tensors)
+    return torch.jit.fork(_after, signal, tensors)  # type: ignore[no-any-return]
 
 
 @cache
