@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.fsdp import fully_shard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
+
 from tests.differential.program import program
 from tests.differential.programs.data_parallel import model, trained
 from tests.differential.programs.sharding import full, mesh_of
 from tests.support.ranks import Member
-from torch.distributed.fsdp import fully_shard
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.parallel import DistributedDataParallel
 
 TOLERANCE = 1e-5
 
@@ -118,12 +119,6 @@ def barrier(x: torch.Tensor) -> Any:
     return x + 1
 
 
-def methods_of_the_group(x: torch.Tensor) -> Any:
-    group: Any = dist.group.WORLD
-    group.allreduce([x]).wait()
-    return x + group.size()
-
-
 def functional_collectives(x: torch.Tensor) -> Any:
     group: Any = dist.group.WORLD
     summed = functional.all_reduce(x, "sum", group)
@@ -150,7 +145,6 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
         send_and_receive,
         batch,
         barrier,
-        methods_of_the_group,
         functional_collectives,
     )
 }
@@ -160,14 +154,14 @@ def x(member: Member) -> torch.Tensor:
     return torch.arange(4.0) + member.rank
 
 
-@program(cases=CALLS)
+@program(cases=CALLS, long=(3, 5))
 def compiled(member: Member, call: Callable[[torch.Tensor], Any]) -> Any:
     torch._dynamo.reset()
     run = torch.compile(call, backend="aot_eager")
     return run(x(member)), run(x(member) + 1)
 
 
-@program(cases=CALLS)
+@program(cases=CALLS, long=(2, 5))
 def after_a_graph_break(member: Member, call: Callable[[torch.Tensor], Any]) -> Any:
     torch._dynamo.reset()
 
@@ -179,7 +173,7 @@ def after_a_graph_break(member: Member, call: Callable[[torch.Tensor], Any]) -> 
     return torch.compile(broken, backend="eager")(x(member))
 
 
-@program(cases=["aot_eager", "eager"], tolerance=TOLERANCE)
+@program(cases=["aot_eager", "eager"], tolerance=TOLERANCE, long=(5,))
 def data_parallel(member: Member, backend: str) -> Any:
     torch._dynamo.reset()
     return trained(member, torch.compile(DistributedDataParallel(model()), backend=backend))
@@ -191,13 +185,13 @@ def data_parallel_by_inductor(member: Member) -> Any:
     return trained(member, torch.compile(DistributedDataParallel(model()), backend="inductor"))
 
 
-@program(tolerance=TOLERANCE)
+@program(tolerance=TOLERANCE, long=(3, 5))
 def compiled_inside_data_parallel(member: Member) -> Any:
     torch._dynamo.reset()
     return trained(member, DistributedDataParallel(torch.compile(model(), backend="aot_eager")))  # type: ignore[arg-type]
 
 
-@program(tolerance=TOLERANCE)
+@program(tolerance=TOLERANCE, long=(5,))
 def fully_sharded(member: Member) -> Any:
     torch._dynamo.reset()
     net = model()
@@ -214,7 +208,7 @@ def traced(member: Member, kind: str) -> Any:
     return [str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target)], graph(x(member))
 
 
-@program()
+@program(long=(3, 5))
 def captured_by_export(member: Member) -> Any:
     class Net(torch.nn.Module):
         def forward(self, tensor: torch.Tensor) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
+
 from tests.differential.program import program
 from tests.support.ranks import Member
 
@@ -63,7 +64,9 @@ DIFFERENTIABLE: dict[str, Call] = {
     "all_gather": lambda x, group, size: torch.stack(differentiable.all_gather(x)),
     "gather": lambda x, group, size: torch.stack(differentiable.gather(x, 0)),
     "scatter": lambda x, group, size: differentiable.scatter([x + i for i in range(size)], 0),
-    "reduce_scatter": lambda x, group, size: differentiable.reduce_scatter(torch.empty(4), list(x.repeat(size).chunk(size))),
+    "reduce_scatter": lambda x, group, size: differentiable.reduce_scatter(
+        torch.empty(4), list(x.repeat(size).chunk(size))
+    ),
     "all_to_all": lambda x, group, size: torch.stack(
         differentiable.all_to_all([torch.empty(4) for _ in range(size)], list(x.repeat(size).chunk(size)))
     ),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.differential.program import program, raised
-from tests.differential.programs.data_parallel import batch, model
-from tests.differential.programs.forms_of_call import CALLS, Call
-from tests.support.ranks import Member
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.differential.program import program
+from tests.differential.programs.data_parallel import batch, model
+from tests.differential.programs.forms_of_call import CALLS, Call
+from tests.support.ranks import Member
 
 
 def counted(names: Any) -> dict[str, int]:
@@ -25,7 +25,10 @@ def counted(names: Any) -> dict[str, int]:
     return dict(sorted(Counter(name for name in plain if name.startswith(("gloo:", "c10d::"))).items()))
 
 
-@program(cases=CALLS)
+NAMES = dict.fromkeys(("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"), "Names in a profile")
+
+
+@program(cases=CALLS, differs=NAMES)
 def profiled(member: Member, call: Call) -> Any:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         call(None, False)
@@ -96,13 +99,3 @@ def shapes_in_the_profile(member: Member) -> Any:
         dist.all_reduce(torch.ones(3, 5))
     names = ("gloo:all_reduce", "phalanx:all_reduce")
     return [event.input_shapes for event in profiler.events() or [] if event.name in names]
-
-
-STATES: dict[str, Callable[[], Any]] = {
-    "last_enqueued": lambda: raised(lambda: dist.distributed_c10d._get_default_group()._get_sequence_number_for_group()),  # type: ignore[attr-defined]
-}
-
-
-@program(cases=STATES)
-def state_of_the_group(member: Member, ask: Callable[[], Any]) -> Any:
-    return type(ask()).__name__

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.differential.program import program
-from tests.differential.programs.data_parallel import batch, model, trained
-from tests.support.ranks import Member
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,7 +14,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,6 +23,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+
+from tests.differential.program import program
+from tests.differential.programs.data_parallel import batch, model, trained
+from tests.support.ranks import Member
 
 TOLERANCE = 1e-5
 
@@ -193,7 +194,9 @@ def output_of_a_rowwise_layer(member: Member, verb: str) -> Any:
 @program(tolerance=TOLERANCE)
 def sequence_parallel(member: Member) -> Any:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4 * member.size), torch.nn.Linear(4 * member.size, 8))
+    net = torch.nn.Sequential(
+        torch.nn.LayerNorm(8), torch.nn.Linear(8, 4 * member.size), torch.nn.Linear(4 * member.size, 8)
+    )
     x = torch.randn(2, 3 * member.size, 8)
     plan = {
         "0": SequenceParallel(),
