@@ -115,8 +115,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 @program(cases=HOOKS, tolerance=2e-2)
 def ddp_with_a_hook(member: Member, hook: Callable[..., Any]) -> Any:
     net = DistributedDataParallel(model())
-    net.register_comm_hook(None, hook)
-    return trained(member, net)
+    return raised(lambda: net.register_comm_hook(None, hook), gives="registered"), trained(member, net)
 
 
 @program(tolerance=1e-4)
@@ -129,7 +128,7 @@ def ddp_with_power_sgd(member: Member) -> Any:
 
 @program(tolerance=TOLERANCE)
 def ddp_with_a_hook_of_its_own(member: Member) -> Any:
-    def hook(state: Any, bucket: Any) -> Any:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations, and refuses text
         work = dist.all_reduce(bucket.buffer().div_(member.size), async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0] * 2)
@@ -190,18 +189,6 @@ def ddp_with_buffers(member: Member) -> Any:
 
 
 @program(tolerance=TOLERANCE)
-def ddp_with_an_overlapped_optimizer(member: Member) -> Any:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    net = model()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})  # type: ignore[arg-type]
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    for step in range(3):
-        ddp(batch(member, step)).square().mean().backward()
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-@program(tolerance=TOLERANCE)
 def ddp_with_autocast_and_a_scaler(member: Member) -> Any:
     net = DistributedDataParallel(model())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -213,12 +200,6 @@ def ddp_with_autocast_and_a_scaler(member: Member) -> Any:
         scaler.step(optimizer)
         scaler.update()
     return [parameter.detach() for parameter in net.parameters()]
-
-
-@program()
-def ddp_of_other_shapes(member: Member) -> Any:
-    net = torch.nn.Linear(2 + member.rank, 3)
-    return raised(lambda: type(DistributedDataParallel(net)).__name__)
 
 
 @program()

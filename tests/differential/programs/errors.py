@@ -17,6 +17,7 @@ def ones(count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(count, dtype=dtype)
 
 
+UNEVEN = "all_to_all_single of sizes that do not divide"
 # Each rank makes the same wrong call, and nothing is sent.
 REFUSED: dict[str, Callable[[int, int], Any]] = {
     "all_gather of too few outputs": lambda r, n: dist.all_gather([ones()] * (n - 1), ones()),
@@ -54,11 +55,7 @@ REFUSED: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-@program(
-    cases=REFUSED,
-    alone=True,
-    differs={"all_to_all_single of uneven sizes": "all_to_all_single of sizes that do not divide"},
-)
+@program(cases=REFUSED, differs={"all_to_all_single of uneven sizes": UNEVEN})
 def refused(member: Member, call: Callable[[int, int], Any]) -> Any:
     answer = raised(lambda: call(member.rank, member.size))
     return answer if type(answer).__name__ == "Raised" else None

@@ -145,8 +145,9 @@ def dtensor_from_partial_maximum(member: Member) -> Any:
 
 @program(tolerance=TOLERANCE)
 def dtensor_module(member: Member) -> Any:
-    net = distribute_module(model(), mesh_of(member))
-    net(batch(Member(0, member.size, member.folder), 0)).sum().backward()
+    mesh = mesh_of(member)
+    net = distribute_module(model(), mesh)
+    net(distribute_tensor(torch.arange(30.0).view(5, 6), mesh, [Replicate()])).sum().backward()
     return [parameter.grad for parameter in net.parameters()]
 
 
@@ -241,24 +242,3 @@ def fsdp2_with_tensor_parallel(member: Member) -> Any:
     fully_shard(net, mesh=mesh["data"])
     net(x).square().mean().backward()
     return [parameter.grad.full_tensor() for parameter in net.parameters()]
-
-
-@program(tolerance=1e-4)
-def context_parallel(member: Member) -> Any:
-    from torch.distributed.tensor.experimental import context_parallel as parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from tests.differential.program import raised
-
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 4 * member.size, 8) for _ in range(3))
-    mesh = mesh_of(member)
-
-    def attend() -> Any:
-        with (
-            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-            parallel(mesh, buffers=[query, key, value], buffer_seq_dims=[2, 2, 2]),
-        ):
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
-
-    return raised(attend)
