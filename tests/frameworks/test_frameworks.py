@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ FRAMEWORKS = [
     pytest.param("accelerate_loop", "accelerate", (), id="accelerate"),
     pytest.param("fabric_loop", "lightning", (), id="fabric"),
     pytest.param("fabric_loop", "lightning", ("gloo",), id="fabric, process_group_backend=gloo"),
+    pytest.param("ignite_loop", "ignite", (), id="ignite"),
+    pytest.param("trl_sft", "trl", (), id="trl"),
+    pytest.param("deepspeed_zero", "deepspeed", (), id="deepspeed, ZeRO stage 1"),
 ]
 
 
@@ -53,7 +57,8 @@ def run(folder: Path, command: list[str], **variables: str) -> list[dict[str, An
         command,
         cwd=folder,
         # Nothing is downloaded; and one thread, since a sum's order must not depend on how many there are.
-        env={**own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **variables},
+        env={**own, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        | variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -61,8 +66,13 @@ def run(folder: Path, command: list[str], **variables: str) -> list[dict[str, An
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return load(folder)
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """What each rank has left in ``folder``, in rank order."""
     found = sorted(folder.glob("*.pt"), key=lambda file: int(file.stem))
-    results = [torch.load(file) for file in found]
+    results: list[dict[str, Any]] = [torch.load(file) for file in found]
     assert [result["rank"] for result in results] == list(range(len(results)))
     return results
 
@@ -104,6 +114,19 @@ def test_a_framework_trains_over_gloo_and_over_phalanx(
     ours = phalanx_run(tmp_path / "ours", program, *arguments, options=("--replace", "gloo"))
     check_in_step(ours, OURS)
     check_same_training(ours, by_gloo)
+
+
+def test_ray_train_starts_its_ranks_on_phalanx_if_the_variable_says_so(tmp_path: Path) -> None:
+    need("ray")
+    by_gloo, ours = (tmp_path / name for name in ("gloo", "ours"))
+    with tempfile.TemporaryDirectory(prefix="ray-") as sockets:  # whose paths may be 107 bytes long
+        for folder, variables in ((by_gloo, {}), (ours, {"PHALANX_REPLACE": "gloo"})):
+            folder.mkdir()
+            program = [PYTHON, str(PROGRAMS / "ray_train.py"), str(folder), str(SIZE), sockets]
+            run(folder, program, RAY_TRAIN_V2_ENABLED="1", RAY_USAGE_STATS_ENABLED="0", **variables)
+    check_in_step(load(by_gloo), "ProcessGroup")
+    check_in_step(load(ours), OURS)
+    check_same_training(load(ours), load(by_gloo))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""A training loop with PyTorch-Ignite, which wraps models and loaders for the backends whose names it knows.
+
+Usage: ignite_loop.py FOLDER; each rank leaves what it has trained there.
+"""
+
+import sys
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from ignite.engine import Engine, Events
+from torch.utils.data import TensorDataset
+
+
+def train(local_rank: int, folder: str) -> None:
+    torch.manual_seed(0)
+    features = torch.randn(64, 8)
+    dataset = TensorDataset(features, features @ torch.randn(8, 1))
+    loader = idist.auto_dataloader(dataset, batch_size=8 * idist.get_world_size())
+    model = idist.auto_model(torch.nn.Linear(8, 1))
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), lr=0.05))
+    losses = []
+
+    def step(engine: Engine, batch: list[torch.Tensor]) -> float:
+        x, y = batch
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    trainer = Engine(step)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output))
+    trainer.run(loader, max_epochs=5)
+    torch.save(
+        {
+            "rank": idist.get_rank(),
+            "world_size": idist.get_world_size(),
+            "backend": dist.get_backend(),
+            "group": type(dist.group.WORLD).__name__,
+            "losses": losses,
+            "mean": idist.all_reduce(losses[-1]) / idist.get_world_size(),
+            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        },
+        f"{folder}/{idist.get_rank()}.pt",
+    )
+
+
+def main() -> None:
+    with idist.Parallel(backend="gloo") as parallel:
+        parallel.run(train, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
