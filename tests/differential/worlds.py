@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from tests.differential.program import PROGRAMS, Program
 from tests.differential.values import plain
 from tests.support.pool import Pool

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.differential.program import program, raised
-from tests.support.ranks import Member
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.differential.program import program, raised
+from tests.support.ranks import Member
 
 TOLERANCE = 1e-5  # three and more gradients are added in another order
 
@@ -232,9 +233,7 @@ def ddp_says_what_it_logs(member: Member) -> Any:
 def zero_redundancy_optimizer(member: Member, case: str) -> Any:
     net = DistributedDataParallel(model())
     bucketed = case == "overlapped"
-    optimizer = ZeroRedundancyOptimizer(
-        net.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=bucketed
-    )
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=bucketed)
     result = trained(member, net, optimizer)
     optimizer.consolidate_state_dict(to=0)
     if member.rank:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from tests.differential.program import program, raised
-from tests.support.ranks import Member
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.differential.program import program, raised
+from tests.support.ranks import Member
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 

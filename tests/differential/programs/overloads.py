@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from tests.differential.program import program, raised
 from tests.support.ranks import Member
 
@@ -100,7 +101,9 @@ FORMS: dict[str, Form] = {
     ][: r == 0],
     "allgather(lists, list)": lambda pg, r, n: into_list(pg, r, n, lambda p, o, t: p.allgather([o], [t])),
     "allgather(list, tensor)": lambda pg, r, n: into_list(pg, r, n, lambda p, o, t: p.allgather(o, t)),
-    "allgather(list, tensor, timeout)": lambda pg, r, n: into_list(pg, r, n, lambda p, o, t: p.allgather(o, t, TIMEOUT)),
+    "allgather(list, tensor, timeout)": lambda pg, r, n: into_list(
+        pg, r, n, lambda p, o, t: p.allgather(o, t, TIMEOUT)
+    ),
     "allgather(output_tensors=, input_tensors=)": lambda pg, r, n: into_list(
         pg, r, n, lambda p, o, t: p.allgather(output_tensors=[o], input_tensors=[t])
     ),

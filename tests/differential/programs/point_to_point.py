@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from tests.differential.program import program, raised
 from tests.support.ranks import Member
 
@@ -176,9 +177,7 @@ def batch_in_a_group(member: Member) -> Any:
     rank = dist.get_rank(group)
     received = torch.zeros(2)
     operations = [
-        dist.P2POp(
-            dist.isend, torch.full((2,), float(rank)), group=group, group_peer=(rank + 1) % member.size
-        ),
+        dist.P2POp(dist.isend, torch.full((2,), float(rank)), group=group, group_peer=(rank + 1) % member.size),
         dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % member.size),
     ]
     for work in dist.batch_isend_irecv(operations):

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
+
 from tests.differential.program import program
 from tests.support.ranks import Member
-from torch.distributed import rpc
 
 
 def added(tensor: torch.Tensor, value: float) -> torch.Tensor:

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.differential.program import program
-from tests.differential.programs.data_parallel import batch, model, trained
-from tests.support.ranks import Member
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,7 +14,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,6 +23,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+
+from tests.differential.program import program
+from tests.differential.programs.data_parallel import batch, model, trained
+from tests.support.ranks import Member
 
 TOLERANCE = 1e-5
 
@@ -192,7 +193,9 @@ def output_of_a_rowwise_layer(member: Member, verb: str) -> Any:
 @program(tolerance=TOLERANCE)
 def sequence_parallel(member: Member) -> Any:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4 * member.size), torch.nn.Linear(4 * member.size, 8))
+    net = torch.nn.Sequential(
+        torch.nn.LayerNorm(8), torch.nn.Linear(8, 4 * member.size), torch.nn.Linear(4 * member.size, 8)
+    )
     x = torch.randn(2, 3 * member.size, 8)
     plan = {
         "0": SequenceParallel(),
@@ -244,6 +247,7 @@ def fsdp2_with_tensor_parallel(member: Member) -> Any:
 def context_parallel(member: Member) -> Any:
     from torch.distributed.tensor.experimental import context_parallel as parallel
     from torch.nn.attention import SDPBackend, sdpa_kernel
+
     from tests.differential.program import raised
 
     torch.manual_seed(0)
@@ -251,7 +255,10 @@ def context_parallel(member: Member) -> Any:
     mesh = mesh_of(member)
 
     def attend() -> Any:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), parallel(mesh, buffers=[query, key, value], buffer_seq_dims=[2, 2, 2]):
+        with (
+            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+            parallel(mesh, buffers=[query, key, value], buffer_seq_dims=[2, 2, 2]),
+        ):
             return torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     return raised(attend)
