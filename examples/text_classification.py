@@ -273,7 +273,9 @@ def main() -> None:
     with phalanx.init(backend=options.backend, quiet=options.predict is not None) as world:
         try:
             if options.predict is not None:
-                world.print(predict(world.load(options.checkpoint), options.predict))
+                wanted: dict[str, Any] = {"model": None, "vocabulary": None}
+                world.load(options.checkpoint, wanted)
+                world.print(predict(wanted, options.predict))
             else:
                 world.print(json.dumps(train(world, options)))
         except (CheckpointError, PeerFailed) as error:

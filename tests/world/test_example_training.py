@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from phalanx.training import checkpoint
 
 pytest.importorskip("snownlp")
 
@@ -144,11 +147,19 @@ def test_resuming_with_other_settings_is_refused(trained: Trained, tmp_path: Pat
     assert "'seed': 7" in ended.stderr
 
 
+def another_checkpoint() -> bytes:
+    """A checkpoint that ``world.save()`` has written for another script."""
+    file = io.BytesIO()
+    torch.save({"step": 1, checkpoint.MARK: {"format": 1, "id": "", "random": []}}, file)
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (lambda whole: whole[: len(whole) // 2], "text_classification.pt is not a whole checkpoint: it was cut short"),
         (lambda whole: b"# a script", "text_classification.pt is not a whole checkpoint"),
+        (lambda whole: another_checkpoint(), "text_classification.pt"),
     ],
 )
 @pytest.mark.parametrize("arguments", [("--resume", "--epochs", "2"), ("--predict", "好")])

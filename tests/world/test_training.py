@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # by optimizers and DDP in any case; imported here once, before the ranks are forked
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 from tests.support.worlds import join_world
