@@ -17,6 +17,7 @@ __all__ = [
     "PROCESS_LIMIT_HINT",
     "ArgumentError",
     "BackendError",
+    "CheckpointError",
     "ClosedError",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -25,6 +26,7 @@ __all__ = [
     "InitializationError",
     "LaunchError",
     "LauncherEnvironmentError",
+    "PeerFailed",
     "PeerLost",
     "PhalanxError",
     "RankError",
@@ -134,11 +136,19 @@ class DeviceMismatch(PhalanxError, ValueError):
 
 
 class ArgumentError(PhalanxError, ValueError):
-    """A collective was called with tensors or options that cannot be right, or that no backend here serves.
+    """A function was called with tensors or options that cannot be right, or that no backend here serves.
 
     Raised on the rank that made the call, before it sends anything to the others. The message says what was given and
     what is needed.
     """
+
+    @classmethod
+    def too_few_left(cls, items: int, epoch: int, ranks: int) -> ArgumentError:
+        """A loader was to resume an epoch of which so few items are left that some ranks would have no batch."""
+        return cls(
+            f"{items} items are left of epoch {epoch}, too few for a step of {ranks} ranks. Resume with at most "
+            f"{items} ranks, or leave them out: loader.set_epoch({epoch + 1})"
+        )
 
 
 class BackendError(PhalanxError):
@@ -219,6 +229,27 @@ class PeerLost(PhalanxError):
         return cls(f"{cause}; the ranks of the group are out of step", group_rank=group_rank, pid=pid)
 
 
+class PeerFailed(PhalanxError):
+    """Another rank raised an exception in something that it did for all ranks, or before them.
+
+    Raised by ``main_first()``, ``save()`` and the like on the ranks that waited for it. Mend what that rank reports.
+
+    Attributes:
+        group_rank: the rank that failed, counted within the group.
+    """
+
+    is_consequence = True
+
+    def __init__(self, message: str, *, group_rank: int = -1) -> None:
+        super().__init__(message)
+        self.group_rank = group_rank
+
+    @classmethod
+    def in_its_turn(cls, group_rank: int, call: str, error: str) -> PeerFailed:
+        """A rank failed in ``call``; ``error`` is its exception in words."""
+        return cls(f"rank {group_rank} of the group failed in {call}: {error}", group_rank=group_rank)
+
+
 class CollectiveTimeout(PhalanxError):
     """A collective was not joined by every rank within the group's timeout.
 
@@ -258,6 +289,15 @@ class CollectiveTimeout(PhalanxError):
     def remedy() -> str:
         """How to wait longer."""
         return "A longer timeout is set with phalanx.init(timeout_s=...) or init_process_group(timeout=...)"
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint cannot be written, or cannot be read.
+
+    Raised by ``world.save()`` and ``world.check_writable()`` on rank 0 (on the others as :class:`PeerFailed`), and by
+    ``world.load()`` on every rank. The message says which file, and why: it is missing, cut short, of another program,
+    or in a directory that cannot be written to.
+    """
 
 
 class LaunchError(PhalanxError):

@@ -10,6 +10,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
+from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.communicator import GlooCommunicator
@@ -22,7 +23,13 @@ __all__ = ["create_process_group"]
 
 
 def create_process_group(
-    store: Store, rank: int, size: int, timeout: timedelta, group_name: str, ranks: Sequence[int]
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group_name: str,
+    ranks: Sequence[int],
+    backend: str = settings.BACKEND,
 ) -> PhalanxProcessGroup:
     """Make one rank's side of a group. Every member calls it.
 
@@ -33,6 +40,7 @@ def create_process_group(
         timeout: for joining, and for every collective of the group.
         group_name: torch's name for the group, equal on every member.
         ranks: the members' ranks in the world; torch gives none for the world itself.
+        backend: what the group says its backend is: ``phalanx``, or the one that it replaces.
 
     Ranks that cannot reach one shared segment (several hosts, or containers with pid namespaces of their own)
     get a group over Gloo instead, and rank 0 says so, with the reason, as a warning.
@@ -44,12 +52,12 @@ def create_process_group(
 
     def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
         world_ranks = [ranks[member] if ranks else member for member in members]
-        return create_process_group(own, members.index(rank), len(members), timeout, name, world_ranks)
+        return create_process_group(own, members.index(rank), len(members), timeout, name, world_ranks, backend)
 
     def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:
-        arguments = (settings.BACKEND, communicator, gloo, group_name, store, split)
+        arguments = (backend, communicator, gloo, group_name, store, split)
         if not torch.accelerator.is_available():
-            return PhalanxProcessGroup(*arguments)
+            return group_class()(*arguments)
         from phalanx.c10d.vendor import Membership, MixedProcessGroup
 
         member = Membership(own, rank, size, timeout, group_name, ranks)
@@ -69,7 +77,7 @@ def create_process_group(
         communicator = GlooCommunicator(gloo)
         if rank == 0:
             warnings.warn(
-                f"backend {settings.BACKEND!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
+                f"backend {backend!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
                 stacklevel=2,
             )
         return group_of(communicator, gloo)

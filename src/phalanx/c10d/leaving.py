@@ -11,7 +11,7 @@ import atexit
 import threading
 import time
 import weakref
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from phalanx.errors import PhalanxError
 from phalanx.watch.ending import script_failed
@@ -40,8 +40,11 @@ class Comparer(Protocol):
         ...
 
 
-_leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
-_comparers: weakref.WeakSet[Comparer] = weakref.WeakSet()
+_Group = TypeVar("_Group")
+
+# By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
+_leavers: weakref.WeakValueDictionary[int, Leaver] = weakref.WeakValueDictionary()
+_comparers: weakref.WeakValueDictionary[int, Comparer] = weakref.WeakValueDictionary()
 
 
 def end_before_the_interpreter(leaver: Leaver) -> None:
@@ -49,27 +52,32 @@ def end_before_the_interpreter(leaver: Leaver) -> None:
 
     A thread that waits for a lost rank cannot see the request; it is left alone after ``LEAVING_S``.
     """
-    _leavers.add(leaver)
+    _leavers[id(leaver)] = leaver
 
 
 def compare_at_exit(group: Comparer) -> None:
     """Have the last calls of ``group`` compared when the process exits, if it has not been closed before."""
-    _comparers.add(group)
+    _comparers[id(group)] = group
 
 
 def _at_exit() -> None:
     if not script_failed():
         _compare_all()
-    threads = [thread for leaver in list(_leavers) for thread in leaver.leave()]
+    threads = [thread for leaver in _alive(_leavers) for thread in leaver.leave()]
     deadline = time.monotonic() + LEAVING_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def _alive(held: weakref.WeakValueDictionary[int, _Group]) -> list[_Group]:
+    """The groups that still exist, listed in one step."""
+    return [group for reference in held.valuerefs() if (group := reference()) is not None]
+
+
 def _compare_all() -> None:
     """The exit code is decided by now, so a difference can only be printed; the ranks that wait raise it."""
     deadline = time.monotonic() + LAST_CALLS_S
-    for group in list(_comparers):
+    for group in _alive(_comparers):
         error = group.compare_at_exit(max(0.0, deadline - time.monotonic()))
         if error is not None:
             tell(f"{type(error).__name__}: {error}")

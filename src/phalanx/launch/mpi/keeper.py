@@ -255,15 +255,15 @@ class _Keeper:
                     if order["where"]:
                         self.child.send_stack()
                     self.child.end(order["signal"], order["patience_s"])
-            elif order["do"] == "look":
-                # Of a connection to the job's store: may it be this user's?
-                if is_own(tuple(order["end"]), tuple(order["other_end"])):
-                    self._say(event="owns", number=order["number"])
             elif order["do"] == "signal":
                 self._hand_on(order["signal"])
             elif order["do"] == "stacks":
                 if self.child is not None:
                     self.child.send_stack()
+            elif order["do"] == "look":
+                # Of a connection to the job's store: may it be this user's?
+                if is_own(tuple(order["end"]), tuple(order["other_end"])):
+                    self._say(event="owns", number=order["number"])
             elif order["do"] == "leave":
                 self.watch.add(order["files"])
                 self.leave()

@@ -294,12 +294,12 @@ class _Relay:
             rank.files |= message["files"]
         elif event == "wants":
             self.input.want()
-        elif event == "owns":
-            self.store.found(message["number"])
         elif event == "overdue":
             self.announcer.overdue(rank, message["patience_s"])
         elif event == "stack":
             self.stacks[rank.number] = message["text"]
+        elif event == "owns":
+            self.store.found(message["number"])
         elif event == "exited":
             if rank is self.reader:
                 self.input.release()

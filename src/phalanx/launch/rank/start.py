@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 from phalanx.errors import PhalanxError
+from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.report import Report
-from phalanx.launch.rank.descriptors import RankEnds
+from phalanx.launch.rank.descriptors import RankEnds, release_input
 from phalanx.launch.rank.late_variables import hide_torch
 from phalanx.launch.rank.trace import Stage, advance, open_own
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
@@ -96,9 +97,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     ends = start.ends
     if not start.reads:
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        release_input()
     if not start.terminal:
         os.dup2(ends.out_write, 1)
         os.dup2(ends.err_write, 2)
@@ -108,6 +107,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
+    apply_to_this_process(os.environ)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
     if start.code is None:
         # The program's own children may write the report too, as torch's @record does.

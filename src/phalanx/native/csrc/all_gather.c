@@ -50,6 +50,8 @@ static int gather(phx_comm *comm, struct gather *job, uint64_t call)
 int phx_all_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes, uint32_t dtype, uint64_t shape)
 {
     struct gather job = {in, outs, nbytes};
+    if (phx_lacks_memory(in, nbytes) || phx_any_lacks_memory((const void *const *)outs, comm->size, nbytes))
+        return PHX_BAD_ARGUMENT;
     return gather(comm, &job, phx_call(PHX_ALL_GATHER, dtype, PHX_NO_OP, 0, nbytes, shape));
 }
 
@@ -57,7 +59,9 @@ int phx_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbyte
                uint64_t shape)
 {
     struct gather job = {in, comm->rank == root ? outs : NULL, nbytes};
-    if (root >= comm->size)
+    if (root >= comm->size || phx_lacks_memory(in, nbytes))
+        return PHX_BAD_ARGUMENT;
+    if (job.outs && phx_any_lacks_memory((const void *const *)outs, comm->size, nbytes))
         return PHX_BAD_ARGUMENT;
     return gather(comm, &job, phx_call(PHX_GATHER, dtype, PHX_NO_OP, root, nbytes, shape));
 }

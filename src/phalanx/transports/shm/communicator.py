@@ -21,7 +21,7 @@ from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.watch.call_site import CallSite, call_site, capture
-from phalanx.watch.calls import call_text, exchange_text
+from phalanx.watch.calls import call_text, exchange_text, shape_word
 from phalanx.watch.ending import tell_how_the_script_ends
 
 __all__ = ["SharedMemoryCommunicator"]
@@ -108,7 +108,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         data = tensor.data_ptr()
         status = self._core.phx_all_reduce(
-            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], hash(tensor.shape)
+            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "all_reduce", tensor, op)
@@ -116,7 +116,7 @@ class SharedMemoryCommunicator(Communicator):
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         data = tensor.data_ptr()
         status = self._core.phx_reduce(
-            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], root, hash(tensor.shape)
+            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], root, shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "reduce", tensor, op, root)
@@ -137,14 +137,14 @@ class SharedMemoryCommunicator(Communicator):
             output.numel(),
             _REDUCED[output.dtype],
             _OPS[op],
-            hash(output.shape),
+            shape_word(output.shape),
         )
         if status:
             self._fail(status, "reduce_scatter", output, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         status = self._core.phx_broadcast(
-            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], root, hash(tensor.shape)
+            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], root, shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "broadcast", tensor, root=root)
@@ -159,7 +159,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _all_gather(self, outputs: _Pointers, tensor: torch.Tensor) -> None:
         status = self._core.phx_all_gather(
-            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, _DTYPES[tensor.dtype], hash(tensor.shape)
+            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, _DTYPES[tensor.dtype], shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "all_gather", tensor)
@@ -178,7 +178,7 @@ class SharedMemoryCommunicator(Communicator):
             tensor.nbytes,
             _DTYPES[tensor.dtype],
             root,
-            hash(tensor.shape),
+            shape_word(tensor.shape),
         )
         if status:
             self._fail(status, "gather", tensor, root=root)
@@ -193,7 +193,7 @@ class SharedMemoryCommunicator(Communicator):
             output.nbytes,
             _DTYPES[output.dtype],
             root,
-            hash(output.shape),
+            shape_word(output.shape),
         )
         if status:
             self._fail(status, "scatter", output, root=root)
@@ -291,7 +291,11 @@ class SharedMemoryCommunicator(Communicator):
 
     def _raise(self, status: int, name: str, text: str) -> NoReturn:
         if status < BROKEN_FROM:
-            raise BackendError(f"the core refused {name} as malformed (status {status}, rank {self.rank})")
+            raise BackendError(
+                f"the core refused {name} on rank {self.rank} (status {status}): a rank that the group does not have, "
+                "a dtype or operation that the core does not know, or a tensor without memory of its own, such as a "
+                "wrapper around others: give those instead"
+            )
         self._signals.raise_pending()
         raise self._explain(text)
 

@@ -218,6 +218,8 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
     try:
         store.wait(list(keys.values()), timeout)  # one deadline for all of them
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError:
         absent = [peer for peer, key in keys.items() if not store.check([key])]
         if absent:
@@ -237,5 +239,7 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
     try:
         store.wait([key], timeout)
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
         raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error
