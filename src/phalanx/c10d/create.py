@@ -67,11 +67,11 @@ def create_process_group(
     communicator: Communicator
     local = LocalGloo(rank, size, timeout)
     if size == 1:
-        return group_of(SoloCommunicator(), local.meet([local.card]))
+        return group_of(SoloCommunicator(), local.meet([local.card()]))
     try:
         communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout, card=local.card)
     except NotOneHost as reason:
-        local.gloo.shutdown()
+        local.shutdown()
         # The keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
         # a failed attempt to make one.
         gloo = lazy_gloo(PrefixStore(f"gloo/{reason.meeting}", own), rank, size, timeout, one_host=False)
@@ -83,7 +83,7 @@ def create_process_group(
             )
         return group_of(communicator, gloo)
     except BaseException:
-        local.gloo.shutdown()
+        local.shutdown()
         raise
     try:
         gloo = local.meet(communicator.cards)
@@ -93,5 +93,5 @@ def create_process_group(
         return group
     except BaseException:
         communicator.close()
-        local.gloo.shutdown()
+        local.shutdown()
         raise

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
+from phalanx.errors import InitializationError
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_address
 
 __all__ = ["AttachedGloo", "LocalGloo", "lazy_gloo"]
@@ -67,21 +68,30 @@ class LocalGloo:
 
     Args:
         rank, size, timeout: as for :func:`lazy_gloo`; it listens on loopback.
-
-    Attributes:
-        gloo: the group. It may be used after :meth:`meet`.
-        card: this rank's address, for :meth:`meet` on the other ranks.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        self._place = rank, size, timeout
         self._store = HashStore()
-        self.gloo = lazy_gloo(self._store, rank, size, timeout, one_host=True)
+        self._prefix = ""
+        self._gloo: AttachedGloo | None = None
+
+    def card(self) -> str:
+        """Make the group, and return this rank's address, for :meth:`meet` on the other ranks."""
+        self._gloo = lazy_gloo(self._store, *self._place, one_host=True)
         (own,) = self._store.list_keys()
-        self._prefix = own.removesuffix(str(rank))
-        self.card = base64.b64encode(self._store.get(own)).decode()
+        self._prefix = own.removesuffix(str(self._place[0]))
+        return base64.b64encode(self._store.get(own)).decode()
 
     def meet(self, cards: Sequence[str]) -> AttachedGloo:
-        """Give the group the addresses of all its ranks, in order."""
+        """The group, with the addresses of all its ranks, in order. Call :meth:`card` before."""
+        if self._gloo is None:
+            raise InitializationError("the ranks have met without an address of this one: card() was not called")
         for rank, card in enumerate(cards):
             self._store.set(f"{self._prefix}{rank}", base64.b64decode(card))  # type: ignore[arg-type]
-        return self.gloo
+        return self._gloo
+
+    def shutdown(self) -> None:
+        """End the group, if it has been made: the ranks did not meet, or not on one host."""
+        if self._gloo is not None:
+            self._gloo.shutdown()

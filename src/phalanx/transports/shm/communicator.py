@@ -59,7 +59,7 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
             those of rank 0.
-        card: a text of this rank for the others.
+        card: makes a text of this rank for the others; called while the ranks meet.
 
     Attributes:
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
@@ -77,7 +77,7 @@ class SharedMemoryCommunicator(Communicator):
         size: int,
         timeout: timedelta,
         tuning: Tuning | None = None,
-        card: str = "",
+        card: Callable[[], str] = str,
     ) -> None:
         self.rank = rank
         self.size = size

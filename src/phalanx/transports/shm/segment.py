@@ -61,7 +61,7 @@ def join_segment(
     tuning: Tuning,
     spin: int,
     poll: Callable[[], int],
-    card: str = "",
+    card: Callable[[], str] = str,
 ) -> tuple[int, str, list[str]]:
     """Rank 0 offers a segment, every rank tries to attach, and all act on the one outcome that rank 0 publishes.
 
@@ -70,7 +70,7 @@ def join_segment(
         rank, size: this process's place in the group.
         timeout: for all of them to come.
         tuning, spin, poll: for the core.
-        card: a text of this rank for the others.
+        card: makes a text of this rank for the others; called when the meeting is under way.
 
     Returns:
         The core's handle of this rank's view of the segment, the name of the meeting (equal on every rank, and of no
@@ -88,7 +88,7 @@ def join_segment(
             descriptor, reason = _make_segment(size, tuning, cookie)
             if not reason:
                 comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            missing, apart, cards = _offer(store, size, timeout, descriptor, cookie.hex(), (reason, card))
+            missing, apart, cards = _offer(store, size, timeout, descriptor, cookie.hex(), reason, card)
         else:
             _wait(store, "offer", timeout, f"rank 0 did not come to a group of {size} ranks")
             pid, number, name = json.loads(store.get("offer"))
@@ -97,7 +97,7 @@ def join_segment(
                 descriptor, reason = _reach(pid, number)
                 if not reason:
                     comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            store.set(f"{name}/answer/{rank}", json.dumps([reason, card]))
+            store.set(f"{name}/answer/{rank}", json.dumps([reason, card()]))
             # Wait longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
             outcome = f"{name}/outcome"
             _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
@@ -124,9 +124,15 @@ def join_segment(
 
 
 def _offer(
-    store: Store, size: int, timeout: timedelta, descriptor: int, name: str, answer: tuple[str, str]
+    store: Store,
+    size: int,
+    timeout: timedelta,
+    descriptor: int,
+    name: str,
+    reason: str,
+    card: Callable[[], str],
 ) -> _Outcome:
-    """Rank 0's part: offer the segment, or none if its own answer says why there is none, and publish the outcome.
+    """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
 
     Returns:
         The outcome: why the group was not made (ranks did not come, or rank 0 gave up), and which ranks came but could
@@ -134,7 +140,7 @@ def _offer(
     """
     try:
         store.set("offer", json.dumps([_own_pid(), descriptor, name]))
-        outcome = _collect_answers(store, size, timeout, name, answer)
+        outcome = _collect_answers(store, size, timeout, name, (reason, card()))
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
         # reach, they find that themselves.
