@@ -1,7 +1,9 @@
-"""Builds the C core as a plain shared library and tags the wheel for any Python 3 on this platform.
+"""Builds the C core as a plain shared library, and the module of the stable ABI that makes its usual calls quick.
 
-The core is loaded with ctypes and knows nothing of Python, so one wheel serves every interpreter: the
-library carries no ABI suffix, and the tag is ``py3-none-<platform>``. Everything else is in pyproject.toml.
+The core is loaded with ctypes and knows nothing of Python: it carries no ABI suffix. The module is built for the
+limited API of Python 3.10, so that one file serves every later Python, and is optional: an interpreter that cannot load
+it (a free-threaded one) uses the core by ctypes alone. So one wheel serves every interpreter, and its tag is
+``py3-none-<platform>``; ``cp310-abi3`` would keep it from those. Everything else is in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-CSRC = Path("src/phalanx/native/csrc")
+NATIVE = Path("src/phalanx/native")
+CSRC = NATIVE / "csrc"
+ENTRY = NATIVE / "csrc_entry"
+CORE = "phalanx.native.libphalanx"
 
 
-class BuildCore(build_ext):
-    """A shared library without a Python suffix and without a Python init function."""
+class BuildNative(build_ext):
+    """The core is a shared library without a Python suffix and without a Python init function."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Name the library so that ``native/core.py`` finds it whatever interpreter built it."""
+        """Name the core so that ``native/core.py`` finds it whatever interpreter built it."""
+        if fullname.rpartition(".")[2] != CORE.rpartition(".")[2]:  # setuptools asks for either form
+            return str(super().get_ext_filename(fullname))  # type: ignore[no-untyped-call]
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def get_export_symbols(self, ext: object) -> list[str]:
@@ -38,7 +45,7 @@ class AnyPythonWheel(bdist_wheel):
 setup(
     ext_modules=[
         Extension(
-            "phalanx.native.libphalanx",
+            CORE,
             sources=sorted(str(path) for path in CSRC.glob("*.c")),
             depends=sorted(str(path) for path in CSRC.glob("*.h")),
             include_dirs=[str(CSRC)],
@@ -54,7 +61,17 @@ setup(
                 "-pthread",
             ],
             extra_link_args=["-pthread"],
-        )
+        ),
+        Extension(
+            "phalanx.native.entry",
+            sources=sorted(str(path) for path in ENTRY.glob("*.c")),
+            depends=[*sorted(str(path) for path in ENTRY.glob("*.h")), str(CSRC / "phalanx.h")],
+            include_dirs=[str(ENTRY), str(CSRC)],
+            define_macros=[("Py_LIMITED_API", "0x030A0000")],
+            py_limited_api=True,
+            optional=True,
+            extra_compile_args=["-std=gnu11", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"],
+        ),
     ],
-    cmdclass={"build_ext": BuildCore, "bdist_wheel": AnyPythonWheel},
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel},
 )

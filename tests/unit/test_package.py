@@ -43,7 +43,9 @@ def test_the_sdist_holds_all_it_takes_to_build_the_wheel(tmp_path: Path) -> None
     assert "-py3-none-" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
+    # Both libraries, under names that every Python from 3.10 on looks for.
     assert "phalanx/native/libphalanx.so" in names
+    assert "phalanx/native/entry.abi3.so" in names
     assert "phalanx/py.typed" in names
     assert not [name for name in names if name.endswith((".c", ".h"))]
 
@@ -55,3 +57,17 @@ def test_the_core_exports_only_its_own_names() -> None:
     names = {line.split()[-1] for line in done.stdout.splitlines()}
     assert names
     assert all(name.startswith("phx_") for name in names)
+
+
+def test_the_entry_needs_nothing_but_the_stable_abi() -> None:
+    """No library but the system's, and no name of Python's that 3.10 did not promise to keep."""
+    module = ROOT / "src/phalanx/native/entry.abi3.so"
+    assert os.access(module, os.R_OK), "the entry is not built; run make"
+    needed = subprocess.run(["readelf", "-d", str(module)], capture_output=True, text=True, check=True).stdout
+    assert not [line for line in needed.splitlines() if "NEEDED" in line and ("torch" in line or "python" in line)]
+    listed = subprocess.run(["nm", "-D", str(module)], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in listed.splitlines()}
+    assert "PyInit_entry" in names
+    private = {name for name in names if name.startswith(("_Py", "PyUnstable")) and name != "_Py_NoneStruct"}
+    assert private <= {"_Py_TrueStruct", "_Py_FalseStruct", "_Py_NotImplementedStruct", "_Py_Dealloc"}
+    assert not [name for name in names if name.startswith("phx_")]

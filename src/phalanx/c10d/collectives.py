@@ -31,6 +31,7 @@ from phalanx.c10d.stand_ins import (
     separate,
 )
 from phalanx.c10d.uncompiled import uncompiled
+from phalanx.c10d.watched import is_watched
 from phalanx.errors import ArgumentError
 from phalanx.transports.layout import split_counts
 
@@ -66,9 +67,10 @@ class Collectives(BaseProcessGroup):
     def sum_in_place(self, tensor: torch.Tensor) -> bool:
         """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
 
-        ``allreduce`` does this for most calls, and ``Group.all_reduce`` calls it directly, without torch's own checks.
+        ``allreduce`` does this for most calls, and ``Group.all_reduce`` calls it directly, without torch's own checks. It
+        does nothing while somebody watches, since torch's dispatcher must then see the call.
         """
-        if not self._summable(tensor):
+        if is_watched() or not self._summable(tensor):
             return False
         progress = self._progress
         with progress.running:

@@ -7,9 +7,12 @@ no extension module and ties no wheel to an interpreter.
 from __future__ import annotations
 
 import ctypes
+import importlib
+from collections.abc import Iterable
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 from phalanx.errors import BackendError
 
@@ -20,14 +23,17 @@ __all__ = [
     "NOBODY",
     "TEXT_BYTES",
     "Breakage",
+    "Going",
     "MpiGroup",
     "MpiReduction",
     "Poll",
     "Status",
+    "addresses",
     "library",
+    "quick_entry",
 ]
 
-ABI = 9
+ABI = 10
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -37,6 +43,7 @@ Poll = CFUNCTYPE(c_int)
 class Status:
     """The status that a call of the core returns (``enum phx_status``)."""
 
+    PEER_LEFT = -3
     NOTICE = -2
     UNDER_WAY = -1
     OK = 0
@@ -51,6 +58,16 @@ class Status:
 BROKEN_FROM = Status.MISMATCH
 
 
+class Going:
+    """How a rank went (``enum phx_going``)."""
+
+    HERE = 0
+    LEFT = 1
+    FAILED = 2
+    ENDED = 3
+    REPLACED = 4
+
+
 class Breakage(Structure):
     """Why a group broke (``struct phx_breakage``)."""
 
@@ -60,6 +77,7 @@ class Breakage(Structure):
         ("peer", c_uint32),
         ("peer_pid", c_uint32),
         ("chunk", c_uint64),
+        ("how", c_uint32),
     ]
 
     status: int
@@ -67,6 +85,7 @@ class Breakage(Structure):
     peer: int
     peer_pid: int
     chunk: int
+    how: int
 
 
 class MpiGroup(Structure):
@@ -130,6 +149,12 @@ def library() -> ctypes.CDLL:
         ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
         ("phx_open", comm, [c_int, c_uint32, c_char_p, c_uint32, Poll]),
         ("phx_close", None, [comm]),
+        ("phx_look", None, [comm, c_int]),
+        ("phx_all_seen", c_int, [comm, POINTER(c_uint32), POINTER(c_uint32)]),
+        ("phx_sees", c_int, [comm, c_uint32]),
+        ("phx_compare_rest", c_int, [comm, c_uint64]),
+        ("phx_process_leaves", None, []),
+        ("phx_process_fails", None, [c_char_p]),
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64]),
         ("phx_breakage", c_int, [comm, POINTER(Breakage)]),
@@ -165,3 +190,25 @@ def library() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     return core
+
+
+def addresses(names: Iterable[str]) -> dict[str, int]:
+    """Where functions of the core lie, by their names as in ``phx_all_reduce``, given without ``phx_``."""
+    core = library()
+    found = {f"phx_{name}": ctypes.cast(getattr(core, f"phx_{name}"), c_void_p).value for name in names}
+    return {name: address or 0 for name, address in found.items()}
+
+
+def quick_entry() -> ModuleType | str:
+    """The module in C for the usual calls (``native/csrc_entry``); or, in words, why there is none.
+
+    The package works without it, by ctypes alone: it may not have been built, or this interpreter may not load modules
+    of the stable ABI.
+    """
+    try:
+        module = importlib.import_module("phalanx.native.entry")
+    except ImportError as error:
+        return f"the module phalanx.native.entry could not be loaded ({error})"
+    if module.ABI != ABI:
+        return f"the module phalanx.native.entry has ABI {module.ABI}, this Phalanx needs {ABI}; install it again"
+    return module

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import BackendError, ClosedError, PhalanxError
-from phalanx.native.core import BROKEN_FROM, Breakage, Status, library
+from phalanx.native.core import BROKEN_FROM, Breakage, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import COLLECTIVES, Communicator, Message
 from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
@@ -20,10 +20,11 @@ from phalanx.transports.shm.explanation import explain
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
-from phalanx.watch.call_site import CallSite, call_site, capture
+from phalanx.watch.call_site import CallSite, call_site, capture, text_of
 from phalanx.watch.calls import call_text, exchange_text, shape_word
+from phalanx.watch.ending import tell_how_the_script_ends
 
-__all__ = ["SharedMemoryCommunicator"]
+__all__ = ["DTYPE_NUMBERS", "OP_NUMBERS", "SharedMemoryCommunicator", "text_of_call"]
 
 # The dtypes that the core's kernels reduce, by their numbers there (enum phx_dtype).
 _REDUCED = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
@@ -36,6 +37,10 @@ _DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromk
 # The core numbers operations as torch's ReduceOp does in this order (enum phx_op).
 _OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
 
+
+# The core's numbers of each dtype: for reductions (0: there are none) and for copies; and those of torch's operations.
+DTYPE_NUMBERS = {dtype: (_REDUCED.get(dtype, 0), number) for dtype, number in _DTYPES.items()}
+OP_NUMBERS = _OPS
 
 _Pointers = ctypes.Array[ctypes.c_void_p]
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
@@ -54,16 +59,26 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
             those of rank 0.
+        card: a text of this rank for the others.
 
     Attributes:
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
+        cards: the cards of all ranks.
 
     Raises:
         NotOneHost: a rank cannot make or open the segment; the message says which and why.
         InitializationError: a rank did not come within the timeout.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        tuning: Tuning | None = None,
+        card: str = "",
+    ) -> None:
         self.rank = rank
         self.size = size
         self._core = library()
@@ -76,18 +91,27 @@ class SharedMemoryCommunicator(Communicator):
         # About 4 µs; less with more ranks than cores, where the awaited rank needs the core that a spin would occupy.
         spin = 100 if size <= cores else 50
         poll = self._signals.callback
-        self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
-        self.set_timeout(timeout)
+        tuning = tuning or load_tuning()
+        self._comm, self.meeting, self.cards = join_segment(store, rank, size, timeout, tuning, spin, poll, card)
         self._mailbox = Mailbox(self._comm, self._signals, self._explain)
+        self.set_timeout(timeout)
+        tell_how_the_script_ends()
+        self._told = False  # whether this rank has raised the error of the broken group
         # The last call that returned before every other rank had confirmed it. A broadcast's root waits for nobody; an
         # all_to_all does not learn whether the others expected its sizes. If that call did not match, the mismatch is
         # found in a later call, and the error must name this one. Kept as (call site, function that writes the text,
-        # its arguments), because the text is hardly ever needed. The thread in a collective writes it; a thread that
-        # explains why its message failed reads it too, without a lock, since one assignment replaces it whole.
-        self._unheard: _Unheard | None = None
+        # its arguments), because the text is hardly ever needed; or, from c10d/quick.py, as a function that returns
+        # these three. The thread in a collective writes it; a thread that explains why its message failed reads it too,
+        # without a lock, since one assignment replaces it whole.
+        self._unheard: _Unheard | Callable[[], _Unheard | None] | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
+
+    @property
+    def handle(self) -> int:
+        """The core's handle of the group, for calls of the core under the group's lock; 0 once it is closed."""
+        return self._comm
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -107,7 +131,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "reduce", tensor, op, root)
         if root != self.rank:
-            self._unheard = capture(2), _text, ("reduce", tensor.dtype, tensor.shape, op, root)
+            self._unheard = capture(2), text_of_call, ("reduce", tensor.dtype, tensor.shape, op, root)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         self._reduce_scatter(_fill(self._pointers, inputs), output, op)
@@ -135,7 +159,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "broadcast", tensor, root=root)
         if root == self.rank or self.size > 2:
-            self._unheard = capture(2), _text, ("broadcast", tensor.dtype, tensor.shape, None, root)
+            self._unheard = capture(2), text_of_call, ("broadcast", tensor.dtype, tensor.shape, None, root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         self._all_gather(_fill(self._pointers, outputs), tensor)
@@ -169,7 +193,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "gather", tensor, root=root)
         if root != self.rank:
-            self._unheard = capture(2), _text, ("gather", tensor.dtype, tensor.shape, None, root)
+            self._unheard = capture(2), text_of_call, ("gather", tensor.dtype, tensor.shape, None, root)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         status = self._core.phx_scatter(
@@ -184,7 +208,7 @@ class SharedMemoryCommunicator(Communicator):
         if status:
             self._fail(status, "scatter", output, root=root)
         if root == self.rank or self.size > 2:
-            self._unheard = capture(2), _text, ("scatter", output.dtype, output.shape, None, root)
+            self._unheard = capture(2), text_of_call, ("scatter", output.dtype, output.shape, None, root)
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._sizes[:] = [tensor.nbytes for tensor in inputs]
@@ -236,18 +260,35 @@ class SharedMemoryCommunicator(Communicator):
     def set_timeout(self, timeout: timedelta) -> None:
         """How long every collective and message waits for another rank from now on."""
         self._timeout_s = timeout.total_seconds()
-        if self._comm:
-            self._core.phx_set_timeout(self._comm, int(self._timeout_s * 1e9))
+        with self._mailbox.handle() as comm:
+            if comm:
+                self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9))
 
     def abort(self) -> None:
-        if self._comm:
-            self._core.phx_abort(self._comm)
+        with self._mailbox.handle() as comm:
+            if comm:
+                self._core.phx_abort(comm)
+
+    def compare_rest(self, patience_s: float) -> None:
+        with self._mailbox.handle() as comm:
+            why = Breakage()
+            if not comm or self._told:
+                return
+            broken = self._core.phx_breakage(comm, ctypes.byref(why))
+            if not broken and not self._core.phx_compare_rest(comm, int(patience_s * 1e9)):
+                return
+            self._core.phx_breakage(comm, ctypes.byref(why))
+            mismatch = why.status == Status.MISMATCH and why.chunk == self._core.phx_call_chunk(comm)
+            if mismatch or (not broken and why.how == Going.LEFT):
+                place, text, arguments = self._last_unheard() or (None, _leaving, ())
+                raise self._error(comm, text(*arguments), text_of(place))
 
     def close(self) -> None:
-        if not self._comm:
-            return
         self._mailbox.end()
-        comm, self._comm = self._comm, 0
+        comm = self._mailbox.take()
+        if not comm:
+            return
+        self._comm = 0
         if self._mailbox.close():  # else the memory stays mapped until the process ends
             self._core.phx_close(comm)
 
@@ -256,7 +297,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> NoReturn:
         """Raise the error for ``status``, after publishing for the other ranks what this one was doing."""
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
-        self._raise(status, name, _text(name, dtype, shape, op, root))
+        self._raise(status, name, text_of_call(name, dtype, shape, op, root))
 
     def _raise(self, status: int, name: str, text: str) -> NoReturn:
         if status < BROKEN_FROM:
@@ -276,10 +317,17 @@ class SharedMemoryCommunicator(Communicator):
         why = Breakage()
         self._core.phx_breakage(comm, ctypes.byref(why))
         site = call_site()
-        before = self._unheard
+        before = self._last_unheard()
         if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
             place, text, arguments = before
-            call, site = text(*arguments), f"{place[0]}:{place[1]}" if place else ""
+            call, site = text(*arguments), text_of(place)
+        return self._error(comm, call, site)
+
+    def _last_unheard(self) -> _Unheard | None:
+        return self._unheard() if callable(self._unheard) else self._unheard
+
+    def _error(self, comm: int, call: str, site: str) -> PhalanxError:
+        self._told = True
         return explain(comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
 
 
@@ -311,8 +359,13 @@ def _fill_unevenly(
     return pointers
 
 
-def _text(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
+def text_of_call(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
+    """A call of a collective in words; ``op`` is torch's number."""
     return call_text(name, dtype, shape, op, **({} if root is None else {COLLECTIVES[name]: root}))
+
+
+def _leaving() -> str:
+    return "leaving the group"
 
 
 def _exchange_text(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:

@@ -1,0 +1,157 @@
+"""The usual calls of a group in C (``native/csrc_entry``), where this torch and this Python allow it.
+
+A call of a few bytes takes less time than ctypes needs to pass its arguments, so groups over shared memory get methods
+that do the usual form of each collective in C: plain tensors, synchronous, no timeout of its own, nothing queued, no
+profiler or mode of torch's that wants to see the call. These methods hand every other call to those of the class, so
+nothing depends on them but the time: both ways make the same calls of the core, and ranks may differ in which they use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as types
+from torch.autograd import profiler
+from torch.utils import _python_dispatch
+
+from phalanx.native.core import addresses, quick_entry
+from phalanx.transports.reductions import OP_NAMES, reducible
+from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS, SharedMemoryCommunicator, text_of_call
+from phalanx.watch.call_site import inside
+from phalanx.watch.calls import shape_word
+
+__all__ = ["missing", "quicken"]
+
+_FUNCTIONS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "barrier")
+# In the order of enum entry_option_class (native/csrc_entry/entry.h). Then: has it an operation, has it a root.
+_OPTIONS = (
+    (types.AllreduceOptions, True, False),
+    (types.ReduceOptions, True, True),
+    (types.ReduceScatterOptions, True, False),
+    (types.BroadcastOptions, False, True),
+    (types.AllgatherOptions, False, False),
+    (types.BarrierOptions, False, False),
+)
+_SIGNED_64 = 8
+
+
+def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
+    """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed."""
+    entry_module = _module()
+    if isinstance(entry_module, str):
+        return
+    progress = group._progress
+    entry = entry_module.Entry(group, communicator.handle, communicator.rank, communicator.size, progress, communicator)
+
+    def unheard() -> Any:
+        code, instruction, name, (dtype, shape), op, root = entry.last()
+        site = None if code is None else (code, instruction)
+        return site, text_of_call, (name, dtype, shape, None if op < 0 else op, root)
+
+    entry.set_explain(unheard)
+    vars(group).update(entry.methods())
+
+
+def missing() -> str:
+    """Why there are no quick methods in this process; empty if there are."""
+    found = _module()
+    return found if isinstance(found, str) else ""
+
+
+@cache
+def _module() -> ModuleType | str:
+    """The module in C, set up for this torch; or why it cannot be used."""
+    module = quick_entry()
+    if isinstance(module, str):
+        return module
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None:
+        return f"torch {torch.__version__} does not give the functions of DLPack's exchange"
+    for place, flag in ((profiler, "_is_profiler_enabled"), (_python_dispatch, "_is_in_torch_dispatch_mode")):
+        if not isinstance(getattr(place, flag, None), bool):
+            return f"torch {torch.__version__} does not say in {place.__name__}.{flag} whether calls are watched"
+    try:
+        module.set_exchange(capsule, addresses(_FUNCTIONS))
+    except ValueError as error:
+        return str(error)
+    numbers = [OP_NUMBERS.get(op, 0) for op in range(max(OP_NAMES) + 1)]
+    module.set_up(
+        _dtypes(module),
+        numbers,
+        torch.Tensor,
+        torch.nn.Parameter,
+        torch.Tensor.is_neg,
+        shape_word,
+        vars(profiler),
+        vars(_python_dispatch),
+        inside,
+    )
+    for which, (kind, has_op, has_root) in enumerate(_OPTIONS):
+        layout = _layout(module, kind, has_op, has_root)
+        if layout is not None:
+            module.set_options(which, kind, *layout)
+    return module
+
+
+def _dtypes(module: Any) -> list[tuple[int, ...]]:
+    """The dtypes that are served: each as DLPack's code, with its numbers in the core and a bit for each operation."""
+    found = []
+    for dtype, (reduced, copied) in DTYPE_NUMBERS.items():
+        # DLPack passes on neither that complex numbers are conjugated nor that an integer has less than 8 bits.
+        if not (reduced or dtype.is_floating_point) or dtype in (torch.int8, torch.uint8):
+            continue
+        try:
+            code = module.dtype_of(torch.empty(0, dtype=dtype))
+        except (RuntimeError, NotImplementedError, BufferError):
+            continue
+        bits = sum(1 << op for op in OP_NAMES if reduced and reducible(dtype, op))
+        if code[1] % 8 == 0 and code[2] == 1:
+            found.append((*code, reduced, copied, bits))
+    return found
+
+
+def _layout(module: Any, kind: Any, has_op: bool, has_root: bool) -> tuple[int, int, int, int, int, int] | None:
+    """Where the properties of a class of options lie in memory, and its default timeout there; None if that is unclear.
+
+    Each property is set to several values, and exactly its bytes must change, to exactly these values.
+    """
+    plain_ops = sorted(OP_NAMES)
+
+    def number(value: int) -> bytes:
+        return value.to_bytes(_SIGNED_64, "little", signed=True)
+
+    def milliseconds(value: timedelta) -> bytes:
+        return number(value // timedelta(milliseconds=1))
+
+    def op_byte(value: Any) -> bytes:
+        return bytes([value.value])
+
+    def find(name: str, values: Sequence[Any], written: Callable[[Any], bytes]) -> int | None:
+        options = kind()
+        images = []
+        for value in values:
+            setattr(options, name, dist.ReduceOp(value) if name == "reduceOp" else value)
+            images.append((module.bytes_of(options), written(value)))
+        width, size = len(images[0][1]), len(images[0][0])
+        changed = [i for i in range(size) if len({image[i] for image, _ in images}) > 1]
+        for at in range(0, size - width + 1, width):
+            if all(at <= i < at + width for i in changed) and all(im[at : at + width] == w for im, w in images):
+                return at
+        return None
+
+    many = [0x0102030405060708, 3, 0x1122334455667788]
+    asynchronous = find("asyncOp", [True, False, True], lambda value: bytes([value]))
+    timeout = find("timeout", [timedelta(milliseconds=ms) for ms in (1, 0x010203040506, 77)], milliseconds)
+    op = find("reduceOp", [dist.ReduceOp.RedOpType(value) for value in plain_ops], op_byte) if has_op else -1
+    root = find("rootRank", many, number) if has_root else -1
+    part = find("rootTensor", many, number) if has_root else -1
+    if asynchronous is None or timeout is None or op is None or root is None or part is None:
+        return None
+    unset = module.bytes_of(kind())[timeout : timeout + _SIGNED_64]
+    return asynchronous, timeout, op, root, part, int.from_bytes(unset, "little", signed=True)

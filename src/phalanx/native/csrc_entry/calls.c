@@ -1,0 +1,258 @@
+/* The quick calls: the usual form of each collective, and nothing else.
+ *
+ * A call is of the usual form if its tensors are plain (tensor.h), it is synchronous, has no timeout of its own, and may
+ * be made here and now (entry_enter). Everything else is ENTRY_NOT_ME, and errors of arguments are too: Python finds
+ * them again and words them. So what this file does is a subset of c10d/process_group.py, call for call. */
+#include "entry.h"
+
+#define UNLOCKED(status, call)                                                                                         \
+    do {                                                                                                               \
+        PyThreadState *state = PyEval_SaveThread();                                                                    \
+        (status) = (call);                                                                                             \
+        PyEval_RestoreThread(state);                                                                                   \
+    } while (0)
+
+/* The end of a call: give the group back, or raise the error for the core's status. */
+static PyObject *finish(entry *self, int status, const char *name, PyObject *tensor, int op, int64_t root)
+{
+    if (status) {
+        PyObject *raised = PyObject_CallFunction(
+            self->fail, "isONN", status, name, tensor, op < 0 ? (Py_INCREF(Py_None), Py_None) : PyLong_FromLong(op),
+            root < 0 ? (Py_INCREF(Py_None), Py_None) : PyLong_FromLongLong(root));
+        if (raised) {
+            Py_DECREF(raised);
+            PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
+        }
+    }
+    if (entry_leave(self))
+        return NULL;
+    Py_INCREF(Py_None);
+    return Py_None;
+}
+
+/* Record a call that the other ranks may not have confirmed when it returns. */
+static int note_unheard(entry *self, const char *name, PyObject *tensor, int op, int64_t root)
+{
+    PyObject *dtype = PyObject_GetAttrString(tensor, "dtype"), *shape = PyObject_GetAttr(tensor, entry_process.tensors.shape);
+    PyObject *kind = dtype && shape ? PyTuple_Pack(2, dtype, shape) : NULL, *old = self->last.tensor_kind;
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    if (!kind || entry_note_site(&entry_process.codes, &self->last.site))
+        return -1;
+    self->last.name = name;
+    self->last.tensor_kind = kind;
+    self->last.op = op;
+    self->last.root = root;
+    Py_XDECREF(old);
+    return self->explain ? PyObject_SetAttr(self->communicator, entry_process.unheard, self->explain) : 0;
+}
+
+static int read_tensor(entry *self, PyObject *object, struct entry_tensor *out)
+{
+    return entry_read(&entry_process.tensors, &self->shapes, object, out);
+}
+
+/* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while the lock is awaited, so the
+ * caller gets a reference of its own. */
+static int read_only_one(entry *self, PyObject *list, PyObject **object, struct entry_tensor *out)
+{
+    if (!PyList_CheckExact(list) || PyList_Size(list) != 1)
+        return 0;
+    *object = PyList_GetItem(list, 0);
+    return read_tensor(self, *object, out);
+}
+
+/* Enter with a tensor that is then held, because another thread may run until the lock is taken. */
+static int enter_with(entry *self, PyObject *object, struct entry_tensor *tensor)
+{
+    const char *data = tensor->data;
+    const uint64_t nbytes = tensor->nbytes;
+    Py_INCREF(object);
+    int entered = entry_enter(self);
+    if (entered > 0) {
+        /* Another thread may have resized the tensor meanwhile. */
+        const int plain = read_tensor(self, object, tensor);
+        if (plain != 1 || tensor->data != data || tensor->nbytes != nbytes)
+            entered = entry_leave(self) || plain < 0 ? -1 : 0;
+    }
+    if (entered <= 0)
+        Py_DECREF(object);
+    return entered;
+}
+
+#define NOT_ENTERED(entered) ((entered) < 0 ? NULL : ENTRY_NOT_ME)
+
+static PyObject *all_reduce(entry *self, PyObject *object, struct entry_tensor *tensor, int op)
+{
+    int status;
+    if (op < 0 || op >= ENTRY_OPS || !(tensor->ops >> op & 1))
+        return ENTRY_NOT_ME;
+    const int entered = enter_with(self, object, tensor);
+    if (entered <= 0)
+        return NOT_ENTERED(entered);
+    UNLOCKED(status, entry_process.core.all_reduce(self->comm, tensor->data, tensor->data, tensor->count,
+                                                   tensor->reduced, entry_process.ops[op], tensor->shape_word));
+    PyObject *result = finish(self, status, "all_reduce", object, op, -1);
+    Py_DECREF(object);
+    return result;
+}
+
+PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    const int plain = nargs == 1 ? read_tensor(self, args[0], &tensor) : 0;
+    PyObject *result = plain <= 0 ? NOT_ENTERED(plain) : all_reduce(self, args[0], &tensor, 0);
+    if (result != Py_None)
+        return result;
+    Py_DECREF(result);
+    return PyBool_FromLong(1); /* the method in Python tells whether it did anything */
+}
+
+PyObject *entry_all_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    PyObject *object;
+    int op;
+    int64_t root;
+    if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_ALL_REDUCE_OPTIONS], args[1], &op, &root))
+        return ENTRY_NOT_ME;
+    const int plain = read_only_one(self, args[0], &object, &tensor);
+    return plain <= 0 ? NOT_ENTERED(plain) : all_reduce(self, object, &tensor, op);
+}
+
+PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    PyObject *object;
+    int op, status;
+    int64_t root;
+    if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_REDUCE_OPTIONS], args[1], &op, &root))
+        return ENTRY_NOT_ME;
+    const int plain = read_only_one(self, args[0], &object, &tensor);
+    if (plain <= 0)
+        return NOT_ENTERED(plain);
+    if (op >= ENTRY_OPS || !(tensor.ops >> op & 1) || root < 0 || root >= self->size)
+        return ENTRY_NOT_ME;
+    const int entered = enter_with(self, object, &tensor);
+    if (entered <= 0)
+        return NOT_ENTERED(entered);
+    UNLOCKED(status, entry_process.core.reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
+                                               entry_process.ops[op], (uint32_t)root, tensor.shape_word));
+    if (!status && root != self->rank)
+        (void)note_unheard(self, "reduce", object, op, root);
+    PyObject *result = finish(self, status, "reduce", object, op, root);
+    Py_DECREF(object);
+    return result;
+}
+
+PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    PyObject *object;
+    int op, status;
+    int64_t root;
+    if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_BROADCAST_OPTIONS], args[1], &op, &root))
+        return ENTRY_NOT_ME;
+    const int plain = root < 0 || root >= self->size ? 0 : read_only_one(self, args[0], &object, &tensor);
+    if (plain <= 0)
+        return NOT_ENTERED(plain);
+    const int entered = enter_with(self, object, &tensor);
+    if (entered <= 0)
+        return NOT_ENTERED(entered);
+    UNLOCKED(status, entry_process.core.broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
+                                                  tensor.shape_word));
+    if (!status && (root == self->rank || self->size > 2))
+        (void)note_unheard(self, "broadcast", object, -1, root);
+    PyObject *result = finish(self, status, "broadcast", object, -1, root);
+    Py_DECREF(object);
+    return result;
+}
+
+/* One tensor with a part for each rank, and one that is a part: 1, 0 or -1 as entry_read(). */
+static int read_whole_and_part(entry *self, PyObject *whole, PyObject *part, struct entry_tensor *of_whole,
+                               struct entry_tensor *of_part)
+{
+    int plain = read_tensor(self, whole, of_whole);
+    if (plain == 1)
+        plain = read_tensor(self, part, of_part);
+    if (plain != 1)
+        return plain;
+    if (of_whole->copied != of_part->copied || of_whole->count != of_part->count * self->size)
+        return 0;
+    const char *start = of_whole->data, *at = of_part->data;
+    return at >= start + of_whole->nbytes || at + of_part->nbytes <= start || at == start + self->rank * of_part->nbytes;
+}
+
+/* Enter with both, and fill in the addresses of the parts. */
+static int enter_with_both(entry *self, PyObject *whole, PyObject *part, struct entry_tensor *of_whole,
+                           struct entry_tensor *of_part)
+{
+    const int entered = enter_with(self, whole, of_whole);
+    if (entered <= 0)
+        return entered;
+    const int plain = read_whole_and_part(self, whole, part, of_whole, of_part);
+    if (plain != 1) {
+        Py_DECREF(whole);
+        return entry_leave(self) || plain < 0 ? -1 : 0;
+    }
+    Py_INCREF(part);
+    for (uint32_t rank = 0; rank < self->size; rank++)
+        self->pointers[rank] = of_whole->data + rank * of_part->nbytes;
+    return 1;
+}
+
+PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor whole, part;
+    int op, status;
+    int64_t root;
+    if (nargs != 3 || !entry_usual(&entry_process.options[ENTRY_ALL_GATHER_OPTIONS], args[2], &op, &root))
+        return ENTRY_NOT_ME;
+    const int plain = read_whole_and_part(self, args[0], args[1], &whole, &part);
+    const int entered = plain == 1 ? enter_with_both(self, args[0], args[1], &whole, &part) : plain;
+    if (entered <= 0)
+        return NOT_ENTERED(entered);
+    UNLOCKED(status, entry_process.core.all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
+                                                   part.shape_word));
+    PyObject *result = finish(self, status, "all_gather", args[1], -1, -1);
+    Py_DECREF(args[0]);
+    Py_DECREF(args[1]);
+    return result;
+}
+
+PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor whole, part;
+    int op, status;
+    int64_t root;
+    if (nargs != 3 || !entry_usual(&entry_process.options[ENTRY_REDUCE_SCATTER_OPTIONS], args[2], &op, &root))
+        return ENTRY_NOT_ME;
+    const int plain = read_whole_and_part(self, args[1], args[0], &whole, &part);
+    if (plain <= 0)
+        return NOT_ENTERED(plain);
+    if (op >= ENTRY_OPS || !(part.ops >> op & 1))
+        return ENTRY_NOT_ME;
+    const int entered = enter_with_both(self, args[1], args[0], &whole, &part);
+    if (entered <= 0)
+        return NOT_ENTERED(entered);
+    UNLOCKED(status, entry_process.core.reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
+                                                       part.count, part.reduced, entry_process.ops[op],
+                                                       part.shape_word));
+    PyObject *result = finish(self, status, "reduce_scatter", args[0], op, -1);
+    Py_DECREF(args[0]);
+    Py_DECREF(args[1]);
+    return result;
+}
+
+PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    int op, status;
+    int64_t root;
+    if (nargs != 1 || !entry_usual(&entry_process.options[ENTRY_BARRIER_OPTIONS], args[0], &op, &root))
+        return ENTRY_NOT_ME;
+    const int entered = entry_enter(self);
+    if (entered <= 0)
+        return NOT_ENTERED(entered);
+    UNLOCKED(status, entry_process.core.barrier(self->comm));
+    return finish(self, status, "barrier", Py_None, -1, -1);
+}

@@ -1,0 +1,97 @@
+/* The entry of one group: what its quick calls need, and whether one may be made now. */
+#ifndef PHALANX_ENTRY_ENTRY_H
+#define PHALANX_ENTRY_ENTRY_H
+
+#include "options.h"
+#include "phalanx.h"
+#include "site.h"
+#include "tensor.h"
+
+/* The functions of the core, by their addresses, since the core is loaded by ctypes and not linked to. */
+struct entry_core {
+    __typeof__(&phx_all_reduce) all_reduce;
+    __typeof__(&phx_reduce) reduce;
+    __typeof__(&phx_reduce_scatter) reduce_scatter;
+    __typeof__(&phx_broadcast) broadcast;
+    __typeof__(&phx_all_gather) all_gather;
+    __typeof__(&phx_barrier) barrier;
+};
+
+enum entry_option_class {
+    ENTRY_ALL_REDUCE_OPTIONS,
+    ENTRY_REDUCE_OPTIONS,
+    ENTRY_REDUCE_SCATTER_OPTIONS,
+    ENTRY_BROADCAST_OPTIONS,
+    ENTRY_ALL_GATHER_OPTIONS,
+    ENTRY_BARRIER_OPTIONS,
+    ENTRY_OPTION_CLASSES
+};
+
+#define ENTRY_OPS 16
+
+/* What is the same for all groups; filled in by setup(), once, before any group has an entry. */
+struct entry_process {
+    struct entry_core core;
+    struct entry_tensors tensors;
+    struct entry_codes codes;
+    struct entry_options options[ENTRY_OPTION_CLASSES];
+    uint32_t ops[ENTRY_OPS];        /* the core's number of each operation of torch's */
+    PyObject *profiling, *modes;    /* the dictionaries with the flags that say whether somebody watches calls */
+    PyObject *is_profiling, *in_mode, *busy, *unheard; /* interned names */
+};
+
+/* The call of a group that other ranks may not have confirmed (transports/shm/communicator.py says which these are). */
+struct entry_unheard {
+    struct entry_site site;
+    const char *name;
+    PyObject *tensor_kind; /* (dtype, shape) */
+    int op;
+    int64_t root;
+};
+
+/* One group's. The interpreter's lock guards all of it, except that `pointers` belongs to the holder of the group's own
+ * lock, as the core's handle does: a call of the core is made by that holder only, with the interpreter's lock given up.
+ * The thread that closes the group leaves something in its queue for ever, under the group's lock, before it closes the
+ * core's handle; so a call that finds the queue empty under that lock cannot meet a closed handle. In a forked child,
+ * whose groups are closed but which has the lock and the queue of its parent here, `forks` differs from the count. */
+typedef struct {
+    PyObject ob_base;
+    phx_comm *comm;
+    uint64_t forks;
+    uint32_t rank, size;
+    PyObject *group;            /* a weak reference: the group holds this entry */
+    PyObject *progress, *queue; /* c10d/progress.py */
+    PyObject *acquire, *release;
+    PyObject *fail;         /* raises the error for a status */
+    PyObject *communicator; /* its `_unheard` gets `explain` when `last` is the latest such call */
+    PyObject *explain;
+    struct entry_unheard last;
+    struct entry_shapes shapes;
+    void **pointers;
+} entry;
+
+extern struct entry_process entry_process;
+
+/* How often this process or an ancestor was forked: counted in the child, by its only thread. */
+extern uint64_t entry_forks;
+
+/* Take the group's lock for a call here and now. Returns 1; 0 if the call is not for the entry: the group is closed or
+ * inherited, an operation is queued or under way, or somebody watches; -1 with an exception. */
+int entry_enter(entry *self);
+
+/* Give it back. An exception that is set stays set. Returns -1 with an exception if there is one. */
+int entry_leave(entry *self);
+
+/* What a quick call returns that was not made: `Py_NotImplemented` without a reference. */
+#define ENTRY_NOT_ME Py_NotImplemented
+
+/* The quick calls: each returns a new reference; NULL with an exception; or ENTRY_NOT_ME. */
+PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_all_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs);
+
+#endif

@@ -1,0 +1,430 @@
+/* The module phalanx.native.entry: the stable-ABI way from Python into the core, for the usual calls.
+ *
+ * ctypes converts each argument and finds each attribute of a tensor anew, which takes twice as long as moving 4 bytes.
+ * This module does the usual calls in C and leaves all others to Python. It is built for Python's limited API of 3.10, so
+ * that one file serves every later Python, and is not linked to torch, so that it serves every torch that gives the
+ * functions of DLPack's exchange. Only c10d/quick.py uses it. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+#include <structmember.h>
+
+#include "entry.h"
+
+/* -- a group's method -------------------------------------------------------------------------------------------------- */
+
+typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+#define HAVE_VECTORCALL (1UL << 11)                             /* Py_TPFLAGS_HAVE_VECTORCALL, not in 3.10's limited API */
+#define NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1)))) /* PyVectorcall_NARGS, likewise */
+
+typedef PyObject *(*quick_call)(entry *, PyObject *const *, Py_ssize_t);
+
+/* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
+ * C++ one in its place where C++ asks for the group's. */
+typedef struct {
+    PyObject ob_base;
+    vectorcall vectorcall;
+    entry *entry;
+    quick_call quick;
+    PyObject *name; /* also that of the method in Python, which does all that the quick one does not */
+} method;
+
+static const struct {
+    const char *name;
+    quick_call quick;
+} METHODS[] = {
+    {"sum_in_place", entry_sum},
+    {"allreduce", entry_all_reduce},
+    {"reduce", entry_reduce},
+    {"broadcast", entry_broadcast},
+    {"_allgather_base", entry_all_gather},
+    {"all_gather_single", entry_all_gather},
+    {"_reduce_scatter_base", entry_reduce_scatter},
+    {"reduce_scatter_single", entry_reduce_scatter},
+    {"barrier", entry_barrier},
+};
+
+/* Call the class's own method. */
+static PyObject *call_python(method *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    PyObject *group = PyWeakref_GetObject(self->entry->group); /* borrowed */
+    if (!group || group == Py_None) {
+        PyErr_SetString(PyExc_ReferenceError, "the process group of this method no longer exists");
+        return NULL;
+    }
+    Py_INCREF(group);
+    const Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+    PyObject *function = PyObject_GetAttr((PyObject *)Py_TYPE(group), self->name);
+    PyObject *given = PyTuple_New(nargs + 1), *keywords = named ? PyDict_New() : NULL, *result = NULL;
+    if (!function || !given || (named && !keywords))
+        goto done;
+    Py_INCREF(group);
+    PyTuple_SetItem(given, 0, group);
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        Py_INCREF(args[i]);
+        PyTuple_SetItem(given, i + 1, args[i]);
+    }
+    for (Py_ssize_t i = 0; i < named; i++)
+        if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i), args[nargs + i]))
+            goto done;
+    result = PyObject_Call(function, given, keywords);
+done:
+    Py_XDECREF(function);
+    Py_XDECREF(given);
+    Py_XDECREF(keywords);
+    Py_DECREF(group);
+    return result;
+}
+
+static PyObject *method_vectorcall(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
+{
+    method *self = (method *)object;
+    const Py_ssize_t nargs = NARGS(flagged), named = names ? PyTuple_Size(names) : 0;
+    /* torch.distributed gives the options by position, except for a barrier's. */
+    const int usual = !named || (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "opts") == 0);
+    PyObject *result = usual ? self->quick(self->entry, args, nargs + named) : ENTRY_NOT_ME;
+    return result == ENTRY_NOT_ME ? call_python(self, args, nargs, names) : result;
+}
+
+static PyObject *method_call(PyObject *object, PyObject *args, PyObject *keywords)
+{
+    const Py_ssize_t nargs = PyTuple_Size(args), named = keywords ? PyDict_Size(keywords) : 0;
+    PyObject **all = malloc((size_t)(nargs + named + 1) * sizeof *all), *names = named ? PyTuple_New(named) : NULL;
+    PyObject *result = NULL, *name, *value;
+    Py_ssize_t at = 0, i = 0;
+    if (!all || (named && !names)) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t n = 0; n < nargs; n++)
+        all[n] = PyTuple_GetItem(args, n);
+    while (named && PyDict_Next(keywords, &at, &name, &value)) {
+        Py_INCREF(name);
+        PyTuple_SetItem(names, i, name);
+        all[nargs + i++] = value;
+    }
+    result = method_vectorcall(object, all, (size_t)nargs, names);
+done:
+    free(all);
+    Py_XDECREF(names);
+    return result;
+}
+
+static void free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static void method_dealloc(PyObject *object)
+{
+    method *self = (method *)object;
+    Py_XDECREF((PyObject *)self->entry);
+    Py_XDECREF(self->name);
+    free_object(object);
+}
+
+static PyMemberDef method_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(method, vectorcall), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot method_slots[] = {
+    {Py_tp_dealloc, method_dealloc},
+    {Py_tp_call, method_call},
+    {Py_tp_members, method_members},
+    {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
+    {0, NULL},
+};
+static PyType_Spec method_spec = {
+    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | HAVE_VECTORCALL, method_slots,
+};
+static PyTypeObject *method_type, *entry_type;
+
+/* -- a group's entry --------------------------------------------------------------------------------------------------- */
+
+/* The entry and its communicator hold each other, by the communicator's `_unheard`: the garbage collector parts them. */
+static int entry_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    entry *self = (entry *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->progress);
+    Py_VISIT(self->queue);
+    Py_VISIT(self->acquire);
+    Py_VISIT(self->release);
+    Py_VISIT(self->fail);
+    Py_VISIT(self->communicator);
+    Py_VISIT(self->explain);
+    Py_VISIT(self->last.tensor_kind);
+    return 0;
+}
+
+static int entry_clear(PyObject *object)
+{
+    entry *self = (entry *)object;
+    Py_CLEAR(self->explain); /* enough to part them; a call may still find all the rest */
+    return 0;
+}
+
+static void entry_dealloc(PyObject *object)
+{
+    entry *self = (entry *)object;
+    PyObject_GC_UnTrack(object);
+    PyObject *held[] = {self->group, self->progress, self->queue, self->acquire, self->release, self->fail,
+                        self->communicator, self->explain, self->last.site.code, self->last.site.instruction,
+                        self->last.tensor_kind};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++)
+        Py_XDECREF(held[i]);
+    free(self->pointers);
+    free_object(object);
+}
+
+static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    static char *names[] = {"group", "comm", "rank", "size", "progress", "communicator", NULL};
+    PyObject *group, *progress, *communicator;
+    unsigned long long comm;
+    unsigned int rank, size;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OKIIOO", names, &group, &comm, &rank, &size, &progress,
+                                     &communicator))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    entry *self = (entry *)allocate(type, 0);
+    if (!self)
+        return NULL;
+    PyObject *running = PyObject_GetAttrString(progress, "running");
+    Py_INCREF(progress);
+    Py_INCREF(communicator);
+    self->comm = (phx_comm *)(uintptr_t)comm;
+    self->forks = entry_forks;
+    self->rank = rank;
+    self->size = size;
+    self->progress = progress;
+    self->communicator = communicator;
+    self->group = PyWeakref_NewRef(group, NULL);
+    self->queue = PyObject_GetAttrString(progress, "queue");
+    self->acquire = running ? PyObject_GetAttrString(running, "acquire") : NULL;
+    self->release = running ? PyObject_GetAttrString(running, "release") : NULL;
+    self->fail = PyObject_GetAttrString(communicator, "_fail");
+    self->pointers = calloc(size, sizeof *self->pointers);
+    for (int i = 0; i < ENTRY_SHAPES; i++)
+        self->shapes.known[i].ndim = -1;
+    Py_XDECREF(running);
+    if (self->group && self->queue && self->acquire && self->release && self->fail && self->pointers)
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+}
+
+static PyObject *entry_set_explain(PyObject *object, PyObject *explain)
+{
+    entry *self = (entry *)object;
+    PyObject *old = self->explain;
+    Py_INCREF(explain);
+    self->explain = explain;
+    Py_XDECREF(old);
+    Py_RETURN_NONE;
+}
+
+static PyObject *entry_last(PyObject *object, PyObject *ignored)
+{
+    const struct entry_unheard *last = &((entry *)object)->last;
+    (void)ignored;
+    if (!last->name)
+        Py_RETURN_NONE;
+    PyObject *code = last->site.code ? last->site.code : Py_None;
+    PyObject *instruction = last->site.instruction ? last->site.instruction : Py_None;
+    return Py_BuildValue("(OOsOiL)", code, instruction, last->name, last->tensor_kind, last->op, (long long)last->root);
+}
+
+static PyObject *entry_methods(PyObject *object, PyObject *ignored)
+{
+    PyObject *all = PyDict_New();
+    (void)ignored;
+    for (size_t i = 0; all && i < sizeof METHODS / sizeof *METHODS; i++) {
+        allocfunc allocate = (allocfunc)PyType_GetSlot(method_type, Py_tp_alloc);
+        method *made = (method *)allocate(method_type, 0);
+        if (made) {
+            Py_INCREF(object);
+            made->vectorcall = method_vectorcall;
+            made->entry = (entry *)object;
+            made->quick = METHODS[i].quick;
+            made->name = PyUnicode_InternFromString(METHODS[i].name);
+        }
+        if (!made || !made->name || PyDict_SetItemString(all, METHODS[i].name, (PyObject *)made))
+            Py_CLEAR(all);
+        Py_XDECREF((PyObject *)made);
+    }
+    return all;
+}
+
+static PyMethodDef entry_defs[] = {
+    {"set_explain", entry_set_explain, METH_O, "Set what the communicator gets as its unheard call; see last()."},
+    {"last", entry_last, METH_NOARGS, "The last call that others may not have confirmed: (code, instruction, ...)."},
+    {"methods", entry_methods, METH_NOARGS, "A new dictionary of the group's quick methods."},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot entry_slots[] = {
+    {Py_tp_new, entry_new},
+    {Py_tp_dealloc, entry_dealloc},
+    {Py_tp_traverse, entry_traverse},
+    {Py_tp_clear, entry_clear},
+    {Py_tp_methods, entry_defs},
+    {Py_tp_doc, "Entry(group, comm, rank, size, progress, communicator): the quick calls of one process group."},
+    {0, NULL},
+};
+static PyType_Spec entry_spec = {
+    "phalanx.native.entry.Entry", sizeof(entry), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, entry_slots,
+};
+
+/* -- what is the same for all groups ----------------------------------------------------------------------------------- */
+
+static void *address(PyObject *functions, const char *name)
+{
+    PyObject *number = PyDict_GetItemString(functions, name); /* borrowed */
+    return number ? PyLong_AsVoidPtr(number) : NULL;
+}
+
+static int set_core(PyObject *functions)
+{
+    struct entry_core *core = &entry_process.core;
+    core->all_reduce = (__typeof__(core->all_reduce))address(functions, "phx_all_reduce");
+    core->reduce = (__typeof__(core->reduce))address(functions, "phx_reduce");
+    core->reduce_scatter = (__typeof__(core->reduce_scatter))address(functions, "phx_reduce_scatter");
+    core->broadcast = (__typeof__(core->broadcast))address(functions, "phx_broadcast");
+    core->all_gather = (__typeof__(core->all_gather))address(functions, "phx_all_gather");
+    core->barrier = (__typeof__(core->barrier))address(functions, "phx_barrier");
+    if (core->all_reduce && core->reduce && core->reduce_scatter && core->broadcast && core->all_gather && core->barrier)
+        return 0;
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "the address of a function of the core is missing");
+    return -1;
+}
+
+static PyObject *set_exchange(PyObject *module, PyObject *args)
+{
+    PyObject *capsule, *functions;
+    struct entry_tensors *tensors = &entry_process.tensors;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OO", &capsule, &functions))
+        return NULL;
+    const struct dl_exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!exchange || set_core(functions))
+        return NULL;
+    if (exchange->version.major != 1 || !exchange->tensor_from_object) {
+        PyErr_Format(PyExc_ValueError, "torch exchanges tensors by DLPack %u, or not by reference; known is 1",
+                     (unsigned)exchange->version.major);
+        return NULL;
+    }
+    tensors->exchange = exchange;
+    Py_RETURN_NONE;
+}
+
+static PyObject *set_up(PyObject *module, PyObject *args)
+{
+    struct entry_process *process = &entry_process;
+    PyObject *dtypes, *ops, *tensor, *parameter, *is_neg, *shape_word, *profiling, *modes, *is_inside;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!OOOOO!O!O", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensor, &parameter, &is_neg,
+                          &shape_word, &PyDict_Type, &profiling, &PyDict_Type, &modes, &is_inside))
+        return NULL;
+    struct entry_tensors *tensors = &process->tensors;
+    tensors->ndtypes = 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(dtypes) && i < ENTRY_DTYPES; i++) {
+        unsigned int code, bits, lanes, reduced, copied, mask;
+        if (!PyArg_ParseTuple(PyList_GetItem(dtypes, i), "IIIIII", &code, &bits, &lanes, &reduced, &copied, &mask))
+            return NULL;
+        tensors->dtypes[tensors->ndtypes++] = (struct entry_dtype){
+            {(uint8_t)code, (uint8_t)bits, (uint16_t)lanes}, reduced, copied, mask};
+    }
+    for (Py_ssize_t i = 0; i < PyList_Size(ops) && i < ENTRY_OPS; i++)
+        process->ops[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(ops, i));
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *held[] = {tensor, parameter, is_neg, shape_word, profiling, modes, is_inside};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++)
+        Py_INCREF(held[i]); /* for as long as the process lives */
+    tensors->kinds[0] = tensor;
+    tensors->kinds[1] = parameter;
+    tensors->is_neg = is_neg;
+    tensors->shape_word = shape_word;
+    process->profiling = profiling;
+    process->modes = modes;
+    process->codes.is_inside = is_inside;
+    Py_RETURN_NONE;
+}
+
+static PyObject *set_options(PyObject *module, PyObject *args)
+{
+    int which, asynchronous, timeout, op, root, part;
+    long long no_timeout;
+    PyObject *kind;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "iOiiiiiL", &which, &kind, &asynchronous, &timeout, &op, &root, &part, &no_timeout))
+        return NULL;
+    if (which < 0 || which >= ENTRY_OPTION_CLASSES) {
+        PyErr_SetString(PyExc_ValueError, "there is no such class of options");
+        return NULL;
+    }
+    Py_INCREF(kind);
+    entry_process.options[which] =
+        (struct entry_options){kind, asynchronous, timeout, op, root, part, no_timeout};
+    Py_RETURN_NONE;
+}
+
+static PyObject *dtype_of(PyObject *module, PyObject *tensor)
+{
+    (void)module;
+    return entry_dtype_of(&entry_process.tensors, tensor);
+}
+
+static PyObject *bytes_of(PyObject *module, PyObject *options)
+{
+    (void)module;
+    return entry_bytes_of(options);
+}
+
+static PyMethodDef functions[] = {
+    {"set_exchange", set_exchange, METH_VARARGS, "set_exchange(capsule, addresses): torch's exchange, the core's functions."},
+    {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, Parameter, is_neg, shape_word, profiling, modes, is_inside)"},
+    {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, no timeout)"},
+    {"dtype_of", dtype_of, METH_O, "dtype_of(tensor): its dtype as DLPack's (code, bits, lanes)."},
+    {"bytes_of", bytes_of, METH_O, "bytes_of(options): the C++ object behind one of pybind11's, as bytes."},
+    {NULL, NULL, 0, NULL},
+};
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "phalanx.native.entry",
+    .m_doc = "The usual calls of process groups, in C.",
+    .m_size = -1,
+    .m_methods = functions,
+};
+
+static void count_fork(void)
+{
+    entry_forks++;
+}
+
+PyMODINIT_FUNC PyInit_entry(void)
+{
+    PyObject *module = PyModule_Create(&definition);
+    if (!module)
+        return NULL;
+    method_type = (PyTypeObject *)PyType_FromSpec(&method_spec);
+    entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
+    entry_process.is_profiling = PyUnicode_InternFromString("_is_profiler_enabled");
+    entry_process.in_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
+    entry_process.busy = PyUnicode_InternFromString("busy");
+    entry_process.unheard = PyUnicode_InternFromString("_unheard");
+    entry_process.tensors.shape = PyUnicode_InternFromString("shape");
+    if (!method_type || !entry_type || pthread_atfork(NULL, NULL, count_fork) ||
+        PyModule_AddObject(module, "Entry", (PyObject *)entry_type) || PyModule_AddIntConstant(module, "ABI", PHX_ABI)) {
+        Py_DECREF(module);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    return module;
+}

@@ -1,0 +1,82 @@
+/* What the entry knows of a tensor: read through DLPack's exchange functions, which torch gives without being linked to.
+ *
+ * The structures are those of DLPack 1 (github.com/dmlc/dlpack). A later minor version only
+ * adds to their ends, and another major version is refused. */
+#ifndef PHALANX_ENTRY_TENSOR_H
+#define PHALANX_ENTRY_TENSOR_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+struct dl_dtype {
+    uint8_t code, bits;
+    uint16_t lanes;
+};
+
+struct dl_tensor {
+    char *data;
+    struct {
+        int32_t type, index;
+    } device;
+    int32_t ndim;
+    struct dl_dtype dtype;
+    int64_t *shape, *strides; /* the tensor's own; valid as long as nobody resizes it */
+    uint64_t byte_offset;
+};
+
+struct dl_exchange {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *previous, *allocate, *managed_from_object, *managed_to_object;
+    int (*tensor_from_object)(void *object, struct dl_tensor *out);
+    void *work_stream;
+};
+
+#define ENTRY_DTYPES 64
+#define ENTRY_SHAPES 64
+#define ENTRY_DIMS 4
+
+/* A dtype that the entry serves, by its numbers in the core. */
+struct entry_dtype {
+    struct dl_dtype dl;
+    uint32_t reduced, copied; /* for reductions (0: there are none) and for copies */
+    uint32_t ops;             /* a bit for each operation of torch's that reduces it */
+};
+
+/* What there is to know about tensors for one process; filled in once, by the thread that imports the module. */
+struct entry_tensors {
+    const struct dl_exchange *exchange;
+    PyObject *kinds[2]; /* torch.Tensor and torch.nn.Parameter */
+    PyObject *is_neg;   /* the method */
+    PyObject *shape_word;
+    PyObject *shape; /* interned names */
+    struct entry_dtype dtypes[ENTRY_DTYPES];
+    int ndtypes;
+};
+
+/* A plain tensor: on the CPU, contiguous, of a type of torch's own, without a bit that changes the meaning of its data. */
+struct entry_tensor {
+    char *data;
+    uint64_t count, nbytes, shape_word;
+    uint32_t reduced, copied, ops; /* as in struct entry_dtype */
+};
+
+/* The words of shapes that were seen before, for one group. */
+struct entry_shapes {
+    struct {
+        int32_t ndim; /* -1: empty */
+        int64_t dims[ENTRY_DIMS];
+        uint64_t word;
+    } known[ENTRY_SHAPES];
+};
+
+/* Returns 1 if `object` is a plain tensor, which `out` then describes; 0 if it is anything else; -1 with an exception. */
+int entry_read(const struct entry_tensors *tensors, struct entry_shapes *shapes, PyObject *object,
+               struct entry_tensor *out);
+
+/* Returns a new tuple (code, bits, lanes) of a tensor's dtype, or NULL with an exception. */
+PyObject *entry_dtype_of(const struct entry_tensors *tensors, PyObject *object);
+
+#endif

@@ -1,0 +1,257 @@
+"""The quick methods of a group, in C: what they do, what they leave to the methods in Python, and that these agree."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Member, on_ranks
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.c10d.quick import missing
+from phalanx.errors import ClosedError, CollectiveMismatch
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there are quick methods")
+
+SIZES = [2, 3]
+
+
+def joined(place: Member) -> Any:
+    place.join()
+    group: Any = dist.group.WORLD
+    return group
+
+
+class Counted:
+    """How often the class's own method was called, in the place of the quick one."""
+
+    def __init__(self, group: Any, name: str) -> None:
+        self.kind, self.name, self.own, self.count = type(group), name, getattr(type(group), name), 0
+
+    def __enter__(self) -> Counted:
+        def counting(*given: Any, **named: Any) -> Any:
+            self.count += 1
+            return self.own(*given, **named)
+
+        vars(counting).update(vars(self.own))
+        setattr(self.kind, self.name, counting)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        setattr(self.kind, self.name, self.own)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_usual_call_is_quick_and_right(size: int) -> None:
+    def body(place: Member) -> dict[str, list[float]]:
+        group = joined(place)
+        rank, counts, got = place.rank, {}, {}
+
+        def quick(name: str, call: Callable[[], object], result: torch.Tensor) -> None:
+            with Counted(group, name) as counted:
+                call()
+            counts[name] = counted.count
+            got[name] = result.flatten().tolist()
+
+        ones = torch.full((2, 3), float(rank + 1))
+        quick("allreduce", lambda: dist.all_reduce(ones), ones)
+        largest = torch.tensor([rank, -rank], dtype=torch.int64)
+        quick("allreduce", lambda: dist.all_reduce(largest, op=dist.ReduceOp.MAX), largest)
+        assert got["allreduce"] == [size - 1, 0]
+        given = torch.tensor(float(rank))
+        quick("broadcast", lambda: dist.broadcast(given, size - 1), given)
+        summed = torch.full((4,), float(rank), dtype=torch.bfloat16)
+        quick("reduce", lambda: dist.reduce(summed, 1), summed)
+        if rank != 1:
+            got["reduce"] = [float(sum(range(size)))] * 4
+        whole = torch.zeros(2 * size)
+        quick(
+            "_allgather_base",
+            lambda: group._allgather_base(whole, torch.full((2,), float(rank)), gather_options),
+            whole,
+        )
+        part = torch.zeros(2)
+        parts = torch.arange(2.0 * size)
+        quick("_reduce_scatter_base", lambda: group._reduce_scatter_base(part, parts, scatter_options), part)
+        quick("barrier", dist.barrier, torch.zeros(0))
+        got["all_reduce"] = ones.flatten().tolist()
+        got["share"] = [value - size * 2 * rank for value in got.pop("_reduce_scatter_base")]
+        dist.destroy_process_group()
+        assert not any(counts.values()), counts
+        return got
+
+    gather_options, scatter_options = AllgatherOptions(), ReduceScatterOptions()
+    gather_options.asyncOp = scatter_options.asyncOp = False
+    expected = {
+        "allreduce": [size - 1, 0],
+        "all_reduce": [size * (size + 1) / 2] * 6,
+        "broadcast": [size - 1.0],
+        "reduce": [float(sum(range(size)))] * 4,
+        "_allgather_base": [float(rank) for rank in range(size) for _ in range(2)],
+        "share": [0.0, float(size)],
+        "barrier": [],
+    }
+    assert on_ranks(body, size) == [expected] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_not_plain_goes_to_python_and_the_other_ranks_may_stay_quick(size: int) -> None:
+    """In turn each rank gives an unusual form of the same call; the others cannot tell."""
+
+    def body(place: Member) -> bool:
+        group = joined(place)
+        forms: dict[str, Callable[[], tuple[torch.Tensor, Any]]] = {
+            "strided": lambda: (torch.ones(8)[::2], None),
+            "parameter": lambda: (torch.nn.Parameter(torch.ones(4), requires_grad=False), None),
+            "queued": lambda: (torch.ones(4), True),
+            "profiled": lambda: (torch.ones(4), torch.profiler.profile()),
+        }
+        for name, form in forms.items():
+            for unusual in range(size):
+                tensor, how = form() if unusual == place.rank else (torch.ones(4), None)
+                with Counted(group, "allreduce") as counted:
+                    if how is True:
+                        work = dist.all_reduce(tensor, async_op=True)
+                        assert work is not None
+                        work.wait()
+                    elif how is not None:
+                        with how:
+                            dist.all_reduce(tensor)
+                    else:
+                        dist.all_reduce(tensor)
+                assert tensor.tolist() == [float(size)] * 4, name
+                assert counted.count == (unusual == place.rank and name != "parameter"), (name, counted.count)
+        # After an operation that nobody has waited for, the next call runs that one first.
+        first, second = torch.ones(3), torch.ones(5)
+        dist.all_reduce(first, async_op=True)
+        dist.all_reduce(second)
+        assert first.tolist() == [size] * 3
+        assert second.tolist() == [size] * 5
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size) == [True] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tensors_whose_data_mean_something_else_are_left_to_python(size: int) -> None:
+    def body(place: Member) -> list[int]:
+        group = joined(place)
+        unusual = [
+            torch.tensor(2 + 3j).conj().imag,  # a bit says that its data are to be negated
+            torch.ones(2, 2).t()[:1],
+            torch.ones(1, 1, 1, 1, 1),
+            torch.ones(2, dtype=torch.int8),
+        ]
+        counts = []
+        for tensor in unusual:
+            with Counted(group, "allreduce") as counted:
+                dist.all_reduce(tensor)
+            counts.append(counted.count)
+        dist.destroy_process_group()
+        return counts
+
+    assert on_ranks(body, size) == [[1] * 4] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_errors_are_those_of_python_and_name_the_line(size: int) -> None:
+    """Also for a broadcast's root, which has returned from the call that did not match."""
+
+    def body(place: Member) -> list[bool]:
+        group = joined(place)
+        dist.barrier()
+        wrong = size - 1
+        with pytest.raises(CollectiveMismatch) as caught:
+            if place.rank == wrong:
+                dist.all_reduce(torch.ones(3))
+            else:
+                dist.broadcast(torch.ones(3), 0)
+                dist.barrier()
+        text = str(caught.value)
+        held = group._progress.running.acquire(blocking=False), group._progress.busy
+        dist.destroy_process_group()
+        with pytest.raises((ClosedError, ValueError)):
+            dist.all_reduce(torch.ones(3))
+        with pytest.raises(ClosedError):
+            group.allreduce([torch.ones(3)], AllreduceOptions())
+        return [
+            "broadcast(float32[3], src=0) at " in text,
+            "all_reduce(float32[3], sum) at " in text,
+            text.count("test_quick.py:") == 2,
+            held == (True, False),
+        ]
+
+    assert on_ranks(body, size, timeout_s=60) == [[True] * 4] * size
+
+
+def test_a_forked_child_makes_no_quick_call() -> None:
+    def body(place: Member) -> bool:
+        group = joined(place)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                for call in (dist.all_reduce, group.sum_in_place):
+                    with pytest.raises(ClosedError, match="forked"):
+                        call(torch.ones(1))
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        dist.barrier()
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, 2, timeout_s=60) == [True] * 2
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_quick_calls_of_a_thread_beside_another_that_closes_the_group(size: int) -> None:
+    def body(place: Member) -> bool:
+        place.join()
+        outcomes = []
+        for _ in range(10):
+            group: Any = dist.new_group()
+            ended: list[BaseException] = []
+
+            def call(group: Any = group, ended: list[BaseException] = ended) -> None:
+                try:
+                    while True:
+                        dist.all_reduce(torch.ones(2), group=group)
+                except BaseException as error:
+                    ended.append(error)
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            time.sleep(0.01)
+            group.abort()
+            dist.destroy_process_group(group)
+            thread.join()
+            outcomes.append(len(ended))
+        dist.destroy_process_group()
+        return outcomes == [1] * 10
+
+    assert on_ranks(body, size, timeout_s=120) == [True] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_calls_from_c_plus_plus_reach_the_group(size: int) -> None:
+    """DDP's reducer calls the group's method; a built-in function in its place would send it to the attached Gloo."""
+
+    def body(place: Member) -> bool:
+        group = joined(place)
+        with Counted(group, "allreduce") as counted:
+            model = DistributedDataParallel(torch.nn.Linear(3, 2))
+            model(torch.ones(1, 3)).sum().backward()
+        dist.destroy_process_group()
+        return counted.count > 0
+
+    assert on_ranks(body, size, timeout_s=60) == [True] * size
