@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # DDP needs it; before the ranks are forked, since it takes each of them seconds
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 from torch.nn.parallel import DistributedDataParallel
@@ -66,12 +67,13 @@ def test_every_form_trains_as_over_gloo(size: int) -> None:
             return losses(place, DistributedDataParallel(Words(), process_group=group), words)
 
         kinds = torch._C._distributed_c10d.BuiltinCommHookType
-        for run in (
-            sparse,
-            lambda group: hooked(kinds.ALLREDUCE, group),
-            lambda group: hooked(kinds.FP16_COMPRESS, group),
-        ):
-            assert run(dist.group.WORLD) == pytest.approx(run(gloo), rel=1e-6)
+        forms: list[tuple[Callable[[Any], list[float]], float]] = [
+            (sparse, 1e-6),
+            (lambda group: hooked(kinds.ALLREDUCE, group), 1e-6),
+            (lambda group: hooked(kinds.FP16_COMPRESS, group), 1e-3),  # Gloo rounds every sum to 16 bits
+        ]
+        for run, rounding in forms:
+            assert run(dist.group.WORLD) == pytest.approx(run(gloo), rel=rounding)
         dist.destroy_process_group()
 
     on_ranks(body, size)

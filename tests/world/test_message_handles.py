@@ -287,6 +287,22 @@ def over_gloo(place: Member) -> tuple[PhalanxProcessGroup, ProcessGroupGloo]:
     return PhalanxProcessGroup("phalanx", GlooCommunicator(gloo), gloo, "test"), gloo
 
 
+def test_an_empty_message_from_any_rank_arrives_over_gloo() -> None:
+    def body(place: Member) -> None:
+        group, _ = over_gloo(place)
+        empty = torch.zeros(0)
+        if place.rank == 0:
+            group.send([empty], 1, 0).wait()
+        else:
+            work = group.recv_anysource([empty], 0)
+            work.wait()
+            assert work._source_rank() == 0
+        group.barrier().wait()
+        group.shutdown()
+
+    on_ranks(body, 2)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_messages_over_gloo_that_take_their_time(size: int) -> None:
     """Several threads wait for one message; waits time out; futures complete; the connections stay whole."""

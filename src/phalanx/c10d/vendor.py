@@ -23,6 +23,7 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.replace import replaces
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError, DeviceMismatch
+from phalanx.transports.gloo.engine import lazy_gloo
 
 __all__ = ["Membership", "MixedProcessGroup"]
 
@@ -194,7 +195,7 @@ def _make(name: str, store: Store, member: Membership) -> tuple[Any, Any]:
             backend._set_sequence_number_for_group()
         return backend, kinds.NCCL if name == "nccl" else kinds.XCCL
     if name == "gloo":
-        return dist.ProcessGroupGloo(*place, timeout=member.timeout), kinds.GLOO
+        return lazy_gloo(*place, member.timeout, one_host=False), kinds.GLOO
     plugin = dist.Backend._plugins[name.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(*place, member.timeout), kinds.CUSTOM

@@ -113,7 +113,9 @@ class GlooCommunicator(Communicator):
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         if peer is None:
-            return _GlooMessage(self, self._gloo.recv_anysource([tensor], tag), tensor, "recv from", None)
+            # Gloo refuses an empty buffer for a message from any rank, and takes a shorter message than the buffer.
+            buffer = tensor if tensor.numel() else tensor.new_empty(1)
+            return _GlooMessage(self, self._gloo.recv_anysource([buffer], tag), tensor, "recv from", None)
         self._refuse_itself(peer)
         return _GlooMessage(self, self._gloo.recv([tensor], peer, tag), tensor, "recv from", peer)
 
