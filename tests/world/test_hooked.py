@@ -100,7 +100,7 @@ def test_sparse_sums_and_data_parallel_steps() -> None:
         model(torch.full((1, 2), float(member.rank + 1))).sum().backward()
         if RECORDS:
             assert any(entry["profiling_name"] == "phalanx:all_reduce" for entry in recorded())
-        gradient = model.module.weight.grad.flatten().tolist()
+        gradient: list[float] = model.module.weight.grad.flatten().tolist()
         dist.destroy_process_group()
         return gradient
 
