@@ -1,4 +1,4 @@
-"""torch's hooks on collectives, the flight recorder and the check for NaN, on groups of ours: from torch 2.14 on."""
+"""torch's hooks on groups of ours: the check for NaN from torch 2.14 on, the flight recorder from 2.15."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.errors import ArgumentError
 
 HAS_HOOKS = hasattr(c10d, "FlightRecorderHook")
+RECORDS = hasattr(c10d, "HealthCheckHook")  # torch 2.14 attaches its recorder to no group by itself
 pytestmark = pytest.mark.skipif(not HAS_HOOKS, reason="torch has hooks on collectives from 2.14 on")
 
 
@@ -29,6 +30,7 @@ def recorded() -> list[dict[str, Any]]:
     return entries
 
 
+@pytest.mark.skipif(not RECORDS, reason="torch attaches its flight recorder to groups from 2.15 on")
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_flight_recorder_has_what_was_called(size: int) -> None:
     def body(member: Member) -> list[tuple[str, bool, list[list[int]]]]:
@@ -96,7 +98,8 @@ def test_sparse_sums_and_data_parallel_steps() -> None:
         torch.manual_seed(0)
         model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
         model(torch.full((1, 2), float(member.rank + 1))).sum().backward()
-        assert any(entry["profiling_name"] == "phalanx:all_reduce" for entry in recorded())
+        if RECORDS:
+            assert any(entry["profiling_name"] == "phalanx:all_reduce" for entry in recorded())
         gradient: list[float] = model.module.weight.grad.flatten().tolist()
         dist.destroy_process_group()
         return gradient
