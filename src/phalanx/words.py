@@ -5,6 +5,7 @@ These texts are for people only: no code may read them back.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -69,8 +70,10 @@ def format_time(microseconds: float) -> str:
 
 
 def tell(text: str) -> None:
-    """Write one line to standard error, under Phalanx's name."""
-    print(f"phalanx: {text}", file=sys.stderr, flush=True)
+    """Write one line to standard error, under Phalanx's name. If nobody reads it any more, it is lost."""
+    # A thread that serves others must not end because a console was closed, and text from others may not be printable.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"phalanx: {text}", file=sys.stderr, flush=True)
 
 
 def _plural(noun: str, count: int) -> str:

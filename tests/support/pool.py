@@ -35,11 +35,12 @@ class Pool:
     Args:
         size: how many.
         start: what each rank does first; what it returns is the first argument of every job on that rank.
+        patience_s: how long a job may take.
     """
 
-    def __init__(self, size: int, start: Callable[[Member], Any]) -> None:
+    def __init__(self, size: int, start: Callable[[Member], Any], patience_s: float = PATIENCE_S) -> None:
         self._size, self._start = size, start
-        self._patience_s = PATIENCE_S
+        self._patience_s = patience_s
         self._ranks: list[tuple[int, Connection[Any, Any]]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -70,17 +71,17 @@ class Pool:
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
                 if not failures:
-                    self._patience_s = AGAIN_S
                     pids = [pid for pid, _ in self._ranks]
                     name = Path(self._folder.name if self._folder else "")
                     failures.append(stacks_of(pids, list(waiting.values()), name, self._patience_s))
+                    self._patience_s = min(self._patience_s, AGAIN_S)
                 break
             for pipe in ready:
                 rank = waiting[pipe]
                 try:
                     answers[rank], failure = pipe.recv()
                 except EOFError:
-                    answers[rank], failure = None, "ended"
+                    answers[rank], failure = None, self._end_of(rank)
                 if failure:
                     failures.append(f"rank {rank} {failure}")
                     deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -103,6 +104,12 @@ class Pool:
             pid = fork_rank(serve, Member(rank, self._size, Path(self._folder.name)))
             theirs.close()
             self._ranks.append((pid, ours))
+
+    def _end_of(self, rank: int) -> str:
+        ended = os.waitid(os.P_PID, self._ranks[rank][0], os.WEXITED | os.WNOWAIT)
+        if ended is not None and ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
+            return f"was ended by {signal.Signals(ended.si_status).name}"
+        return "ended"
 
     def _end(self, patience_s: float = 0.0) -> None:
         deadline = time.monotonic() + patience_s

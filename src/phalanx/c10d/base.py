@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.c10d.by_device import by_device
 from phalanx.c10d.checks import SUM, Checks
+from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
 from phalanx.c10d.progress import Progress
 from phalanx.c10d.stand_ins import dense
+from phalanx.c10d.uncompiled import uncompiled
+from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
+from phalanx.errors import BackendError, PhalanxError
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.layout import DTYPES
 
@@ -26,6 +33,7 @@ __all__ = ["BaseProcessGroup"]
 SMALL_BYTES = 64 * 1024  # up to here an asynchronous operation takes less time than waking a thread for it
 
 
+@uncompiled
 class BaseProcessGroup(dist.ProcessGroup):
     """A process group over a communicator, without its collectives.
 
@@ -34,10 +42,22 @@ class BaseProcessGroup(dist.ProcessGroup):
         communicator: moves the bytes.
         gloo: the attached Gloo group, which serves the rest (``process_group.py``); shut down with this group.
         group_name: torch's name for the group.
+        store: where its ranks met, for ``get_group_store``.
+        split: makes this rank's side of a group of some of its ranks, given their group ranks, the timeout and the
+            group's name.
     """
 
-    def __init__(self, name: str, communicator: Communicator, gloo: ProcessGroupGloo, group_name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        communicator: Communicator,
+        gloo: ProcessGroupGloo,
+        group_name: str,
+        store: Store | None = None,
+        split: Callable[[list[int], timedelta, str], dist.ProcessGroup] | None = None,
+    ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
+        self._store, self._split, self._splits = store, split, 0
         self._backend_name = name
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
@@ -49,6 +69,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._set_group_name(GroupName(group_name))
+        compare_at_exit(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return self._backend_name
@@ -61,12 +82,106 @@ class BaseProcessGroup(dist.ProcessGroup):
         """The library whose connections carry the bytes, as ``Gloo``; empty if they are the transport's own."""
         return self._communicator.engine
 
-    def _start(self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None]) -> Any:
-        """Run an operation here and now, or queue it and return its ``Work``."""
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of every operation that starts from now on. torch's own method reaches the attached Gloo only."""
+        super().set_timeout(timeout)
+        self._communicator.set_timeout(timeout)
+
+    def get_group_store(self) -> Store:
+        """The store in which the group's ranks met. Python cannot give it to torch's own constructor.
+
+        Raises:
+            BackendError: the group met without one, as MPI's do.
+        """
+        if self._store is None:
+            raise BackendError(f"a group of backend {self._backend_name!r} has no store: its ranks met without one")
+        return self._store
+
+    def split_group(
+        self,
+        ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        devices: list[torch.device] | None = None,
+    ) -> dist.ProcessGroup | None:
+        """A group of some of this group's ranks; every rank of this group calls it. torch's own would crash.
+
+        Args:
+            ranks: group ranks of the new group's members.
+            timeout: the new group's; this group's by default.
+            opts: ignored, as the options of another backend.
+            group_name: torch's name for it; by default made of this group's, and of how often it was split.
+            group_desc: its description.
+            devices: ignored: the new group serves the devices of this one.
+
+        Returns:
+            The new group, or None on a rank that is not in it.
+
+        Raises:
+            RankError: this group has no such rank.
+            BackendError: the backend cannot split a group; ``torch.distributed.new_group`` makes one.
+        """
+        for rank in ranks:
+            self._check.peer(rank)
+        if self._split is None:
+            raise BackendError(
+                f"backend {self._backend_name!r} cannot split a group; make a new one with torch.distributed.new_group"
+            )
+        self._splits += 1
+        name = group_name or f"{self.group_name}:split:{self._splits}"
+        if self._rank not in ranks:
+            return None
+        group = self._split(list(ranks), timeout or self._gloo.options._timeout, name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
+
+    def _start(
+        self, asynchronous: bool, result: list[torch.Tensor], body: Callable[[], None], urgent: bool | None = None
+    ) -> Any:
+        """Run an operation here and now, or queue it and return its ``Work``.
+
+        Args:
+            asynchronous: queue it.
+            result: its tensors.
+            body: what it does.
+            urgent: a thread begins with it at once; by default if the tensors are large.
+        """
         if not asynchronous:
             return self._progress.run(body)
-        urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
+        for wrap in around.wraps:
+            body = wrap(body)
+        if urgent is None:
+            urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
         return PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+
+    def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
+        """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""
+        opts = arguments[-1]
+        before, asynchronous = around.wraps, opts.asyncOp
+        around.wraps, opts.asyncOp = (*before, partial(self._within, opts.timeout)), True
+        try:
+            work = body(self, *arguments)
+        finally:
+            around.wraps, opts.asyncOp = before, asynchronous
+        if asynchronous:
+            return work
+        work.wait()
+        return None
+
+    def _within(self, timeout: timedelta, body: Callable[[], None]) -> Callable[[], None]:
+        """``body`` with another timeout than the group's, which counts from when the operation begins to run."""
+
+        def run() -> None:
+            own = self._gloo.options._timeout
+            self._communicator.set_timeout(timeout)
+            try:
+                body()
+            finally:
+                self._communicator.set_timeout(own)
+
+        return run
 
     # -- point to point ----------------------------------------------------------------------------
 
@@ -90,7 +205,7 @@ class BaseProcessGroup(dist.ProcessGroup):
 
     @by_device()
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
-        return self.recv(tensors, None, tag)
+        return BaseProcessGroup.recv(self, tensors, None, tag)
 
     def _message(self, message: Message, tensors: list[torch.Tensor], write_back: list[torch.Tensor]) -> dist.Work:
         if message.done:
@@ -113,6 +228,11 @@ class BaseProcessGroup(dist.ProcessGroup):
         Called by a signal handler that has interrupted an operation of this group, it ends that operation with an
         error, and gives back the communicator once the operation has left it. In a process that was forked from the
         group's own it does nothing.
+
+        Raises:
+            CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find: a broadcast's
+                root waits for nobody. The group is given back all the same. While another exception is on its way out
+                nothing is compared.
         """
         if self._progress.inherited:
             # Gloo's destructor would wait for threads that are not in this process.
@@ -126,11 +246,31 @@ class BaseProcessGroup(dist.ProcessGroup):
             return
         self._progress.close()
         self._messages.close()
-        self._communicator.close()
-        self._gloo.shutdown()
+        try:
+            if sys.exc_info()[0] is None:
+                self._communicator.compare_rest(LAST_CALLS_S)
+        finally:
+            self._communicator.close()
+            self._gloo.shutdown()
+
+    def compare_at_exit(self, patience_s: float) -> PhalanxError | None:
+        """Compare the ranks' last calls in a process that exits without shutting the group down."""
+        running = self._progress.running
+        if not running.acquire(blocking=False):
+            return None  # an operation is under way, and stays so
+        try:
+            if not self._progress.busy and not self._progress.queue:
+                self._communicator.compare_rest(patience_s)
+        except PhalanxError as error:
+            return error
+        finally:
+            running.release()
+        return None
 
     def abort(self) -> None:
         """End operations under way on every rank with an error; the group cannot be used afterwards."""
+        if self._progress.inherited:
+            return  # it is the parent's
         self._communicator.abort()
         self._gloo.abort()
 

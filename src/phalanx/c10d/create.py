@@ -23,7 +23,13 @@ __all__ = ["create_process_group"]
 
 
 def create_process_group(
-    store: Store, rank: int, size: int, timeout: timedelta, group_name: str, ranks: Sequence[int]
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group_name: str,
+    ranks: Sequence[int],
+    backend: str = settings.BACKEND,
 ) -> PhalanxProcessGroup:
     """Make one rank's side of a group. Every member calls it.
 
@@ -34,6 +40,7 @@ def create_process_group(
         timeout: for joining, and for every collective of the group.
         group_name: torch's name for the group, equal on every member.
         ranks: the members' ranks in the world; torch gives none for the world itself.
+        backend: what the group says its backend is: ``phalanx``, or the one that it replaces.
 
     Ranks that cannot reach one shared segment (several hosts, or containers with pid namespaces of their own)
     get a group over Gloo instead, and rank 0 says so, with the reason, as a warning.
@@ -48,13 +55,18 @@ def create_process_group(
         # a failed attempt to make one.
         return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
 
+    def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
+        world_ranks = [ranks[member] if ranks else member for member in members]
+        return create_process_group(own, members.index(rank), len(members), timeout, name, world_ranks, backend)
+
     def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:
+        arguments = (backend, communicator, gloo, group_name, store, split)
         if not torch.accelerator.is_available():
-            return PhalanxProcessGroup(settings.BACKEND, communicator, gloo, group_name)
+            return PhalanxProcessGroup(*arguments)
         from phalanx.c10d.vendor import Membership, MixedProcessGroup
 
         member = Membership(own, rank, size, timeout, group_name, ranks)
-        return MixedProcessGroup(member, settings.BACKEND, communicator, gloo, group_name)
+        return MixedProcessGroup(member, *arguments)
 
     communicator: Communicator
     if size == 1:
@@ -67,7 +79,7 @@ def create_process_group(
         communicator = GlooCommunicator(gloo)
         if rank == 0:
             warnings.warn(
-                f"backend {settings.BACKEND!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
+                f"backend {backend!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
                 stacklevel=2,
             )
         return group_of(communicator, gloo)

@@ -1,422 +1,53 @@
-"""torch's side of a backend: the collectives of c10d.
+"""torch's side of a backend: the process group that torch calls.
 
 A Python subclass of ``ProcessGroup``, because ``Backend`` cannot be subclassed from Python and this costs less per call
-than a C++ backend behind the dispatcher. It unpacks options and tensor lists, makes buffers contiguous, and hands
-blocking calls to a :class:`Communicator`; ``base.py`` keeps their order.
-
-An attached Gloo group serves sparse tensors, and the C++ virtuals that cannot be overridden from Python.
+than a C++ backend behind the dispatcher. Each of its methods is one of ``collectives.py`` behind a front
+(``dispatcher.py``), which passes plain calls on and gives all others what torch's dispatcher would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
-
-from phalanx.c10d.base import BaseProcessGroup
-from phalanx.c10d.by_device import by_device
-from phalanx.c10d.checks import SUM
-from phalanx.c10d.stand_ins import (
-    all_dense,
-    apart,
-    apart_from_whole,
-    dense,
-    disjoint,
-    in_place,
-    into,
-    separate,
-)
-from phalanx.errors import ArgumentError
-from phalanx.transports.layout import split_counts
+from phalanx.c10d.collectives import Collectives
+from phalanx.c10d.dispatcher import front
+from phalanx.c10d.uncompiled import uncompiled
 
 __all__ = ["PhalanxProcessGroup"]
 
 
-class PhalanxProcessGroup(BaseProcessGroup):
+@uncompiled
+class PhalanxProcessGroup(Collectives):
     """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand."""
 
-    # -- reductions --------------------------------------------------------------------------------
-
-    @by_device()
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if opts is None:
-            opts = AllreduceOptions()
-        reduce_op = opts.reduceOp
-        # The usual case comes first, in as few steps as possible: each of them is paid in every call.
-        usual = reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp
-        if usual and self.sum_in_place(tensors[0]):
-            return None
-        if any(tensor.layout != torch.strided for tensor in tensors):
-            return self._start(opts.asyncOp, tensors, lambda: self._gloo.allreduce(tensors, opts).wait())
-        reals, op, factor = self._check.reduction("all_reduce", tensors, reduce_op)
-        body = self._communicator.all_reduce
-
-        def reduce_each() -> None:
-            for tensor in reals:
-                if factor is not None:
-                    tensor.detach().mul_(factor)
-                in_place(tensor, lambda buffer: body(buffer, op))
-
-        return self._start(opts.asyncOp, tensors, reduce_each)
-
-    def sum_in_place(self, tensor: torch.Tensor) -> bool:
-        """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
-
-        ``allreduce`` does this for most calls, and ``Group.all_reduce`` calls it directly, without torch's own checks.
-        """
-        if not self._summable(tensor):
-            return False
-        progress = self._progress
-        with progress.running:
-            if not progress.busy:
-                progress.busy = True
-                try:
-                    if not progress.queue:
-                        self._communicator.all_reduce(tensor, SUM)
-                        return True
-                finally:
-                    progress.busy = False
-        progress.run(self._communicator.all_reduce, tensor, SUM)
-        return True
-
-    def _summable(self, tensor: torch.Tensor) -> bool:
-        """Whether the communicator can sum the tensor as it is."""
-        return tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()
-
-    @by_device()
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, AllreduceCoalescedOptions() if opts is None else opts)
-
-    @by_device()
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if opts is None:
-            opts = ReduceOptions()
-        root = opts.rootRank
-        if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            return self._progress.run(self._communicator.reduce, tensors[0], root, SUM)
-        (tensor,), op, factor = self._check.reduction("reduce", self._check.one("reduce", tensors), opts.reduceOp)
-
-        def reduce_one() -> None:
-            # A tensor that is scaled needs a stand-in: those of the ranks that are not the root stay as they are.
-            source = dense(tensor) if factor is None else dense(tensor) * factor
-            self._communicator.reduce(source, root, op)
-            if self._rank == root and source.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(source)
-
-        return self._start(opts.asyncOp, tensors, reduce_one)
-
-    @by_device()
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None
-    ) -> Any:
-        if opts is None:
-            opts = ReduceScatterOptions()
-        name = "reduce_scatter"
-        (output,), op, factor = self._check.reduction(name, self._check.one(name, outputs), opts.reduceOp)
-        inputs = [torch.view_as_real(t) if t.is_complex() else t for t in input_lists[0]]
-        self._check.one_per_rank(name, inputs, output)
-        return self._start(opts.asyncOp, outputs, lambda: self._reduce_blocks(output, inputs, op, factor))
-
-    @by_device()
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        if opts is None:
-            opts = ReduceScatterOptions()
-        usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
-        if usual and self._summable(output) and self._summable(tensor) and apart_from_whole(output, tensor, self._rank):
-            self._check.multiple("reduce_scatter_single", tensor, output)
-            return self._progress.run(self._communicator.reduce_scatter_single, output, tensor, SUM)
-        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
-
-    reduce_scatter_single = _reduce_scatter_base
-
-    @by_device("_reduce_scatter_base", one_by_one=True)
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        if opts is None:
-            opts = ReduceScatterOptions()
-        name = "reduce_scatter_single"
-        reals, op, factor = self._check.reduction(name, outputs, opts.reduceOp)
-        sources = [torch.view_as_real(t) if t.is_complex() else t for t in inputs]
-        self._check.on_cpu(sources)
-        for output, source in zip(reals, sources, strict=True):
-            self._check.multiple(name, source, output)
-
-        def reduce_each() -> None:
-            for output, source in zip(reals, sources, strict=True):
-                self._reduce_parts(output, source, op, factor)
-
-        return self._start(opts.asyncOp, outputs, reduce_each)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-    def _reduce_blocks(
-        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, factor: float | None
-    ) -> None:
-        blocks = [dense(t) if factor is None else dense(t) * factor for t in inputs]
-
-        def reduce(buffers: Sequence[torch.Tensor]) -> None:
-            given = blocks if apart(buffers[0], blocks, self._rank) else [block.clone() for block in blocks]
-            self._communicator.reduce_scatter(buffers[0], given, op)
-
-        into([output], reduce)
-
-    def _reduce_parts(self, output: torch.Tensor, whole: torch.Tensor, op: int, factor: float | None) -> None:
-        given = dense(whole) if factor is None else dense(whole) * factor
-
-        def reduce(buffers: Sequence[torch.Tensor]) -> None:
-            parts = given if apart_from_whole(buffers[0], given, self._rank) else given.clone()
-            self._communicator.reduce_scatter_single(buffers[0], parts, op)
-
-        into([output], reduce)
-
-    # -- copies ------------------------------------------------------------------------------------
-
-    @by_device()
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        if opts is None:
-            opts = BroadcastOptions()
-        body, root = self._communicator.broadcast, opts.rootRank
-        self._check.on_cpu(tensors)
-        if not opts.asyncOp and len(tensors) == 1 and tensors[0].is_contiguous():
-            return self._progress.run(body, tensors[0], root)
-
-        def broadcast_each() -> None:
-            for tensor in tensors:
-                in_place(tensor, lambda buffer: body(buffer, root))
-
-        return self._start(opts.asyncOp, tensors, broadcast_each)
-
-    @by_device()
-    def allgather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        if opts is None:
-            opts = AllgatherOptions()
-        (tensor,), outputs = self._check.one("all_gather", inputs), output_lists[0]
-        self._check.on_cpu([tensor])
-        ready = self._check.one_per_rank("all_gather", outputs, tensor)
-        if ready and not opts.asyncOp and tensor.is_contiguous() and apart(tensor, outputs, self._rank):
-            return self._progress.run(self._communicator.all_gather, outputs, tensor)
-        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor))
-
-    @by_device()
-    def allgather_coalesced(
-        self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        if opts is None:
-            opts = AllgatherOptions()
-        columns = [list(column) for column in zip(*output_lists, strict=True)]
-        for outputs, tensor in zip(columns, inputs, strict=True):
-            self._check.on_cpu([tensor])
-            self._check.one_per_rank("all_gather_coalesced", outputs, tensor)
-
-        def gather_each() -> None:
-            for outputs, tensor in zip(columns, inputs, strict=True):
-                self._gather_into(outputs, tensor)
-
-        return self._start(opts.asyncOp, [t for outputs in output_lists for t in outputs], gather_each)
-
-    def _gather_into(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int | None = None) -> None:
-        """All-gather; or, if ``root`` is given, gather to this rank, which is the root."""
-        source = dense(tensor)
-
-        def gather(buffers: Sequence[torch.Tensor]) -> None:
-            given = source if apart(source, buffers, self._rank) else source.clone()
-            if root is None:
-                self._communicator.all_gather(buffers, given)
-            else:
-                self._communicator.gather(buffers, given, root)
-
-        into(outputs, gather)
-
-    @by_device()
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        return self.allgather_into_tensor_coalesced([output], [tensor], opts)
-
-    all_gather_single = _allgather_base
-
-    @by_device("_allgather_base", one_by_one=True)
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Any:
-        if opts is None:
-            opts = AllgatherOptions()
-        self._check.on_cpu([*outputs, *inputs])
-        for output, tensor in zip(outputs, inputs, strict=True):
-            self._check.multiple("all_gather_single", output, tensor)
-        body = self._communicator.all_gather_single
-        if not opts.asyncOp and len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
-            output, tensor = outputs[0], inputs[0]
-            if apart_from_whole(tensor, output, self._rank):
-                return self._progress.run(body, output, tensor)
-
-        def gather_one(whole: torch.Tensor, source: torch.Tensor) -> None:
-            body(whole, source if apart_from_whole(source, whole, self._rank) else source.clone())
-
-        def gather_each() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                in_place(output, partial(gather_one, source=dense(tensor)))
-
-        return self._start(opts.asyncOp, outputs, gather_each)
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-
-    @by_device()
-    def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        if opts is None:
-            opts = GatherOptions()
-        (tensor,), root, body = self._check.one("gather", inputs), opts.rootRank, self._communicator.gather
-        self._check.on_cpu([tensor])
-        if self._rank != root:
-            if output_lists:
-                raise ArgumentError("gather: only the destination rank gives a list to gather into")
-            if not opts.asyncOp and tensor.is_contiguous():
-                return self._progress.run(body, None, tensor, root)
-            return self._start(opts.asyncOp, [], lambda: body(None, dense(tensor), root))
-        outputs = output_lists[0] if output_lists else []
-        ready = self._check.one_per_rank("gather", outputs, tensor)
-        if ready and not opts.asyncOp and tensor.is_contiguous() and apart(tensor, outputs, self._rank):
-            return self._progress.run(body, outputs, tensor, root)
-        return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor, root))
-
-    @by_device()
-    def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any = None) -> Any:
-        """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
-        if opts is None:
-            opts = GatherOptions()
-        root, body, ready = opts.rootRank, self._communicator.gather_single, tensor.is_contiguous()
-        self._check.on_cpu([tensor])
-        if self._rank != root:
-            output = None
-        else:
-            if output is None:
-                raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
-            self._check.on_cpu([output])
-            self._check.multiple("gather_single", output, tensor)
-            ready = ready and output.is_contiguous() and apart_from_whole(tensor, output, root)
-        if ready and not opts.asyncOp:
-            return self._progress.run(body, output, tensor, root)
-
-        def gather_one(whole: torch.Tensor | None) -> None:
-            source = dense(tensor)
-            alone = whole is None or apart_from_whole(source, whole, root)
-            body(whole, source if alone else source.clone(), root)
-
-        if output is None:
-            return self._start(opts.asyncOp, [], lambda: gather_one(None))
-        return self._start(opts.asyncOp, [output], partial(in_place, output, gather_one))
-
-    @by_device()
-    def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        if opts is None:
-            opts = ScatterOptions()
-        (output,), root, body = self._check.one("scatter", outputs), opts.rootRank, self._communicator.scatter
-        inputs: list[torch.Tensor] | None = None
-        self._check.on_cpu([output])
-        ready = output.is_contiguous()
-        if self._rank == root:
-            inputs = input_lists[0] if input_lists else []
-            ready &= self._check.one_per_rank("scatter", inputs, output)
-        elif input_lists:
-            raise ArgumentError("scatter: only the source rank gives a list to scatter")
-        if ready and not opts.asyncOp and (inputs is None or apart(output, inputs, root)):
-            return self._progress.run(body, output, inputs, root)
-
-        def scatter_one(buffers: Sequence[torch.Tensor]) -> None:
-            sources = None if inputs is None else [dense(t) for t in inputs]
-            if sources is not None and not apart(buffers[0], sources, root):
-                sources = [source.clone() for source in sources]
-            body(buffers[0], sources, root)
-
-        return self._start(opts.asyncOp, outputs, lambda: into([output], scatter_one))
-
-    @by_device()
-    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        if opts is None:
-            opts = AllToAllOptions()
-        self._check.exchange(outputs, inputs)
-        body = self._communicator.all_to_all
-        if not opts.asyncOp and all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
-            return self._progress.run(body, outputs, inputs)
-
-        def exchange(buffers: Sequence[torch.Tensor]) -> None:
-            sources = [dense(t) for t in inputs]
-            body(buffers, sources if disjoint(buffers, sources) else [source.clone() for source in sources])
-
-        return self._start(opts.asyncOp, outputs, lambda: into(outputs, exchange))
-
-    @by_device()
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        output_splits: list[int],
-        input_splits: list[int],
-        opts: Any = None,
-    ) -> Any:
-        if opts is None:
-            opts = AllToAllOptions()
-        self._check.on_cpu([output, tensor])
-        if output.dtype != tensor.dtype:
-            raise ArgumentError(f"all_to_all_single: the output is {output.dtype}, the input {tensor.dtype}")
-        size, body = self._size, self._communicator.all_to_all_single
-        sent = split_counts("all_to_all_single input", tensor, input_splits, size)
-        expected = split_counts("all_to_all_single output", output, output_splits, size)
-        self._check.own_part("all_to_all_single", sent, expected)
-        if not opts.asyncOp and all_dense((output, tensor)) and separate(output, tensor):
-            return self._progress.run(body, output, tensor, expected, sent)
-
-        def exchange(whole: torch.Tensor) -> None:
-            source = dense(tensor)
-            body(whole, source if separate(whole, source) else source.clone(), expected, sent)
-
-        return self._start(opts.asyncOp, [output], lambda: in_place(output, exchange))
-
-    all_to_all_single = alltoall_base
-
-    def barrier(self, opts: Any = None) -> Any:
-        if opts is None:
-            opts = BarrierOptions()
-        if not opts.asyncOp:
-            return self._progress.run(self._communicator.barrier)
-        return self._start(True, [], self._communicator.barrier)
-
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier with a timeout of its own, under Gloo's name for it; every barrier here names the missing rank.
-
-        torch's own method, in C++, would ask the attached Gloo, which waits without end for a rank that does not come.
-
-        Args:
-            timeout: for this barrier alone; the group's by default.
-            wait_all_ranks: has no effect: the first missing rank is named, on every rank that has come.
-
-        Raises:
-            CollectiveTimeout: a rank did not come in time. The group cannot be used afterwards.
-        """
-        own = self._gloo.options._timeout
-        if timeout is None or timeout == own:
-            self._progress.run(self._communicator.barrier)
-        else:
-            self._progress.run(self._barrier_within, timeout, own)
-
-    def _barrier_within(self, timeout: timedelta, own: timedelta) -> None:
-        self._communicator.set_timeout(timeout)
-        try:
-            self._communicator.barrier()
-        finally:
-            self._communicator.set_timeout(own)
+    allreduce: Any = front("allreduce", Collectives.allreduce)
+    allreduce_coalesced: Any = front("allreduce_coalesced", Collectives.allreduce_coalesced)
+    reduce: Any = front("reduce", Collectives.reduce)
+    reduce_scatter: Any = front("reduce_scatter", Collectives.reduce_scatter)
+    _reduce_scatter_base: Any = front("_reduce_scatter_base", Collectives._reduce_scatter_base)
+    reduce_scatter_single: Any = front("reduce_scatter_single", Collectives.reduce_scatter_single)
+    reduce_scatter_tensor_coalesced: Any = front(
+        "reduce_scatter_tensor_coalesced", Collectives.reduce_scatter_tensor_coalesced
+    )
+    reduce_scatter_single_coalesced: Any = front(
+        "reduce_scatter_single_coalesced", Collectives.reduce_scatter_single_coalesced
+    )
+    broadcast: Any = front("broadcast", Collectives.broadcast)
+    allgather: Any = front("allgather", Collectives.allgather)
+    allgather_coalesced: Any = front("allgather_coalesced", Collectives.allgather_coalesced)
+    _allgather_base: Any = front("_allgather_base", Collectives._allgather_base)
+    all_gather_single: Any = front("all_gather_single", Collectives.all_gather_single)
+    allgather_into_tensor_coalesced: Any = front(
+        "allgather_into_tensor_coalesced", Collectives.allgather_into_tensor_coalesced
+    )
+    all_gather_single_coalesced: Any = front("all_gather_single_coalesced", Collectives.all_gather_single_coalesced)
+    gather: Any = front("gather", Collectives.gather)
+    gather_single: Any = front("gather_single", Collectives.gather_single)
+    scatter: Any = front("scatter", Collectives.scatter)
+    alltoall: Any = front("alltoall", Collectives.alltoall)
+    alltoall_base: Any = front("alltoall_base", Collectives.alltoall_base)
+    all_to_all_single: Any = front("all_to_all_single", Collectives.all_to_all_single)
+    barrier: Any = front("barrier", Collectives.barrier)
+    send: Any = front("send", Collectives.send)
+    recv: Any = front("recv", Collectives.recv)
+    recv_anysource: Any = front("recv_anysource", Collectives.recv_anysource)

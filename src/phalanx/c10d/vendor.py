@@ -8,7 +8,7 @@ machine without accelerators pays nothing for it. Checked on torch 2.13.0.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,8 +17,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
 from phalanx.c10d.by_device import mark_of
+from phalanx.c10d.collectives import Collectives
+from phalanx.c10d.dispatcher import OPERATIONS, front
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.replace import replaces
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError, DeviceMismatch
 
 __all__ = ["Membership", "MixedProcessGroup"]
@@ -72,6 +75,18 @@ class MixedProcessGroup(PhalanxProcessGroup):
             self._vendors[device.type] = found
         return found
 
+    def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
+        device = _device(arguments)
+        if device is None or device.type == "cpu":
+            return super()._limited(body, *arguments)
+        return body(self, *arguments)  # a vendor's backend reads the timeout from the options
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        for vendor in self._vendors.values():
+            vendor._set_default_timeout(timeout)
+        self._member = replace(self._member, timeout=timeout)
+        super().set_timeout(timeout)
+
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type == "cpu":
             return super()._start_coalescing(device)
@@ -96,45 +111,44 @@ class MixedProcessGroup(PhalanxProcessGroup):
 
 
 def _routed(name: str, backends_name: str, one_by_one: bool) -> Callable[..., Any]:
-    ours = getattr(PhalanxProcessGroup, name)
+    ours: Any = getattr(Collectives, name)
 
-    def call(self: MixedProcessGroup, *arguments: Any, **named: Any) -> Any:
+    def call(self: MixedProcessGroup, *arguments: Any) -> Any:
         device = _device(arguments)
         if device is None or device.type == "cpu":
-            return ours(self, *arguments, **named)
+            return ours(self, *arguments)
         vendor = self._vendor(device)
         if one_by_one:
-            return _one_by_one(vendor, backends_name, *arguments, **named)
+            return _one_by_one(vendor, backends_name, *arguments)
         theirs = getattr(vendor, backends_name, None)
         if theirs is None:
             raise ArgumentError(f"{name}: backend {vendor.name()!r}, which serves {device}, has no such operation")
-        return theirs(*arguments, **named)
+        return theirs(*arguments)
 
-    call.__name__ = name
+    call.__doc__ = ours.__doc__
     return call
 
 
 def _route_by_device() -> None:
     """Let every call that :func:`by_device` marks go to the backend of its tensors' device."""
-    for name in dir(PhalanxProcessGroup):
-        mark = mark_of(getattr(PhalanxProcessGroup, name))
+    for name in OPERATIONS:
+        mark = mark_of(getattr(Collectives, name))
         if mark is not None:
-            setattr(MixedProcessGroup, name, _routed(name, *mark))
+            setattr(MixedProcessGroup, name, front(name, _routed(name, *mark)))
 
 
 _route_by_device()
+uncompiled(MixedProcessGroup)
 
 
-def _one_by_one(
-    vendor: Any, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any, **named: Any
-) -> Any:
+def _one_by_one(vendor: Any, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> Any:
     call = getattr(vendor, name)
     if vendor.supports_coalescing:
         vendor._start_coalescing()
         for output, tensor in zip(outputs, inputs, strict=True):
-            call(output, tensor, *options, **named)
+            call(output, tensor, *options)
         return vendor._end_coalescing()
-    works = [call(output, tensor, *options, **named) for output, tensor in zip(outputs, inputs, strict=True)]
+    works = [call(output, tensor, *options) for output, tensor in zip(outputs, inputs, strict=True)]
     for work in works[:-1]:
         work.wait()
     return works[-1]

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.c10d import typed_future
 from phalanx.c10d.operation import Operation
 from phalanx.c10d.progress import Progress
+from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import CollectiveTimeout
 
 __all__ = ["PhalanxWork"]
 
 
+@uncompiled
 class PhalanxWork(dist.Work):
     """The handle of one asynchronous operation, as torch documents it for CPU backends."""
 
@@ -66,4 +69,5 @@ class PhalanxWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if not self._operation.done:
             self._progress.hurry()
-        return self._operation.future()
+        future = self._operation.future()
+        return typed_future.typed(future, self._operation.result) if typed_future.wanted else future

@@ -18,6 +18,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.job.job import Job, make_job
+from phalanx.launch.job.memory import MODES, Memory
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.target import find_target
@@ -32,7 +33,16 @@ __all__ = ["run"]
 
 # The options in the order of --help; those that no group names come first.
 _GROUPS = {
-    "What each rank gets": ("device", "bind", "variables", "replace", "interface", "no_preload", "pass_local_rank"),
+    "What each rank gets": (
+        "device",
+        "bind",
+        "memory",
+        "variables",
+        "replace",
+        "interface",
+        "no_preload",
+        "pass_local_rank",
+    ),
     "The terminal": ("reader", "debugged", "quiet", "no_prefix", "grace"),
     "Other hosts, by an MPI launcher": ("mpi", "hosts", "hostfile", "ppn", "address"),
     "Without running it": ("rehearse", "placement", "dry_run", "as_json"),
@@ -168,6 +178,14 @@ class _Run(click.Command):
     metavar="NAME",
     help="The network interface, on every host, over which ranks talk (ib0), if phalanx finds another one.",
 )
+@click.option(
+    "--memory",
+    type=click.Choice(MODES),
+    default="huge",
+    show_default=True,
+    help="On the CPU: large tensors in huge pages (huge), freed memory kept for the next step as well (keep), or "
+    "neither (return).",
+)
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON object in place of the table.")
 @click.argument("target", metavar="TARGET")
@@ -194,6 +212,7 @@ def run(
     address: str | None,
     replace: str | None,
     interface: str | None,
+    memory: Memory,
     dry_run: bool,
     as_json: bool,
     target: str,
@@ -273,6 +292,7 @@ def run(
         preload=not no_preload,
         reader=reader,
         debugged=debugged,
+        memory=memory,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")
@@ -341,6 +361,7 @@ def _describe(job: Job, as_json: bool) -> None:
             "target": {"kind": job.target.kind, "path": job.target.path, "argv": list(job.target.argv)},
             "mpi": job.mpi.command(job.ranks, job.hosts, ["RANK"], "HOSTS") if job.mpi is not None else None,
             "rehearsal": asdict(job.rehearsal) if job.rehearsal is not None else None,
+            "memory": dict(job.memory),
             "bind": job.bind,
             "cpus": list(map(list, job.cpus)) if job.cpus else None,
             "ranks": [asdict(row) for row in job.rows()],

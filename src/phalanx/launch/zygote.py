@@ -32,7 +32,7 @@ from typing import Any
 
 from phalanx import settings
 from phalanx.errors import PROCESS_LIMIT_HINT
-from phalanx.launch.job.job import MASTER_ADDR, Job
+from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal, prepare_target
 from phalanx.launch.rank.descriptors import Control, Descriptors, release_input, report_name
 from phalanx.launch.rank.preload import preload
@@ -120,7 +120,7 @@ class _Zygote:
             if store == 0:
                 descriptors.zygote.close()
                 descriptors.close_rank_ends()
-                host_store(descriptors.listener, MASTER_ADDR, job.ranks, zygote)
+                host_store(descriptors.listener, zygote)
         port = descriptors.port
         # The store has the socket now. If the target is not Python there is no store, and rank 0 opens the port itself.
         descriptors.listener.close()

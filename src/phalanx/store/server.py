@@ -29,10 +29,11 @@ from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim
 from phalanx.store.seats import Seats
 from phalanx.store.table import Parked, Table
 from phalanx.wire import door as doors
-from phalanx.wire.door import Arrival, Door, Silent
+from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
-from phalanx.wire.proof import NoProof, WrongKey
+from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
+from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.words import tell
 
 __all__ = ["StoreServer"]
@@ -52,6 +53,7 @@ class _Guest:
         sock: the socket.
         peer: the address it comes from, for people.
         claim: what the process said of itself.
+        session: the digests of its requests and of the answers.
         data: received bytes that are not a whole message yet.
         out: bytes that the network has not taken yet; nothing more is read until it has.
         waits: whether a request of this connection has not been answered yet.
@@ -62,6 +64,7 @@ class _Guest:
     sock: socket.socket
     peer: str
     claim: Claim
+    session: Session
     data: bytearray = field(default_factory=bytearray)
     out: bytearray = field(default_factory=bytearray)
     waits: bool = False
@@ -77,9 +80,17 @@ class StoreServer:
         key: the job's key.
         seats: which ranks may join, and which have.
         say: takes a line for rank 0's console.
+        announced: addresses and ports at which the other ranks dial this host, and that are not its own.
     """
 
-    def __init__(self, listener: socket.socket, key: Key, seats: Seats, say: Callable[[str], None] = tell) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: Key,
+        seats: Seats,
+        say: Callable[[str], None] = tell,
+        announced: Sequence[Address] = (),
+    ) -> None:
         self._key = key
         self._seats = seats
         self._say = say
@@ -93,7 +104,10 @@ class StoreServer:
         self._waiting_for_all: list[tuple[float, _Guest]] = []
         self._guests: dict[int, _Guest] = {}
         self._selector = selectors.DefaultSelector()
-        self._door = Door(listener, key, ROLE, KEEP_ALIVE, self._selector, self._admit, self._on_refused)
+        self._door = Door(
+            listener, key, ROLE, KEEP_ALIVE, self._selector, self._admit, self._on_refused, announced=announced
+        )
+        self._here = listener.getsockname()[:2]
         self._wake_read, self._wake_write = socket.socketpair()
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
@@ -232,10 +246,11 @@ class StoreServer:
                 if guest.waits or guest.out:
                     raise Malformed("a request came before the last one was answered")
                 length = requests.length_of(guest.data)
-                if length is None or len(guest.data) < length:
+                if length is None or len(guest.data) < length + TAG_BYTES:
                     return
+                guest.session.check(guest.data, length)
                 code, number, fields = requests.unpack(guest.data, length)
-                del guest.data[:length]
+                del guest.data[: length + TAG_BYTES]
                 if code == requests.EVERYBODY:
                     self._await_everybody(guest, number, now)
                     continue
@@ -272,7 +287,7 @@ class StoreServer:
         verdict = self._seats.judge(claim)
         arrival.answer(verdict.encode())
         if verdict.kind == "welcome":
-            guest = _Guest(arrival.sock, arrival.peer, claim, arrival.rest)
+            guest = _Guest(arrival.sock, arrival.peer, claim, arrival.proven.session(), arrival.rest)
             self._guests[guest.sock.fileno()] = guest
             self._selector.register(guest.sock, selectors.EVENT_READ, guest)
             self._answer_if_complete()
@@ -287,6 +302,14 @@ class StoreServer:
             self._complain(peer, f"proves another key than rank 0's ({self._key.source or 'none'})")
         elif isinstance(why, Silent):
             self._complain(peer, f"was silent for {doors.PATIENCE_S:.0f} s")
+        elif isinstance(why, Displaced):
+            self._complain(peer, "had proven nothing yet when too many others came")
+        elif isinstance(why, PassedOn):
+            self._complain(
+                peer,
+                f"was meant for {why.dialled}, not for {self._here[0]} port {self._here[1]}: another process has "
+                f"passed it on. If that is a gateway of your own, set MASTER_ADDR to the address that others dial",
+            )
         else:
             self._complain(peer, "sent no proof that it belongs to the job")
 
@@ -325,10 +348,7 @@ class StoreServer:
             message = requests.pack(code, number, fields)
         except (ValueError, OverflowError) as error:
             message = requests.pack(requests.FAILED, 0, [str(error).encode()])
-        self._send(guest, message)
-
-    def _send(self, guest: _Guest, data: bytes) -> None:
-        guest.out += data
+        guest.out += guest.session.seal(message)
         self._push(guest)
 
     def _push(self, guest: _Guest) -> None:

@@ -69,4 +69,4 @@ class SoloCommunicator(Communicator):
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     if to.data_ptr() != source.data_ptr():
-        to.view(-1).copy_(source.view(-1))
+        to.detach().view(-1).copy_(source.detach().view(-1))  # as where there are others, without gradient history

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
+from phalanx.launch.job import memory as rank_memory
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
 from phalanx.launch.job.device_option import check_device
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
@@ -21,7 +22,7 @@ from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.device_files import accelerator_files, count_devices
 from phalanx.system.host import machine_name
-from phalanx.system.limits import usable_cores
+from phalanx.system.limits import memory_left, usable_cores
 from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
 from phalanx.words import format_count
@@ -64,6 +65,7 @@ class Job:
         pass_local_rank: give the target ``--local_rank``, before its own arguments.
         replace: the backends that the backend ``phalanx`` replaces.
         interface: the network interface that ranks use; empty for the one that routes to the others.
+        memory: variables that say how the ranks' allocator gets memory, and whether it gives it back.
         key: a secret, by which a process proves that it is one of this job's ranks.
         preload: import torch once, before the ranks are forked.
         reader: the rank that reads the launcher's standard input, a terminal included; None if the user named none.
@@ -90,6 +92,7 @@ class Job:
     pass_local_rank: bool = False
     replace: tuple[str, ...] = ()
     interface: str = ""
+    memory: Mapping[str, str] = field(default_factory=dict)
     key: str = field(default="", repr=False)
     preload: bool = True
     reader: int | None = None
@@ -118,8 +121,14 @@ class Job:
 
     def title(self) -> str:
         """The line above the rank table."""
-        title = f"phalanx run: {format_count(self.ranks, 'rank')} of {self.target.name}"
-        return title if self.rehearsal is None else f"{title}, {self.rehearsal.title(self.host)}"
+        parts = [f"phalanx run: {format_count(self.ranks, 'rank')} of {self.target.name}"]
+        if self.rehearsal is not None:
+            parts.append(self.rehearsal.title(self.host))
+        if self.replace:
+            parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
+        if described := rank_memory.describe(self.memory):
+            parts.append(described)
+        return ", ".join(parts)
 
     def target_of(self, local_rank: int) -> Target:
         """The target of the rank with this local rank."""
@@ -224,7 +233,7 @@ class Job:
 
     def before_torch(self) -> dict[str, str]:
         """The variables that must be set when torch is imported, which may be before there are ranks."""
-        return {settings.REPLACE: ",".join(self.replace)} if self.replace else {}
+        return {**self.memory, **({settings.REPLACE: ",".join(self.replace)} if self.replace else {})}
 
     def warnings(self) -> list[str]:
         """Notes for the user before the job runs, one line each."""
@@ -276,6 +285,7 @@ def make_job(
     preload: bool = True,
     reader: int | None = None,
     debugged: int | None = None,
+    memory: rank_memory.Memory = "huge",
     environment: Mapping[str, str] | None = None,
 ) -> Job:
     """Decide everything about a job of ``ranks`` processes.
@@ -300,6 +310,8 @@ def make_job(
         preload: import torch once, before the ranks are forked.
         reader: the rank that reads the launcher's standard input; by default rank 0, if that is not a terminal.
         debugged: the rank that gets the launcher's terminal for itself.
+        memory: ``huge`` (pages), ``keep`` what is freed, or ``return`` it, as ``phalanx.launch.job.memory`` explains.
+            It changes nothing for ranks that compute on an accelerator, and for programs that are not Python.
         environment: the variables in which the user's own settings are read; ``os.environ`` by default.
 
     Raises:
@@ -341,7 +353,7 @@ def make_job(
     threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if mpi is not None and not environment.get("OMP_NUM_THREADS"):
         threads = ""
-    return Job(
+    job = Job(
         ranks=count,
         target=target,
         run_id=f"phalanx-{secrets.token_hex(6)}",
@@ -367,6 +379,10 @@ def make_job(
         debugged=debugged,
         counted=ranks is not None or bool(filled) or rehearsal is not None,
     )
+    if not target.is_python or job.device_of(0) != "cpu":
+        return job
+    chosen = rank_memory.variables(memory, ranks=count, memory_nbytes=memory_left(), environment=environment)
+    return dataclasses.replace(job, memory=chosen)
 
 
 def _check_together(

@@ -40,6 +40,7 @@ from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, report_name
 from phalanx.launch.rank.start import RankStart, enter_rank
 from phalanx.launch.rank.trace import Trace, open_trace
+from phalanx.store.torch_server import is_own
 from phalanx.system import processes
 from phalanx.system.host import this_host
 
@@ -259,6 +260,10 @@ class _Keeper:
             elif order["do"] == "stacks":
                 if self.child is not None:
                     self.child.send_stack()
+            elif order["do"] == "look":
+                # Of a connection to the job's store: may it be this user's?
+                if is_own(tuple(order["end"]), tuple(order["other_end"])):
+                    self._say(event="owns", number=order["number"])
             elif order["do"] == "leave":
                 self.watch.add(order["files"])
                 self.leave()

@@ -120,7 +120,7 @@ class _Relay:
         self.selector.register(self.mpiexec.handle, read, self._on_mpiexec_ended)
         self.selector.register(self.mpiexec.output, read, self._on_mpiexec_output)
         self.selector.register(descriptors.zygote, read, self._on_order)
-        StoreOnDemand(job, descriptors, self.selector, announcer.lose_store)
+        self.store = StoreOnDemand(descriptors, self.selector, self._look_up, announcer.lose_store)
         self.roll = RollCall(job, launcher.name)
 
     def run(self) -> None:
@@ -298,10 +298,18 @@ class _Relay:
             self.announcer.overdue(rank, message["patience_s"])
         elif event == "stack":
             self.stacks[rank.number] = message["text"]
+        elif event == "owns":
+            self.store.found(message["number"])
         elif event == "exited":
             if rank is self.reader:
                 self.input.release()
             self._end(rank, message["status"], time.monotonic() - message["age"], message["by_others"])
+
+    def _look_up(self, number: int, end: Any, other_end: Any) -> None:
+        """Ask each host of the job whether a connection to the store is its user's."""
+        keepers = {rank.host: rank for rank in self.ranks if rank.channel is not None and rank.here}
+        for rank in keepers.values():
+            self.exchange.say(rank, do="look", number=number, end=end, other_end=other_end)
 
     def _on_lost(self, rank: Member) -> None:
         """A keeper's connection has ended, although no keeper closes it before it is dismissed."""

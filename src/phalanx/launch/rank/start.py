@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 from phalanx.errors import PhalanxError
+from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, release_input
@@ -106,6 +107,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
+    apply_to_this_process(os.environ)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
     if start.code is None:
         # The program's own children may write the report too, as torch's @record does.

@@ -1,8 +1,7 @@
-"""The process that hosts torch's TCPStore for a job, for scripts that use ``env://``.
+"""The process that serves a job's store to scripts that use ``env://``, and to all that speak to MASTER_PORT.
 
-The server of a TCPStore runs threads, so it cannot live in the zygote, which must be able to fork. It should not live
-in a rank either: when rank 0 hosts it, as torch does without a launcher's store, the other ranks lose it as soon as
-rank 0 ends. Phalanx's own store is in ``store/``.
+It should not be a rank: when rank 0 hosts the store, as torch does without a launcher's, the other ranks lose it as
+soon as rank 0 ends. Nor can it be the zygote, which waits for its children.
 """
 
 from __future__ import annotations
@@ -10,43 +9,31 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import traceback
+from typing import NoReturn
 
+from phalanx.store.torch_server import Referral, TorchStoreServer
 from phalanx.system.processes import die_with_parent, set_name
 
 __all__ = ["host_store"]
 
 
-def host_store(listener: socket.socket, address: str, ranks: int, parent: int) -> None:
-    """Serve the store in this process until it is killed. Never returns.
+def host_store(listener: socket.socket, parent: int, referral: Referral | None = None) -> NoReturn:
+    """Serve the store in this process until it is killed.
 
     Args:
         listener: the bound, listening socket. Clients that connect before the server runs wait in its queue.
-        address: the address it is bound to.
-        ranks: the world size.
-        parent: the process id of the zygote, with which this process ends.
+        parent: the process id of the zygote, or of the relay, with which this process ends.
+        referral: asks about the connections from other hosts; None if the job is on this host alone.
     """
-    code = 1
     try:
         die_with_parent(parent)
         set_name("phalanx-store")
-        from torch._C._distributed_c10d import TCPStore
-
-        port = listener.getsockname()[1]
-        # The server closes the descriptor it is given, so it gets one that Python does not also own.
-        server = TCPStore(
-            address,
-            port,
-            ranks,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listener.fileno()),
-            use_libuv=True,
-        )
-        listener.close()
+        server = TorchStoreServer(listener, referral=referral)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        while server is not None:
-            signal.pause()
-        code = 0
+        server.serve()
+    except BaseException:
+        traceback.print_exc()
     finally:
         # After an error too, this copy of the launcher must not go on as the launcher.
-        os._exit(code)
+        os._exit(1)

@@ -7,6 +7,10 @@ is. A rank that can open it and reads the right cookie is on the same host; host
 The ranks meet under one key, ``offer``. Rank 0 deletes the offer before it publishes the outcome, so a rank that has
 read the outcome cannot mistake the old offer for the next meeting's. Every other key carries the offer's cookie. So a
 meeting that failed leaves nothing that the next one could take for its own, however often each rank has tried.
+
+When all have attached, each looks whether it sees the others' processes, by descriptors of the segment that they hold
+open meanwhile. Otherwise it could not learn of their deaths: a rank may have a /proc, or a clock, of its own. The ranks
+exchange in the segment itself what they have seen, so all come to the same end.
 """
 
 from __future__ import annotations
@@ -16,13 +20,14 @@ import ctypes
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
-from phalanx.native.core import Status, library
+from phalanx.native.core import NOBODY, Status, library
 from phalanx.transports.shm.tuning import Tuning
 
 __all__ = ["NotOneHost", "join_segment"]
@@ -30,6 +35,8 @@ __all__ = ["NotOneHost", "join_segment"]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
 
 OUTCOME_GRACE = timedelta(seconds=5)
+SIGHT_S = 5.0  # how long to wait for a rank that one cannot see, and so cannot know to be alive
+NAP_S = 0.0005
 MAX_RANKS = 1024  # PHX_MAX_RANKS
 
 
@@ -65,23 +72,22 @@ def join_segment(
         InitializationError: some rank did not come.
     """
     comm: int | None = None
+    descriptor = -1
     try:
         if rank == 0:
             cookie = secrets.token_bytes(16)
             descriptor, reason = _make_segment(size, tuning, cookie)
-            try:
-                if not reason:
-                    comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-                missing, apart = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
+            if not reason:
+                comm, reason = _attach(descriptor, rank, cookie, spin, poll)
+            missing, apart = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
         else:
             _wait(store, "offer", timeout, f"rank 0 did not come to a group of {size} ranks")
             pid, number, name = json.loads(store.get("offer"))
             cookie, reason = bytes.fromhex(name), ""
             if number >= 0:
-                comm, reason = _attach_peer(pid, number, rank, cookie, spin, poll)
+                descriptor, reason = _reach(pid, number)
+                if not reason:
+                    comm, reason = _attach(descriptor, rank, cookie, spin, poll)
             store.set(f"{name}/answer/{rank}", reason)
             # Wait longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
             outcome = f"{name}/outcome"
@@ -93,10 +99,16 @@ def join_segment(
             raise NotOneHost(apart, cookie.hex())
         if comm is None:
             raise InitializationError(f"rank {rank} came to a group of {size} ranks that had been made ({reason})")
+        apart = _see_each_other(comm, descriptor, rank, timeout.total_seconds())
+        if apart:
+            raise NotOneHost(apart, cookie.hex())
     except BaseException:
         if comm is not None:
             library().phx_close(comm)
         raise
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
     return comm, cookie.hex()
 
 
@@ -108,7 +120,7 @@ def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: s
         not attach. Both are empty when all is well.
     """
     try:
-        store.set("offer", json.dumps([os.getpid(), descriptor, name]))
+        store.set("offer", json.dumps([_own_pid(), descriptor, name]))
         outcome = _collect_answers(store, size, timeout, name, reason)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
@@ -118,6 +130,14 @@ def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: s
         raise
     _publish(store, name, outcome)
     return outcome
+
+
+def _own_pid() -> int:
+    """This process's id as its /proc counts, in which the others look for it; getpid() counts in a namespace."""
+    try:
+        return int(os.readlink("/proc/self"))
+    except OSError:
+        return os.getpid()
 
 
 def _publish(store: Store, name: str, outcome: tuple[str, str]) -> None:
@@ -146,15 +166,38 @@ def _attach(descriptor: int, rank: int, cookie: bytes, spin: int, poll: Callable
     return comm, "" if comm else os.strerror(ctypes.get_errno())
 
 
-def _attach_peer(pid: int, number: int, rank: int, cookie: bytes, spin: int, poll: Callable[[], int]) -> _Attached:
+def _reach(pid: int, number: int) -> tuple[int, str]:
+    """A descriptor of the file that rank 0 has open under this number; or -1, and why there is none."""
     try:
-        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC), ""
     except OSError as error:
-        return None, f"{error.strerror} (/proc/{pid}/fd)"
-    try:
-        return _attach(descriptor, rank, cookie, spin, poll)
-    finally:
-        os.close(descriptor)
+        return -1, f"{error.strerror} (/proc/{pid}/fd)"
+
+
+def _see_each_other(comm: int, descriptor: int, rank: int, timeout_s: float) -> str:
+    """Look at the other ranks' processes, and wait until all ranks have looked.
+
+    Returns:
+        Which rank does not see which, the same text on every rank; empty if all see all.
+
+    Raises:
+        InitializationError: a rank has ended, or did not look in time.
+    """
+    core, by, whom = library(), ctypes.c_uint32(), ctypes.c_uint32()
+    core.phx_look(comm, descriptor)
+    started = time.monotonic()
+    while (status := core.phx_all_seen(comm, ctypes.byref(by), ctypes.byref(whom))) != Status.OK:
+        waited_s = time.monotonic() - started
+        unseen = core.phx_sees(comm, by.value) == 0
+        if status == Status.PEER_LOST or waited_s > (min(SIGHT_S, timeout_s) if unseen else timeout_s):
+            raise InitializationError(f"rank {rank}: rank {by.value} of the group ended while the ranks met")
+        time.sleep(NAP_S)
+    if whom.value == NOBODY:
+        return ""
+    return (
+        f"rank {by.value} does not see the process of rank {whom.value}, so it could not learn of its end: has one of "
+        f"them a pid namespace of its own?"
+    )
 
 
 def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, reason: str) -> tuple[str, str]:

@@ -1,0 +1,288 @@
+"""The way of a call through torch's dispatcher, for calls that are more than a plain tensor and its options.
+
+torch calls a process group that is written in Python directly. What its dispatcher does for others would be missing:
+it lets modes (CommDebugMode, make_fx, execution traces) and profilers see the call, asks wrapper subclasses of tensors
+(AsyncCollectiveTensor, TwoTensor, FakeTensor) to unwrap themselves or to refuse, and torch's own method before it
+understands every form of the arguments. So a call that needs any of that goes on to torch's own method, which
+dispatches an operation ``c10d::…``, and below all modes and subclasses, at the key BackendSelect, a kernel of this
+module takes the operation back to the group that began it. A plain call never comes here: it takes 20 µs.
+
+The kernels are registered when the first call needs them. They take back what a group of ours has sent on this way, on
+the same thread; whatever else comes (other backends' groups, an operation that a traced graph calls by itself) goes on
+to the backend that torch has chosen. Which way a rank's call goes may differ from rank to rank (often one alone runs a
+profiler): both end in the same operation. Checked on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as types
+
+from phalanx.c10d.messages import DoneWork
+from phalanx.c10d.watched import is_watched, recorded
+from phalanx.errors import ArgumentError
+
+__all__ = ["OPERATIONS", "UNSET", "Dispatched", "front"]
+
+UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int))
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+class Dispatched(NamedTuple):
+    """One method of a process group, as torch's dispatcher knows it.
+
+    Attributes:
+        title: its name for people, as ``torch.distributed`` calls it.
+        operation: its name in torch's library ``c10d``; empty if it is not there.
+        arguments: the names that the operation has for the method's arguments before the options.
+        options: the class of its options; None if it takes none.
+    """
+
+    title: str
+    operation: str
+    arguments: tuple[str, ...]
+    options: type | None
+
+
+_LISTS = ("output_tensors", "input_tensors")
+_PARTS = ("output_tensor", "input_tensor")
+_MANY = ("outputs", "inputs")
+_SPLITS = ("output", "input", "output_split_sizes", "input_split_sizes")
+
+OPERATIONS: dict[str, Dispatched] = {
+    "allreduce": Dispatched("all_reduce", "allreduce_", ("tensors",), types.AllreduceOptions),
+    "allreduce_coalesced": Dispatched(
+        "all_reduce_coalesced", "allreduce_coalesced_", ("tensors",), types.AllreduceCoalescedOptions
+    ),
+    "reduce": Dispatched("reduce", "reduce_", ("tensors",), types.ReduceOptions),
+    "reduce_scatter": Dispatched("reduce_scatter", "reduce_scatter_", _LISTS, types.ReduceScatterOptions),
+    "_reduce_scatter_base": Dispatched(
+        "reduce_scatter_single", "_reduce_scatter_base_", _PARTS, types.ReduceScatterOptions
+    ),
+    "reduce_scatter_single": Dispatched(
+        "reduce_scatter_single", "_reduce_scatter_base_", _PARTS, types.ReduceScatterOptions
+    ),
+    "reduce_scatter_tensor_coalesced": Dispatched(
+        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_", _MANY, types.ReduceScatterOptions
+    ),
+    "reduce_scatter_single_coalesced": Dispatched(
+        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_", _MANY, types.ReduceScatterOptions
+    ),
+    "broadcast": Dispatched("broadcast", "broadcast_", ("tensors",), types.BroadcastOptions),
+    "allgather": Dispatched("all_gather", "allgather_", _LISTS, types.AllgatherOptions),
+    "allgather_coalesced": Dispatched(
+        "all_gather_coalesced", "allgather_coalesced_", ("output_lists", "input_list"), types.AllgatherOptions
+    ),
+    "_allgather_base": Dispatched("all_gather_single", "_allgather_base_", _PARTS, types.AllgatherOptions),
+    "all_gather_single": Dispatched("all_gather_single", "_allgather_base_", _PARTS, types.AllgatherOptions),
+    "allgather_into_tensor_coalesced": Dispatched(
+        "all_gather_single_coalesced", "allgather_into_tensor_coalesced_", _MANY, types.AllgatherOptions
+    ),
+    "all_gather_single_coalesced": Dispatched(
+        "all_gather_single_coalesced", "allgather_into_tensor_coalesced_", _MANY, types.AllgatherOptions
+    ),
+    "gather": Dispatched("gather", "gather_", _LISTS, types.GatherOptions),
+    "gather_single": Dispatched("gather_single", "", ("output", "tensor"), types.GatherOptions),
+    "scatter": Dispatched("scatter", "scatter_", _LISTS, types.ScatterOptions),
+    "alltoall": Dispatched("all_to_all", "alltoall_", _LISTS, types.AllToAllOptions),
+    "alltoall_base": Dispatched("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions),
+    "all_to_all_single": Dispatched("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions),
+    "barrier": Dispatched("barrier", "barrier", (), types.BarrierOptions),
+    "send": Dispatched("send", "send", ("tensors", "dst", "tag"), None),
+    "recv": Dispatched("recv", "recv_", ("tensors", "src", "tag"), None),
+    "recv_anysource": Dispatched("recv", "recv_any_source_", ("tensors", "tag"), None),
+}
+
+
+def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The method ``name`` of a process group: ``body``, or torch's dispatcher, which comes back to ``body``.
+
+    Args:
+        name: of the method, one of ``OPERATIONS``.
+        body: the method that does it for plain tensors, given all arguments by position, the options last.
+    """
+    known = OPERATIONS[name]
+    options = known.options
+    count = len(known.arguments) + (options is not None)
+    torchs = getattr(dist.ProcessGroup, name, None) if known.operation else None
+
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        if len(given) == count and not named and not is_watched():
+            if options is None:
+                if _plain(given):
+                    return body(self, *given)
+            elif type(given[-1]) is options and _plain(given[:-1]):
+                if given[-1].timeout == UNSET:
+                    return body(self, *given)
+                return self._limited(body, *given)
+        if torchs is None:
+            return _without_torch(self, name, body, *given, **named)
+        with _Flight(self, name, given, named) as flight:
+            # torch's method finds this frame by its name and its first argument, and then does not call it again.
+            answer = torchs(self, *given, **named)
+        return flight.outcome(answer)
+
+    call.__code__ = call.__code__.replace(co_name=name)
+    call.__name__ = name
+    call.__doc__ = body.__doc__
+    call.__wrapped__ = body
+    return call
+
+
+def _plain(things: Sequence[Any]) -> bool:
+    """Whether all tensors in it are torch's own."""
+    for thing in things:
+        kind = type(thing)
+        if kind is list or kind is tuple:
+            if not _plain(thing):
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
+
+
+def _without_torch(group: Any, name: str, body: Callable[..., Any], *arguments: Any) -> Any:
+    """A call of a method that this torch does not have yet, and so cannot dispatch."""
+    known, (*tensors, opts) = OPERATIONS[name], arguments
+    if not _plain([tensor for tensor in tensors if tensor is not None]):
+        raise ArgumentError(f"{known.title}: takes tensors of torch's own types, not of subclasses; unwrap them first")
+    return _start(group, name, body, tensors, opts)
+
+
+def _start(group: Any, name: str, body: Callable[..., Any], arguments: Sequence[Any], opts: Any) -> Any:
+    """Do what ``name`` stands for, with the timeout of its options, shown to a profiler that is on."""
+    if opts is None:
+        start = partial(body, group, *arguments)
+    elif opts.timeout == UNSET:
+        start = partial(body, group, *arguments, opts)
+    else:
+        start = partial(group._limited, body, *arguments, opts)
+    title = f"{group.name()}:{OPERATIONS[name].title}"
+    return recorded(title, _tensors(arguments), start, opts is not None and opts.asyncOp)
+
+
+class _Here(threading.local):
+    """The call of this thread that is on its way through the dispatcher; None if there is none."""
+
+    flight: _Flight | None = None
+
+
+class _Flight:
+    """A call on its way through the dispatcher, from a group's method to the kernel that takes it back."""
+
+    def __init__(self, group: Any, name: str, given: Sequence[Any], named: dict[str, Any]) -> None:
+        self.group, self._name = group, name
+        # The dispatcher carries the reduction as an object that Python cannot read.
+        self.reduce_op = _reduce_op((*given, *named.values()))
+        # The handles are held until torch's method has returned: C++ alone would keep only their C++ half.
+        self.works: list[Any] = []
+        self._before: _Flight | None = None
+
+    def __enter__(self) -> _Flight:
+        _register_kernels()
+        self._before, _here.flight = _here.flight, self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _here.flight = self._before
+
+    def outcome(self, answer: Any) -> Any:
+        """What the group's method returns: the last handle, since a group's operations end in their order."""
+        return self.works[-1] if self.works else answer
+
+
+_here = _Here()
+
+
+def _reduce_op(arguments: Sequence[Any]) -> Any:
+    for argument in arguments:
+        if isinstance(argument, dist.ReduceOp):
+            return argument
+        if isinstance(argument, dist.ReduceOp.RedOpType):
+            return dist.ReduceOp(argument)
+        found = getattr(argument, "reduceOp", None)
+        if found is not None:
+            return found
+    return dist.ReduceOp(dist.ReduceOp.SUM)
+
+
+# Written once, under the lock, by the thread that registers the kernels; read without it.
+_library: torch.library.Library | None = None
+_registering = threading.Lock()
+
+
+def _register_kernels() -> None:
+    global _library
+    if _library is not None:
+        return
+    with _registering:
+        if _library is not None:
+            return
+        library = torch.library.Library("c10d", "IMPL")
+        by_operation: dict[str, list[str]] = {}
+        for name, known in OPERATIONS.items():
+            if known.operation and hasattr(torch.ops.c10d, known.operation):
+                by_operation.setdefault(known.operation, []).append(name)
+        for operation, names in by_operation.items():
+            library.impl(operation, _kernel(operation, names[0]), "BackendSelect", with_keyset=True)
+        _library = library
+
+
+def _kernel(operation: str, name: str) -> Callable[..., Any]:
+    overload: Any = getattr(torch.ops.c10d, operation).default
+    schema = overload._schema
+    names = [argument.name for argument in schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    known = OPERATIONS[name]
+
+    def kernel(keyset: Any, *given: Any, **named: Any) -> Any:
+        values = {**defaults, **dict(zip(names, given, strict=False)), **named}
+        arguments, flight = [values[argument] for argument in known.arguments], _here.flight
+        ours = flight is not None and dist.ProcessGroup.unbox(values["process_group"]) is flight.group
+        # A tensor without data, meta or fake, is none of ours: torch knows what comes of it.
+        if flight is None or not ours or any(tensor.is_meta for tensor in _tensors(arguments)):
+            return overload.redispatch(keyset & _BELOW, *given, **named)
+        group = flight.group
+        opts = None if known.options is None else _options(known.options, values, flight.reduce_op)
+        _here.flight = None  # whatever the operation calls goes its own way
+        try:
+            work = _start(group, name, getattr(type(group), name).__wrapped__, arguments, opts)
+        finally:
+            _here.flight = flight
+        work = DoneWork(_tensors(arguments)) if work is None else work
+        flight.works.append(work)
+        boxed = work.boxed()
+        return (arguments[0], boxed) if len(schema.returns) == 2 else boxed
+
+    return kernel
+
+
+def _options(kind: Callable[[], Any], values: dict[str, Any], reduce_op: Any) -> Any:
+    opts = kind()
+    opts.asyncOp = values["async_op"]
+    if "reduce_op" in values:
+        opts.reduceOp = reduce_op
+    if "root_rank" in values:
+        opts.rootRank = values["root_rank"]
+    if values.get("timeout", -1) >= 0:
+        opts.timeout = timedelta(milliseconds=values["timeout"])
+    return opts
+
+
+def _tensors(things: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments, in lists or not."""
+    found: list[torch.Tensor] = []
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            found.append(thing)
+        elif isinstance(thing, (list, tuple)):
+            found.extend(_tensors(thing))
+    return found

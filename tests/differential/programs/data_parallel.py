@@ -1,0 +1,300 @@
+"""Data parallelism: DDP in its modes, with hooks, joined, sparse; optimizers that are divided; SyncBatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.differential.program import program, raised
+from tests.support.ranks import Member
+
+TOLERANCE = 1e-5  # three and more gradients are added in another order
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+
+def batch(member: Member, step: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + member.rank))
+
+
+def trained(member: Member, ddp: Any, optimizer: Any = None, steps: int = 3) -> Any:
+    optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = ddp(batch(member, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [parameter.detach() for parameter in ddp.parameters()]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static_graph": {"static_graph": True},
+    "find_unused_parameters": {"find_unused_parameters": True},
+    "bucket_view": {"gradient_as_bucket_view": True},
+    "small_buckets": {"bucket_cap_mb": 0.0001},
+    "no_broadcast_of_buffers": {"broadcast_buffers": False},
+    "no_synchronization_at_the_start": {"init_sync": False},
+    "mixed_precision": {"mixed_precision": None},
+}
+
+
+@program(cases=OPTIONS, tolerance=TOLERANCE)
+def ddp(member: Member, options: dict[str, Any]) -> Any:
+    return trained(member, DistributedDataParallel(model(), **options))
+
+
+@program(tolerance=TOLERANCE)
+def ddp_starts_from_rank_0(member: Member) -> Any:
+    net = model()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(member.rank)
+    return [parameter.detach() for parameter in DistributedDataParallel(net).parameters()]
+
+
+@program(tolerance=TOLERANCE)
+def ddp_without_synchronization(member: Member) -> Any:
+    net = DistributedDataParallel(model())
+    with net.no_sync():
+        net(batch(member, 0)).sum().backward()
+    local = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+    net(batch(member, 1)).sum().backward()
+    return local, [parameter.grad for parameter in net.parameters()]
+
+
+class Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.one(x) if dist.get_rank() % 2 else self.other(x)
+
+
+@program(tolerance=TOLERANCE)
+def ddp_with_another_branch_on_each_rank(member: Member) -> Any:
+    torch.manual_seed(0)
+    return trained(member, DistributedDataParallel(Branches(), find_unused_parameters=True))
+
+
+@program(tolerance=TOLERANCE, cases=["blocking", "in_the_default_bucket_size"])
+def ddp_with_sparse_embeddings(member: Member, case: str) -> Any:
+    torch.manual_seed(0)
+    options = {"bucket_cap_mb": 0.0001} if case == "blocking" else {}
+    net = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 2))
+    ddp = DistributedDataParallel(net, **options)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp((torch.arange(5) * (member.rank + 1) + step) % 20).sum().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "allreduce": default_hooks.allreduce_hook,
+    "fp16_compress": default_hooks.fp16_compress_hook,
+    "bf16_compress": default_hooks.bf16_compress_hook,
+}
+
+
+@program(cases=HOOKS, tolerance=2e-2)
+def ddp_with_a_hook(member: Member, hook: Callable[..., Any]) -> Any:
+    net = DistributedDataParallel(model())
+    net.register_comm_hook(None, hook)
+    return trained(member, net)
+
+
+@program(tolerance=1e-4)
+def ddp_with_power_sgd(member: Member) -> Any:
+    net = DistributedDataParallel(model())
+    state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    net.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return trained(member, net, steps=5)
+
+
+@program(tolerance=TOLERANCE)
+def ddp_with_a_hook_of_its_own(member: Member) -> Any:
+    def hook(state: Any, bucket: Any) -> Any:
+        work = dist.all_reduce(bucket.buffer().div_(member.size), async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0] * 2)
+
+    net = DistributedDataParallel(model())
+    net.register_comm_hook(None, hook)
+    return trained(member, net)
+
+
+@program(cases=["ALLREDUCE", "FP16_COMPRESS"], tolerance=2e-2)
+def ddp_with_a_builtin_hook(member: Member, name: str) -> Any:
+    net = DistributedDataParallel(model())
+    net._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+    return trained(member, net)
+
+
+@program(tolerance=TOLERANCE)
+def ddp_joined_with_unequal_inputs(member: Member) -> Any:
+    net = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with Join([net]):
+        for step in range(2 + member.rank):
+            optimizer.zero_grad()
+            net(batch(member, step)).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+@program(tolerance=TOLERANCE)
+def ddp_in_a_subgroup(member: Member) -> Any:
+    group: Any = dist.new_group([0, member.size - 1])
+    if member.rank not in (0, member.size - 1):
+        return None
+    return trained(member, DistributedDataParallel(model(), process_group=group))
+
+
+@program(tolerance=TOLERANCE)
+def ddp_with_checkpointed_activations(member: Member) -> Any:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    return trained(member, DistributedDataParallel(Checkpointed()))
+
+
+@program(tolerance=TOLERANCE)
+def ddp_with_buffers(member: Member) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+    losses, parameters = trained(member, DistributedDataParallel(net))
+    return losses, parameters, list(net.buffers())
+
+
+@program(tolerance=TOLERANCE)
+def ddp_with_an_overlapped_optimizer(member: Member) -> Any:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    net = model()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})  # type: ignore[arg-type]
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    for step in range(3):
+        ddp(batch(member, step)).square().mean().backward()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+@program(tolerance=TOLERANCE)
+def ddp_with_autocast_and_a_scaler(member: Member) -> Any:
+    net = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = net(batch(member, step)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+@program()
+def ddp_of_other_shapes(member: Member) -> Any:
+    net = torch.nn.Linear(2 + member.rank, 3)
+    return raised(lambda: type(DistributedDataParallel(net)).__name__)
+
+
+@program()
+def ddp_says_what_it_logs(member: Member) -> Any:
+    net = DistributedDataParallel(model())
+    trained(member, net)
+    data = net._get_ddp_logging_data()
+    return [data[key] for key in ("world_size", "rank", "module_name", "num_parameter_tensors")]
+
+
+@program(tolerance=TOLERANCE, cases=["plain", "overlapped"])
+def zero_redundancy_optimizer(member: Member, case: str) -> Any:
+    net = DistributedDataParallel(model())
+    bucketed = case == "overlapped"
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=bucketed)
+    result = trained(member, net, optimizer)
+    optimizer.consolidate_state_dict(to=0)
+    if member.rank:
+        return result, None
+    state = optimizer.state_dict()["state"]
+    return result, [state[key]["exp_avg"] for key in sorted(state)]
+
+
+@program(tolerance=TOLERANCE)
+def post_local_sgd(member: Member) -> Any:
+    net = DistributedDataParallel(model())
+    averager = PeriodicModelAverager(period=2, warmup_steps=1)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), averager)
+    return trained(member, net, optimizer, steps=5)
+
+
+@program(tolerance=TOLERANCE)
+def sync_batch_norm(member: Member) -> Any:
+    """It asks for an accelerator: both refuse it alike."""
+
+    def train() -> Any:
+        net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(
+            torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+        )
+        return trained(member, DistributedDataParallel(net))
+
+    return raised(train)
+
+
+@program(tolerance=TOLERANCE)
+def gradients_by_hand(member: Member) -> Any:
+    net = model()
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, 0)
+    for step in range(3):
+        net.zero_grad()
+        net(batch(member, step)).square().mean().backward()
+        works = [dist.all_reduce(parameter.grad, async_op=True) for parameter in net.parameters()]
+        for work, parameter in zip(works, net.parameters(), strict=True):
+            assert work is not None
+            assert parameter.grad is not None
+            work.wait()
+            parameter.data.sub_(parameter.grad, alpha=0.1 / member.size)
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+@program(tolerance=TOLERANCE)
+def clipped_gradients(member: Member) -> Any:
+    net = DistributedDataParallel(model())
+    net(batch(member, 0)).square().sum().backward()
+    return torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5), [parameter.grad for parameter in net.parameters()]
+
+
+@program(tolerance=TOLERANCE)
+def a_reduction_started_early(member: Member) -> Any:
+    net = model()
+    delayed = [(name, parameter) for name, parameter in net.named_parameters() if name.startswith("0.")]
+    ddp = DistributedDataParallel(
+        net,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=net.get_parameter("2.weight"),
+    )
+    ddp(batch(member, 0)).square().mean().backward()
+    return [net.get_parameter(name).grad for name in ("2.weight", "2.bias")]

@@ -1,0 +1,113 @@
+"""Calls that raise: on which ranks, and what catches the error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.differential.program import program, raised
+from tests.support.ranks import Member
+
+
+def ones(count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(count, dtype=dtype)
+
+
+# Each rank makes the same wrong call, and nothing is sent.
+REFUSED: dict[str, Callable[[int, int], Any]] = {
+    "all_gather of too few outputs": lambda r, n: dist.all_gather([ones()] * (n - 1), ones()),
+    "all_gather of another dtype": lambda r, n: dist.all_gather([ones(3, torch.int64)] * n, ones()),
+    "all_gather of smaller outputs": lambda r, n: dist.all_gather([ones(2) for _ in range(n)], ones()),
+    "all_gather_into_tensor too small": lambda r, n: dist.all_gather_into_tensor(ones(3 * n - 1), ones()),
+    "all_gather_into_tensor of another dtype": lambda r, n: dist.all_gather_into_tensor(
+        ones(3 * n, torch.int32), ones()
+    ),
+    "reduce_scatter of too few inputs": lambda r, n: dist.reduce_scatter(ones(), [ones()] * (n - 1)),
+    "reduce_scatter_tensor too large": lambda r, n: dist.reduce_scatter_tensor(ones(), ones(3 * n + 1)),
+    "all_to_all of too few outputs": lambda r, n: dist.all_to_all([ones()] * (n - 1), [ones()] * n),
+    "all_to_all_single of uneven sizes": lambda r, n: dist.all_to_all_single(ones(3 * n + 1), ones(3 * n + 1)),
+    "all_to_all_single of another dtype": lambda r, n: dist.all_to_all_single(ones(n, torch.int32), ones(n)),
+    "broadcast from a rank that is not there": lambda r, n: dist.broadcast(ones(), src=n),
+    "broadcast from a negative rank": lambda r, n: dist.broadcast(ones(), src=-2),
+    "reduce to a rank that is not there": lambda r, n: dist.reduce(ones(), dst=n),
+    "gather without outputs on the root": lambda r, n: dist.gather(ones(), None if r == 0 else [ones()] * n, dst=0),
+    "gather with outputs elsewhere": lambda r, n: dist.gather(ones(), [ones()] * n if r else None, dst=0),
+    "scatter without inputs on the root": lambda r, n: dist.scatter(ones(), [ones()] * n if r else None, src=0),
+    "all_reduce of a list": lambda r, n: dist.all_reduce([ones()]),  # type: ignore[arg-type]
+    "all_reduce of a number": lambda r, n: dist.all_reduce(3.0),  # type: ignore[arg-type]
+    "all_reduce of nothing": lambda r, n: dist.all_reduce(None),  # type: ignore[arg-type]
+    "all_gather of mixed dtypes": lambda r, n: dist.all_gather([ones(), *([ones(3, torch.int32)] * (n - 1))], ones()),
+    "bitwise and of floats": lambda r, n: dist.all_reduce(ones(), op=dist.ReduceOp.BAND),
+    "maximum of complex numbers": lambda r, n: dist.all_reduce(ones(3, torch.complex64), op=dist.ReduceOp.MAX),
+    "all_reduce with an unknown operation": lambda r, n: dist.all_reduce(ones(), op="sum"),
+    "new_group of a rank that is not there": lambda r, n: dist.new_group([0, n + 1]),
+    "new_group of a rank twice": lambda r, n: dist.new_group([0, 0]),
+    "new_group of an unknown backend": lambda r, n: dist.new_group([0, 1], backend="nosuch"),
+    "a group that is not there": lambda r, n: dist.all_reduce(ones(), group=dist.GroupMember.NON_GROUP_MEMBER),
+    "init a second time": lambda r, n: dist.init_process_group("gloo", init_method="file:///nowhere"),
+    "rank of a stranger": lambda r, n: dist.get_group_rank(dist.group.WORLD, n + 1),  # type: ignore[arg-type]
+    "coalesced of mixed dtypes": lambda r, n: dist.all_reduce_coalesced([ones(), ones(3, torch.int32)]),
+}
+
+
+@program(
+    cases=REFUSED,
+    alone=True,
+    differs={"all_to_all_single of uneven sizes": "all_to_all_single of sizes that do not divide"},
+)
+def refused(member: Member, call: Callable[[int, int], Any]) -> Any:
+    answer = raised(lambda: call(member.rank, member.size))
+    return answer if type(answer).__name__ == "Raised" else None
+
+
+@program(alone=True)
+def after_the_end(member: Member) -> Any:
+    dist.destroy_process_group()
+    again = raised(dist.destroy_process_group)
+    return again, raised(lambda: dist.all_reduce(ones())), raised(dist.get_rank), dist.is_initialized()
+
+
+@program(alone=True)
+def a_rank_that_does_not_come(member: Member) -> Any:
+    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=2))
+    if member.rank == member.size - 1:
+        return "elsewhere"
+    return raised(lambda: dist.all_reduce(ones(), group=group), gives="summed")
+
+
+@program(alone=True)
+def a_message_that_does_not_come(member: Member) -> Any:
+    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=2))
+    if member.rank:
+        return "elsewhere"
+    return raised(lambda: dist.recv(ones(), 1, group=group))
+
+
+@program(alone=True)
+def a_wait_with_a_timeout(member: Member) -> Any:
+    if member.rank == member.size - 1:
+        return "elsewhere"
+    work = dist.all_reduce(ones(), async_op=True)
+    assert work is not None
+    return raised(lambda: work.wait(timedelta(seconds=1)))
+
+
+@program(alone=True)
+def a_timeout_of_the_call(member: Member) -> Any:
+    group: Any = dist.group.WORLD
+    if member.rank == member.size - 1:
+        return "elsewhere"
+    return raised(lambda: group.allreduce([ones()], timeout=timedelta(seconds=1)).wait(), gives="summed")
+
+
+@program(alone=True)
+def another_operation(member: Member) -> Any:
+    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=3))
+    tensor = ones()
+    if member.rank == 0:
+        return raised(lambda: dist.all_reduce(tensor, group=group), gives="done")
+    return raised(lambda: dist.broadcast(tensor, 0, group=group), gives="done")

@@ -1,0 +1,196 @@
+"""Groups of ranks: made, divided, meshed, ended and made again; threads, forks, and settings of a group."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.differential.program import program, raised
+from tests.support.ranks import Member
+
+
+def summed(group: Any) -> Any:
+    tensor = torch.tensor([float(dist.get_rank()), 1.0])
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+@program()
+def groups_of_neighbours(member: Member) -> Any:
+    results = []
+    for first in range(member.size - 1):
+        ranks = [first, first + 1]
+        group = dist.new_group(ranks)
+        if member.rank in ranks:
+            results.append((summed(group), dist.get_rank(group), dist.get_world_size(group)))
+        else:
+            results.append((group is dist.GroupMember.NON_GROUP_MEMBER, dist.get_rank(group), None))
+    return results
+
+
+@program()
+def groups_made_by_their_members_only(member: Member) -> Any:
+    half = member.size // 2
+    ranks = list(range(half)) if member.rank < half else list(range(half, member.size))
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    return summed(group), dist.get_process_group_ranks(group)
+
+
+@program()
+def a_group_with_a_name(member: Member) -> Any:
+    group = dist.new_group(list(range(member.size)), group_desc="workers", timeout=timedelta(seconds=50))
+    assert not isinstance(group, int)
+    return group.group_desc, summed(group)
+
+
+@program()
+def ranks_of_groups(member: Member) -> Any:
+    group = dist.new_group(list(reversed(range(member.size))))
+    assert not isinstance(group, int)
+    return [
+        dist.get_process_group_ranks(group),
+        dist.get_process_group_ranks(None),
+        [dist.get_group_rank(group, rank) for rank in range(member.size)],
+        [dist.get_global_rank(group, rank) for rank in range(member.size)],
+        dist.get_node_local_rank(fallback_rank=0),
+    ]
+
+
+@program()
+def new_subgroups(member: Member) -> Any:
+    if member.size % 2:
+        return raised(lambda: dist.new_subgroups(2))
+    group, groups = dist.new_subgroups(2)
+    return summed(group), len(groups)
+
+
+@program()
+def new_subgroups_by_enumeration(member: Member) -> Any:
+    evens, odds = list(range(0, member.size, 2)), list(range(1, member.size, 2))
+    group, groups = dist.new_subgroups_by_enumeration([evens, odds])
+    return summed(group), len(groups)
+
+
+@program()
+def split_group(member: Member) -> Any:
+    half = (member.size + 1) // 2
+    ranks = [list(range(half)), list(range(half, member.size))]
+
+    def split() -> Any:
+        return summed(dist.split_group(split_ranks=ranks))
+
+    return raised(split)
+
+
+@program()
+def a_mesh_of_one_dimension(member: Member) -> Any:
+    mesh = init_device_mesh("cpu", (member.size,), mesh_dim_names=("all",))
+    return mesh.get_rank(), mesh.get_local_rank("all"), mesh.get_coordinate(), summed(mesh.get_group("all"))
+
+
+@program()
+def a_mesh_of_two_dimensions(member: Member) -> Any:
+    shape = (2, member.size // 2) if member.size % 2 == 0 else (1, member.size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+    groups = [mesh.get_group(name) for name in ("outer", "inner")]
+    flat = mesh["outer", "inner"]._flatten("flat")
+    return mesh.get_coordinate(), [summed(group) for group in groups], summed(flat.get_group())
+
+
+@program()
+def destroyed_and_made_again(member: Member) -> Any:
+    results = []
+    for _ in range(3):
+        group: Any = dist.new_group(list(range(member.size)))
+        results.append(summed(group))
+        dist.destroy_process_group(group)
+        results.append(raised(lambda group=group: dist.all_reduce(torch.ones(1), group=group)))  # type: ignore[misc]
+    return results
+
+
+@program(alone=True)
+def the_world_made_again(member: Member) -> Any:
+    backend = dist.get_backend()
+    results = []
+    for attempt in range(3):
+        results.append(summed(None))
+        dist.barrier()
+        dist.destroy_process_group()
+        member.join(backend, name=f"again-{attempt}")
+    results.append(summed(None))
+    return results, dist.get_world_size()
+
+
+@program()
+def collectives_from_threads(member: Member) -> Any:
+    groups = [dist.new_group(list(range(member.size))) for _ in range(4)]
+    results: list[Any] = [None] * len(groups)
+
+    def work(index: int) -> None:
+        for _ in range(10):
+            results[index] = summed(groups[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@program()
+def beside_a_forked_child(member: Member) -> Any:
+    before = summed(None)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+    _, status = os.waitpid(pid, 0)
+    return before, os.WEXITSTATUS(status), summed(None)
+
+
+@program(alone=True)
+def aborted(member: Member) -> Any:
+    group: Any = dist.new_group(list(range(member.size)))
+    summed(group)
+    dist.distributed_c10d._abort_process_group(group)
+    return raised(lambda: summed(group)), summed(None)
+
+
+@program()
+def settings_of_a_group(member: Member) -> Any:
+    group: Any = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=50))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=40), group)
+    return raised(lambda: group.set_timeout(timedelta(seconds=45))), summed(group)
+
+
+@program(cases=["none", "cpu", "by_device"])
+def backends_by_device(member: Member, spelled: str) -> Any:
+    name = dist.get_backend()
+    backend = {"none": None, "cpu": name, "by_device": f"cpu:{name}"}[spelled]
+    group = dist.new_group(list(range(member.size)), backend=backend)
+    return dist.get_backend(group).replace("phalanx", "gloo"), summed(group)
+
+
+@program()
+def is_there(member: Member) -> Any:
+    return [
+        dist.is_available(),
+        dist.is_initialized(),
+        dist.is_gloo_available(),
+        dist.is_torchelastic_launched(),
+        dist.get_rank(),
+        dist.get_world_size(),
+        raised(dist.get_pg_count),
+    ]
+
+
+@program()
+def hundreds_of_groups(member: Member) -> Any:
+    groups: list[Any] = [dist.new_group([0, member.size - 1]) for _ in range(20)]
+    return [summed(group)[0].item() for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]

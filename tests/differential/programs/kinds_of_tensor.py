@@ -1,0 +1,386 @@
+"""Collectives of tensors that are not plain: with gaps, shared memory, history, another layout, or a subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.differential.program import program, raised
+from tests.support.ranks import Member
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+def with_gaps(values: torch.Tensor) -> torch.Tensor:
+    wide = torch.full((2, 6), -1.0)
+    wide[:, ::2] = values
+    return wide[:, ::2]
+
+
+def transposed(values: torch.Tensor) -> torch.Tensor:
+    return values.t().contiguous().t()
+
+
+def with_offset(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.full((5,), -1.0), values.flatten()])[5:].view(2, 3)
+
+
+def leaf(values: torch.Tensor) -> torch.Tensor:
+    return values.clone().requires_grad_()
+
+
+def computed(values: torch.Tensor) -> torch.Tensor:
+    return values.clone().requires_grad_() * 1
+
+
+def awaited(values: torch.Tensor) -> torch.Tensor:
+    """What a functional collective returns before anything has waited for it."""
+    return functional.all_reduce(values / dist.get_world_size(), "sum", dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def quantized(values: torch.Tensor) -> torch.Tensor:
+    return torch.quantize_per_tensor(values, 1.0, 0, torch.quint8)
+
+
+def channels_last(values: torch.Tensor) -> torch.Tensor:
+    return values.expand(2, 2, 2, 3).clone().contiguous(memory_format=torch.channels_last)
+
+
+def distributed(values: torch.Tensor) -> torch.Tensor:
+    return distribute_tensor(values, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
+def nested(values: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([values[0, :2], values[1]], layout=torch.jagged)
+
+
+def fake(values: torch.Tensor) -> torch.Tensor:
+    return FakeTensorMode().from_tensor(values)
+
+
+KINDS: dict[str, Make] = {
+    "contiguous": torch.clone,
+    "with_gaps": with_gaps,
+    "transposed": transposed,
+    "with_offset": with_offset,
+    "no_dimensions": lambda values: values.sum(),
+    "empty": lambda values: values[:0],
+    "one_element": lambda values: values[:1, :1].clone(),
+    "leaf_with_gradient": leaf,
+    "computed_with_gradient": computed,
+    "parameter": lambda values: torch.nn.Parameter(values.clone()),
+    "buffer": lambda values: torch.nn.Buffer(values.clone()),
+    "awaited": awaited,
+    "negated_view": lambda values: torch._neg_view(values.clone()),
+    "conjugated": lambda values: torch.complex(values, values).conj(),
+    "imaginary_part": lambda values: torch.complex(values, values).conj().imag,
+    "complex": lambda values: torch.complex(values, values),
+    "bool": lambda values: values > 2,
+    "channels_last": channels_last,
+    "with_gradient_of_its_own": lambda values: _with_grad(values),
+    "numpy_memory": lambda values: torch.from_numpy(values.numpy().copy()),
+    "in_shared_memory": lambda values: values.clone().share_memory_(),
+}
+# What a backend may refuse, each rank alike.
+UNUSUAL: dict[str, Make] = {
+    "expanded": lambda values: values[:1].expand(2, 3),
+    "sparse": lambda values: values.to_sparse(),
+    "sparse_rows": lambda values: values.to_sparse(1),
+    "compressed_rows": lambda values: values.to_sparse_csr(),
+    "quantized": quantized,
+    "meta": lambda values: values.to("meta"),
+    "fake": fake,
+    "two_tensor": lambda values: TwoTensor(values.clone(), values.clone()),
+    "distributed": distributed,
+    "nested": nested,
+}
+
+
+def _with_grad(values: torch.Tensor) -> torch.Tensor:
+    parameter = torch.nn.Parameter(values.clone())
+    parameter.sum().backward()
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def numbers(member: Member) -> torch.Tensor:
+    return torch.arange(6.0).view(2, 3) + member.rank
+
+
+def all_reduce(tensor: torch.Tensor) -> Any:
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def all_reduce_async(tensor: torch.Tensor) -> Any:
+    dist.all_reduce(tensor, async_op=True).wait()
+    return tensor
+
+
+def broadcast(tensor: torch.Tensor) -> Any:
+    dist.broadcast(tensor, dist.get_world_size() - 1)
+    return tensor
+
+
+def broadcast_async(tensor: torch.Tensor) -> Any:
+    dist.broadcast(tensor, 0, async_op=True).wait()
+    return tensor
+
+
+def reduce(tensor: torch.Tensor) -> Any:
+    dist.reduce(tensor, 0)
+    return tensor if dist.get_rank() == 0 else None
+
+
+def all_gather_of(tensor: torch.Tensor) -> Any:
+    outputs = [torch.zeros(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size())]
+    dist.all_gather(outputs, tensor)
+    return outputs
+
+
+def all_gather_to(tensor: torch.Tensor) -> Any:
+    others = [torch.zeros_like(tensor) for _ in range(dist.get_world_size() - 1)]
+    with torch.no_grad():
+        dist.all_gather([tensor, *others], torch.ones(tensor.shape, dtype=tensor.dtype) * (dist.get_rank() + 1 > 1))
+    return tensor
+
+
+def all_gather_into_tensor(tensor: torch.Tensor) -> Any:
+    output = torch.zeros(dist.get_world_size() * tensor.numel(), dtype=tensor.dtype)
+    dist.all_gather_into_tensor(output, tensor.reshape(-1))
+    return output
+
+
+def reduce_scatter_tensor_to(tensor: torch.Tensor) -> Any:
+    whole = torch.ones(dist.get_world_size() * tensor.numel(), dtype=tensor.dtype).view(-1, *tensor.shape[1:])
+    dist.reduce_scatter_tensor(tensor, whole)
+    return tensor
+
+
+def gather_of(tensor: torch.Tensor) -> Any:
+    root = dist.get_rank() == 0
+    outputs = [torch.zeros(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size())] if root else None
+    dist.gather(tensor, outputs, dst=0)
+    return outputs
+
+
+def scatter_to(tensor: torch.Tensor) -> Any:
+    ones = [torch.ones(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size())]
+    dist.scatter(tensor, ones if dist.get_rank() == 0 else None, src=0)
+    return tensor
+
+
+def all_to_all_of(tensor: torch.Tensor) -> Any:
+    outputs = [torch.zeros(tensor.shape, dtype=tensor.dtype) for _ in range(dist.get_world_size())]
+    dist.all_to_all(outputs, [tensor] * dist.get_world_size())
+    return outputs
+
+
+def send_and_receive(tensor: torch.Tensor) -> Any:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    received = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    work = dist.isend(tensor, (rank + 1) % size)
+    assert work is not None
+    dist.recv(received, (rank - 1) % size)
+    work.wait()
+    return received
+
+
+def receive_into(tensor: torch.Tensor) -> Any:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    work = dist.isend(torch.ones(tensor.shape, dtype=tensor.dtype), (rank + 1) % size)
+    assert work is not None
+    with torch.no_grad():
+        dist.recv(tensor, (rank - 1) % size)
+    work.wait()
+    return tensor
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    call.__name__: call
+    for call in (
+        all_reduce,
+        all_reduce_async,
+        broadcast,
+        broadcast_async,
+        reduce,
+        all_gather_of,
+        all_gather_to,
+        all_gather_into_tensor,
+        reduce_scatter_tensor_to,
+        gather_of,
+        scatter_to,
+        all_to_all_of,
+        send_and_receive,
+        receive_into,
+    )
+}
+SOME = ("all_reduce", "all_reduce_async", "broadcast", "all_gather_of", "reduce_scatter_tensor_to")
+
+
+MESSAGES = ("send_and_receive", "receive_into")
+# Gloo itself ends with SIGSEGV for the first; a message that it refuses on one side would stay under way.
+LEFT_OUT = {("reduce_scatter_tensor_to", "no_dimensions")}
+LEFT_OUT |= {(call, kind) for call in MESSAGES for kind in ("with_gaps", "transposed")}
+IN_PLACE = ("all_reduce", "all_reduce_async", "broadcast", "broadcast_async", "reduce", "scatter_to")
+
+
+def differing() -> dict[str, str]:
+    """Why some of the collectives of these kinds differ, by label."""
+    why = {f"{call}-with_gaps": "Tensors with gaps" for call in IN_PLACE}
+    for kind in ("negated_view", "imaginary_part"):
+        calls = (*IN_PLACE, "reduce_scatter_tensor_to", "all_gather_to", "receive_into")
+        why |= {f"{call}-{kind}": "Negated views" for call in calls}
+    for call in ("reduce_scatter_tensor_to-leaf_with_gradient", "reduce_scatter_tensor_to-parameter"):
+        why[call] = "Tensors that require a gradient"
+    for call in ("all_gather_into_tensor-computed_with_gradient", "all_gather_into_tensor-parameter"):
+        why[call] = "Tensors that require a gradient"
+    return why
+
+
+@program(
+    cases={
+        f"{call}-{kind}": (COLLECTIVES[call], KINDS[kind])
+        for kind in KINDS
+        for call in COLLECTIVES
+        if (call, kind) not in LEFT_OUT
+    },
+    differs=differing(),
+)
+def collective(member: Member, case: tuple[Callable[[torch.Tensor], Any], Make]) -> Any:
+    call, make = case
+    tensor = make(numbers(member))
+    return raised(lambda: call(tensor))
+
+
+@program(cases={f"{call}-{kind}": (COLLECTIVES[call], UNUSUAL[kind]) for kind in UNUSUAL for call in SOME})
+def unusual(member: Member, case: tuple[Callable[[torch.Tensor], Any], Make]) -> Any:
+    call, make = case
+    tensor = make(numbers(member))
+    return raised(lambda: _seen(call(tensor)))
+
+
+@program(cases=UNUSUAL, alone=True)
+def unusual_message(member: Member, make: Make) -> Any:
+    tensor = make(numbers(member))
+    return raised(lambda: _seen(send_and_receive(tensor)))
+
+
+@program(alone=True, cases={"with_gaps": with_gaps, "transposed": transposed}, differs="Tensors with gaps")
+def message_with_gaps(member: Member, make: Make) -> Any:
+    tensor = make(numbers(member))
+    return raised(lambda: send_and_receive(tensor))
+
+
+def _seen(value: Any) -> Any:
+    """What of the value can be compared, where not the elements."""
+    if isinstance(value, list):
+        return [_seen(one) for one in value]
+    if type(value) is TwoTensor:
+        return [value.a, value.b]
+    if isinstance(value, torch.Tensor) and value.is_quantized:
+        return value.int_repr()
+    if isinstance(value, torch.Tensor) and (type(value).__name__ == "FakeTensor" or value.is_nested):
+        return type(value).__name__, list(value.shape)[:1], value.dtype
+    return value
+
+
+SHAPES = {
+    "scalar_and_one": ((), (1,)),
+    "matrix_and_vector": ((2, 3), (6,)),
+    "column_and_row": ((6, 1), (1, 6)),
+    "with_ones": ((2, 1, 3), (2, 3)),
+}
+
+
+@program(cases=SHAPES)
+def another_shape_of_as_many_elements(member: Member, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
+    shape = shapes[0] if member.rank == 0 else shapes[1]
+    summed, sent = torch.ones(shape), torch.full(shape, float(member.rank))
+    dist.all_reduce(summed)
+    dist.broadcast(sent, 0)
+    dist.reduce(summed, 0)
+    return summed if member.rank == 0 else None, sent
+
+
+@program(cases=SHAPES)
+def a_message_into_another_shape(member: Member, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> Any:
+    received = torch.zeros(shapes[1])
+    work = dist.isend(torch.full(shapes[0], float(member.rank)), (member.rank + 1) % member.size)
+    assert work is not None
+    dist.recv(received, (member.rank - 1) % member.size)
+    work.wait()
+    return received
+
+
+@program(alone=True, differs="A transposed tensor is refused")
+def a_transposed_shape(member: Member) -> Any:
+    tensor = torch.ones((2, 3) if member.rank == 0 else (3, 2))
+    return raised(lambda: dist.all_reduce(tensor), gives=tensor)
+
+
+@program()
+def gradients_are_not_recorded(member: Member) -> Any:
+    weight = torch.ones(3, requires_grad=True)
+    product = weight * (member.rank + 1)
+    dist.all_reduce(product)
+    product.sum().backward()
+    return product, weight.grad
+
+
+@program()
+def in_inference_mode(member: Member) -> Any:
+    with torch.inference_mode():
+        tensor = torch.ones(3) * member.rank
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        return tensor.clone()
+
+
+@program()
+def the_same_tensor_twice(member: Member) -> Any:
+    tensor = torch.full((3,), float(member.rank))
+    outputs = [torch.zeros(3)] * member.size
+    dist.all_gather(outputs, torch.ones(3))
+    works = [dist.all_reduce(tensor, async_op=True) for _ in range(2)]
+    for work in works:
+        work.wait()
+    return tensor, outputs
+
+
+@program()
+def outputs_that_are_slices(member: Member) -> Any:
+    whole = torch.zeros(member.size, 4)
+    dist.all_gather(list(whole.unbind(0)), torch.arange(4.0) + member.rank)
+    columns = torch.zeros(4, member.size)
+    dist.all_gather(list(columns.unbind(1)), torch.arange(4.0) + member.rank)
+    return whole, columns
+
+
+@program()
+def input_and_output_in_place(member: Member) -> Any:
+    whole = torch.zeros(member.size * 2)
+    whole[2 * member.rank : 2 * member.rank + 2] = member.rank + 1
+    dist.all_gather_into_tensor(whole, whole[2 * member.rank : 2 * member.rank + 2])
+    summed = whole.clone()
+    dist.reduce_scatter_tensor(summed[2 * member.rank : 2 * member.rank + 2], summed)
+    return whole, summed[2 * member.rank : 2 * member.rank + 2]
+
+
+@program()
+def asynchronous_sparse_sums(member: Member) -> Any:
+    indices = torch.tensor([[member.rank, member.rank + 1]])
+    tensor = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (member.size + 1, 3))
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    blocking = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (member.size + 1, 3))
+    dist.all_reduce(blocking)
+    return tensor, blocking

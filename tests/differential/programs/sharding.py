@@ -1,0 +1,264 @@
+"""Sharded parameters and tensors: FSDP 1 and 2, hybrid, DTensor, tensor, sequence and context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from tests.differential.program import program
+from tests.differential.programs.data_parallel import batch, model, trained
+from tests.support.ranks import Member
+
+TOLERANCE = 1e-5
+
+
+def mesh_of(member: Member) -> DeviceMesh:
+    return init_device_mesh("cpu", (member.size,))
+
+
+def full(net: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in net.parameters()]
+
+
+STRATEGIES = {"full_shard": ShardingStrategy.FULL_SHARD, "grad_op": ShardingStrategy.SHARD_GRAD_OP}
+STRATEGIES["no_shard"] = ShardingStrategy.NO_SHARD
+
+
+@program(cases=STRATEGIES, tolerance=TOLERANCE)
+def fsdp1(member: Member, strategy: ShardingStrategy) -> Any:
+    net = FullyShardedDataParallel(
+        model(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    losses, _ = trained(member, net)
+    with FullyShardedDataParallel.summon_full_params(net):
+        return losses, [parameter.detach().clone() for parameter in net.parameters()]
+
+
+@program(tolerance=TOLERANCE)
+def fsdp1_clips_its_gradients(member: Member) -> Any:
+    net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    net(batch(member, 0)).square().sum().backward()
+    return net.clip_grad_norm_(0.5)
+
+
+FULLY_SHARD: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept_after_forward": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+
+@program(cases=FULLY_SHARD, tolerance=2e-2)
+def fsdp2(member: Member, options: dict[str, Any]) -> Any:
+    net = model()
+    mesh = mesh_of(member)
+    for layer in net.children():
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh, **options)
+    fully_shard(net, mesh=mesh, **options)
+    losses, _ = trained(member, net)
+    return losses, full(net)
+
+
+@program(tolerance=TOLERANCE)
+def fsdp2_clips_its_gradients(member: Member) -> Any:
+    net = model()
+    fully_shard(net, mesh=mesh_of(member))
+    net(batch(member, 0)).square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+@program(tolerance=TOLERANCE)
+def fsdp2_accumulates(member: Member) -> Any:
+    net: Any = model()
+    fully_shard(net, mesh=mesh_of(member))
+    net.set_requires_gradient_sync(False)
+    net(batch(member, 0)).square().mean().backward()
+    net.set_requires_gradient_sync(True)
+    net(batch(member, 1)).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in net.parameters()]
+
+
+@program(tolerance=TOLERANCE)
+def hybrid_sharding(member: Member) -> Any:
+    shape = (2, member.size // 2) if member.size % 2 == 0 else (1, member.size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    net = model()
+    fully_shard(net, mesh=mesh)
+    losses, _ = trained(member, net)
+    return losses, full(net)
+
+
+@program()
+def dtensor_redistributes(member: Member) -> Any:
+    mesh = mesh_of(member)
+    whole = torch.arange(7.0 * 5).view(7, 5)
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    columns = rows.redistribute(mesh, [Shard(1)])
+    partial = DTensor.from_local(torch.full((4, 6), float(member.rank)), mesh, [Partial()])
+    return [
+        rows,
+        columns,
+        columns.redistribute(mesh, [Replicate()]),
+        partial.redistribute(mesh, [Replicate()]),
+        partial.redistribute(mesh, [Shard(0)]),
+        rows.full_tensor(),
+    ]
+
+
+@program()
+def dtensor_computes(member: Member) -> Any:
+    mesh = mesh_of(member)
+    rows = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
+    weight = distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])
+    results = [rows.sum(), rows.sum(1), rows.max(), rows @ weight, rows.t() @ rows, rows.mean(0)]
+    return [result.full_tensor() for result in results if isinstance(result, DTensor)]
+
+
+@program()
+def dtensor_from_partial_maximum(member: Member) -> Any:
+    local = torch.arange(4.0) * (-1) ** member.rank
+    partials = [DTensor.from_local(local, mesh_of(member), [Partial(op)]) for op in ("sum", "max", "min", "avg")]
+    return [partial.full_tensor() for partial in partials]
+
+
+@program(tolerance=TOLERANCE)
+def dtensor_module(member: Member) -> Any:
+    net = distribute_module(model(), mesh_of(member))
+    net(batch(Member(0, member.size, member.folder), 0)).sum().backward()
+    return [parameter.grad for parameter in net.parameters()]
+
+
+def blocks(member: Member) -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    width = 4 * member.size
+    net = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 8))
+    return net, torch.randn(2 * member.size, 8)
+
+
+@program(tolerance=TOLERANCE)
+def tensor_parallel(member: Member) -> Any:
+    net, x = blocks(member)
+    parallelize_module(net, mesh_of(member), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    output = net(x)
+    output.square().mean().backward()
+    return output, [parameter.grad.full_tensor() for parameter in net.parameters() if parameter.grad is not None]
+
+
+@program(tolerance=TOLERANCE, cases=["all_reduce", "broadcast", "all_gather", "send"])
+def output_of_a_rowwise_layer(member: Member, verb: str) -> Any:
+    net, x = blocks(member)
+    parallelize_module(net, mesh_of(member), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with torch.no_grad():
+        output = net(x)
+    if verb == "all_reduce":
+        dist.all_reduce(output)
+    elif verb == "broadcast":
+        dist.broadcast(output, member.size - 1)
+    elif verb == "all_gather":
+        outputs = [torch.zeros(output.shape) for _ in range(member.size)]
+        dist.all_gather(outputs, output)
+        return outputs
+    else:
+        work = dist.isend(output, (member.rank + 1) % member.size)
+        received = torch.zeros(output.shape)
+        dist.recv(received, (member.rank - 1) % member.size)
+        assert work is not None
+        work.wait()
+        return received
+    return output
+
+
+@program(tolerance=TOLERANCE)
+def sequence_parallel(member: Member) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.LayerNorm(8), torch.nn.Linear(8, 4 * member.size), torch.nn.Linear(4 * member.size, 8)
+    )
+    x = torch.randn(2, 3 * member.size, 8)
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "2": RowwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(net, mesh_of(member), plan)  # type: ignore[arg-type]
+    output = net(x)
+    output.square().mean().backward()
+    return output
+
+
+@program(tolerance=TOLERANCE)
+def parallel_loss(member: Member) -> Any:
+    torch.manual_seed(0)
+    mesh = mesh_of(member)
+    logits = torch.randn(6, 4 * member.size, requires_grad=True)
+    sharded = distribute_tensor(logits, mesh, [Shard(1)])
+    target = torch.arange(6)
+    with loss_parallel():
+        loss = torch.nn.functional.cross_entropy(sharded, target)
+        loss.backward()
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss, logits.grad
+
+
+@program(tolerance=TOLERANCE)
+def prepared_inputs(member: Member) -> Any:
+    net, x = blocks(member)
+    plan = {
+        "": PrepareModuleInput(input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
+        "0": ColwiseParallel(),
+        "2": RowwiseParallel(),
+    }
+    parallelize_module(net, mesh_of(member), plan)  # type: ignore[arg-type]
+    return net(x.chunk(member.size)[member.rank])
+
+
+@program(tolerance=TOLERANCE)
+def fsdp2_with_tensor_parallel(member: Member) -> Any:
+    mesh = init_device_mesh("cpu", (1, member.size), mesh_dim_names=("data", "tensor"))
+    net, x = blocks(member)
+    parallelize_module(net, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=mesh["data"])
+    net(x).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in net.parameters()]
+
+
+@program(tolerance=1e-4)
+def context_parallel(member: Member) -> Any:
+    from torch.distributed.tensor.experimental import context_parallel as parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from tests.differential.program import raised
+
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 4 * member.size, 8) for _ in range(3))
+    mesh = mesh_of(member)
+
+    def attend() -> Any:
+        with (
+            sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+            parallel(mesh, buffers=[query, key, value], buffer_seq_dims=[2, 2, 2]),
+        ):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+    return raised(attend)

@@ -1,0 +1,47 @@
+"""The same programs on Gloo and on Phalanx: equal values, or an entry in docs/conformance.md that says why not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.differential.program import SIZES, Program
+from tests.differential.suite import all_programs, verdict
+from tests.differential.worlds import Broke, run_programs
+
+CONFORMANCE = Path(__file__).parents[2] / "docs" / "conformance.md"
+CASES = [(program, size) for size in SIZES for program in all_programs() if size in program.sizes]
+
+_outcomes: dict[tuple[str, int], dict[str, list[Any] | Broke]] = {}
+
+
+def case(program: Program, size: int) -> Any:
+    marks = [pytest.mark.long] if size in program.long else []
+    return pytest.param(program, size, id=f"{program.name}-{size}", marks=marks)
+
+
+def outcome(backend: str, program: Program, size: int, session: pytest.Session) -> list[Any] | Broke:
+    """The program's outcome; the first time, all programs of this session run in such worlds, one after another."""
+    key = (backend, size)
+    if key not in _outcomes:
+        cases = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
+        here = [case["program"] for case in cases if "program" in case and case["size"] == size]
+        _outcomes[key] = run_programs(backend, size, here)
+    return _outcomes[key][program.name]
+
+
+@pytest.mark.parametrize(("program", "size"), [case(*one) for one in CASES])
+def test_the_program_gives_the_same_on_gloo(program: Program, size: int, request: pytest.FixtureRequest) -> None:
+    expected = outcome("gloo", program, size, request.session)
+    value = outcome("phalanx", program, size, request.session)
+    text = verdict(program, expected, value)
+    assert not text, text
+
+
+def test_every_declared_difference_is_explained() -> None:
+    headings = re.findall(r"^#+ (.+)$", CONFORMANCE.read_text(), re.MULTILINE)
+    declared = {program.differs for program, _ in CASES} - {""}
+    assert declared <= set(headings), f"docs/conformance.md has no such heading: {sorted(declared - set(headings))}"

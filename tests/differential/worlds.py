@@ -1,0 +1,73 @@
+"""Running programs in worlds of forked ranks: many in one world, and a fresh world after one that broke its own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.differential.program import PROGRAMS, Program
+from tests.differential.values import plain
+from tests.support.pool import Pool
+from tests.support.ranks import Member
+
+__all__ = ["Broke", "run_programs"]
+
+# For one operation, and for one program: a busy machine needs neither; a program that hangs is reported after this.
+GROUP_TIMEOUT_S = 60.0
+PATIENCE_S = 120.0
+
+
+class Broke(str):
+    """How a program ended that did not return on every rank: the error, the signal, or every rank's stacks."""
+
+
+def run_programs(backend: str, size: int, programs: Sequence[Program]) -> dict[str, list[Any] | Broke]:
+    """Run each program on ``size`` ranks over ``backend``: by name, what each rank returned or how the program broke."""
+    outcomes: dict[str, list[Any] | Broke] = {}
+    shared = [program for program in programs if not program.alone]
+    with Pool(size, _join[backend], PATIENCE_S) as ranks:
+        for program in shared:
+            outcomes[program.name] = _run(ranks, program)
+    for program in programs:
+        if program.alone:
+            with Pool(size, _join[backend], PATIENCE_S) as ranks:
+                outcomes[program.name] = _run(ranks, program)
+    return outcomes
+
+
+def _run(ranks: Pool, program: Program) -> list[Any] | Broke:
+    try:
+        return [pickle.loads(value) for value in ranks.do(_perform, program.name)]
+    except AssertionError as error:
+        return Broke(error)
+
+
+def _perform(member: Member, name: str) -> bytes:
+    torch.manual_seed(0)
+    program = PROGRAMS[name]
+    value = plain(program.run(member))
+    if not program.alone:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+    return pickle.dumps(value)
+
+
+def _joined(member: Member, backend: str) -> Member:
+    member.join(backend, GROUP_TIMEOUT_S)
+    return member
+
+
+def _join_gloo(member: Member) -> Member:
+    return _joined(member, "gloo")
+
+
+def _join_phalanx(member: Member) -> Member:
+    return _joined(member, "phalanx")
+
+
+_join = {"gloo": _join_gloo, "phalanx": _join_phalanx}
