@@ -307,3 +307,22 @@ def test_this_interpreter_needs_no_mpi_of_its_own(tmp_path: Path, mpi: MpiEnviro
         made.check()
     finally:
         made.close()
+
+
+def test_signals_and_stacks_reach_the_ranks_and_come_back(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import signal, time
+        signal.signal(signal.SIGUSR1, lambda *_: print('usr1', flush=True))
+        print('up', flush=True)
+        while True:
+            time.sleep(300)
+    """)
+    job = launcher.start("-n", "2", script)
+    job.read_lines(2)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.read_lines(2) == ["[rank 0] usr1", "[rank 1] usr1"]
+    job.process.send_signal(signal.SIGTERM)
+    outcome = job.finish()
+    assert outcome.code == 143
+    assert outcome.err_text.endswith(":5 time.sleep(300)\n"), outcome.err_text
+    assert "  ranks 0-1: " in outcome.err_text
