@@ -204,7 +204,10 @@ def test_a_stopped_zygote_ends_with_a_killed_launcher(launcher: Launcher) -> Non
 JOINS = {
     "alone": ("import torch\nprint(torch.ones(2).sum())", True),
     "without torch": ("print('x')", False),
-    "torch": ("import torch.distributed as d\nd.init_process_group('gloo')\nd.destroy_process_group()", False),
+    "torch": (
+        "import torch.distributed as d\nd.init_process_group('gloo')\nd.barrier()\nd.destroy_process_group()",
+        False,
+    ),
     "phalanx": ("import phalanx\nphalanx.init()\nphalanx.close()", False),
 }
 

@@ -279,9 +279,10 @@ def test_a_signal_ends_everything_within_two_seconds(launcher: Launcher, signum:
     outcome = job.finish()
     assert outcome.code == code
     assert elapsed <= 2.0
-    first, last = outcome.err_text.splitlines()
-    assert first == "phalanx: ranks 0-2 did not end within 1 s and were killed; --grace gives ranks longer"
-    assert last == f"phalanx: {signal.Signals(signum).name}: all 3 ranks have been ended"
+    assert outcome.err_text.splitlines() == [
+        f"phalanx: {signal.Signals(signum).name}: all 3 ranks have been ended",
+        "phalanx: ranks 0-2 did not end within 1 s and were killed; --grace gives ranks longer",
+    ]
 
 
 def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -> None:

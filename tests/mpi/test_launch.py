@@ -149,13 +149,16 @@ def test_a_signal_ends_everything_within_two_seconds(launcher: Launcher, signum:
         MEET.replace("world.allreduce", f"{ignore}os.system('setsid sleep 300 &')\nworld.allreduce")
         + "while True: time.sleep(300)\n"
     )
-    job = launcher.start("-n", "3", "-q", script)
+    job = launcher.start("-n", "3", "-q", "--grace", "1", script)
     with nothing_left(wait_for_ranks(job, 3)):
         job.process.send_signal(signum)
         job.wait_until_gone(2.0)
     outcome = job.finish()
     assert outcome.code == code
-    assert len(outcome.err_text.splitlines()) == 1, outcome.err_text
+    assert outcome.err_text.splitlines() == [
+        f"phalanx: {signal.Signals(signum).name}: all 3 ranks have been ended",
+        "phalanx: ranks 0-2 did not end within 1 s and were killed; --grace gives ranks longer",
+    ]
 
 
 def test_interrupted_ranks_clean_up_without_a_flood(launcher: Launcher) -> None:
@@ -304,3 +307,22 @@ def test_this_interpreter_needs_no_mpi_of_its_own(tmp_path: Path, mpi: MpiEnviro
         made.check()
     finally:
         made.close()
+
+
+def test_signals_and_stacks_reach_the_ranks_and_come_back(launcher: Launcher) -> None:
+    script = launcher.script("""
+        import signal, time
+        signal.signal(signal.SIGUSR1, lambda *_: print('usr1', flush=True))
+        print('up', flush=True)
+        while True:
+            time.sleep(300)
+    """)
+    job = launcher.start("-n", "2", script)
+    job.read_lines(2)
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.read_lines(2) == ["[rank 0] usr1", "[rank 1] usr1"]
+    job.process.send_signal(signal.SIGTERM)
+    outcome = job.finish()
+    assert outcome.code == 143
+    assert outcome.err_text.endswith(":5 time.sleep(300)\n"), outcome.err_text
+    assert "  ranks 0-1: " in outcome.err_text

@@ -437,7 +437,7 @@ def test_a_file_that_took_the_name_is_left_alone() -> None:
         (["--mpi", "no-such-mpiexec", "true"], "no such program"),
         (["--mpi", "true", "true"], "not a launcher that Phalanx knows"),
         (["--mpi", "mpiexec", "--hosts", "a", "--hostfile", "f", "true"], "give one of them"),
-        (["--mpi", "mpiexec", "--hosts", "a,a", "true"], "a is listed twice"),
+        (["--mpi", "mpiexec", "--hosts", "a,b,a", "true"], "a is listed twice"),
         (["--mpi", "mpiexec", "-n", "3", "--hosts", "a,b", "true"], "the hosts take 2 ranks"),
         (["--mpi", "mpiexec", "--ppn", "2", "true"], "--ppn 2"),
     ],
@@ -459,6 +459,7 @@ def test_what_was_said_before_an_end_is_heard_even_if_nobody_listened_there() ->
     assert descriptors.supervisor.receive() is None
     descriptors.supervisor.close()
     descriptors.listener.close()
+    os.close(descriptors.trace.descriptor)
     for ends in descriptors.ranks:
         for descriptor in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):
             os.close(descriptor)

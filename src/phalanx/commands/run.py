@@ -33,7 +33,16 @@ __all__ = ["run"]
 
 # The options in the order of --help; those that no group names come first.
 _GROUPS = {
-    "What each rank gets": ("device", "bind", "variables", "replace", "interface", "no_preload", "pass_local_rank"),
+    "What each rank gets": (
+        "device",
+        "bind",
+        "memory",
+        "variables",
+        "replace",
+        "interface",
+        "no_preload",
+        "pass_local_rank",
+    ),
     "The terminal": ("reader", "debugged", "quiet", "no_prefix", "grace"),
     "Other hosts, by an MPI launcher": ("mpi", "hosts", "hostfile", "ppn", "address"),
     "Without running it": ("rehearse", "placement", "dry_run", "as_json"),
@@ -280,10 +289,10 @@ def run(
         pass_local_rank=pass_local_rank,
         replace=names_to_replace(replace, source="--replace") if replace else (),
         interface=interface,
-        memory=memory,
         preload=not no_preload,
         reader=reader,
         debugged=debugged,
+        memory=memory,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")

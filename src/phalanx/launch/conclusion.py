@@ -48,11 +48,16 @@ class Ended:
 
 def conclude(job: Job, ended: Ended, console: Console) -> int:
     """Print how the job ended, unless all ranks ended well and joined each other; return the exit code."""
+    code = _conclude(job, ended, console)
     for patience_s, ranks in ended.overdue.items():
         console.say(
             f"{format_named('rank', ranks)} did not end within {patience_s:g} s and "
             f"{'was' if len(ranks) == 1 else 'were'} killed; --grace gives ranks longer"
         )
+    return code
+
+
+def _conclude(job: Job, ended: Ended, console: Console) -> int:
     if ended.interrupted is not None:
         _say_interrupted(job, ended, ended.interrupted, console)
         return 128 + ended.interrupted

@@ -98,7 +98,8 @@ class Child:
         self.signal(signum)
         until = time.monotonic() + patience_s
         if self._kill_at is None or until < self._kill_at:
-            self._kill_at, self._patience_s = until, patience_s
+            # A rank that has failed by itself is not asked, and its time does not depend on the user's grace.
+            self._kill_at, self._patience_s = until, patience_s if signum else 0.0
 
     def send_stack(self) -> None:
         """Have it write its stack, and send that to the relay."""
