@@ -20,8 +20,11 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks
 from tests.support.ranks import _collect as collect
+from torch._C._distributed_c10d import Store
 
 from phalanx.errors import ClosedError, CollectiveTimeout, PeerLost
+from phalanx.place.place import Place
+from phalanx.rendezvous.meet import meet
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 # -- namespaces --------------------------------------------------------------------------------------------------------
@@ -187,6 +190,40 @@ def test_a_job_that_was_suspended_goes_on_where_it_was(tmp_path: Path) -> None:
     for folder, children in pairs.items():
         for outcome in collect(children, folder, 120):
             assert outcome.value is True, outcome.traceback
+
+
+def test_a_store_that_was_suspended_with_its_ranks_waits_on(tmp_path: Path) -> None:
+    """Rank 1 waits for a key that rank 0 sets after both were stopped for longer than the wait's timeout."""
+
+    def body(member: Member) -> str:
+        at = {"master_addr": "127.0.0.1", "master_port": 21_000 + os.getppid() % 9_000}
+        place = Place("env", member.rank, 2, None, None, None, None, **at)  # type: ignore[arg-type]
+        store = meet(place, 60.0, 1)
+        if member.rank == 0:
+            store.wait(["asked"], timedelta(seconds=5))
+            store.set("answer", "here")
+            return ""
+        threading.Thread(target=late, args=(store, member.folder / "woken")).start()
+        store.set_timeout(timedelta(seconds=5))
+        (member.folder / "waits").touch()
+        return store.get("answer").decode()
+
+    def late(store: Store, woken: Path) -> None:
+        while not woken.exists():
+            time.sleep(0.01)
+        store.set("asked", "")
+
+    children = [fork_rank(body, Member(rank, 2, tmp_path)) for rank in range(2)]
+    while not (tmp_path / "waits").exists():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    for signum, pause_s in ((signal.SIGSTOP, 7), (signal.SIGCONT, 0.5)):
+        for child in children:
+            os.kill(child, signum)
+        time.sleep(pause_s)
+    (tmp_path / "woken").touch()
+    outcomes = collect(children, tmp_path, 120)
+    assert [outcome.value for outcome in outcomes] == ["", "here"], [outcome.traceback for outcome in outcomes]
 
 
 def test_a_rank_that_is_stopped_alone_is_named_at_the_timeout() -> None:

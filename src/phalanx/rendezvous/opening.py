@@ -17,6 +17,7 @@ from phalanx.store.claim import Claim
 from phalanx.store.client import JobStore, connect
 from phalanx.store.seats import Seats
 from phalanx.store.server import StoreServer
+from phalanx.system.awake import AwakeClock, wait_awake
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import describe_interfaces, holder_of_port, is_loopback
 from phalanx.wire.key import Key
@@ -80,13 +81,13 @@ def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobS
     Raises:
         InitializationError: some did not come before the deadline; the ranks that wait get the same error.
     """
-    start = time.monotonic()
+    left_s, clock = max(0.0, deadline - time.monotonic()), AwakeClock()
     try:
-        while not server.wait_for_all(max(0.0, min(REMIND_S, deadline - time.monotonic()))):
+        while not wait_awake(server.wait_for_all, min(REMIND_S, left_s - clock.now())):
             missing = server.describe_missing()
-            if time.monotonic() >= deadline:
+            if clock.now() >= left_s:
                 raise InitializationError.ranks_missing(missing, timeout_s, at=f"rank 0 on {this_host().name}")
-            tell(f"waiting for {missing}, {time.monotonic() - start:.0f} s so far")
+            tell(f"waiting for {missing}, {clock.now():.0f} s so far")
     except BaseException as error:
         server.end(str(error) or f"rank 0 gave up ({type(error).__name__})")
         raise

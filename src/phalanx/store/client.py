@@ -10,12 +10,15 @@ every process that connects, and listens on every interface.
 from __future__ import annotations
 
 import os
+import select
+import socket
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
@@ -25,6 +28,7 @@ from phalanx.errors import InitializationError
 from phalanx.store import requests
 from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim, Verdict
 from phalanx.store.server import StoreServer
+from phalanx.system.awake import wait_awake
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
@@ -100,6 +104,8 @@ class Connections:
         try:
             line.sock.settimeout(None if timeout_s is None else timeout_s + MARGIN_S)
             line.sock.sendall(line.session.seal(message))
+            if timeout_s is not None and not wait_awake(partial(_readable, line.sock), timeout_s + MARGIN_S):
+                raise TimeoutError("no answer came")
             data = bytearray()
             while True:
                 length = requests.length_of(data)
@@ -189,6 +195,12 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _readable(sock: socket.socket, patience_s: float) -> bool:
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(patience_s * 1000))
 
 
 class JobStore(Store):

@@ -28,6 +28,7 @@ from phalanx.store import requests
 from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim
 from phalanx.store.seats import Seats
 from phalanx.store.table import Parked, Table
+from phalanx.system.awake import SLICE_S, AwakeClock, wait_awake
 from phalanx.wire import door as doors
 from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
@@ -95,6 +96,7 @@ class StoreServer:
         self._seats = seats
         self._say = say
         self._table = Table()
+        self._clock = AwakeClock()  # by which requests wait
         self._complaints = 0
         self._over = ""
         self._meeting: set[int] = set()  # the ranks that have joined, and have not all that they need of the others
@@ -141,10 +143,10 @@ class StoreServer:
             if code == requests.MEETING:
                 self._meet(self._seats.own.rank, number)
                 return requests.DONE, 0, ()
-            parked = self._table.handle(code, number if timeout_s is None else 0, fields, take, time.monotonic())
+            parked = self._table.handle(code, number if timeout_s is None else 0, fields, take, self._clock.now())
         if parked is not None:
             try:
-                done.wait(timeout_s)
+                wait_awake(done.wait, timeout_s)
             finally:
                 with self._lock:
                     if not answers:
@@ -193,7 +195,7 @@ class StoreServer:
             while True:
                 ready = self._selector.select(pause)
                 with self._lock:
-                    now = time.monotonic()
+                    now = self._clock.now()
                     for key, events in ready:
                         if isinstance(key.data, _Guest):
                             self._attend(key.data, events, now)
@@ -201,7 +203,7 @@ class StoreServer:
                             key.data()
                     if self._stopped or (self._retired and not self._guests):
                         return
-                    pause = self._expire(time.monotonic())
+                    pause = self._expire(self._clock.now())
         finally:
             with self._lock:
                 self._stopped = True
@@ -219,13 +221,15 @@ class StoreServer:
 
     def _expire(self, now: float) -> float | None:
         """End the waits and the strangers whose time is over; return the seconds until the next one, None for never."""
-        until = min(self._table.expire(now), self._door.tend(now))
+        until = self._table.expire(now)
         for deadline, guest in list(self._waiting_for_all):
             if deadline <= now:
                 self._waiting_for_all.remove((deadline, guest))
                 self._reply(guest, requests.LATE, 0, [self._seats.describe_missing().encode()])
             until = min(until, deadline)
-        return None if until == math.inf else max(0.0, until - now)
+        real = time.monotonic()
+        pause = min(until - now, self._door.tend(real) - real)
+        return None if pause == math.inf else max(0.0, min(pause, SLICE_S))
 
     def _attend(self, guest: _Guest, events: int, now: float) -> None:
         if guest.sock.fileno() < 0:
@@ -308,7 +312,7 @@ class StoreServer:
             self._guests[guest.sock.fileno()] = guest
             self._selector.register(guest.sock, selectors.EVENT_READ, guest)
             self._answer_if_complete()
-            self._read_requests(guest, time.monotonic())
+            self._read_requests(guest, self._clock.now())
             return
         arrival.sock.close()
         if verdict.kind == "refused":

@@ -124,7 +124,7 @@ class Table:
 
     def lose(self, why: str) -> None:
         """Answer every request that waits, now or later, with the rank that went before it had set its keys."""
-        self._lost = self._lost or why.encode()  # who gives up because of the first one is not the cause
+        self._lost = self._lost or why.encode()  # the first to go makes the others give up
         for waiting in list(self._parked.values()):
             for parked in waiting:
                 parked.finish(requests.LOST, 0, [self._lost])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -80,7 +79,7 @@ class Topology:
 def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology:
     """Report to the other ranks where this rank is, and learn where they are. Every rank calls it, with a new store.
 
-    Each rank makes three requests to the store; rank 0 makes two for each rank.
+    Each rank makes three requests to the store; rank 0 makes one for each rank.
 
     Args:
         store: the store in which the ranks meet; no rank may have written to it for this purpose before.
@@ -123,19 +122,16 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
 
 
 def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
-    deadline = time.monotonic() + timeout_s
-    entries = []
-    for rank in range(world_size):
-        try:
-            store.wait([f"report/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except InitializationError:
-            raise  # a rank has gone
-        except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
-            missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
-            ranks = f"{format_named('rank', missing)} of {world_size}"
-            raise InitializationError.ranks_missing(ranks, timeout_s) from error
-        entries.append(store.get(f"report/{rank}").decode())
-    return entries
+    keys = [f"report/{rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except InitializationError:
+        raise  # a rank has gone
+    except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        ranks = f"{format_named('rank', missing)} of {world_size}"
+        raise InitializationError.ranks_missing(ranks, timeout_s) from error
+    return [store.get(key).decode() for key in keys]
 
 
 def _parse(entry: str) -> Whereabouts:

@@ -235,6 +235,8 @@ def _fail(start: RankStart, hook: _Hook, error: BaseException) -> None:
     """Report an exception that nobody caught, and let the script's exception hook have it."""
     own = traceback_of_script(error)
     error.__traceback__ = own
+    # As the interpreter does before it calls the hook: by it a hook knows that the script has ended (watch/ending.py).
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, own
     # Reported before the hook runs: the script failed now, and not when a slow hook has returned.
     now = time.monotonic()
     written = _report(start, error, shown=True, now=now)
