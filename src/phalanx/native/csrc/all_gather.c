@@ -41,6 +41,11 @@ static int take(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
 static int gather(phx_comm *comm, struct gather *job, uint64_t call)
 {
     const struct phx_steps steps = {put, take};
+    if (job->nbytes && !job->in)
+        return PHX_BAD_ARGUMENT;
+    for (uint32_t p = 0; job->nbytes && job->outs && p < comm->size; p++)
+        if (!job->outs[p])
+            return PHX_BAD_ARGUMENT;
     const int status = phx_pass_call(comm, phx_pieces(job->nbytes, comm->chunk_bytes), call, steps, job);
     if (!status && job->outs && job->outs[comm->rank] != job->in)
         memmove(job->outs[comm->rank], job->in, job->nbytes);

@@ -123,7 +123,7 @@ static int reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uin
     const struct phx_steps large = {put_others_slices, reduce_and_copy_slices};
     const size_t element = phx_dtype_bytes(dtype);
     struct reduction job = {in, out, count * element, phx_reduce_kernel(op, dtype), element};
-    if (!job.reduce)
+    if (!job.reduce || (count && !in))
         return PHX_BAD_ARGUMENT;
     if (job.nbytes * comm->size <= comm->small_bytes && job.nbytes <= comm->chunk_bytes)
         return phx_pass_call(comm, 1, call, small, &job);

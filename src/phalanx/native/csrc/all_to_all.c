@@ -123,8 +123,11 @@ int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_by
     struct exchange job = {.ins = ins, .in_bytes = in_bytes, .outs = outs, .out_bytes = out_bytes};
     if (in_bytes[comm->rank] != out_bytes[comm->rank])
         return PHX_BAD_ARGUMENT;
-    for (uint32_t p = 0; p < comm->size; p++)
+    for (uint32_t p = 0; p < comm->size; p++) {
+        if ((in_bytes[p] && !ins[p]) || (out_bytes[p] && !outs[p]))
+            return PHX_BAD_ARGUMENT;
         job.received += out_bytes[p];
+    }
     int status = phx_pass_pieces(comm, first, 1, call, rows, &job);
     if (status)
         return status;

@@ -22,7 +22,7 @@ static phx_message *new_message(void *data, uint64_t nbytes, uint32_t dtype, uin
 
 phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
 {
-    phx_message *message = dst < comm->size ? new_message((void *)data, nbytes, dtype, dst, tag) : NULL;
+    phx_message *message = dst < comm->size && (data || !nbytes) ? new_message((void *)data, nbytes, dtype, dst, tag) : NULL;
     if (message)
         phx_mail_send(comm, message);
     return message;
@@ -30,12 +30,12 @@ phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_
 
 int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
 {
-    return dst < comm->size && phx_mail_send_now(comm, data, nbytes, dtype, dst, tag);
+    return dst < comm->size && (data || !nbytes) && phx_mail_send_now(comm, data, nbytes, dtype, dst, tag);
 }
 
 phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag)
 {
-    const int known = src < comm->size || src == PHX_ANY_SOURCE;
+    const int known = (src < comm->size || src == PHX_ANY_SOURCE) && (data || !nbytes);
     phx_message *message = known ? new_message(data, nbytes, dtype, src, tag) : NULL;
     if (!message)
         return NULL;

@@ -162,7 +162,7 @@ PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
 /* -- collectives -------------------------------------------------------------------------------------------------- */
 
 /* Arguments that several of them have:
- *   in, out, data  this rank's input, output, or both
+ *   in, out, data  this rank's input, output, or both; NULL is PHX_BAD_ARGUMENT, unless there is nothing to move
  *   ins, outs      one address for each rank of the group
  *   count, nbytes  length of one input: in elements where numbers are combined, else in bytes
  *   dtype, op      enum phx_dtype, enum phx_op
@@ -221,8 +221,8 @@ PHX_API int phx_barrier(phx_comm *comm);
 typedef struct phx_message phx_message;
 
 /* Start to send `nbytes` to the group rank `dst`, or to receive them from `src` (or PHX_ANY_SOURCE). The data must stay
- * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory or no such
- * rank. */
+ * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory, no such
+ * rank, or no data to be moved though there are bytes. */
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst,
                               uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag);
