@@ -1,4 +1,4 @@
-"""The core refuses an address that is NULL though there are bytes to move: a tensor without memory of its own has one."""
+"""The core refuses an address that is NULL though there are bytes to move: a tensor without memory has such a one."""
 
 from __future__ import annotations
 
