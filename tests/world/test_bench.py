@@ -69,8 +69,8 @@ def check_row(row: dict[str, Any], rounds: int, backends: set[str]) -> None:
 )
 def test_every_operation_is_right_and_measured(tmp_path: Path, more: tuple[str, ...]) -> None:
     process = start(
-        tmp_path, "all", "--sizes", "4,4K", "--dtypes", "float32,bfloat16", "--ranks", "2,3", "--against", "gloo,nothing",
-        "--rounds", "2", "--round-ms", "0.5", "--json", *more,
+        tmp_path, "all", "--sizes", "4,4K", "--dtypes", "float32,bfloat16", "--ranks", "2,3",
+        "--against", "gloo,nothing", "--rounds", "2", "--round-ms", "0.5", "--json", *more,
     )  # fmt: skip
     code, out, err = finish(process, tmp_path)
     assert code == 0, err
