@@ -178,7 +178,7 @@ class Group(ValueCalls, Turns):
     ) -> dist.Work | None:
         """Collect every rank's ``tensor`` into one of rank ``dst``: ``output`` holds them in rank order.
 
-        ``torch.distributed`` has this function from 2.15 on; here it works with older ones too.
+        ``torch.distributed`` has this function from 2.14 on; here it works with older ones, and on every backend, too.
 
         Args:
             output: on ``dst`` a tensor of ``size`` times the elements of ``tensor``; ignored on the other ranks.
@@ -188,7 +188,7 @@ class Group(ValueCalls, Turns):
         """
         is_root = self._member(dst) == self.rank
         group: Any = self._use(tensor, *((output,) if is_root and output is not None else ()))
-        if not hasattr(group, "gather_single"):  # another backend's group, in a torch older than 2.15
+        if self._sum_in_place is None:  # another backend's group: most have no such operation, whatever torch has
             if is_root and output is None:
                 raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
             parts = list(output.view(self.size, *tensor.shape).unbind()) if is_root and output is not None else None

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
+from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.register import register
+from phalanx.c10d.replace import replaces
 from phalanx.c10d.uncompiled import uncompiled
-from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
+from phalanx.errors import ClosedError, DeviceError, InitializationError, PhalanxError, RankError
 from phalanx.group import Group, Session
 from phalanx.place.arguments import place_with
 from phalanx.place.place import Place
-from phalanx.rendezvous.meet import leave, meet
+from phalanx.rendezvous.meet import leave, meet, tell_meeting
 from phalanx.system.host import this_host
 from phalanx.topology import device as devices
 from phalanx.topology.backends import why_unfit
@@ -29,7 +31,7 @@ from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 from phalanx.training.calls import TrainingCalls
 from phalanx.transports.mpi.broadcast import mpi_broadcast
-from phalanx.words import tell
+from phalanx.words import format_count, tell
 
 __all__ = ["World", "close", "init"]
 
@@ -166,7 +168,7 @@ class World(TrainingCalls):
             ),
         )
         rehearsed = ", rehearsed on one host in shared memory" if os.environ.get(settings.REHEARSAL) else ""
-        title = f"{self.size} rank{'s' if self.size > 1 else ''}{rehearsed}, started by {self.launcher}"
+        title = f"{format_count(self.size, 'rank')}{rehearsed}, started by {self.launcher}"
         engine = getattr(_default_group(), "engine", "")
         return format_rank_table(rows, title=title, backend=f"{self.backend} over {engine}" if engine else self.backend)
 
@@ -231,6 +233,7 @@ def init(
     _openings += 1
     try:
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
+        tell_meeting(_store, begins=True)
         store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
         topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
         neighbours = topology.node_of(place.rank).ranks
@@ -259,6 +262,7 @@ def init(
             table = world.describe()
             if world.rank == 0:
                 print(table, file=sys.stderr, flush=True)
+        tell_meeting(_store, begins=False)
     except BaseException:
         # The caller gets no world, so nothing may remain that would prevent another attempt.
         if _world is not None:
@@ -276,6 +280,10 @@ def close() -> None:
 
     Every rank should call it at the end of its work. Groups of this world raise ``ClosedError`` afterwards,
     and ``init()`` may be called again.
+
+    Raises:
+        CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find: a broadcast's
+            source waits for nobody. The world is left all the same.
     """
     global _world
     world, _world = _world, None
@@ -283,9 +291,20 @@ def close() -> None:
         return
     world._session.close()
     withdraw(world._changed)
-    if dist.is_initialized():
+    try:
+        if dist.is_initialized():
+            _destroy_groups()
+    finally:
+        _leave_store()
+
+
+def _destroy_groups() -> None:
+    """Destroy every group; an error from one of them does not keep the others, and torch's records of them."""
+    try:
         dist.destroy_process_group()
-    _leave_store()
+    except PhalanxError:
+        dist.destroy_process_group()  # those that are left
+        raise
 
 
 def _leave_store() -> None:
@@ -325,7 +344,12 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _backend_name() -> str:
-    """The name of the backend, or torch's list ``device:backend,...`` if there are several."""
-    config: str = dist.get_backend_config()
-    names = {entry.partition(":")[2] for entry in config.split(",")}
-    return names.pop() if len(names) == 1 else config
+    """What serves the world: the backend, or torch's list ``device:backend,...`` if there are several.
+
+    Where ``phalanx`` serves a program that asked for ``gloo``, torch says ``gloo``, and this says ``phalanx``.
+    """
+    entries = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if isinstance(dist.group.WORLD, PhalanxProcessGroup) and replaces(entries.get("cpu", "")):
+        entries = {device: settings.BACKEND if name == entries["cpu"] else name for device, name in entries.items()}
+    names = set(entries.values())
+    return names.pop() if len(names) == 1 else ",".join(f"{device}:{name}" for device, name in entries.items())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.differential.program import SIZES, Program
 from tests.differential.suite import all_programs, verdict
 from tests.differential.worlds import Broke, run_programs

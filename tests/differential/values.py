@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.differential.program import Raised
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+
+from tests.differential.program import Raised
 
 __all__ = ["difference", "plain"]
 

@@ -53,6 +53,11 @@ class Pool:
                 pipe.send(None)
         self._end(patience_s=10)
 
+    @property
+    def running(self) -> bool:
+        """Whether there are ranks, so that the next job does not start new ones."""
+        return bool(self._ranks)
+
     def do(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``job(started, *arguments)`` on each rank, and return its results by rank.
 

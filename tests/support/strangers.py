@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - another user may not be able to read it when it is first needed
 import os
 import pickle
 from collections.abc import Callable

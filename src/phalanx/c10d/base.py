@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from phalanx.c10d.backward import BackwardPasses, current_pass
 from phalanx.c10d.by_device import by_device
 from phalanx.c10d.checks import SUM, Checks
+from phalanx.c10d.ddp_errors import raise_in_backward
 from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
 from phalanx.c10d.progress import Progress
@@ -63,6 +65,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._rank, self._size = communicator.rank, communicator.size
         self._check = Checks(name, communicator)
         self._progress = Progress(group_name)
+        self._passes = BackwardPasses(self._progress)
         self._messages = Messages(group_name, communicator)
         self._gloo = gloo
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
@@ -154,7 +157,11 @@ class BaseProcessGroup(dist.ProcessGroup):
             body = wrap(body)
         if urgent is None:
             urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
-        return PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+        work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
+        if current_pass() >= 0:
+            raise_in_backward(work, sys._getframe(1))
+            self._passes.begun(work)
+        return work
 
     def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
         """A call of the collective ``body`` whose options, the last argument, have a timeout of their own."""

@@ -123,12 +123,12 @@ class Collectives(BaseProcessGroup):
         if usual and self._summable(output) and self._summable(tensor) and apart_from_whole(output, tensor, self._rank):
             self._check.multiple("reduce_scatter_single", tensor, output)
             return self._progress.run(self._communicator.reduce_scatter_single, output, tensor, SUM)
-        return Collectives.reduce_scatter_tensor_coalesced(self, [output], [tensor], opts)
+        return Collectives.reduce_scatter_single_coalesced(self, [output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
     @by_device("_reduce_scatter_base", one_by_one=True)
-    def reduce_scatter_tensor_coalesced(
+    def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Any:
         name = "reduce_scatter_single"
@@ -143,8 +143,6 @@ class Collectives(BaseProcessGroup):
                 self._reduce_parts(output, source, op, factor)
 
         return self._start(opts.asyncOp, outputs, reduce_each)
-
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _reduce_blocks(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, factor: float | None
@@ -218,14 +216,12 @@ class Collectives(BaseProcessGroup):
 
     @by_device()
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Any:
-        return Collectives.allgather_into_tensor_coalesced(self, [output], [tensor], opts)
+        return Collectives.all_gather_single_coalesced(self, [output], [tensor], opts)
 
     all_gather_single = _allgather_base
 
     @by_device("_allgather_base", one_by_one=True)
-    def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
-    ) -> Any:
+    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         self._check.on_cpu([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("all_gather_single", output, tensor)
@@ -243,8 +239,6 @@ class Collectives(BaseProcessGroup):
                 in_place(output, partial(gather_one, source=dense(tensor)))
 
         return self._start(opts.asyncOp, outputs, gather_each)
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     @by_device()
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
@@ -322,8 +316,8 @@ class Collectives(BaseProcessGroup):
 
         return self._start(opts.asyncOp, outputs, lambda: into(outputs, exchange))
 
-    @by_device()
-    def alltoall_base(
+    @by_device("alltoall_base")
+    def all_to_all_single(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
@@ -346,8 +340,6 @@ class Collectives(BaseProcessGroup):
             body(whole, source if separate(whole, source) else source.clone(), expected, sent)
 
         return self._start(opts.asyncOp, [output], lambda: in_place(output, exchange))
-
-    all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any) -> Any:
         if not opts.asyncOp:

@@ -33,6 +33,7 @@ __all__ = ["OPERATIONS", "UNSET", "Dispatched", "front"]
 
 UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int))
+_done = DoneWork([])
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
@@ -44,12 +45,14 @@ class Dispatched(NamedTuple):
         operation: its name in torch's library ``c10d``; empty if it is not there.
         arguments: the names that the operation has for the method's arguments before the options.
         options: the class of its options; None if it takes none.
+        from_cpp: whether C++ calls it for a method with an older name, and needs a handle whatever the options say.
     """
 
     title: str
     operation: str
     arguments: tuple[str, ...]
     options: type | None
+    from_cpp: bool = False
 
 
 _LISTS = ("output_tensors", "input_tensors")
@@ -70,11 +73,8 @@ OPERATIONS: dict[str, Dispatched] = {
     "reduce_scatter_single": Dispatched(
         "reduce_scatter_single", "_reduce_scatter_base_", _PARTS, types.ReduceScatterOptions
     ),
-    "reduce_scatter_tensor_coalesced": Dispatched(
-        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_", _MANY, types.ReduceScatterOptions
-    ),
     "reduce_scatter_single_coalesced": Dispatched(
-        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_", _MANY, types.ReduceScatterOptions
+        "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_", _MANY, types.ReduceScatterOptions, True
     ),
     "broadcast": Dispatched("broadcast", "broadcast_", ("tensors",), types.BroadcastOptions),
     "allgather": Dispatched("all_gather", "allgather_", _LISTS, types.AllgatherOptions),
@@ -83,18 +83,14 @@ OPERATIONS: dict[str, Dispatched] = {
     ),
     "_allgather_base": Dispatched("all_gather_single", "_allgather_base_", _PARTS, types.AllgatherOptions),
     "all_gather_single": Dispatched("all_gather_single", "_allgather_base_", _PARTS, types.AllgatherOptions),
-    "allgather_into_tensor_coalesced": Dispatched(
-        "all_gather_single_coalesced", "allgather_into_tensor_coalesced_", _MANY, types.AllgatherOptions
-    ),
     "all_gather_single_coalesced": Dispatched(
-        "all_gather_single_coalesced", "allgather_into_tensor_coalesced_", _MANY, types.AllgatherOptions
+        "all_gather_single_coalesced", "allgather_into_tensor_coalesced_", _MANY, types.AllgatherOptions, True
     ),
     "gather": Dispatched("gather", "gather_", _LISTS, types.GatherOptions),
     "gather_single": Dispatched("gather_single", "", ("output", "tensor"), types.GatherOptions),
     "scatter": Dispatched("scatter", "scatter_", _LISTS, types.ScatterOptions),
     "alltoall": Dispatched("all_to_all", "alltoall_", _LISTS, types.AllToAllOptions),
-    "alltoall_base": Dispatched("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions),
-    "all_to_all_single": Dispatched("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions),
+    "all_to_all_single": Dispatched("all_to_all_single", "alltoall_base_", _SPLITS, types.AllToAllOptions, True),
     "barrier": Dispatched("barrier", "barrier", (), types.BarrierOptions),
     "send": Dispatched("send", "send", ("tensors", "dst", "tag"), None),
     "recv": Dispatched("recv", "recv_", ("tensors", "src", "tag"), None),
@@ -110,7 +106,7 @@ def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
         body: the method that does it for plain tensors, given all arguments by position, the options last.
     """
     known = OPERATIONS[name]
-    options = known.options
+    options, from_cpp = known.options, known.from_cpp
     count = len(known.arguments) + (options is not None)
     torchs = getattr(dist.ProcessGroup, name, None) if known.operation else None
 
@@ -120,9 +116,9 @@ def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
                 if _plain(given):
                     return body(self, *given)
             elif type(given[-1]) is options and _plain(given[:-1]):
-                if given[-1].timeout == UNSET:
-                    return body(self, *given)
-                return self._limited(body, *given)
+                own = given[-1].timeout != UNSET
+                work = self._limited(body, *given) if own else body(self, *given)
+                return _done if work is None and from_cpp else work
         if torchs is None:
             return _without_torch(self, name, body, *given, **named)
         with _Flight(self, name, given, named) as flight:

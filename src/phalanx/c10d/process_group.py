@@ -18,7 +18,12 @@ __all__ = ["PhalanxProcessGroup"]
 
 @uncompiled
 class PhalanxProcessGroup(Collectives):
-    """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand."""
+    """A process group over a communicator. Made by ``init_process_group`` and ``new_group``, not by hand.
+
+    It must not have torch's older names (``alltoall_base``, ``allgather_into_tensor_coalesced``,
+    ``reduce_scatter_tensor_coalesced``): torch's own methods of these names call the newer ones, and those would, from
+    C++, come back to an older one.
+    """
 
     allreduce: Any = front("allreduce", Collectives.allreduce)
     allreduce_coalesced: Any = front("allreduce_coalesced", Collectives.allreduce_coalesced)
@@ -26,9 +31,6 @@ class PhalanxProcessGroup(Collectives):
     reduce_scatter: Any = front("reduce_scatter", Collectives.reduce_scatter)
     _reduce_scatter_base: Any = front("_reduce_scatter_base", Collectives._reduce_scatter_base)
     reduce_scatter_single: Any = front("reduce_scatter_single", Collectives.reduce_scatter_single)
-    reduce_scatter_tensor_coalesced: Any = front(
-        "reduce_scatter_tensor_coalesced", Collectives.reduce_scatter_tensor_coalesced
-    )
     reduce_scatter_single_coalesced: Any = front(
         "reduce_scatter_single_coalesced", Collectives.reduce_scatter_single_coalesced
     )
@@ -37,15 +39,11 @@ class PhalanxProcessGroup(Collectives):
     allgather_coalesced: Any = front("allgather_coalesced", Collectives.allgather_coalesced)
     _allgather_base: Any = front("_allgather_base", Collectives._allgather_base)
     all_gather_single: Any = front("all_gather_single", Collectives.all_gather_single)
-    allgather_into_tensor_coalesced: Any = front(
-        "allgather_into_tensor_coalesced", Collectives.allgather_into_tensor_coalesced
-    )
     all_gather_single_coalesced: Any = front("all_gather_single_coalesced", Collectives.all_gather_single_coalesced)
     gather: Any = front("gather", Collectives.gather)
     gather_single: Any = front("gather_single", Collectives.gather_single)
     scatter: Any = front("scatter", Collectives.scatter)
     alltoall: Any = front("alltoall", Collectives.alltoall)
-    alltoall_base: Any = front("alltoall_base", Collectives.alltoall_base)
     all_to_all_single: Any = front("all_to_all_single", Collectives.all_to_all_single)
     barrier: Any = front("barrier", Collectives.barrier)
     send: Any = front("send", Collectives.send)

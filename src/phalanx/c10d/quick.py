@@ -24,6 +24,7 @@ from phalanx.native.core import addresses, quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS, SharedMemoryCommunicator, text_of_call
 from phalanx.watch.call_site import inside
+from phalanx.watch.calls import shape_word
 
 __all__ = ["missing", "quicken"]
 
@@ -86,7 +87,7 @@ def _module() -> ModuleType | str:
         torch.Tensor,
         torch.nn.Parameter,
         torch.Tensor.is_neg,
-        hash,
+        shape_word,
         vars(profiler),
         vars(_python_dispatch),
         inside,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
@@ -22,7 +21,7 @@ from phalanx.errors import InitializationError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["register"]
+__all__ = ["register", "replace_as_asked"]
 
 
 def register() -> None:
@@ -38,16 +37,30 @@ def register() -> None:
 
         fill_mpi_slot()
     with contextlib.suppress(Exception):
+        from phalanx.rendezvous.launchers_port import open_other_stores
+
+        open_other_stores()
+    with contextlib.suppress(Exception):
         _explain_torchcomms()
     with contextlib.suppress(Exception):
         _serve_builtin_hooks()
+    replace_as_asked()
+
+
+def replace_as_asked() -> None:
+    """Have our groups made in place of the backends that PHALANX_REPLACE lists now; never raises."""
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
-            _stand_in_for(os.environ[settings.REPLACE])
+            from phalanx.c10d.replacing import replace_backends
+
+            replace_backends(os.environ[settings.REPLACE], _create)
 
 
-def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
-    """Make one rank's side of a group. torch calls it on every member, with the group's store, rank and timeout."""
+def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND) -> dist.ProcessGroup:
+    """Make one rank's side of a group. torch calls it on every member, with the group's store, rank and timeout.
+
+    The group says that its backend is ``backend``.
+    """
     import torch
 
     from phalanx.c10d.torch_versions import note_if_newer, refuse_if_older
@@ -63,6 +76,7 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
         options.timeout,
         options.group_id,
         options.global_ranks_in_group,
+        backend,
     )
 
 
@@ -94,7 +108,7 @@ def _explain_torchcomms() -> None:
 
 
 def _serve_builtin_hooks() -> None:
-    """Let DDP's built-in hooks have the futures that they need; DDP looks this function up when it registers one."""
+    """Let DDP's built-in hooks have the futures that they need: DDP calls this function by its name in torch."""
     import torch.distributed as dist
 
     own: Any = dist._register_builtin_comm_hook
@@ -106,35 +120,3 @@ def _serve_builtin_hooks() -> None:
         own(*arguments)
 
     dist._register_builtin_comm_hook = register_builtin_comm_hook
-
-
-def _stand_in_for(wanted: str) -> None:
-    """Rewrite the names of backends where torch takes them in: every path to a group goes through ``Backend(name)``.
-
-    A list that cannot be used is reported when a name is first used: ``import torch`` must not fail.
-    """
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    from phalanx.c10d.replace import names_to_replace, stand_in
-
-    own_new, own_barrier = c10d.Backend.__new__, c10d.monitored_barrier
-
-    def new(cls: type[dist.Backend], name: str) -> Any:
-        return own_new(cls, stand_in(name, names_to_replace(wanted)) if isinstance(name, str) else name)
-
-    def monitored_barrier(
-        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """As torch's own, which asks whether the backend is named gloo; ours names the missing rank too."""
-        if c10d._rank_not_in_group(group) or c10d.get_backend(group) != settings.BACKEND:
-            own_barrier(group, timeout, wait_all_ranks)
-            return
-        served: Any = c10d._get_default_group() if group is None else group
-        served.monitored_barrier(
-            c10d._get_default_timeout(c10d.Backend(settings.BACKEND)) if timeout is None else timeout,
-            wait_all_ranks=wait_all_ranks,
-        )
-
-    c10d.Backend.__new__ = new
-    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

@@ -20,10 +20,9 @@ __all__ = ["typed", "wanted"]
 wanted = False  # set once, when the process registers the first such hook (register.py); read by every thread
 
 
-def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Future[Any]:
+def typed(future: Future[Any], tensors: list[torch.Tensor]) -> Any:
     """A future of ``tensors`` that C++ can read too; it ends when ``future`` does, with that one's error."""
-    typed_future: Future[Any] = _script()(future, tensors)
-    return typed_future
+    return _script()(future, tensors)
 
 
 def _after(signal: Future[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -32,8 +31,7 @@ def _after(signal: Future[int], tensors: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def _begin(signal: Future[int], tensors: list[torch.Tensor]) -> Future[list[torch.Tensor]]:
-    forked: Future[list[torch.Tensor]] = torch.jit.fork(_after, signal, tensors)
-    return forked
+    return torch.jit.fork(_after, signal, tensors)  # type: ignore[no-any-return]
 
 
 @cache

@@ -26,6 +26,11 @@ class PhalanxWork(dist.Work):
         self._progress = progress
         self._operation = operation
 
+    @property
+    def operation(self) -> Operation:
+        """The operation that this is the handle of."""
+        return self._operation
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has run; True.
 

@@ -13,7 +13,7 @@ from phalanx.launch.output.stacks import format_places
 from phalanx.launch.rank.trace import Stage
 from phalanx.words import format_named
 
-__all__ = ["Ended", "conclude"]
+__all__ = ["UNWRITABLE", "Ended", "conclude"]
 
 # The exit code when the ranks' output cannot be written (EX_IOERR).
 UNWRITABLE = 74

@@ -38,10 +38,11 @@ from phalanx.launch.output.failure import End, collect_failures, signal_name
 from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
 from phalanx.launch.output.report import Report, read_report
 from phalanx.launch.output.stacks import format_stacks
-from phalanx.launch.rank.descriptors import Descriptors, open_descriptors
+from phalanx.launch.rank.descriptors import Descriptors, open_descriptors, release_input
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.system import processes
+from phalanx.system.interfaces import check_reachable
 from phalanx.system.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
 from phalanx.topology.table import RankRow, format_rank_table
 
@@ -95,6 +96,8 @@ def launch(job: Job) -> RankStart | int:
     }
     file_limit = raise_file_limit()
     check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
+    if job.ranks > 1 or job.target.is_python:
+        check_reachable(job.address)
     descriptors = open_descriptors(job.ranks, job.run_id, job.address)
     # Text that is still in the buffers would be copied by the fork, and printed twice.
     for stream in (sys.stdout, sys.stderr):
@@ -173,7 +176,9 @@ class _Supervisor:
     def run(self, zygote: int) -> int:
         """Watch the job to its end; return the launcher's exit code."""
         self.zygote = zygote
-        _release_input()
+        if not os.isatty(0):
+            # Only then does its writer notice when the rank that reads it ends.
+            release_input()
         self.selector.register(self.descriptors.supervisor, selectors.EVENT_READ, self._on_zygote)
         self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
         for rank in self.ranks:
@@ -435,11 +440,3 @@ class _Supervisor:
             out_of_memory=count_oom_kills() > self.oom_kills,
         )
         return conclude(self.job, ended, self.console)
-
-
-def _release_input() -> None:
-    """Close standard input, which rank 0 reads: only then does its writer notice when rank 0 ends."""
-    if not os.isatty(0):
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)

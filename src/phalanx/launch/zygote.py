@@ -34,7 +34,7 @@ from phalanx import settings
 from phalanx.errors import PROCESS_LIMIT_HINT
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal, prepare_target
-from phalanx.launch.rank.descriptors import Control, Descriptors, report_name
+from phalanx.launch.rank.descriptors import Control, Descriptors, release_input, report_name
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
 from phalanx.launch.rank.torch_store import host_store
@@ -120,7 +120,7 @@ class _Zygote:
             if store == 0:
                 descriptors.zygote.close()
                 descriptors.close_rank_ends()
-                host_store(descriptors.listener, zygote)
+                host_store(descriptors.listener, zygote, ranks=job.ranks)
         port = descriptors.port
         # The store has the socket now. If the target is not Python there is no store, and rank 0 opens the port itself.
         descriptors.listener.close()
@@ -189,7 +189,7 @@ class _Ranks:
 
     def watch(self) -> None:
         """Reap ranks and carry out orders until no rank is left or the supervisor has gone."""
-        _release_input()
+        release_input()
         # The end of the supervisor is seen as the end of its socket, unless this process has been stopped.
         processes.wake_with_parent()
         wakeup, wakeup_write = os.pipe()
@@ -336,10 +336,3 @@ def serve(job: Job, descriptors: Descriptors, inheritance: Inheritance, supervis
     if start is None:
         os._exit(0)
     return start
-
-
-def _release_input() -> None:
-    """Close the launcher's standard input here, so that its writer notices when rank 0 ends."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)

@@ -21,6 +21,7 @@ from typing import NoReturn
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
+from phalanx.errors import InitializationError
 from phalanx.store import requests
 from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim, Verdict
 from phalanx.store.server import StoreServer
@@ -264,6 +265,13 @@ class JobStore(Store):
             raise DistStoreError(fields[0].decode())
         return fields[0].decode() if code == requests.LATE else ""
 
+    def meeting(self, begins: bool) -> None:
+        """Say that this rank begins to exchange with the others what they need to work together, or has all of it.
+
+        In between, all waits in the store end with InitializationError on every rank if this one goes.
+        """
+        self._ask(requests.MEETING, int(begins), [])
+
     def end(self) -> None:
         """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
         if isinstance(self._peer, StoreServer):
@@ -278,6 +286,8 @@ class JobStore(Store):
         if answered == requests.LATE:
             missing = ", ".join(field.decode() for field in fields[:8]) + (", …" if len(fields) > 8 else "")
             raise DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {missing}")
+        if answered == requests.LOST:
+            raise InitializationError(fields[0].decode())
         if answered == requests.FAILED:
             raise DistStoreError(fields[0].decode())
         return fields

@@ -97,6 +97,7 @@ class StoreServer:
         self._table = Table()
         self._complaints = 0
         self._over = ""
+        self._meeting: set[int] = set()  # the ranks that have joined, and have not all that they need of the others
         self._retired = self._stopped = False
         # Guards everything here. No thread waits for anything while holding it.
         self._lock = threading.RLock()
@@ -137,6 +138,9 @@ class StoreServer:
         with self._lock:
             if self._over:
                 return requests.FAILED, 0, [self._over.encode()]
+            if code == requests.MEETING:
+                self._meet(self._seats.own.rank, number)
+                return requests.DONE, 0, ()
             parked = self._table.handle(code, number if timeout_s is None else 0, fields, take, time.monotonic())
         if parked is not None:
             try:
@@ -162,6 +166,7 @@ class StoreServer:
         with self._lock:
             self._retired = True
             self._door.stop_listening()
+            self._lose(self._seats.own)
         self._wake()
 
     def end(self, why: str = "rank 0 has left") -> None:
@@ -254,6 +259,10 @@ class StoreServer:
                 if code == requests.EVERYBODY:
                     self._await_everybody(guest, number, now)
                     continue
+                if code == requests.MEETING:
+                    self._meet(guest.claim.rank, number)
+                    self._reply(guest, requests.DONE, 0, ())
+                    continue
                 parked = self._table.handle(code, number, fields, functools.partial(self._reply, guest), now)
                 if parked is not None:
                     guest.parked, guest.waits = parked, True
@@ -273,6 +282,14 @@ class StoreServer:
                 self._reply(waiting, requests.DONE, 0, ())
             self._waiting_for_all.clear()
             self._came.notify_all()
+
+    def _meet(self, rank: int, begins: int) -> None:
+        (self._meeting.add if begins else self._meeting.discard)(rank)
+
+    def _lose(self, claim: Claim) -> None:
+        """If the rank has gone before it had all that it needs, the others wait in vain for what they need of it."""
+        if claim.rank in self._meeting:
+            self._table.lose(f"rank {claim.rank} ({claim.name}) has ended, or given up, while the ranks were meeting")
 
     # -- joining -----------------------------------------------------------------------------------
 
@@ -331,10 +348,12 @@ class StoreServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(guest.sock)
         guest.sock.close()
-        if self._over or self._seats.complete:
-            return
         rank = guest.claim.rank
-        if not any(other.claim.rank == rank for other in self._guests.values()):
+        if self._over or any(other.claim.rank == rank for other in self._guests.values()):
+            return
+        if self._seats.complete:
+            self._lose(guest.claim)
+        else:
             self._seats.leave(rank)  # it may be started again
             self._say(f"rank {rank} ({guest.claim.name}) has left again before all ranks had come")
 

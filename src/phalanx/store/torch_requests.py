@@ -10,6 +10,7 @@ Prior art: torch's two servers. Theirs cannot ask who connects; ``torch_server.p
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -73,6 +74,11 @@ class TorchTable:
         """Whether a wait for the key is over."""
         return key in self.entries or bool(self.queues.get(key))
 
+    def overdue(self, patience_s: float) -> list[bytes]:
+        """The keys for which somebody has waited that long, in seconds, in order."""
+        before = time.monotonic() - patience_s
+        return sorted(key for key, waiting in self.waiting.items() if any(each.since <= before for each in waiting))
+
     def put(self, key: bytes, value: bytes) -> None:
         """Enter a value, and answer those who wait for nothing else."""
         self.entries[key] = value
@@ -97,6 +103,9 @@ class Conversation:
     Args:
         table: the keys.
         send: takes the bytes of each answer.
+
+    Attributes:
+        since: when its latest wait began, in the seconds of ``time.monotonic()``.
     """
 
     def __init__(self, table: TorchTable, send: Callable[[bytes], None]) -> None:
@@ -105,6 +114,7 @@ class Conversation:
         self._data = bytearray()
         self._greeted = False
         self._missing: set[bytes] = set()
+        self.since = 0.0
 
     def hear(self, data: bytes) -> None:
         """Carry out the requests that are whole.
@@ -149,6 +159,7 @@ class Conversation:
     def _await(self, keys: set[bytes]) -> None:
         self.end()
         self._missing = keys
+        self.since = time.monotonic()
         for key in keys:
             self._table.waiting.setdefault(key, []).append(self)
 

@@ -26,7 +26,7 @@ from phalanx.system.connection_owner import Address, owner_of
 from phalanx.wire.framing import Malformed
 from phalanx.words import tell
 
-__all__ = ["Referral", "TorchStoreServer", "is_own"]
+__all__ = ["LONG_WAIT_S", "Referral", "TorchStoreServer", "is_own"]
 
 # How many refused connections are reported; a port scan makes many of them.
 MOST_COMPLAINTS = 4
@@ -37,6 +37,7 @@ _DEAF_S = 0.2
 _BLOCK = 1 << 17
 # A client reads each answer before it asks again, so more than this was not asked for by torch.
 _MOST_UNREAD = 1 << 28
+LONG_WAIT_S = 5.0
 # How many connections from other hosts may wait for an answer, and for how long.
 _MOST_WAITING = 256
 _ANSWER_S = 5.0
@@ -104,6 +105,7 @@ class TorchStoreServer:
         listener: the bound, listening socket.
         is_welcome: whether a connection may use the store, by the addresses and ports of its two ends.
         referral: asks about the connections from other hosts; None if the job is on this host alone.
+        on_long_wait: called about every ``LONG_WAIT_S`` with the keys for which somebody has waited that long.
         say: takes a line for the user.
     """
 
@@ -112,8 +114,11 @@ class TorchStoreServer:
         listener: socket.socket,
         is_welcome: Callable[[Address, Address], bool] = is_own,
         referral: Referral | None = None,
+        on_long_wait: Callable[[list[bytes]], None] | None = None,
         say: Callable[[str], None] = tell,
     ) -> None:
+        self._on_long_wait = on_long_wait
+        self._look_at: float | None = None
         self._listener = listener
         self._is_welcome = is_welcome
         self._referral = referral
@@ -135,7 +140,9 @@ class TorchStoreServer:
     def turn(self, timeout_s: float | None = None) -> None:
         """Wait until something can be done, at most that many seconds, and do it."""
         referral = self._referral
-        times = [self._deaf_until, referral.due_at if referral is not None else None]
+        if self._on_long_wait is not None and self._look_at is None and self._table.waiting:
+            self._look_at = time.monotonic() + LONG_WAIT_S
+        times = [self._deaf_until, self._look_at, referral.due_at if referral is not None else None]
         due_at = min((when for when in times if when is not None), default=None)
         if due_at is not None:
             timeout_s = max(0.0, due_at - time.monotonic())
@@ -147,6 +154,11 @@ class TorchStoreServer:
         if self._deaf_until is not None and self._deaf_until <= time.monotonic():
             self._deaf_until = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        if self._look_at is not None and self._look_at <= time.monotonic():
+            self._look_at = None
+            overdue = self._table.overdue(LONG_WAIT_S)
+            if overdue and self._on_long_wait is not None:
+                self._on_long_wait(overdue)
         for sock, peer in referral.expired() if referral is not None else ():
             self._refuse(sock, peer)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["call_text", "dtype_name", "exchange_text", "listed"]
+__all__ = ["call_text", "dtype_name", "exchange_text", "listed", "shape_word"]
 
 
 def call_text(
@@ -38,11 +39,24 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@lru_cache(maxsize=4096)
+def shape_word(shape: tuple[int, ...]) -> int:
+    """A number by which ranks compare the shapes of a call; 0 for a shape that goes with any other of that size.
+
+    torch asks the ranks for the same number of elements, not for the same shape: a vector may meet a matrix, and a
+    scalar a tensor of one element. Two matrices of different shapes are a mistake (one is transposed).
+    """
+    long = tuple(length for length in shape if length > 1)
+    return hash(long) if len(long) > 1 else 0
+
+
 def listed(calls: dict[int, str], size: int) -> str:
     """One line for each different call, with the ranks that made it."""
     ranks_of: dict[str, list[int]] = {}
     for rank in range(size):
-        ranks_of.setdefault(calls.get(rank, "has not called anything yet"), []).append(rank)
+        ranks_of.setdefault(
+            calls.get(rank, "did not say what it called: it is in other code, or has ended"), []
+        ).append(rank)
     return "\n".join(
         f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {call}"
         for call, ranks in ranks_of.items()

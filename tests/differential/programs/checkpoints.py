@@ -7,10 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from tests.differential.program import program
-from tests.differential.programs.data_parallel import batch, model
-from tests.differential.programs.sharding import full, mesh_of
-from tests.support.ranks import Member
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,6 +16,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.differential.program import program
+from tests.differential.programs.data_parallel import batch, model
+from tests.differential.programs.sharding import full, mesh_of
+from tests.support.ranks import Member
 
 
 def sharded(member: Member) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

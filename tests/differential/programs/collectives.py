@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
 from tests.differential.program import program, raised
 from tests.support.ranks import Member
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 OPERATIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -87,7 +88,13 @@ def reduce_to_each_rank(member: Member, op: Any) -> Any:
     return results
 
 
-@program(cases={f"{op}-{dtype}": (OPERATIONS[op], DTYPES[dtype]) for op in OPERATIONS for dtype in ("float32", "bfloat16", "int64")})
+@program(
+    cases={
+        f"{op}-{dtype}": (OPERATIONS[op], DTYPES[dtype])
+        for op in OPERATIONS
+        for dtype in ("float32", "bfloat16", "int64")
+    }
+)
 def reduce_scatter(member: Member, case: tuple[Any, torch.dtype]) -> Any:
     op, dtype = case
     output, single = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=dtype)

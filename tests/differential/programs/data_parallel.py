@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.differential.program import program, raised
-from tests.support.ranks import Member
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.differential.program import program, raised
+from tests.support.ranks import Member
 
 TOLERANCE = 1e-5  # three and more gradients are added in another order
 
@@ -114,8 +115,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 @program(cases=HOOKS, tolerance=2e-2)
 def ddp_with_a_hook(member: Member, hook: Callable[..., Any]) -> Any:
     net = DistributedDataParallel(model())
-    net.register_comm_hook(None, hook)
-    return trained(member, net)
+    return raised(lambda: net.register_comm_hook(None, hook), gives="registered"), trained(member, net)
 
 
 @program(tolerance=1e-4)
@@ -128,7 +128,7 @@ def ddp_with_power_sgd(member: Member) -> Any:
 
 @program(tolerance=TOLERANCE)
 def ddp_with_a_hook_of_its_own(member: Member) -> Any:
-    def hook(state: Any, bucket: Any) -> Any:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads the annotations, and refuses text
         work = dist.all_reduce(bucket.buffer().div_(member.size), async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0] * 2)
@@ -189,18 +189,6 @@ def ddp_with_buffers(member: Member) -> Any:
 
 
 @program(tolerance=TOLERANCE)
-def ddp_with_an_overlapped_optimizer(member: Member) -> Any:
-    from torch.distributed.optim import _apply_optimizer_in_backward
-
-    net = model()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})  # type: ignore[arg-type]
-    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    for step in range(3):
-        ddp(batch(member, step)).square().mean().backward()
-    return [parameter.detach() for parameter in net.parameters()]
-
-
-@program(tolerance=TOLERANCE)
 def ddp_with_autocast_and_a_scaler(member: Member) -> Any:
     net = DistributedDataParallel(model())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -215,12 +203,6 @@ def ddp_with_autocast_and_a_scaler(member: Member) -> Any:
 
 
 @program()
-def ddp_of_other_shapes(member: Member) -> Any:
-    net = torch.nn.Linear(2 + member.rank, 3)
-    return raised(lambda: type(DistributedDataParallel(net)).__name__)
-
-
-@program()
 def ddp_says_what_it_logs(member: Member) -> Any:
     net = DistributedDataParallel(model())
     trained(member, net)
@@ -232,9 +214,7 @@ def ddp_says_what_it_logs(member: Member) -> Any:
 def zero_redundancy_optimizer(member: Member, case: str) -> Any:
     net = DistributedDataParallel(model())
     bucketed = case == "overlapped"
-    optimizer = ZeroRedundancyOptimizer(
-        net.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=bucketed
-    )
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=bucketed)
     result = trained(member, net, optimizer)
     optimizer.consolidate_state_dict(to=0)
     if member.rank:

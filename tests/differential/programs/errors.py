@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from tests.differential.program import program, raised
 from tests.support.ranks import Member
 
@@ -16,6 +17,7 @@ def ones(count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(count, dtype=dtype)
 
 
+UNEVEN = "all_to_all_single of sizes that do not divide"
 # Each rank makes the same wrong call, and nothing is sent.
 REFUSED: dict[str, Callable[[int, int], Any]] = {
     "all_gather of too few outputs": lambda r, n: dist.all_gather([ones()] * (n - 1), ones()),
@@ -39,9 +41,7 @@ REFUSED: dict[str, Callable[[int, int], Any]] = {
     "all_reduce of a list": lambda r, n: dist.all_reduce([ones()]),  # type: ignore[arg-type]
     "all_reduce of a number": lambda r, n: dist.all_reduce(3.0),  # type: ignore[arg-type]
     "all_reduce of nothing": lambda r, n: dist.all_reduce(None),  # type: ignore[arg-type]
-    "all_gather of mixed dtypes": lambda r, n: dist.all_gather(
-        [ones(), *([ones(3, torch.int32)] * (n - 1))], ones()
-    ),
+    "all_gather of mixed dtypes": lambda r, n: dist.all_gather([ones(), *([ones(3, torch.int32)] * (n - 1))], ones()),
     "bitwise and of floats": lambda r, n: dist.all_reduce(ones(), op=dist.ReduceOp.BAND),
     "maximum of complex numbers": lambda r, n: dist.all_reduce(ones(3, torch.complex64), op=dist.ReduceOp.MAX),
     "all_reduce with an unknown operation": lambda r, n: dist.all_reduce(ones(), op="sum"),
@@ -55,9 +55,7 @@ REFUSED: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-@program(
-    cases=REFUSED, alone=True, differs={"all_to_all_single of uneven sizes": "all_to_all_single of sizes that do not divide"}
-)
+@program(cases=REFUSED, differs={"all_to_all_single of uneven sizes": UNEVEN})
 def refused(member: Member, call: Callable[[int, int], Any]) -> Any:
     answer = raised(lambda: call(member.rank, member.size))
     return answer if type(answer).__name__ == "Raised" else None

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from tests.differential.program import Raised, program, raised
 from tests.support.ranks import Member
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from tests.differential.program import program, raised
 from tests.support.ranks import Member
-from torch.distributed.device_mesh import init_device_mesh
 
 
 def summed(group: Any) -> Any:

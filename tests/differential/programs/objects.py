@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from tests.differential.program import program, raised
 from tests.support.ranks import Member
 

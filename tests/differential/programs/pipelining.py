@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.differential.program import program
-from tests.support.ranks import Member
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -15,6 +13,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
+
+from tests.differential.program import program
+from tests.support.ranks import Member
 
 ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 MORE_STAGES = {

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rpc
+
 from tests.differential.program import program
 from tests.support.ranks import Member
-from torch.distributed import rpc
 
 
 def added(tensor: torch.Tensor, value: float) -> torch.Tensor:
@@ -27,7 +28,7 @@ def calls_and_collectives_by_turns(member: Member) -> Any:
     results: list[Any] = []
     for _ in range(3):
         tensor = torch.full((3,), float(member.rank))
-        future = rpc.rpc_async(after, added, args=(tensor, 10.0))
+        future = rpc.rpc_async(after, added, args=(tensor.clone(), 10.0))
         dist.all_reduce(tensor)
         results.append((future.wait(), tensor, rpc.rpc_sync(after, collective_inside, args=(0.5,))))
     remote = rpc.remote(after, added, args=(torch.ones(2), member.rank))

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.differential.program import program
-from tests.differential.programs.data_parallel import batch, model, trained
-from tests.support.ranks import Member
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -17,7 +14,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -26,6 +23,10 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+
+from tests.differential.program import program
+from tests.differential.programs.data_parallel import batch, model, trained
+from tests.support.ranks import Member
 
 TOLERANCE = 1e-5
 
@@ -144,8 +145,9 @@ def dtensor_from_partial_maximum(member: Member) -> Any:
 
 @program(tolerance=TOLERANCE)
 def dtensor_module(member: Member) -> Any:
-    net = distribute_module(model(), mesh_of(member))
-    net(batch(Member(0, member.size, member.folder), 0)).sum().backward()
+    mesh = mesh_of(member)
+    net = distribute_module(model(), mesh)
+    net(distribute_tensor(torch.arange(30.0).view(5, 6), mesh, [Replicate()])).sum().backward()
     return [parameter.grad for parameter in net.parameters()]
 
 
@@ -192,7 +194,9 @@ def output_of_a_rowwise_layer(member: Member, verb: str) -> Any:
 @program(tolerance=TOLERANCE)
 def sequence_parallel(member: Member) -> Any:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 4 * member.size), torch.nn.Linear(4 * member.size, 8))
+    net = torch.nn.Sequential(
+        torch.nn.LayerNorm(8), torch.nn.Linear(8, 4 * member.size), torch.nn.Linear(4 * member.size, 8)
+    )
     x = torch.randn(2, 3 * member.size, 8)
     plan = {
         "0": SequenceParallel(),
@@ -238,20 +242,3 @@ def fsdp2_with_tensor_parallel(member: Member) -> Any:
     fully_shard(net, mesh=mesh["data"])
     net(x).square().mean().backward()
     return [parameter.grad.full_tensor() for parameter in net.parameters()]
-
-
-@program(tolerance=1e-4)
-def context_parallel(member: Member) -> Any:
-    from torch.distributed.tensor.experimental import context_parallel as parallel
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from tests.differential.program import raised
-
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 4 * member.size, 8) for _ in range(3))
-    mesh = mesh_of(member)
-
-    def attend() -> Any:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION), parallel(mesh, buffers=[query, key, value], buffer_seq_dims=[2, 2, 2]):
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value)
-
-    return raised(attend)

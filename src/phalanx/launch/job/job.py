@@ -124,6 +124,8 @@ class Job:
         parts = [f"phalanx run: {format_count(self.ranks, 'rank')} of {self.target.name}"]
         if self.rehearsal is not None:
             parts.append(self.rehearsal.title(self.host))
+        if self.replace:
+            parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
         if described := rank_memory.describe(self.memory):
             parts.append(described)
         return ", ".join(parts)
@@ -193,6 +195,7 @@ class Job:
             threads = self.threads or str(rows[rank].threads or 1)
         # A Python target's streams are set to line buffering directly; its own children are left alone.
         unbuffered = {} if self.target.is_python else {"PYTHONUNBUFFERED": "1"}
+        keeps_store = self.target.is_python or self.mpi is not None
         own: dict[str, str] = {}
         if self.interface:
             own[settings.INTERFACE] = self.interface
@@ -217,7 +220,8 @@ class Job:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.run_id,
             # If the launcher hosts the store, every rank is a client of it, and rank 0 may end first.
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.target.is_python or self.mpi is not None),
+            "TORCHELASTIC_USE_AGENT_STORE": str(keeps_store),
+            **({settings.STORE_PORT: str(port)} if keeps_store else {}),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "OMP_NUM_THREADS": threads,

@@ -16,6 +16,7 @@ Everything else that is executable is a program. A name that is not a file is se
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import marshal
@@ -25,9 +26,9 @@ import stat
 import sys
 import traceback
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Literal
 
 from phalanx.errors import LaunchError
@@ -87,6 +88,13 @@ def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = Fa
     """
     if module:
         return _find_module(name, arguments)
+    target = _find_file(name, arguments)
+    if target.is_python:
+        current_folder()  # torch cannot be imported without one
+    return target
+
+
+def _find_file(name: str, arguments: tuple[str, ...]) -> Target:
     if not os.path.exists(name):
         found = shutil.which(name) if os.sep not in name else None
         if found is None:
@@ -201,11 +209,26 @@ def _find_spec(name: str, path: Sequence[str]) -> importlib.machinery.ModuleSpec
         if locations is None or not part:
             return None
         full = f"{full}.{part}" if full else part
-        spec = _ask_finders(full, locations, top=full == part)
+        with _standing_in(full.rpartition(".")[0], locations):
+            spec = _ask_finders(full, locations, top=full == part)
         if spec is None:
             return None
         locations = _locations(spec)
     return spec
+
+
+@contextlib.contextmanager
+def _standing_in(parent: str, locations: Sequence[str]) -> Iterator[None]:
+    """Let finders that look a package's parent up among the imported modules find its path there."""
+    if not parent or parent in sys.modules:
+        yield
+        return
+    stand_in = sys.modules[parent] = ModuleType(parent)
+    stand_in.__path__ = list(locations)
+    try:
+        yield
+    finally:
+        del sys.modules[parent]
 
 
 def _ask_finders(name: str, path: Sequence[str], *, top: bool) -> importlib.machinery.ModuleSpec | None:
@@ -223,8 +246,8 @@ def _ask_finders(name: str, path: Sequence[str], *, top: bool) -> importlib.mach
 def _locations(spec: importlib.machinery.ModuleSpec) -> Sequence[str] | None:
     """Where the modules of a package are.
 
-    A namespace package has a list that looks its parent up among the imported modules whenever it is read, and the
-    parent has not been imported. The entries themselves are in its attribute ``_path``.
+    The list of a namespace package looks its parent up among the imported modules whenever it is read, where it is not
+    any more. The entries themselves are in the list's attribute ``_path``.
     """
     found = spec.submodule_search_locations
     return None if found is None else list(getattr(found, "_path", found))

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.rank.descriptors import Descriptors, release_input
 from phalanx.launch.rank.torch_store import host_store
 from phalanx.store.torch_server import Referral
 
@@ -61,9 +61,7 @@ class Input:
         if self._wanted:
             self._selector.unregister(0)
             self._wanted = False
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        release_input()
 
 
 class StoreOnDemand:

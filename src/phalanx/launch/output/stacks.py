@@ -17,6 +17,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 # This package's own files, which need not be among the installed ones.
 _OWN = f"{os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))}{os.sep}"
+_LAUNCHERS = (f"{_OWN}launch{os.sep}", f"{_OWN}commands{os.sep}", f"{_OWN}__main__.py")
 _MOST_PLACES = 8
 _LONGEST_LINE = 60
 
@@ -30,7 +31,7 @@ class _Frame:
     @property
     def is_launchers(self) -> bool:
         """Whether it belongs to what runs the script."""
-        return self.file.startswith(("<frozen ", f"{_OWN}launch{os.sep}", f"{_OWN}commands{os.sep}"))
+        return self.file.startswith(("<frozen ", *_LAUNCHERS))
 
     @property
     def is_librarys(self) -> bool:

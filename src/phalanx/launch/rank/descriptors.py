@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.launch.rank.trace import Trace, open_trace
 
-__all__ = ["Control", "Descriptors", "RankDescriptors", "RankEnds", "open_descriptors", "report_name"]
+__all__ = ["Control", "Descriptors", "RankDescriptors", "RankEnds", "open_descriptors", "release_input", "report_name"]
 
 # A message that lists every rank of a large job is longer than the kernel takes at once, so it is sent in pieces.
 LARGEST_PIECE = 1 << 16
@@ -180,3 +180,10 @@ def _guard_standard_streams() -> None:
     while descriptor <= 2:
         descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
+
+
+def release_input() -> None:
+    """Close this process's standard input, so that its writer notices when no other process reads it any more."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)

@@ -165,9 +165,9 @@ def _apply_logs() -> None:
 
 
 def _apply_replacement() -> None:
-    from phalanx.c10d.register import register
+    from phalanx.c10d.register import replace_as_asked
 
-    register()
+    replace_as_asked()
 
 
 _APPLIED: tuple[tuple[tuple[str, ...], Callable[[], None]], ...] = (

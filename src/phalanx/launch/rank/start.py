@@ -31,7 +31,7 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.report import Report
-from phalanx.launch.rank.descriptors import RankEnds
+from phalanx.launch.rank.descriptors import RankEnds, release_input
 from phalanx.launch.rank.late_variables import hide_torch
 from phalanx.launch.rank.trace import Stage, advance, open_own
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
@@ -97,9 +97,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     ends = start.ends
     if not start.reads:
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        release_input()
     if not start.terminal:
         os.dup2(ends.out_write, 1)
         os.dup2(ends.err_write, 2)

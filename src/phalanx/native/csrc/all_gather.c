@@ -41,11 +41,6 @@ static int take(phx_comm *comm, void *job, uint64_t i, uint64_t chunk)
 static int gather(phx_comm *comm, struct gather *job, uint64_t call)
 {
     const struct phx_steps steps = {put, take};
-    if (job->nbytes && !job->in)
-        return PHX_BAD_ARGUMENT;
-    for (uint32_t p = 0; job->nbytes && job->outs && p < comm->size; p++)
-        if (!job->outs[p])
-            return PHX_BAD_ARGUMENT;
     const int status = phx_pass_call(comm, phx_pieces(job->nbytes, comm->chunk_bytes), call, steps, job);
     if (!status && job->outs && job->outs[comm->rank] != job->in)
         memmove(job->outs[comm->rank], job->in, job->nbytes);
@@ -55,6 +50,8 @@ static int gather(phx_comm *comm, struct gather *job, uint64_t call)
 int phx_all_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbytes, uint32_t dtype, uint64_t shape)
 {
     struct gather job = {in, outs, nbytes};
+    if (phx_lacks_memory(in, nbytes) || phx_any_lacks_memory((const void *const *)outs, comm->size, nbytes))
+        return PHX_BAD_ARGUMENT;
     return gather(comm, &job, phx_call(PHX_ALL_GATHER, dtype, PHX_NO_OP, 0, nbytes, shape));
 }
 
@@ -62,7 +59,9 @@ int phx_gather(phx_comm *comm, const void *in, void *const *outs, uint64_t nbyte
                uint64_t shape)
 {
     struct gather job = {in, comm->rank == root ? outs : NULL, nbytes};
-    if (root >= comm->size)
+    if (root >= comm->size || phx_lacks_memory(in, nbytes))
+        return PHX_BAD_ARGUMENT;
+    if (job.outs && phx_any_lacks_memory((const void *const *)outs, comm->size, nbytes))
         return PHX_BAD_ARGUMENT;
     return gather(comm, &job, phx_call(PHX_GATHER, dtype, PHX_NO_OP, root, nbytes, shape));
 }

@@ -123,7 +123,7 @@ static int reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uin
     const struct phx_steps large = {put_others_slices, reduce_and_copy_slices};
     const size_t element = phx_dtype_bytes(dtype);
     struct reduction job = {in, out, count * element, phx_reduce_kernel(op, dtype), element};
-    if (!job.reduce || (count && !in))
+    if (!job.reduce || phx_lacks_memory(in, job.nbytes))
         return PHX_BAD_ARGUMENT;
     if (job.nbytes * comm->size <= comm->small_bytes && job.nbytes <= comm->chunk_bytes)
         return phx_pass_call(comm, 1, call, small, &job);
@@ -133,13 +133,15 @@ static int reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uin
 int phx_all_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op,
                    uint64_t shape)
 {
+    if (phx_lacks_memory(out, count))
+        return PHX_BAD_ARGUMENT;
     return reduce(comm, in, out, count, dtype, op, phx_call(PHX_ALL_REDUCE, dtype, op, 0, count, shape));
 }
 
 int phx_reduce(phx_comm *comm, const void *in, void *out, uint64_t count, uint32_t dtype, uint32_t op, uint32_t root,
                uint64_t shape)
 {
-    if (root >= comm->size)
+    if (root >= comm->size || (comm->rank == root && phx_lacks_memory(out, count)))
         return PHX_BAD_ARGUMENT;
     const uint64_t call = phx_call(PHX_REDUCE, dtype, op, root, count, shape);
     return reduce(comm, in, comm->rank == root ? out : NULL, count, dtype, op, call);

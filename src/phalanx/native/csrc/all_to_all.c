@@ -124,7 +124,7 @@ int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_by
     if (in_bytes[comm->rank] != out_bytes[comm->rank])
         return PHX_BAD_ARGUMENT;
     for (uint32_t p = 0; p < comm->size; p++) {
-        if ((in_bytes[p] && !ins[p]) || (out_bytes[p] && !outs[p]))
+        if (phx_lacks_memory(ins[p], in_bytes[p]) || phx_lacks_memory(outs[p], out_bytes[p]))
             return PHX_BAD_ARGUMENT;
         job.received += out_bytes[p];
     }

@@ -39,7 +39,7 @@ int phx_broadcast(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, u
 {
     const struct phx_steps steps = {put, take};
     struct broadcast job = {data, nbytes, root};
-    if (root >= comm->size || (nbytes && !data))
+    if (root >= comm->size || phx_lacks_memory(data, nbytes))
         return PHX_BAD_ARGUMENT;
     const uint64_t call = phx_call(PHX_BROADCAST, dtype, PHX_NO_OP, root, nbytes, shape);
     return phx_pass_call(comm, phx_pieces(nbytes, comm->chunk_bytes), call, steps, &job);

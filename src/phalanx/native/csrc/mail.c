@@ -134,10 +134,11 @@ static uint64_t piece_bytes(const phx_comm *comm, const phx_message *message)
     return message->nbytes >= comm->stream_bytes && quarter > PIECE ? quarter : PIECE;
 }
 
-/* Whether nobody will read what is sent to this rank. */
+/* Whether nobody will read what is sent to this rank. One that leaves a broken group has broken it, or seen it broken,
+ * before it told that it leaves. */
 static int has_left(const phx_comm *comm, uint32_t dst)
 {
-    return atomic_load_explicit(&comm->places[dst].going, memory_order_acquire) == PHX_LEFT;
+    return atomic_load_explicit(&comm->places[dst].going, memory_order_acquire) == PHX_LEFT && !phx_broken(comm);
 }
 
 static int move_sends(phx_comm *comm, uint32_t dst)

@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <stdlib.h>
 
+#include "call.h"
 #include "breaking.h"
 #include "cores.h"
 #include "futex.h"
@@ -22,7 +23,7 @@ static phx_message *new_message(void *data, uint64_t nbytes, uint32_t dtype, uin
 
 phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
 {
-    phx_message *message = dst < comm->size && (data || !nbytes) ? new_message((void *)data, nbytes, dtype, dst, tag) : NULL;
+    phx_message *message = dst < comm->size && !phx_lacks_memory(data, nbytes) ? new_message((void *)data, nbytes, dtype, dst, tag) : NULL;
     if (message)
         phx_mail_send(comm, message);
     return message;
@@ -30,13 +31,13 @@ phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_
 
 int phx_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst, uint32_t tag)
 {
-    return dst < comm->size && (data || !nbytes) && phx_mail_send_now(comm, data, nbytes, dtype, dst, tag);
+    return dst < comm->size && !phx_lacks_memory(data, nbytes) && phx_mail_send_now(comm, data, nbytes, dtype, dst, tag);
 }
 
 phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag)
 {
-    const int known = (src < comm->size || src == PHX_ANY_SOURCE) && (data || !nbytes);
-    phx_message *message = known ? new_message(data, nbytes, dtype, src, tag) : NULL;
+    const int known = src < comm->size || src == PHX_ANY_SOURCE;
+    phx_message *message = known && !phx_lacks_memory(data, nbytes) ? new_message(data, nbytes, dtype, src, tag) : NULL;
     if (!message)
         return NULL;
     message->receiving = 1;
@@ -98,7 +99,7 @@ static int check(phx_comm *comm, phx_message *message, uint64_t now)
     const enum phx_going how = find_gone_peer(comm, message, &gone);
     if (how != PHX_HERE) {
         phx_mail_move(comm);
-        if (how == PHX_LEFT)
+        if (how == PHX_LEFT && !phx_broken(comm)) /* in a broken group every rank leaves sooner or later */
             phx_mail_fail(comm, message, PHX_PEER_LEFT);
         return is_done(message) ? PHX_OK : phx_break_gone(comm, gone, how);
     }

@@ -24,7 +24,7 @@ enum phx_status {
     PHX_NOTICE = -2,      /* over MPI: all ranks have come, and a notice has arrived (transports/mpi/notices.py) */
     PHX_UNDER_WAY = -1,   /* neither done nor failed yet */
     PHX_OK = 0,
-    PHX_BAD_ARGUMENT = 1, /* a dtype, operation, rank or segment that this core does not know */
+    PHX_BAD_ARGUMENT = 1, /* a dtype, operation, rank or segment that this core does not know, or data at NULL */
     PHX_SYSTEM = 2,       /* a system call failed, and errno has the reason; or a call of MPI failed */
     PHX_MISMATCH = 3,     /* two ranks made different calls, or the two ends of a message differ */
     PHX_PEER_LOST = 4,    /* a rank went while another waited for it; phx_breakage() says how */
@@ -162,12 +162,14 @@ PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
 /* -- collectives -------------------------------------------------------------------------------------------------- */
 
 /* Arguments that several of them have:
- *   in, out, data  this rank's input, output, or both; NULL is PHX_BAD_ARGUMENT, unless there is nothing to move
+ *   in, out, data  this rank's input, output, or both
  *   ins, outs      one address for each rank of the group
  *   count, nbytes  length of one input: in elements where numbers are combined, else in bytes
  *   dtype, op      enum phx_dtype, enum phx_op
  *   root           group rank of the one that has, or gets, the data
- *   shape          any number that must be equal on all ranks, as must count or nbytes, dtype, op and root
+ *   shape          a number that must be equal on all ranks that do not give 0; count or nbytes, dtype, op and root must
+ *                  be equal on all
+ * An address may be NULL only if the call moves no bytes there: PHX_BAD_ARGUMENT.
  * Costs are for p ranks and n bytes; a synchronisation is one counter raised by each rank and read by the others. Each
  * function's file has its algorithm; docs/algorithms.md compares them. */
 
@@ -221,8 +223,8 @@ PHX_API int phx_barrier(phx_comm *comm);
 typedef struct phx_message phx_message;
 
 /* Start to send `nbytes` to the group rank `dst`, or to receive them from `src` (or PHX_ANY_SOURCE). The data must stay
- * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory, no such
- * rank, or no data to be moved though there are bytes. */
+ * where it is until the message is done. A rank may be its own peer. Returns NULL if there is no memory or no such
+ * rank, or if the data is at NULL. */
 PHX_API phx_message *phx_send(phx_comm *comm, const void *data, uint64_t nbytes, uint32_t dtype, uint32_t dst,
                               uint32_t tag);
 PHX_API phx_message *phx_recv(phx_comm *comm, void *data, uint64_t nbytes, uint32_t dtype, uint32_t src, uint32_t tag);

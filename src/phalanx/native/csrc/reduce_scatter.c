@@ -52,11 +52,8 @@ int phx_reduce_scatter(phx_comm *comm, const void *const *ins, void *out, uint64
 {
     const struct phx_steps steps = {put_others_blocks, reduce_own_block};
     struct reduction job = {ins, out, 0, phx_reduce_kernel(op, dtype), phx_dtype_bytes(dtype)};
-    if (!job.reduce || (count && !out))
+    if (!job.reduce || phx_lacks_memory(out, count) || phx_any_lacks_memory(ins, comm->size, count))
         return PHX_BAD_ARGUMENT;
-    for (uint32_t p = 0; count && p < comm->size; p++)
-        if (!ins[p])
-            return PHX_BAD_ARGUMENT;
     job.nbytes = count * job.element;
     const uint64_t call = phx_call(PHX_REDUCE_SCATTER, dtype, op, 0, count, shape);
     return phx_pass_call(comm, phx_pieces(job.nbytes, phx_share(comm)), call, steps, &job);

@@ -43,11 +43,10 @@ int phx_scatter(phx_comm *comm, const void *const *ins, void *out, uint64_t nbyt
 {
     const struct phx_steps steps = {put, take};
     struct scatter job = {ins, out, nbytes, root};
-    if (root >= comm->size || (nbytes && !out))
+    if (root >= comm->size || phx_lacks_memory(out, nbytes))
         return PHX_BAD_ARGUMENT;
-    for (uint32_t p = 0; nbytes && comm->rank == root && p < comm->size; p++)
-        if (!ins[p])
-            return PHX_BAD_ARGUMENT;
+    if (comm->rank == root && phx_any_lacks_memory(ins, comm->size, nbytes))
+        return PHX_BAD_ARGUMENT;
     const uint64_t call = phx_call(PHX_SCATTER, dtype, PHX_NO_OP, root, nbytes, shape);
     const int status = phx_pass_call(comm, phx_pieces(nbytes, comm->chunk_bytes), call, steps, &job);
     if (!status && comm->rank == root && ins[root] != out)

@@ -4,7 +4,7 @@
  * arguments, so all ranks count them alike, and chunk k is the k-th of the group's life. A *slot* is a buffer of
  * `chunk_bytes` in the segment; each rank has PHX_SLOTS of them, and its data for chunk k lies in slot k mod PHX_SLOTS.
  * The *call word* of a rank for chunk k is a hash of the call that it makes there (call.h), so two ranks have made the
- * same call if their call words are equal.
+ * same call if their call words match.
  *
  * Two counters of each rank say how far it is:
  *

@@ -3,6 +3,7 @@
  * A short spin catches a peer that is a microsecond late; yielding lets ranks that share a core take turns; sleeping
  * leaves the core to other work when a peer is far behind (a slow data loader). */
 #define _GNU_SOURCE
+#include "call.h"
 #include "wait.h"
 
 #include <sched.h>
@@ -83,7 +84,7 @@ static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
 {
     const uint64_t *mine = comm->flags[comm->rank].call, *theirs = comm->flags[peer].call;
     for (uint64_t chunk = comm->compared[peer]; chunk < seen; chunk++)
-        if (mine[chunk % PHX_SLOTS] != theirs[chunk % PHX_SLOTS])
+        if (!phx_same_call(mine[chunk % PHX_SLOTS], theirs[chunk % PHX_SLOTS]))
             return phx_break_at(comm, PHX_MISMATCH, peer, chunk);
     comm->compared[peer] = seen;
     return PHX_OK;

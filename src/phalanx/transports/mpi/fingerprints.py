@@ -8,6 +8,7 @@ import torch
 
 from phalanx.transports.contract import COLLECTIVES
 from phalanx.transports.layout import DTYPES
+from phalanx.watch.calls import shape_word
 
 __all__ = ["fingerprint", "weight"]
 
@@ -27,7 +28,7 @@ def fingerprint(name: str, tensor: torch.Tensor | None, op: int, root: int) -> i
     """
     if tensor is None:
         return hash((_NUMBERS[name], op, root))
-    return hash((_NUMBERS[name], _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.shape))
+    return hash((_NUMBERS[name], _DTYPE_NUMBERS[tensor.dtype], op, root, tensor.numel(), shape_word(tensor.shape)))
 
 
 @cache

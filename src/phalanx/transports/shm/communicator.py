@@ -21,7 +21,7 @@ from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.watch.call_site import CallSite, call_site, capture, text_of
-from phalanx.watch.calls import call_text, exchange_text
+from phalanx.watch.calls import call_text, exchange_text, shape_word
 from phalanx.watch.ending import tell_how_the_script_ends
 
 __all__ = ["DTYPE_NUMBERS", "OP_NUMBERS", "SharedMemoryCommunicator", "text_of_call"]
@@ -59,16 +59,26 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
             those of rank 0.
+        card: a text of this rank for the others.
 
     Attributes:
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
+        cards: the cards of all ranks.
 
     Raises:
         NotOneHost: a rank cannot make or open the segment; the message says which and why.
         InitializationError: a rank did not come within the timeout.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        tuning: Tuning | None = None,
+        card: str = "",
+    ) -> None:
         self.rank = rank
         self.size = size
         self._core = library()
@@ -81,7 +91,8 @@ class SharedMemoryCommunicator(Communicator):
         # About 4 µs; less with more ranks than cores, where the awaited rank needs the core that a spin would occupy.
         spin = 100 if size <= cores else 50
         poll = self._signals.callback
-        self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
+        tuning = tuning or load_tuning()
+        self._comm, self.meeting, self.cards = join_segment(store, rank, size, timeout, tuning, spin, poll, card)
         self._mailbox = Mailbox(self._comm, self._signals, self._explain)
         self.set_timeout(timeout)
         tell_how_the_script_ends()
@@ -107,7 +118,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         data = tensor.data_ptr()
         status = self._core.phx_all_reduce(
-            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], hash(tensor.shape)
+            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "all_reduce", tensor, op)
@@ -115,7 +126,7 @@ class SharedMemoryCommunicator(Communicator):
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         data = tensor.data_ptr()
         status = self._core.phx_reduce(
-            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], root, hash(tensor.shape)
+            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], root, shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "reduce", tensor, op, root)
@@ -136,14 +147,14 @@ class SharedMemoryCommunicator(Communicator):
             output.numel(),
             _REDUCED[output.dtype],
             _OPS[op],
-            hash(output.shape),
+            shape_word(output.shape),
         )
         if status:
             self._fail(status, "reduce_scatter", output, op)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         status = self._core.phx_broadcast(
-            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], root, hash(tensor.shape)
+            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], root, shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "broadcast", tensor, root=root)
@@ -158,7 +169,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _all_gather(self, outputs: _Pointers, tensor: torch.Tensor) -> None:
         status = self._core.phx_all_gather(
-            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, _DTYPES[tensor.dtype], hash(tensor.shape)
+            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, _DTYPES[tensor.dtype], shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "all_gather", tensor)
@@ -177,7 +188,7 @@ class SharedMemoryCommunicator(Communicator):
             tensor.nbytes,
             _DTYPES[tensor.dtype],
             root,
-            hash(tensor.shape),
+            shape_word(tensor.shape),
         )
         if status:
             self._fail(status, "gather", tensor, root=root)
@@ -192,7 +203,7 @@ class SharedMemoryCommunicator(Communicator):
             output.nbytes,
             _DTYPES[output.dtype],
             root,
-            hash(output.shape),
+            shape_word(output.shape),
         )
         if status:
             self._fail(status, "scatter", output, root=root)
@@ -290,7 +301,11 @@ class SharedMemoryCommunicator(Communicator):
 
     def _raise(self, status: int, name: str, text: str) -> NoReturn:
         if status < BROKEN_FROM:
-            raise BackendError(f"the core refused {name} as malformed (status {status}, rank {self.rank})")
+            raise BackendError(
+                f"the core refused {name} on rank {self.rank} (status {status}): a rank that the group does not have, "
+                "a dtype or operation that the core does not know, or a tensor without memory of its own, such as a "
+                "wrapper around others: give those instead"
+            )
         self._signals.raise_pending()
         raise self._explain(text)
 

@@ -144,7 +144,10 @@ class SharedMemoryMessage(Message):
 
     def __init__(self, mailbox: Mailbox, handle: int | None, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         if not handle:
-            raise BackendError(f"no memory for a message ({verb} rank {peer})")
+            raise BackendError(
+                f"the core refused a message ({verb} rank {peer}): there is no memory for it, or its tensor has no "
+                "memory of its own, such as a wrapper around others: give those instead"
+            )
         super().__init__(tensor, verb, peer)
         self._mailbox = mailbox
         self._handle = handle

@@ -32,6 +32,7 @@ from phalanx.transports.shm.tuning import Tuning
 
 __all__ = ["NotOneHost", "join_segment"]
 
+_Outcome = tuple[str, str, list[str]]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
 
 OUTCOME_GRACE = timedelta(seconds=5)
@@ -60,12 +61,20 @@ def join_segment(
     tuning: Tuning,
     spin: int,
     poll: Callable[[], int],
-) -> tuple[int, str]:
+    card: str = "",
+) -> tuple[int, str, list[str]]:
     """Rank 0 offers a segment, every rank tries to attach, and all act on the one outcome that rank 0 publishes.
 
+    Args:
+        store: where they meet; when they have, nothing of the meeting stays there.
+        rank, size: this process's place in the group.
+        timeout: for all of them to come.
+        tuning, spin, poll: for the core.
+        card: a text of this rank for the others.
+
     Returns:
-        The core's handle of this rank's view of the segment, and the name of the meeting: equal on every rank, and of
-        no other meeting.
+        The core's handle of this rank's view of the segment, the name of the meeting (equal on every rank, and of no
+        other meeting), and the cards of all ranks.
 
     Raises:
         NotOneHost: some rank, perhaps rank 0 itself, could not make or attach the segment.
@@ -79,7 +88,7 @@ def join_segment(
             descriptor, reason = _make_segment(size, tuning, cookie)
             if not reason:
                 comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            missing, apart = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
+            missing, apart, cards = _offer(store, size, timeout, descriptor, cookie.hex(), (reason, card))
         else:
             _wait(store, "offer", timeout, f"rank 0 did not come to a group of {size} ranks")
             pid, number, name = json.loads(store.get("offer"))
@@ -88,11 +97,11 @@ def join_segment(
                 descriptor, reason = _reach(pid, number)
                 if not reason:
                     comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            store.set(f"{name}/answer/{rank}", reason)
+            store.set(f"{name}/answer/{rank}", json.dumps([reason, card]))
             # Wait longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
             outcome = f"{name}/outcome"
             _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
-            missing, apart = json.loads(store.get(outcome))
+            missing, apart, cards = json.loads(store.get(outcome))
         if missing:
             raise InitializationError(f"rank {rank}: {missing}")
         if apart:
@@ -100,6 +109,8 @@ def join_segment(
         if comm is None:
             raise InitializationError(f"rank {rank} came to a group of {size} ranks that had been made ({reason})")
         apart = _see_each_other(comm, descriptor, rank, timeout.total_seconds())
+        if rank == 0:
+            store.delete_key(f"{cookie.hex()}/outcome")  # all have read it, else they would not have looked
         if apart:
             raise NotOneHost(apart, cookie.hex())
     except BaseException:
@@ -109,24 +120,26 @@ def join_segment(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return comm, cookie.hex()
+    return comm, cookie.hex(), cards
 
 
-def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: str, reason: str) -> tuple[str, str]:
-    """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
+def _offer(
+    store: Store, size: int, timeout: timedelta, descriptor: int, name: str, answer: tuple[str, str]
+) -> _Outcome:
+    """Rank 0's part: offer the segment, or none if its own answer says why there is none, and publish the outcome.
 
     Returns:
         The outcome: why the group was not made (ranks did not come, or rank 0 gave up), and which ranks came but could
-        not attach. Both are empty when all is well.
+        not attach, both empty when all is well; and the cards of all ranks.
     """
     try:
         store.set("offer", json.dumps([_own_pid(), descriptor, name]))
-        outcome = _collect_answers(store, size, timeout, name, reason)
+        outcome = _collect_answers(store, size, timeout, name, answer)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
         # reach, they find that themselves.
         with contextlib.suppress(RuntimeError):
-            _publish(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", ""))
+            _publish(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", "", []))
         raise
     _publish(store, name, outcome)
     return outcome
@@ -140,7 +153,7 @@ def _own_pid() -> int:
         return os.getpid()
 
 
-def _publish(store: Store, name: str, outcome: tuple[str, str]) -> None:
+def _publish(store: Store, name: str, outcome: _Outcome) -> None:
     store.delete_key("offer")  # first: see the module's docstring
     store.set(f"{name}/outcome", json.dumps(outcome))
 
@@ -200,25 +213,33 @@ def _see_each_other(comm: int, descriptor: int, rank: int, timeout_s: float) -> 
     )
 
 
-def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, reason: str) -> tuple[str, str]:
-    """The outcome, given rank 0's own ``reason``."""
+def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, answer: tuple[str, str]) -> _Outcome:
+    """The outcome, given rank 0's own answer: why it cannot attach, and its card."""
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
     try:
         store.wait(list(keys.values()), timeout)  # one deadline for all of them
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError:
         absent = [peer for peer, key in keys.items() if not store.check([key])]
         if absent:
             names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
-            return (
+            late = (
                 f"{names} did not come within {timeout.total_seconds():.0f} s. Was each rank started, and does each "
                 f"create the same groups in the same order?"
-            ), ""
-    reasons = {0: reason, **{peer: store.get(key).decode() for peer, key in keys.items()}}
-    return "", "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items() if text)
+            )
+            return late, "", []
+    answers = [answer, *(json.loads(store.get(key)) for key in keys.values())]
+    for key in keys.values():
+        store.delete_key(key)
+    apart = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text)
+    return "", apart, [card for _, card in answers]
 
 
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
     try:
         store.wait([key], timeout)
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
         raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error

@@ -1,0 +1,484 @@
+"""What torch's dispatcher does for other backends: wrapper subclasses, profilers, modes, and every form of a call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Member, on_ranks, run_ranks
+from torch._subclasses import FakeTensorMode
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout
+
+SIZES = (1, 2, 3)
+MAX = dist.ReduceOp.MAX
+SHORT = timedelta(seconds=0.3)
+
+
+def in_world(body: Callable[[Member], Any], size: int) -> list[Any]:
+    def joined(place: Member) -> Any:
+        place.join()
+        value = body(place)
+        dist.barrier()
+        dist.destroy_process_group()
+        return value
+
+    return on_ranks(joined, size)
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def mine(place: Member, count: int = 4) -> torch.Tensor:
+    return torch.full((count,), float(place.rank + 1))
+
+
+def total(size: int) -> float:
+    return size * (size + 1) / 2
+
+
+# -- wrapper subclasses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_result_of_a_functional_collective_is_waited_for_and_unwrapped(size: int) -> None:
+    """A RowwiseParallel layer returns such a tensor. Its own data pointer is null."""
+
+    def pending(tensor: torch.Tensor) -> torch.Tensor:
+        wrapped: torch.Tensor = functional.all_reduce(tensor, "avg", group())
+        assert type(wrapped) is functional.AsyncCollectiveTensor
+        return wrapped
+
+    def body(place: Member) -> None:
+        n, mean = place.size, total(place.size) / place.size
+        for later in (False, True):
+
+            def end(work: dist.Work | None, later: bool = later) -> None:
+                assert (work is not None) == later
+                if work is not None:
+                    work.wait()
+
+            tensor = pending(mine(place))
+            end(dist.all_reduce(tensor, async_op=later))
+            assert tensor.tolist() == [mean * n] * 4
+
+            tensor = pending(mine(place))
+            end(dist.broadcast(tensor, src=0, async_op=later))
+            assert tensor.tolist() == [mean] * 4
+
+            outputs = [pending(torch.zeros(4)) for _ in range(n)]
+            end(dist.all_gather(outputs, pending(mine(place)), async_op=later))
+            assert [t.tolist() for t in outputs] == [[mean] * 4] * n
+
+            whole = pending(torch.zeros(4 * n))
+            end(dist.all_gather_into_tensor(whole, pending(mine(place)), async_op=later))
+            assert whole.tolist() == [mean] * 4 * n
+
+            part = pending(torch.zeros(4))
+            end(dist.reduce_scatter_tensor(part, pending(torch.ones(4 * n)), async_op=later))
+            assert part.tolist() == [float(n)] * 4
+        both = [pending(mine(place)), pending(torch.zeros(4))]
+        if n > 1 and place.rank == 0:
+            dist.send(both[0], dst=1)
+        elif place.rank == 1:
+            dist.recv(both[1], src=0)
+            assert both[1].tolist() == [mean] * 4
+
+    in_world(body, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_subclass_that_wraps_two_tensors_has_both_reduced(size: int) -> None:
+    def body(place: Member) -> None:
+        for later in (False, True):
+            pair = TwoTensor(mine(place), 2 * mine(place))
+            work = dist.all_reduce(pair, async_op=later)
+            if work is not None:
+                work.wait()
+            assert pair.a.tolist() == [total(place.size)] * 4
+            assert pair.b.tolist() == [2 * total(place.size)] * 4
+
+    in_world(body, size)
+
+
+def test_a_fake_tensor_moves_nothing() -> None:
+    def body(place: Member) -> None:
+        if place.rank == 0:  # alone: nobody is waited for
+            with FakeTensorMode():
+                fake = torch.ones(3)
+                dist.all_reduce(fake)
+                work = dist.all_reduce(fake, async_op=True)
+                assert work is not None
+                work.wait()
+            dist.all_reduce(fake)
+
+    in_world(body, 2)
+
+
+def test_a_tensor_that_cannot_be_unwrapped_is_refused_in_words() -> None:
+    def body(place: Member) -> None:
+        sharded = distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0, 1]), [Replicate()])
+        with pytest.raises(NotImplementedError, match="sharding strategy"):
+            dist.all_reduce(sharded)
+        jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+        with pytest.raises(NotImplementedError, match="NestedTensor"):
+            dist.all_reduce(jagged)
+
+    in_world(body, 2)
+
+
+def test_the_core_refuses_data_at_null() -> None:
+    class WithoutMemory(torch.Tensor):
+        def data_ptr(self) -> int:
+            return 0
+
+    def body(place: Member) -> None:
+        communicator, null = group()._communicator, torch.ones(4).as_subclass(WithoutMemory)
+        real, parts = torch.ones(4), [torch.ones(4), torch.ones(4)]
+        op = dist.ReduceOp.SUM.value
+        for call in (
+            lambda: communicator.all_reduce(null, op),
+            lambda: communicator.reduce(null, 0, op),
+            lambda: communicator.broadcast(null, 0),
+            lambda: communicator.all_gather(parts, null),
+            lambda: communicator.all_gather([null, null], real),
+            lambda: communicator.gather(None, null, 1 - place.rank),
+            lambda: communicator.gather([null, null], real, place.rank),
+            lambda: communicator.scatter(null, None, 1 - place.rank),
+            lambda: communicator.scatter(real, [null, null], place.rank),
+            lambda: communicator.reduce_scatter(null, parts, op),
+            lambda: communicator.reduce_scatter(real, [null, null], op),
+            lambda: communicator.all_to_all(parts, [null, null]),
+            lambda: communicator.all_to_all([null, null], parts),
+            lambda: communicator.send(null, 1 - place.rank, 0),
+            lambda: communicator.recv(null, 1 - place.rank, 0),
+        ):
+            with pytest.raises(BackendError, match="memory"):
+                call()
+        dist.all_reduce(real)  # nothing has happened to the group
+        assert real.tolist() == [2.0] * 4
+
+    in_world(body, 2)
+
+
+# -- profilers and modes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_profiler_shows_every_operation_with_its_shapes_and_bytes(size: int) -> None:
+    """On rank 0 alone, while the other ranks run the same calls without one."""
+
+    def calls(place: Member) -> None:
+        n = place.size
+        dist.all_reduce(torch.ones(2, 3))
+        work = dist.all_reduce(torch.ones(5), op=MAX, async_op=True)
+        assert work is not None
+        work.wait()
+        dist.broadcast(torch.ones(3), src=0)
+        dist.reduce(torch.ones(3), dst=0)
+        dist.all_gather([torch.zeros(2) for _ in range(n)], torch.ones(2))
+        dist.all_gather_into_tensor(torch.zeros(2 * n), torch.ones(2))
+        dist.reduce_scatter_tensor(torch.zeros(2), torch.ones(2 * n))
+        dist.reduce_scatter(torch.zeros(2), [torch.ones(2) for _ in range(n)])
+        dist.gather(torch.ones(2), [torch.zeros(2) for _ in range(n)] if place.rank == 0 else None)
+        dist.scatter(torch.ones(2), [torch.zeros(2) for _ in range(n)] if place.rank == 0 else None)
+        dist.all_to_all_single(torch.zeros(n), torch.ones(n))
+        dist.all_to_all([torch.zeros(1) for _ in range(n)], [torch.ones(1) for _ in range(n)])
+        dist.barrier()
+        if place.rank == 0 and n > 1:
+            dist.send(torch.ones(7), dst=1)
+            dist.recv(torch.ones(7), src=1)
+        elif place.rank == 1:
+            dist.recv(torch.ones(7), src=0)
+            dist.send(torch.ones(7), dst=0)
+
+    def body(place: Member) -> None:
+        if place.rank > 0:
+            calls(place)
+            return
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            calls(place)
+        n = place.size
+        seen = {event.name: event for event in profiler.events() if event.name.startswith("phalanx:")}
+        names = "all_reduce broadcast reduce all_gather all_gather_single reduce_scatter reduce_scatter_single"
+        names += " gather scatter all_to_all all_to_all_single barrier" + (" send recv" if n > 1 else "")
+        assert set(seen) == {f"phalanx:{name}" for name in names.split()}
+        reductions = [event for event in profiler.events() if event.name == "phalanx:all_reduce"]
+        assert [event.input_shapes for event in reductions] == [[[2, 3]], [[5]]]
+        assert [event.kwinputs["nbytes"] for event in reductions] == [24, 20]
+        assert seen["phalanx:all_gather"].kwinputs["nbytes"] == 8 * (n + 1)
+
+    in_world(body, size)
+
+
+def test_an_asynchronous_operation_is_shown_until_it_has_run() -> None:
+    def body(place: Member) -> float:
+        tensor = torch.ones(4)
+        if place.rank == 1:
+            dist.recv(torch.ones(1), src=0)
+            dist.all_reduce(tensor)
+            return 0.0
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            torch.ones(1000).sum()
+            dist.send(torch.ones(1), dst=1)
+            work.wait()
+        (event,) = [event for event in profiler.events() if event.name == "phalanx:all_reduce"]
+        (sent,) = [event for event in profiler.events() if event.name == "phalanx:send"]
+        assert event.time_range.start < sent.time_range.start < event.time_range.end
+        return float(event.time_range.elapsed_us())
+
+    in_world(body, 2)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.__name__.removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_modes_see_the_operations_that_they_see_of_other_backends(size: int) -> None:
+    def body(place: Member) -> None:
+        tensor = mine(place)
+        if place.rank == 0:
+            with Seen() as seen:
+                dist.all_reduce(tensor)
+                work = dist.all_reduce(tensor, async_op=True)
+                assert work is not None
+                work.wait()
+                dist.barrier()
+                dist.broadcast(tensor, src=0)
+            assert seen.names == ["allreduce_", "allreduce_", "barrier", "broadcast_"]
+        else:
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor)
+            dist.barrier()
+            dist.broadcast(tensor, src=0)
+        assert tensor.tolist() == [place.size * total(place.size)] * 4
+        with CommDebugMode() as counted:
+            dist.all_gather_into_tensor(torch.zeros(4 * place.size), tensor)
+            functional.all_reduce(tensor, "sum", group()).sum()
+        assert counted.get_total_counts() == 2
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(x)
+            return x * 2
+
+        traced = make_fx(program)(mine(place))
+        assert "c10d.allreduce_.default" in [str(node.target) for node in traced.graph.nodes]
+
+    in_world(body, size)
+
+
+def test_another_backends_group_is_not_touched() -> None:
+    def body(place: Member) -> None:
+        gloo = dist.new_group(backend="gloo")
+        with Seen() as seen:
+            for _ in range(2):
+                mine_here, over_gloo = mine(place), mine(place)
+                dist.all_reduce(mine_here)
+                dist.all_reduce(over_gloo, group=gloo)
+                assert mine_here.tolist() == over_gloo.tolist() == [total(place.size)] * 4
+        assert seen.names == ["allreduce_"] * 4
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            dist.all_reduce(torch.ones(1), group=gloo)
+        assert "phalanx:all_reduce" not in {event.name for event in profiler.events()}
+
+    in_world(body, 2)
+
+
+# -- every form of a call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_process_group_takes_its_arguments_in_every_form_that_torch_documents(size: int) -> None:
+    def body(place: Member) -> None:
+        pg, n, rank, root = group(), place.size, place.rank, place.rank == 0
+        one, everyone = [1.0] * 4, [[float(r + 1)] * 4 for r in range(n)]
+        everything, minute = [total(n)] * 4, timedelta(seconds=60)
+
+        def after(call: Callable[[torch.Tensor], dist.Work]) -> list[float]:
+            tensor = mine(place)
+            call(tensor).wait()
+            return tensor.tolist()
+
+        def filled(call: Callable[[list[torch.Tensor]], dist.Work]) -> list[list[float]]:
+            tensors = [torch.zeros(4) for _ in range(n)]
+            call(tensors).wait()
+            return [tensor.tolist() for tensor in tensors]
+
+        assert after(lambda t: pg.allreduce([t])) == everything
+        assert after(lambda t: pg.allreduce(t)) == everything
+        assert after(lambda t: pg.allreduce([t], MAX)) == everyone[-1]
+        assert after(lambda t: pg.allreduce(t, op=MAX)) == everyone[-1]
+        assert after(lambda t: pg.allreduce(t, MAX, minute)) == everyone[-1]
+        assert after(lambda t: pg.allreduce_coalesced([t])) == everything
+        assert after(lambda t: pg.broadcast(t, 0)) == one
+        assert after(lambda t: pg.broadcast(t, root=n - 1, timeout=minute)) == everyone[-1]
+        assert after(lambda t: pg.reduce(t, 0)) == (everything if root else everyone[rank])
+        assert after(lambda t: pg.reduce(t, root=0, op=MAX)) == everyone[-1 if root else rank]
+        assert filled(lambda ts: pg.allgather(ts, mine(place))) == everyone
+        assert filled(lambda ts: pg.allgather([ts], [mine(place)])) == everyone
+        gathered = filled(lambda ts: pg.gather(ts if root else [], mine(place), 0))
+        assert not root or gathered == everyone
+        sources = [torch.full((4,), float(r + 1)) for r in range(n)]
+        assert after(lambda t: pg.scatter(t, sources if root else [], 0)) == everyone[rank]
+        assert after(lambda t: pg.reduce_scatter(t, sources)) == [n * value for value in everyone[rank]]
+        assert after(lambda t: pg.reduce_scatter(t, sources, op=MAX)) == everyone[rank]
+        assert after(lambda t: pg._reduce_scatter_base(t, torch.ones(4 * n))) == [float(n)] * 4
+        whole = torch.zeros(4 * n)
+        pg._allgather_base(whole, mine(place)).wait()
+        assert whole.view(n, 4).tolist() == everyone
+        exchanged = torch.zeros(n)
+        pg.alltoall_base(exchanged, mine(place, n), [], []).wait()
+        assert exchanged.tolist() == [values[0] for values in everyone]
+        assert filled(lambda ts: pg.alltoall(ts, [mine(place)] * n)) == everyone
+        pg.barrier().wait()
+        pg.barrier(timeout=minute).wait()
+        if n > 1 and rank < 2:
+            message = mine(place)
+            (pg.send([message], 1, 3) if root else pg.recv([message], srcRank=0, tag=3)).wait()
+            assert message.tolist() == one
+
+    in_world(body, size)
+
+
+def test_gather_single_has_a_method_to_land_on() -> None:
+    """torch calls it from 2.15 on."""
+
+    def body(place: Member) -> None:
+        options, output = dist.GatherOptions(), torch.zeros(4 * place.size)
+        options.rootRank, options.asyncOp, options.timeout = 0, False, timedelta(seconds=60)
+        group().gather_single(output if place.rank == 0 else None, mine(place), options)
+        assert place.rank or output.tolist() == [float(r + 1) for r in range(place.size) for _ in range(4)]
+
+    in_world(body, 3)
+
+
+def test_a_group_has_its_store_and_can_be_split() -> None:
+    def body(place: Member) -> None:
+        group().get_group_store().set(f"from {place.rank}", "here")
+        group().get_group_store().wait([f"from {rank}" for rank in range(place.size)])
+        low = group().split_group([0, 1])
+        assert (low is None) == (place.rank == 2)
+        own = group().split_group([2], group_name="alone") if place.rank == 2 else low
+        tensor = mine(place)
+        own.allreduce(tensor).wait()
+        assert tensor.tolist() == [3.0] * 4
+        assert own.size() == (1 if place.rank == 2 else 2)
+        dist.barrier()
+        own.shutdown()
+
+    in_world(body, 3)
+
+
+# -- timeouts ------------------------------------------------------------------------------------------
+
+
+def with_options(kind: type, asynchronous: bool) -> Any:
+    options = kind()
+    options.timeout, options.asyncOp = SHORT, asynchronous
+    return options
+
+
+def late_by_setting(pg: Any, call: Callable[[], Any]) -> None:
+    pg.set_timeout(SHORT)
+    call()
+
+
+def late_by_setting_it_in_torch(pg: Any) -> None:
+    dist.distributed_c10d._set_pg_timeout(SHORT, pg)
+    dist.all_reduce(torch.ones(4), group=pg)
+
+
+LATE: dict[str, Callable[[Any], Any]] = {
+    "synchronous": lambda pg: pg.allreduce([torch.ones(4)], with_options(dist.AllreduceOptions, False)),
+    "asynchronous": lambda pg: pg.allreduce([torch.ones(4)], with_options(dist.AllreduceOptions, True)).wait(),
+    "future": lambda pg: pg.allreduce([torch.ones(4)], with_options(dist.AllreduceOptions, True)).get_future().wait(),
+    "argument": lambda pg: pg.allreduce(torch.ones(4), MAX, SHORT).wait(),
+    "barrier": lambda pg: pg.barrier(timeout=SHORT).wait(),
+    "monitored": lambda pg: pg.monitored_barrier(SHORT),
+    "wait": lambda pg: pg.allreduce([torch.ones(4)]).wait(SHORT),
+    "set": lambda pg: late_by_setting(pg, lambda: dist.all_reduce(torch.ones(4), group=pg)),
+    "set, asynchronous": lambda pg: late_by_setting(pg, lambda: pg.allreduce([torch.ones(4)]).wait()),
+    "set, message": lambda pg: late_by_setting(pg, lambda: dist.recv(torch.ones(4), src=1, group=pg)),
+    "set in torch": late_by_setting_it_in_torch,
+}
+
+
+def test_a_timeout_of_one_call_holds() -> None:
+    """Rank 1 does not come; the groups' own timeout is far longer than the test may take."""
+
+    def body(place: Member) -> None:
+        place.join(timeout_s=3600)
+        groups = {name: dist.new_group() for name in LATE}
+        for name, call in LATE.items():
+            if place.rank == 0:
+                with pytest.raises((CollectiveTimeout, RuntimeError), match=r"under way|did not come"):
+                    call(groups[name])
+        dist.barrier()
+
+    on_ranks(body, 2)
+
+
+def test_a_timeout_of_one_call_is_that_calls_only() -> None:
+    def body(place: Member) -> None:
+        group().allreduce(torch.ones(4), MAX, SHORT).wait()
+        if place.rank == 1:
+            time.sleep(3 * SHORT.total_seconds())
+        dist.all_reduce(torch.ones(4))
+
+    in_world(body, 2)
+
+
+# -- shapes --------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_meets_one_of_as_many_elements() -> None:
+    def body(place: Member) -> None:
+        shapes: list[tuple[tuple[int, ...], ...]] = [
+            ((), (1,), (1, 1)),
+            ((2, 3), (6,), (6, 1)),
+            ((2, 1, 3), (2, 3), (1, 2, 3)),
+        ]
+        for of_ranks in shapes:
+            tensor = torch.full(of_ranks[place.rank], float(place.rank + 1))
+            dist.broadcast(tensor, src=0)
+            assert set(tensor.view(-1).tolist()) == {1.0}
+            tensor += place.rank
+            dist.all_reduce(tensor)
+            assert set(tensor.view(-1).tolist()) == {6.0}
+
+    in_world(body, 3)
+
+
+def test_a_transposed_matrix_is_a_mismatch_and_nobody_is_said_to_have_called_nothing() -> None:
+    def body(place: Member) -> None:
+        place.join()
+        dist.all_reduce(torch.ones((3, 2) if place.rank == 1 else (2, 3)))
+
+    for outcome in run_ranks(body, 3):
+        assert isinstance(outcome.error, CollectiveMismatch)
+        assert "float32[3, 2]" in str(outcome.error)
+        assert "not called anything" not in str(outcome.error)
