@@ -49,6 +49,7 @@ torch-versions: $(VENV)/.installed  ## The tests on each torch of requirements/t
 
 benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured here
 	$(BIN)/phalanx bench all --against gloo --patience 120
+	$(BIN)/phalanx bench all_reduce --against gloo,nothing --patience 60
 	$(BIN)/phalanx bench all_reduce --dtypes float16,bfloat16 --against gloo --patience 30
 	$(BIN)/python benchmarks/start_ranks.py
 	$(BIN)/python benchmarks/ddp_step.py

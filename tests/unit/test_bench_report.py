@@ -246,3 +246,21 @@ def test_an_old_file_is_shown_again(tmp_path: Path) -> None:
     result = CliRunner().invoke(bench, ["--load", str(file)])
     assert result.exit_code == 0
     assert result.output == format_report(results)
+
+
+def test_cpu_times_have_a_column_for_each_backend_that_has_them() -> None:
+    text = format_report(make_results(make_row(cpu_us={"phalanx": 4.0, "memcpy": 1.0, "gloo": 150.0})))
+    header = next(line for line in text.splitlines() if "operation" in line)
+    assert [cell.strip() for cell in header.strip("|").split("|")][-2:] == ["phalanx CPU", "gloo CPU"]
+    assert cells(text)[-2:] == ["4.00", "150"]
+    assert "phalanx CPU" not in format_report(make_results(make_row()))
+
+
+def test_the_clock_and_what_the_hypervisor_took_are_told() -> None:
+    results = make_results(make_row())
+    results["machine"]["clock_mhz"] = [2400.0, 2596.2]
+    results |= {"clock_mhz_after": [2596.0, 2596.0], "stolen": 0.013}
+    assert (
+        "CPU clock 2400–2596 MHz before and 2596–2596 MHz after; the hypervisor took 1.3% of the CPU time during the "
+        "whole run." in format_report(results)
+    )

@@ -7,7 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
+from typing import Any
 
+import pytest
+
+from phalanx.place.environment import read_environment
 from phalanx.place.launchers import LAUNCHERS
 
 FIELDS = [
@@ -23,6 +28,7 @@ FIELDS = [
     "device",
     "backend",
 ]
+env_command: Any = import_module("phalanx.commands.env")
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
 
@@ -95,3 +101,9 @@ def test_the_help_names_every_launcher() -> None:
     assert names[1].split(", ") == list(dict.fromkeys(row.name for row in LAUNCHERS))
     for row in LAUNCHERS:
         assert f"{row.example} phalanx env" in text
+
+
+def test_a_missing_module_for_the_quick_calls_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_command, "quick_entry", lambda: "the module could not be loaded (for a test)")
+    notes = env_command.view(read_environment({})).notes
+    assert any("ctypes" in note and "(for a test)" in note for note in notes)

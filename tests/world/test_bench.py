@@ -55,6 +55,8 @@ def check_row(row: dict[str, Any], rounds: int, backends: set[str]) -> None:
         assert len(samples) == rounds
         assert all(sample > 0 for sample in samples)
         assert row["calls"][name] >= 1
+    assert set(row["cpu_us"]) == set(row["samples_us"])
+    assert all(used >= 0 for used in row["cpu_us"].values())
     assert set(row["noise"]) == {"probe_spread", "stolen", "others"}
 
 
@@ -67,14 +69,15 @@ def check_row(row: dict[str, Any], rounds: int, backends: set[str]) -> None:
 )
 def test_every_operation_is_right_and_measured(tmp_path: Path, more: tuple[str, ...]) -> None:
     process = start(
-        tmp_path, "all", "--sizes", "4,4K", "--dtypes", "float32,bfloat16", "--ranks", "2,3", "--against", "gloo",
-        "--rounds", "2", "--round-ms", "0.5", "--json", *more,
+        tmp_path, "all", "--sizes", "4,4K", "--dtypes", "float32,bfloat16", "--ranks", "2,3",
+        "--against", "gloo,nothing", "--rounds", "2", "--round-ms", "0.5", "--json", *more,
     )  # fmt: skip
     code, out, err = finish(process, tmp_path)
     assert code == 0, err
     results = json.loads(out)
     assert results["complete"]
     assert results["machine"]["usable_cores"] >= 1
+    assert 0 <= results["stolen"] <= 1
     assert [job["size"] for job in results["jobs"]] == [2, 3]
     for job in results["jobs"]:
         assert job["shared_memory"]
@@ -82,7 +85,7 @@ def test_every_operation_is_right_and_measured(tmp_path: Path, more: tuple[str, 
             name for name in OPERATIONS for _ in range(1 if name == "barrier" else 4)
         ]
         for row in job["rows"]:
-            check_row(row, 2, {"phalanx", "gloo"})
+            check_row(row, 2, {"phalanx", "gloo", "nothing"})
     assert "2 ranks, all_reduce float32 4: phalanx" in err
 
 

@@ -13,6 +13,7 @@ from phalanx.words import format_size
 __all__ = [
     "MEMCPY",
     "MPI",
+    "NOTHING",
     "UNBOUNDED",
     "BenchOptions",
     "Case",
@@ -25,6 +26,7 @@ __all__ = [
 # Names among the samples of a row, beside those of backends of torch.
 MEMCPY = "memcpy"
 MPI = "mpi"
+NOTHING = "nothing"
 UNBOUNDED = 1 << 40  # bytes; more than any tensor here has
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
@@ -52,7 +54,7 @@ class BenchOptions:
     Attributes:
         operations, sizes, dtypes: every combination is measured, with every number in ``ranks``.
         ranks: world sizes.
-        against: backends of torch to measure beside ``phalanx``; MPI is not one of them.
+        against: backends of torch to measure beside ``phalanx``; MPI is not one of them. ``nothing`` is ours.
         rounds: how many turns each backend gets in each case.
         round_s: about how long one turn is, in seconds.
         asynchronous: ``async_op=True`` and ``wait()`` instead of a synchronous call.

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx import settings
 
-__all__ = ["cpu_model", "machine", "mpi_description", "versions"]
+__all__ = ["clock_mhz", "cpu_model", "machine", "mpi_description", "versions"]
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
@@ -26,6 +26,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "caches": _caches(),
+        "clock_mhz": clock_mhz(),
         "memory_nbytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "system": platform.system(),
@@ -38,6 +39,13 @@ def cpu_model(cpuinfo: str) -> str:
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     named = {key.strip(): value.strip() for key, _, value in lines}
     return named.get("model name") or named.get("Model") or named.get("CPU part") or "unknown"
+
+
+def clock_mhz() -> list[float]:
+    """The present clock of each core, in the order of the kernel; empty if it does not say."""
+    with open("/proc/cpuinfo") as file:
+        lines = (line.partition(":") for line in file)
+        return [float(value) for key, _, value in lines if key.strip() == "cpu MHz"]
 
 
 def _caches() -> list[str]:

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from phalanx.bench.cases import BenchOptions
-from phalanx.bench.machine import machine, versions
+from phalanx.bench.machine import clock_mhz, machine, versions
 from phalanx.bench.mpi import Mpi, find_mpi, installed_mpi
+from phalanx.bench.noise import CpuClock
 from phalanx.bench.processes import RankSet, RanksFailed, run_ranks
 from phalanx.bench.report import format_row
 from phalanx.errors import LaunchError
@@ -78,10 +79,13 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
         "versions": versions(),
         "parameters": {name: getattr(options, name) for name in BenchOptions.__dataclass_fields__},
         "jobs": [],
+        "stolen": None,
+        "clock_mhz_after": [],
         "complete": False,
         "exit_code": 0,
     }
     launchers: list[Mpi | None] = [*mpis] or [None]
+    clock = CpuClock()
     rank_sets = [RankSet(size, mpi) for mpi in launchers for size in options.ranks]
     before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -104,6 +108,7 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    results["stolen"], results["clock_mhz_after"] = clock.shares(0.0)[0], clock_mhz()
     results["jobs"] = [record for record in results["jobs"] if record["rows"]]
     if any(row["wrong"] for record in results["jobs"] for row in record["rows"]):
         results["exit_code"] = results["exit_code"] or 1

@@ -3,7 +3,8 @@
 In every round each backend has one turn, so whatever else the machine does slows all of them. A turn is a barrier and
 then as many back-to-back calls as fit the time of a turn; the ranks find that number by trial and agree on it. A
 turn's figure is the mean time of a call on the slowest rank: a rank may return from a call early and leave work to the
-others, and that work is then counted on them.
+others, and that work is then counted on them. The CPU time of a call is the median over the turns on the rank that used
+most, with all its threads; the barrier before the calls is in it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import gc
 import json
 import os
+import statistics
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -26,9 +28,10 @@ from torch._C._distributed_c10d import FileStore
 from phalanx import settings
 from phalanx.bench.buffers import Buffers
 from phalanx.bench.calls import Call, MpiBuffers
-from phalanx.bench.cases import MEMCPY, MPI, BenchOptions, Case, tuning_label
+from phalanx.bench.cases import MEMCPY, MPI, NOTHING, BenchOptions, Case, tuning_label
 from phalanx.bench.machine import mpi_description, versions
 from phalanx.bench.noise import CpuClock, Noise, probe, probe_spread, severity
+from phalanx.bench.nothing import register_nothing
 from phalanx.bench.operations import DTYPES, OPERATIONS, Operation
 from phalanx.c10d.register import register
 from phalanx.system.limits import usable_cores
@@ -85,6 +88,8 @@ def run_rank(rank: int, size: int, folder: Path, options: BenchOptions, mpi: Any
 
 def _groups(options: BenchOptions) -> dict[str, Any]:
     """A group of all ranks for each backend, or for each tuning, that is to be compared; by its name in the results."""
+    if NOTHING in options.against:
+        register_nothing(options.asynchronous)
     if not options.tunings:
         return {name: dist.new_group(backend=name, timeout=TIMEOUT) for name in (settings.BACKEND, *options.against)}
     groups = {}
@@ -146,11 +151,15 @@ class _CaseTimer:
             counts[name], mean_s = self._agree(call, first_s.get(name, 0.0))
             rounds[name] = max(1, min(self.options.rounds, int(PATIENCE_S / (counts[name] * mean_s))))
         samples: dict[str, list[float]] = {name: [] for name in calls}
+        used: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(self.options.rounds):
             for name, call in calls.items():
                 if turn < rounds[name]:
+                    before_s = time.process_time()
                     samples[name].append(_mean_s(call, counts[name]))
+                    used[name].append((time.process_time() - before_s) / counts[name])
         slowest = self._largest([value for values in samples.values() for value in values])
+        busiest = self._largest([statistics.median(values) for values in used.values()])
         self.row_s = time.monotonic() - began
         unit = {name: 1e6 / (1 if name == MEMCPY else operation.messages) for name in samples}
         return {
@@ -158,6 +167,7 @@ class _CaseTimer:
             "used_nbytes": nbytes,
             "calls": counts,
             "samples_us": {name: [slowest.pop(0) * unit[name] for _ in values] for name, values in samples.items()},
+            "cpu_us": {name: own_s * unit[name] for name, own_s in zip(used, busiest, strict=True)},
             "left_out": skipped,
             "wrong": wrong,
             "noise": asdict(self._noise(clock)),
@@ -197,7 +207,7 @@ class _CaseTimer:
             try:
                 call()
                 first_s[name] = time.perf_counter() - started
-                difference = buffers.difference(operation.expected(buffers))
+                difference = None if name == NOTHING else buffers.difference(operation.expected(buffers))
             except Exception as problem:
                 error = (str(problem).strip() or type(problem).__name__).splitlines()[0]
             first_s[name] = self._largest([first_s.get(name, 0.0)])[0]

@@ -28,7 +28,7 @@ def format_report(results: dict[str, Any]) -> str:
     """
     parts = [_heading(results)]
     parts += [f"{_job_title(job)}\n\n{_table(job)}{_footnotes(job)}" for job in results["jobs"]]
-    parts.append(format_noise(results))
+    parts.append("\n".join(filter(None, (format_noise(results), _clock_and_steal(results)))))
     if not results["complete"]:
         parts.append("The measurement ended early; these are the rows that were measured before.")
     return "\n\n".join(parts) + "\n"
@@ -45,8 +45,19 @@ def _heading(results: dict[str, Any]) -> str:
         f"{packages}\n"
         f"µs per {kind} call: median (quartiles) of {parameters['rounds']} interleaved rounds of "
         f"{parameters['round_s'] * 1e3:g} ms, each the mean of the slowest rank. "
-        f"memcpy: every rank copies the size once."
+        f"memcpy: every rank copies the size once. CPU: µs of CPU time that a call costs the rank that uses most."
     )
+
+
+def _clock_and_steal(results: dict[str, Any]) -> str:
+    """The clock of the cores before and after the measurement, and what the hypervisor took during it."""
+    clocks = [results["machine"].get("clock_mhz", []), results.get("clock_mhz_after", [])]
+    named = [f"{min(clock):.0f}–{max(clock):.0f} MHz" for clock in clocks if clock]
+    clock = f"CPU clock {' before and '.join(named)}{' after' if len(named) > 1 else ''}" if named else ""
+    stolen = results.get("stolen")
+    steal = "" if stolen is None else f"the hypervisor took {stolen:.1%} of the CPU time during the whole run"
+    text = "; ".join(filter(None, (clock, steal)))
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
 def _job_title(job: dict[str, Any]) -> str:
@@ -78,6 +89,9 @@ def _table(job: dict[str, Any]) -> str:
     header = ["", "operation", "dtype", "size", MEMCPY, own]
     for peer in peers:
         header += [backend_title(job, peer), f"{backend_title(job, peer, version=False)}/{own}"]
+    # Results of an earlier version have no CPU times.
+    busy = [name for name in (own, *peers) if any(name in row.get("cpu_us", {}) for row in job["rows"])]
+    header += [f"{backend_title(job, name, version=False)} CPU" for name in busy]
     lines = []
     for row in job["rows"]:
         summaries = {name: Summary.of(samples) for name, samples in row["samples_us"].items()}
@@ -96,6 +110,8 @@ def _table(job: dict[str, Any]) -> str:
                 _cell(summaries.get(peer), row, peer),
                 f"{format_time(ratio(summaries[peer], summaries[own]))}×" if both else "",
             ]
+        used = row.get("cpu_us", {})
+        cells += [format_time(used[name]) if name in used else "" for name in busy]
         lines.append(cells)
     return _aligned(header, lines, left=3)
 

