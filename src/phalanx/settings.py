@@ -25,4 +25,5 @@ KEY = "PHALANX_KEY"  # the job's key
 MPI_JOIN = "PHALANX_MPI_JOIN"  # where a shim finds `phalanx run`, and the key; removed before the script runs
 REHEARSAL = "PHALANX_REHEARSAL"  # the rehearsed hosts: 2x4, or 1,3,2
 RUN_ID = "PHALANX_RUN_ID"  # a name that no other job has
+STORE_PORT = "PHALANX_STORE_PORT"  # the port of the launcher's store; scripts may open others beside it
 TABLE_SHOWN = "PHALANX_TABLE_SHOWN"  # 1: the launcher has printed the rank table, so phalanx.init() does not

@@ -5,10 +5,20 @@ These texts are for people only: no code may read them back.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
-__all__ = ["format_count", "format_gib", "format_named", "format_size", "format_spans", "format_time", "tell"]
+__all__ = [
+    "format_count",
+    "format_gib",
+    "format_list",
+    "format_named",
+    "format_size",
+    "format_spans",
+    "format_time",
+    "tell",
+]
 
 _UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 
@@ -27,6 +37,11 @@ def format_spans(numbers: Sequence[int]) -> str:
 def format_named(noun: str, numbers: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0-3, 8``: a noun with its numbers, in the plural if there are several."""
     return f"{_plural(noun, len(numbers))} {format_spans(numbers)}"
+
+
+def format_list(words: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def format_count(count: int, noun: str) -> str:
@@ -55,8 +70,10 @@ def format_time(microseconds: float) -> str:
 
 
 def tell(text: str) -> None:
-    """Write one line to standard error, under Phalanx's name."""
-    print(f"phalanx: {text}", file=sys.stderr, flush=True)
+    """Write one line to standard error, under Phalanx's name. If nobody reads it any more, it is lost."""
+    # A thread that serves others must not end because a console was closed, and text from others may not be printable.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"phalanx: {text}", file=sys.stderr, flush=True)
 
 
 def _plural(noun: str, count: int) -> str:

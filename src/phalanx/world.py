@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
 
 from phalanx import settings
+from phalanx.c10d.process_group import PhalanxProcessGroup
+from phalanx.c10d.register import register
+from phalanx.c10d.replace import replaces
 from phalanx.c10d.uncompiled import uncompiled
-from phalanx.data.loader import sharded_loader
-from phalanx.errors import ClosedError, DeviceError, InitializationError, RankError
+from phalanx.errors import ClosedError, DeviceError, InitializationError, PhalanxError, RankError
 from phalanx.group import Group, Session
-from phalanx.parallel.data_parallel import data_parallel
 from phalanx.place.arguments import place_with
 from phalanx.place.place import Place
-from phalanx.rendezvous.meet import leave, meet
+from phalanx.rendezvous.meet import leave, meet, tell_meeting
 from phalanx.system.host import this_host
 from phalanx.topology import device as devices
+from phalanx.topology.backends import why_unfit
 from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_point, withdraw
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
+from phalanx.training.calls import TrainingCalls
 from phalanx.transports.mpi.broadcast import mpi_broadcast
-from phalanx.words import tell
+from phalanx.words import format_count, tell
 
 __all__ = ["World", "close", "init"]
 
@@ -42,8 +44,10 @@ _store: Store | None = None
 
 
 @uncompiled
-class World(Group):
+class World(TrainingCalls):
     """All ranks of the job. It is the default group: every method of :class:`Group` works on it.
+
+    ``with phalanx.init() as world:`` closes it at the end of the block.
 
     Attributes:
         rank, world_size: this process's place among all ranks (``size`` is the same as ``world_size``).
@@ -118,102 +122,34 @@ class World(Group):
             )
         return self._peers_group
 
-    def split(self, color: int | None, key: int = 0) -> Group | None:
-        """Divide the world into groups of the ranks that give the same color. Every rank must call it.
-
-        Args:
-            color: a number for the group that this rank joins; None to join none.
-            key: the order within the group; ranks with the same key keep the order of the world.
-
-        Returns:
-            This rank's group, or None if its color is None.
-
-        Costs one all-gather of objects, and one meeting of each group's members.
-        """
-        self._use()
-        answers: list[Any] = [None] * self.size
-        self.all_gather_object(answers, (color, key))
-        members: dict[int, list[int]] = {}
-        for rank in sorted(range(self.size), key=lambda rank: (answers[rank][1], rank)):
-            if answers[rank][0] is not None:
-                members.setdefault(answers[rank][0], []).append(rank)
-        if color is None:
-            self._make([members[each] for each in sorted(members)])
-            return None
-        return self._own_part([members[each] for each in sorted(members)])
-
     def _own_part(self, parts: Sequence[Sequence[int]]) -> Group:
-        """Make all groups of a division, which every rank gives alike, and return the one of this rank."""
-        group = self._make(parts)
+        """Make all groups of a division that has every rank, and return the one of this rank."""
+        group = self._parts(parts)
         if group is None:
             raise RankError(f"rank {self.rank} is in none of the groups {[list(part) for part in parts]}")
         return group
 
-    def _make(self, parts: Sequence[Sequence[int]]) -> Group | None:
-        """Make all groups of a division; return this rank's, or None.
+    def _process_group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """As for any group; of the world every rank calls it, so torch can name the group."""
+        group = dist.new_group(list(ranks), timeout=self._session.timeout, sort_ranks=False)
+        return group if self.rank in ranks else None
 
-        torch names a group by the number of groups made before it, so all ranks must make all of them.
+    @contextlib.contextmanager
+    def local_main_first(self) -> Iterator[None]:
+        """As :meth:`main_first`, with one rank going first on each host: the one with local rank 0.
+
+        Every rank must enter it. It uses :attr:`node_group`.
         """
-        own = None
-        for part in parts:
-            own = self.subgroup(part) or own
-        return own
+        with self.node_group.main_first():
+            yield
 
-    def subgroup(self, ranks: Iterable[int]) -> Group | None:
-        """Make a group of some ranks. Every rank of the world must call it, with the same ranks.
+    def __enter__(self) -> World:
+        """``with phalanx.init() as world:`` closes the world at the end of the block."""
+        return self
 
-        Args:
-            ranks: world ranks; their order here is their order in the group.
-
-        Returns:
-            The group, or None on ranks that are not in it.
-
-        Raises:
-            RankError: a rank is not in the world or is listed twice, or no rank was given.
-        """
-        self._use()
-        members = [self._member(rank) for rank in ranks]
-        if not members or len(set(members)) != len(members):
-            raise RankError(f"a group needs at least one rank, and each only once; got {members}")
-        process_group = dist.new_group(members, sort_ranks=False)
-        if self.rank not in members:
-            return None
-        return Group(process_group, members, self._session)
-
-    def data_parallel(
-        self, module: torch.nn.Module, *, comm_hook: str | Callable[..., Any] | None = None, **options: Any
-    ) -> DistributedDataParallel:
-        """Keep a replica of ``module`` on every rank: gradients are averaged while backward computes.
-
-        Every rank calls it, with a module of the same shape; rank 0's parameters and buffers are copied to the
-        others. See :func:`phalanx.parallel.data_parallel.data_parallel`.
-        """
-        return data_parallel(module, self._use(), self.device, comm_hook=comm_hook, **options)
-
-    def loader(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_last: bool = False,
-        **options: Any,
-    ) -> DataLoader[Any]:
-        """A ``DataLoader`` over this rank's share of ``dataset``; no item is dropped, and none is in two shares.
-
-        ``batch_size`` is per rank. See :func:`phalanx.data.loader.sharded_loader`.
-        """
-        return sharded_loader(
-            dataset,
-            batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            **options,
-        )
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if _world is self:
+            close()
 
     def describe(self) -> str:
         """The rank table of the whole world as text. Every rank must call it; all get the same."""
@@ -232,7 +168,7 @@ class World(Group):
             ),
         )
         rehearsed = ", rehearsed on one host in shared memory" if os.environ.get(settings.REHEARSAL) else ""
-        title = f"{self.size} rank{'s' if self.size > 1 else ''}{rehearsed}, started by {self.launcher}"
+        title = f"{format_count(self.size, 'rank')}{rehearsed}, started by {self.launcher}"
         engine = getattr(_default_group(), "engine", "")
         return format_rank_table(rows, title=title, backend=f"{self.backend} over {engine}" if engine else self.backend)
 
@@ -291,15 +227,19 @@ def init(
         )
     place = place_with(None, init_method, rank, world_size)
     accelerator = devices.find_accelerator()
+    if backend and (unfit := why_unfit(backend, accelerator)):
+        raise DeviceError(f"rank {place.rank}: {unfit}")
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     try:
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
+        tell_meeting(_store, begins=True)
         store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
         topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
         neighbours = topology.node_of(place.rank).ranks
         chosen = devices.choose_device(place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator)
         devices.open_device(chosen, place.rank)
+        register()  # torch has done it, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
         dist.init_process_group(
             backend or devices.default_backend(chosen),
             store=store,
@@ -307,7 +247,8 @@ def init(
             world_size=place.world_size,
             timeout=timeout,
         )
-        session = Session(frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(",")))
+        served = frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
+        session = Session(served, timeout)
         _world = world = World(place, topology, chosen, session)
         if place.world_size > 1:
             world._announce(store)
@@ -321,6 +262,7 @@ def init(
             table = world.describe()
             if world.rank == 0:
                 print(table, file=sys.stderr, flush=True)
+        tell_meeting(_store, begins=False)
     except BaseException:
         # The caller gets no world, so nothing may remain that would prevent another attempt.
         if _world is not None:
@@ -338,6 +280,10 @@ def close() -> None:
 
     Every rank should call it at the end of its work. Groups of this world raise ``ClosedError`` afterwards,
     and ``init()`` may be called again.
+
+    Raises:
+        CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find: a broadcast's
+            source waits for nobody. The world is left all the same.
     """
     global _world
     world, _world = _world, None
@@ -345,9 +291,20 @@ def close() -> None:
         return
     world._session.close()
     withdraw(world._changed)
-    if dist.is_initialized():
+    try:
+        if dist.is_initialized():
+            _destroy_groups()
+    finally:
+        _leave_store()
+
+
+def _destroy_groups() -> None:
+    """Destroy every group; an error from one of them does not keep the others, and torch's records of them."""
+    try:
         dist.destroy_process_group()
-    _leave_store()
+    except PhalanxError:
+        dist.destroy_process_group()  # those that are left
+        raise
 
 
 def _leave_store() -> None:
@@ -387,7 +344,12 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _backend_name() -> str:
-    """The name of the backend, or torch's list ``device:backend,...`` if there are several."""
-    config: str = dist.get_backend_config()
-    names = {entry.partition(":")[2] for entry in config.split(",")}
-    return names.pop() if len(names) == 1 else config
+    """What serves the world: the backend, or torch's list ``device:backend,...`` if there are several.
+
+    Where ``phalanx`` serves a program that asked for ``gloo``, torch says ``gloo``, and this says ``phalanx``.
+    """
+    entries = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
+    if isinstance(dist.group.WORLD, PhalanxProcessGroup) and replaces(entries.get("cpu", "")):
+        entries = {device: settings.BACKEND if name == entries["cpu"] else name for device, name in entries.items()}
+    names = set(entries.values())
+    return names.pop() if len(names) == 1 else ",".join(f"{device}:{name}" for device, name in entries.items())

@@ -269,8 +269,9 @@ def test_mistakes_cost_one_line(launcher: Launcher, arguments: list[str], said: 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_everything_within_two_seconds(launcher: Launcher, signum: int, code: int) -> None:
     # A rank that ignores what it can, with a grandchild in a session of its own that does too.
+    grace = [] if signum == signal.SIGINT else ["--grace", "1"]
     job = launcher.start(
-        "-n", "3", "-q", "sh", "-c", "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
+        "-n", "3", "-q", *grace, "sh", "-c", "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
     )
     job.read_lines(3)
     job.process.send_signal(signum)
@@ -278,7 +279,9 @@ def test_a_signal_ends_everything_within_two_seconds(launcher: Launcher, signum:
     outcome = job.finish()
     assert outcome.code == code
     assert elapsed <= 2.0
-    assert len(outcome.err_text.splitlines()) == 1
+    first, last = outcome.err_text.splitlines()
+    assert first == "phalanx: ranks 0-2 did not end within 1 s and were killed; --grace gives ranks longer"
+    assert last == f"phalanx: {signal.Signals(signum).name}: all 3 ranks have been ended"
 
 
 def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -> None:

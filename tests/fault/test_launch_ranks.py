@@ -85,9 +85,9 @@ def test_a_script_runs_as_under_python(launcher: Launcher) -> None:
         assert fact["sigint"]
         assert fact["sigterm"]
         assert (fact["blocked"], fact["wakeup"]) == ([], -1)
-        # Standard streams, the report, and the listing itself; no pipe of another rank.
+        # Standard streams, the report, the trace, and the listing itself; no pipe of another rank.
         assert isinstance(fact["descriptors"], list)
-        assert len(fact["descriptors"]) == 5
+        assert len(fact["descriptors"]) == 6
         assert fact["threads"] == 1
         assert fact["group"]
         assert fact["buffered"]

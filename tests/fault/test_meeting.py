@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.ranks import Member, on_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from phalanx.c10d import create
+import phalanx
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
+from phalanx.transports.gloo.engine import LocalGloo
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
@@ -84,7 +87,7 @@ def test_too_many_ranks_are_told_so() -> None:
             return None
 
         def get(self, key: str) -> bytes:
-            return b""
+            return b'["", ""]'
 
     with pytest.raises(NotOneHost, match="a shared segment serves at most 1024 ranks, not 1025"):
         SharedMemoryCommunicator(AllHaveAnswered("x", HashStore()), 0, 1025, SOON)
@@ -119,7 +122,7 @@ def test_a_meeting_that_fails_leaves_nothing_mapped(size: int) -> None:
         with pytest.raises(RuntimeError, match="the store is gone"):
             SharedMemoryCommunicator(Lost("x", store), member.rank, member.size, SOON)
         after = held()
-        pytest.MonkeyPatch().setattr(create, "lazy_gloo", no_gloo)
+        pytest.MonkeyPatch().setattr(LocalGloo, "meet", no_gloo)
         with pytest.raises(RuntimeError, match="no gloo"):
             create_process_group(store, member.rank, member.size, SOON, "group", [])
         return after[0] - before[0], after[1] - before[1], mapped() - before[0]
@@ -177,3 +180,43 @@ def test_a_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: 
         return [attempt(member, store, 20) for _ in range(3)]
 
     assert on_ranks(body, 3) == [[3.0, 3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("victim", ["first", "last"])
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_rank_that_goes_while_the_ranks_meet_is_told_to_the_others_at_once(
+    how: str, victim: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After all have joined the store, and before the group is made: as when a device cannot be opened."""
+    lost = 0 if victim == "first" else size - 1
+
+    def body(member: Member) -> tuple[str, float]:
+        for name, value in {"RANK": member.rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_PORT", str(22_000 + os.getppid() % 8_000))
+        if member.rank == lost:
+
+            def fail(device: torch.device, rank: int) -> None:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("the device is on fire")
+
+            monkeypatch.setattr("phalanx.topology.device.open_device", fail)
+            with contextlib.suppress(RuntimeError):
+                phalanx.init(timeout_s=100, device="cpu", quiet=True)
+            while not (member.folder / "told").exists():  # its process goes on
+                time.sleep(0.01)
+            return "", 0.0
+        started = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            phalanx.init(timeout_s=100, device="cpu", quiet=True)
+        (member.folder / "told").touch()
+        return str(caught.value), time.monotonic() - started
+
+    for outcome in run_ranks(body, size):
+        if outcome.rank != lost:
+            assert outcome.error is None, outcome.traceback
+            text, took_s = outcome.value
+            assert f"rank {lost} (" in text or (lost == 0 and "rank 0 has ended" in text), text
+            assert took_s < 50  # not the timeout

@@ -27,6 +27,15 @@ void death_point(void);
         won_;                                                                                                    \
     })
 
+#undef atomic_compare_exchange_weak_explicit
+#define atomic_compare_exchange_weak_explicit(word, expected, value, won, lost)                                  \
+    ({                                                                                                           \
+        death_point();                                                                                           \
+        const int won_ = __atomic_compare_exchange_n((word), (expected), (value), 1, (won), (lost));             \
+        death_point();                                                                                           \
+        won_;                                                                                                    \
+    })
+
 static inline void *death_copy(void *to, const void *from, size_t nbytes)
 {
     memcpy(to, from, nbytes / 2);

@@ -4,7 +4,8 @@
  *
  * All ranks draw the same operations from the seed, and their delays from a seed of their own. Meanwhile a second
  * thread of each rank passes messages from rank to rank: with tags that arrive out of order, of sizes beyond a ring,
- * and, with two ranks, received from any source. `make sanitize` builds it with AddressSanitizer and UBSan, and with
+ * and, with two ranks, received from any source. At the end rank 0 waits for a message from any source while the others
+ * leave one by one. `make sanitize` builds it with AddressSanitizer and UBSan, and with
  * ThreadSanitizer. */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -152,6 +153,35 @@ static void one_collective(phx_comm *comm, int rank, int turn, unsigned kind, un
     }
 }
 
+static void meet(phx_comm *comm, int rank)
+{
+    const int turn = -1;
+    uint32_t by, whom;
+    int status;
+    phx_look(comm, segment);
+    while ((status = phx_all_seen(comm, &by, &whom)) == PHX_UNDER_WAY)
+        sched_yield();
+    REQUIRE(status == PHX_OK && by == PHX_NOBODY && whom == PHX_NOBODY);
+}
+
+static void leave(phx_comm *comm, int rank)
+{
+    const int turn = turns;
+    char byte;
+    REQUIRE(phx_compare_rest(comm, 60000000000ull) == PHX_OK);
+    usleep((unsigned)rank * 1000u);
+    if (rank == 0 && ranks > 1) {
+        phx_message *received = phx_recv(comm, &byte, 1, PHX_U8, PHX_ANY_SOURCE, 77);
+        REQUIRE(phx_message_wait(comm, received, 0) == PHX_PEER_LEFT);
+        phx_message_free(comm, received);
+        REQUIRE(!phx_send_now(comm, &byte, 1, PHX_U8, 1, 77));
+        phx_message *sent = phx_send(comm, &byte, 1, PHX_U8, 1, 77);
+        REQUIRE(phx_message_wait(comm, sent, 0) == PHX_PEER_LEFT);
+        phx_message_free(comm, sent);
+    }
+    phx_close(comm);
+}
+
 static void *run_rank(void *argument)
 {
     const int rank = (int)(long)argument;
@@ -160,6 +190,7 @@ static void *run_rank(void *argument)
     if (!views[rank])
         abort();
     pthread_barrier_wait(&everyone);
+    meet(views[rank], rank);
     pthread_t mail;
     if (ranks > 1)
         pthread_create(&mail, NULL, pass_messages, argument);
@@ -175,8 +206,7 @@ static void *run_rank(void *argument)
     }
     if (ranks > 1)
         pthread_join(mail, NULL);
-    pthread_barrier_wait(&everyone);
-    phx_close(views[rank]);
+    leave(views[rank], rank);
     free(x);
     free(y);
     return NULL;

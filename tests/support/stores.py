@@ -27,14 +27,14 @@ def claim(rank: int, world_size: int, **more: Any) -> Claim:
 class Job:
     """A store for ``size`` ranks; ``ranks`` has those that have joined, by rank, rank 0's own first."""
 
-    def __init__(self, size: int, key: Key = KEY, address: str = "127.0.0.1", **more: Any) -> None:
+    def __init__(self, size: int, key: Key = KEY, address: str = "127.0.0.1", say: Any = None, **more: Any) -> None:
         self.said: list[str] = []
         self.key = key
         self.size = size
         listener = listen(address, 0)
         self.where: tuple[str, int] = listener.getsockname()[:2]
         self.seats = Seats(claim(0, size, **more))
-        self.server = StoreServer(listener, key, self.seats, self.said.append)
+        self.server = StoreServer(listener, key, self.seats, say or self.said.append)
         self.ranks = {0: JobStore(self.server, timedelta(seconds=20))}
 
     def __enter__(self) -> Job:

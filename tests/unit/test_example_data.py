@@ -1,14 +1,12 @@
-"""The example's data and checkpoint: what a wrong split or a torn file would spoil without a word."""
+"""The example's data: what a wrong split would spoil without a word."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
 
@@ -87,34 +85,3 @@ def test_unknown_and_padding_are_no_characters(example: ModuleType) -> None:
     assert tokens[0, :4].tolist() == [3, example.UNKNOWN, 2, example.PADDING]
     assert tokens[1].eq(example.PADDING).all()
     assert tokens[2].eq(3).all()
-
-
-def test_checkpoint_comes_back(example: ModuleType, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    example.save_checkpoint(path, {"epoch": 1, "model": {"weight": torch.ones(2)}})
-    example.save_checkpoint(path, {"epoch": 2, "model": {"weight": torch.zeros(2)}})
-    assert example.load_checkpoint(path)["epoch"] == 2
-    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
-
-
-@pytest.mark.parametrize("interruption", [OSError("disk full"), KeyboardInterrupt()])
-def test_interrupted_write_leaves_the_old_checkpoint(
-    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interruption: BaseException
-) -> None:
-    path = tmp_path / "model.pt"
-    example.save_checkpoint(path, {"epoch": 1})
-
-    def half(_: Any, file: Any) -> None:
-        file.write(b"half a checkpoint")
-        raise interruption
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(type(interruption)):
-        example.save_checkpoint(path, {"epoch": 2})
-    assert example.load_checkpoint(path)["epoch"] == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
-
-
-def test_missing_checkpoint_is_said(example: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"There is no checkpoint .*nothing\.pt"):
-        example.load_checkpoint(tmp_path / "nothing.pt")

@@ -14,7 +14,8 @@ from textwrap import dedent
 import pytest
 
 from phalanx.launch.output import failure
-from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
+from phalanx.launch.output.failure import Failure, find_cause, format_failure, signal_name
+from phalanx.launch.output.report import Report, read_report
 
 
 def report(
@@ -54,10 +55,16 @@ def test_the_cause_does_not_depend_on_the_names_and_texts_of_exceptions() -> Non
 
 
 def test_a_script_that_exited_is_recognised_whatever_its_exception_is_called() -> None:
-    exited = replace(report("script.Enough", text="3 of 4"), exited=True)
-    block = format_failure(Failure(0, 1, 3, 1.0, exited), [], ranks=1, host="h", started=0.0)
-    assert block.startswith("phalanx: rank 0 of 1 failed\n")
+    exited = replace(report("script.Enough", text="3 of 4\nmore"), exited=True)
+    block = format_failure(Failure(0, 1, 1, 1.0, exited), [], ranks=1, host="h", started=0.0)
+    assert block.startswith("phalanx: rank 0 of 1 failed: 3 of 4\n")
     assert "sys.exit" in block
+    without = replace(exited, message="")
+    block = format_failure(
+        Failure(0, 1, 3, 1.0, without), [Failure(1, 2, 1, 2.0, exited)], ranks=2, host="h", started=0
+    )
+    assert block.startswith("phalanx: rank 0 of 2 failed\n")
+    assert "rank 1 then failed: 3 of 4" in block
 
 
 def test_the_aftermath_does_not_depend_on_how_ranks_are_written(monkeypatch: pytest.MonkeyPatch) -> None:

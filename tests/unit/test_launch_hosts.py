@@ -19,7 +19,7 @@ def test_hosts() -> None:
     assert slots(parse_hosts(" node-7.rack , 10.0.0.3:2 ")) == [("node-7.rack", None), ("10.0.0.3", 2)]
 
 
-@pytest.mark.parametrize("text", ["", "h1,,h2", "h1:0", "h1:x", ":4", "h1:-1", "h1:", "h1:2,h1:2", "a b"])
+@pytest.mark.parametrize("text", ["", "h1,,h2", "h1:0", "h1:x", ":4", "h1:-1", "h1:", "h1:2,h2:1,h1:2", "a b"])
 def test_hosts_that_make_no_sense(text: str) -> None:
     with pytest.raises(LaunchError, match="--hosts"):
         parse_hosts(text)
@@ -73,3 +73,11 @@ def test_each_host_is_filled_before_the_next(
 def test_more_ranks_than_slots_are_refused_with_what_to_write() -> None:
     with pytest.raises(LaunchError, match=r"-n 5: the hosts take 2 ranks \(a:1, b:1\).*--hosts a:3"):
         fill_hosts(parse_hosts("a,b"), 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [("localhost:1,localhost:1", [2]), ("h1,h1,h2:3", [2, 3]), ("h1:2,h1", [3])],
+)
+def test_neighbours_of_one_name_are_added_up_as_by_mpiexec(text: str, slots: list[int]) -> None:
+    assert [host.slots for host in parse_hosts(text)] == slots

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import py_compile
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.target import Target, compile_target, find_target
+from phalanx.launch.rank.descriptors import open_descriptors
 from phalanx.system.limits import Limit, Resource, check_limits, machine_limits, usable_cores
 from phalanx.topology.table import RankRow, format_rank_table
 
@@ -226,3 +228,59 @@ def test_table_keeps_brackets_in_names_and_colours_on_request() -> None:
     row = RankRow(0, 0, "[red]host", 0, "cpu", None, 1, 1)
     assert "[red]host" in format_rank_table([row], title="[bold]t")
     assert "\x1b[" in format_rank_table([row], title="t", color=True)
+
+
+@pytest.mark.parametrize("count", [2, 40])
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_shortens_the_host_and_keeps_rank_and_node(count: int, width: int) -> None:
+    name = "gpu-a100-rack17-node0042.cluster.example.org"
+    rows = [RankRow(rank, rank % 2, f"{name}{rank % 2}", rank // 2, "cuda:0", None, 64, 16) for rank in range(count)]
+    lines = format_rank_table(rows, title="t", width=width).splitlines()[1:]
+    assert max(map(len, lines)) <= width
+    header = lines[0].split()
+    assert header[:2] == (["rank", "node"] if count == 2 else ["node", "host"])
+    for index, line in enumerate(lines[1:]):
+        words = line.split()
+        assert words[0] == str(index)
+        assert "…" in words[2 if count == 2 else 1]
+        assert words[2 if count == 2 else 1].startswith("gpu-")
+        assert words[2 if count == 2 else 1].endswith(f"org{index}")
+    wide = format_rank_table(rows, title="t", width=200)
+    assert name in wide
+    assert "threads" in wide
+
+
+@pytest.mark.parametrize("device", ["gpu", "gpu:1", "nvidia", "tpu"])
+def test_another_name_of_a_device_is_translated(device: str) -> None:
+    for given in ({"device": device, "environment": {}}, {"environment": {"PHALANX_DEVICE": device}}):
+        with pytest.raises(LaunchError, match=f"{device}: torch calls such a device"):
+            make_job(1, target_of(), **given)
+
+
+def test_one_rank_on_a_machine_with_several_devices_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.job.job.count_devices", lambda: 8)
+    monkeypatch.setattr("phalanx.launch.job.job.accelerator_files", lambda: ["/dev/nvidia0"])
+    (note,) = make_job(None, target_of(), environment={}).warnings()
+    assert note == "this machine has 8 accelerators, and one rank uses one of them: phalanx run -n 8 …"
+    assert make_job(1, target_of(), environment={}).warnings() == []
+    assert make_job(None, target_of(), device="cpu", environment={}).warnings() == []
+
+
+def test_messages_between_the_launchers_processes_may_be_long() -> None:
+    """A table of thousands of ranks is longer than the kernel takes in one message."""
+    descriptors = open_descriptors(1, "a-run", "127.0.0.1")
+    rows = [{"rank": rank, "host": "node" * 50} for rank in range(5000)]
+    sender = threading.Thread(target=lambda: descriptors.zygote.send(event="placed", rows=rows))
+    sender.start()
+    assert descriptors.supervisor.receive() == {"event": "placed", "rows": rows}
+    sender.join()
+    descriptors.zygote.send(event="last")
+    assert descriptors.supervisor.receive() == {"event": "last"}
+    descriptors.zygote.close()
+    assert descriptors.supervisor.receive() is None
+    descriptors.supervisor.close()
+    descriptors.listener.close()
+    for ends in descriptors.ranks:
+        for end in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):
+            os.close(end)
+    os.close(descriptors.trace.descriptor)

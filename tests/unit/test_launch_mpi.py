@@ -36,6 +36,7 @@ from phalanx.launch.mpi.placing import find_contradiction, place_ranks
 from phalanx.launch.rank.descriptors import open_descriptors
 from phalanx.wire.framing import frame
 from phalanx.wire.proof import GREETING_BYTES
+from phalanx.wire.session import Session
 
 __all__ = ["launcher"]
 
@@ -252,12 +253,31 @@ def test_a_stranger_is_turned_away_before_anything_is_read() -> None:
         assert entrance.admitted == other.admitted == []
 
 
+def sides() -> tuple[Session, Session]:
+    return Session(b"k" * 32, is_listener=True), Session(b"k" * 32, is_listener=False)
+
+
 @pytest.mark.parametrize("length", [0, (1 << 26) + 1, 0xFFFFFFFF])
 def test_a_frame_of_an_impossible_length_ends_the_connection_after_those_before_it(length: int) -> None:
     ours, theirs = socket.socketpair()
+    own, other = sides()
     with theirs:
-        channel = Channel(ours)
-        theirs.sendall(frame(OUT, b"before") + struct.pack("!I", length) + b"o" + frame(OUT, b"after"))
+        channel = Channel(ours, own)
+        before, after = other.seal(frame(OUT, b"before")), other.seal(frame(OUT, b"after"))
+        theirs.sendall(before + struct.pack("!I", length) + b"o" + after)
+        assert channel.receive() == [(OUT, b"before")]
+        with pytest.raises(Lost):
+            channel.receive()
+        channel.close()
+
+
+def test_a_frame_that_the_other_side_has_not_sent_ends_the_connection_after_those_before_it() -> None:
+    ours, theirs = socket.socketpair()
+    own, other = sides()
+    with theirs:
+        channel = Channel(ours, own)
+        before, after = other.seal(frame(OUT, b"before")), other.seal(frame(OUT, b"after"))
+        theirs.sendall(before + after.replace(b"after", b"other"))
         assert channel.receive() == [(OUT, b"before")]
         with pytest.raises(Lost):
             channel.receive()
@@ -266,13 +286,16 @@ def test_a_frame_of_an_impossible_length_ends_the_connection_after_those_before_
 
 def test_what_came_with_the_proof_is_read_before_anything_else_comes() -> None:
     ours, theirs = socket.socketpair()
+    own, other = sides()
     with theirs:
-        channel = Channel(ours, frame(OUT, b"early")[:-1])
+        early, late = other.seal(frame(OUT, b"early")), other.seal(frame(OUT, b"late"))
+        channel = Channel(ours, own, early[:-1])
         assert channel.receive() == []
-        theirs.sendall(b"y" + frame(OUT, b"late")[:-2])
+        theirs.sendall(early[-1:] + late[:-2])
         assert channel.receive() == [(OUT, b"early")]
         channel.close()
-        again = Channel(theirs.dup(), frame(OUT, b"whole"))
+        own, other = sides()
+        again = Channel(theirs.dup(), own, other.seal(frame(OUT, b"whole")))
         assert again.receive() == [(OUT, b"whole")]
         again.close()
 

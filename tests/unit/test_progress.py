@@ -1,15 +1,22 @@
-"""The thread of a group's asynchronous operations ends with the group, however the two come together."""
+"""The threads of a group's asynchronous operations: they run what is queued, are asked seldom, end with the group."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
+import pytest
 from tests.support.ranks import Member, on_ranks
 
+from phalanx.c10d.operation import Operation
 from phalanx.c10d.progress import Progress
 
 BUSY_S = 0.2
+PATIENCE_S = 20.0
 
 
 class Delayed(Progress):
@@ -37,7 +44,8 @@ def test_a_group_that_closes_while_its_thread_is_between_two_operations_ends() -
         def first() -> None:
             all_queued.wait()
 
-        group.submit(first, [], urgent=True)
+        # A future, which the thread completes between the two.
+        group.submit(first, [], urgent=True).future()
         group.submit(lambda: None, [], urgent=True)
         all_queued.set()
         group.seen.wait()
@@ -45,3 +53,142 @@ def test_a_group_that_closes_while_its_thread_is_between_two_operations_ends() -
         return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 
     assert on_ranks(body, 1) == [[]]
+
+
+def in_a_rank(body: Callable[[Progress], Any]) -> Any:
+    """What ``body`` returns for a new group in a process of its own; no thread may be left when the group is closed."""
+
+    def run(_: Member) -> Any:
+        group = Progress("alone")
+        result = body(group)
+        group.close()
+        left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        assert not left, left
+        return result
+
+    return on_ranks(run, 1)[0]
+
+
+def wait_for(event: threading.Event) -> None:
+    event.wait()
+
+
+def others_run(operation: Operation) -> bool:
+    return operation.wait_done(PATIENCE_S)
+
+
+@pytest.mark.parametrize("with_futures", [False, True], ids=["plain", "futures"])
+@pytest.mark.parametrize("urgent", [False, True], ids=["small", "urgent"])
+def test_the_requests_to_the_threads_stay_few(urgent: bool, with_futures: bool) -> None:
+    """However many operations are queued, how often, and whoever asks for them to be started."""
+
+    def body(group: Progress) -> int:
+        ran: list[int] = []
+        for step in range(20):
+            operations = [group.submit(partial(ran.append, step * 300 + index), [], urgent) for index in range(300)]
+            for operation in operations:
+                if with_futures:
+                    group.hurry()
+                    operation.future()
+                if step % 2:
+                    group.help(operation)
+                assert others_run(operation)
+            assert group._calls.qsize() <= len(group._threads) + 1
+        assert ran == list(range(20 * 300))
+        return len(group._threads)
+
+    assert in_a_rank(body) <= 3
+
+
+def test_what_is_queued_runs_while_nobody_waits_for_it() -> None:
+    """Also after a wait that an exception ended, and while a thread waits for a later operation without helping."""
+
+    def body(group: Progress) -> bool:
+        class Stopped(BaseException):
+            pass
+
+        def stop() -> None:
+            raise Stopped
+
+        first = group.submit(stop, [], urgent=False)
+        last = group.submit(lambda: None, [], urgent=False)
+        with group.running, pytest.raises(Stopped):
+            group.help(last)
+        assert first.done
+        return others_run(last)
+
+    assert in_a_rank(body)
+
+
+@pytest.mark.parametrize("helped", [False, True], ids=["thread", "waiter"])
+def test_callbacks_wait_for_operations_before_and_after_their_own(helped: bool) -> None:
+    """A callback waits where it cannot help: for one that is queued already, and for one that it queues itself."""
+
+    def body(group: Progress) -> list[str]:
+        seen: list[str] = []
+        all_queued = threading.Event()
+        first = group.submit(partial(wait_for, all_queued), [], urgent=False)
+        queued = [group.submit(lambda: None, [], urgent=False) for _ in range(3)]
+
+        def callback(_: object) -> None:
+            seen.append("queued" if others_run(queued[-1]) else "stuck")
+            own = group.submit(lambda: None, [], urgent=False)
+            own.future().then(
+                lambda _: seen.append("own" if others_run(group.submit(lambda: None, [], False)) else "stuck")
+            )
+            group.hurry()
+            seen.append("next" if others_run(own) else "stuck")
+
+        ended = first.future().then(callback)
+        all_queued.set()
+        group.hurry()
+        if helped:
+            group.help(first)
+        ended.wait()
+        while len(seen) < 3:
+            time.sleep(0.01)
+        return sorted(seen)
+
+    assert in_a_rank(body) == ["next", "own", "queued"]
+
+
+class Late(deque[Any]):
+    """A queue to which a second operation is added only once ``moment`` has passed."""
+
+    def __init__(self, moment: Callable[[], object]) -> None:
+        super().__init__()
+        self.moment = moment
+        self.appended = 0
+
+    def append(self, operation: Any) -> None:
+        self.appended += 1
+        if self.appended == 2:
+            self.moment()
+        super().append(operation)
+
+
+def test_an_operation_that_comes_just_when_the_thread_enters_a_callback_is_run() -> None:
+    """The thread has found the queue empty and is gone; the caller has seen a thread that was free."""
+
+    def body(group: Progress) -> bool:
+        begun, in_callback, submitted = threading.Event(), threading.Event(), threading.Event()
+        second: list[Operation] = []
+        found: list[bool] = []
+
+        def enter() -> None:
+            begun.set()
+            in_callback.wait()
+
+        def callback(_: object) -> None:
+            in_callback.set()
+            submitted.wait()
+            found.append(others_run(second[0]))
+
+        group.queue = Late(enter)
+        ended = group.submit(partial(wait_for, begun), [], urgent=True).future().then(callback)
+        second.append(group.submit(lambda: None, [], urgent=False))
+        submitted.set()
+        ended.wait()
+        return found == [True]
+
+    assert in_a_rank(body)

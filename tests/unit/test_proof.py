@@ -5,23 +5,31 @@ The handshake itself, for every role, is tested in ``test_wire.py``.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import struct
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.support.stores import KEY, Job, claim
 
 from phalanx.store import requests as wire
 from phalanx.store import server as store_server
 from phalanx.store.claim import ROLE, Claim, Verdict
 from phalanx.store.client import connect
+from phalanx.store.seats import Seats
 from phalanx.wire import door, framing, proof
 from phalanx.wire.key import Key
+from phalanx.words import tell
 
 OTHER = Key(b"another key than it", "another test")
 
@@ -125,18 +133,19 @@ class Recorder:
     def relay(self, job: Job) -> None:
         with self.listener, self.listener.accept()[0] as rank, job.stranger() as store:
             for name, source, sink in (("greeting", store, rank), ("proof", rank, store), ("verdict", store, rank)):
-                self.said[name] = source.recv(8192)
-                sink.sendall(self.said[name])
-            rank.recv(1)
+                with contextlib.suppress(ConnectionResetError):
+                    self.said[name] = source.recv(8192)
+                    sink.sendall(self.said[name])
 
 
-def test_a_recorded_proof_is_worth_nothing_to_another_connection() -> None:
+def test_a_join_that_another_process_passes_on_is_refused_and_its_proof_is_worth_nothing() -> None:
     with Job(3) as job:
         recorder = Recorder(job)
-        sock, verdict = connect(recorder.where, KEY, claim(1, 3), 20.0)
-        assert verdict.kind == "welcome"
-        sock.close()
+        with pytest.raises(OSError, match=r"closed|reset"):
+            connect(recorder.where, KEY, claim(1, 3), 20.0)
         recorder.thread.join(20)
+        dialled = f"127.0.0.1 port {recorder.where[1]}, not for 127.0.0.1 port {job.where[1]}"
+        assert job.heard(f"which was meant for {dialled}: another process has passed it on")
         with job.stranger() as again:
             assert again.recv(4096) != recorder.said["greeting"]
             again.sendall(recorder.said["proof"])
@@ -144,7 +153,8 @@ def test_a_recorded_proof_is_worth_nothing_to_another_connection() -> None:
         assert job.heard("proves another key")
         # What it hears proves nothing to it either, and lets it in nowhere.
         with pytest.raises(proof.WrongKey):
-            proof.Response(OTHER, ROLE, recorder.said["greeting"], b"").check(answer)
+            proof.Response(OTHER, ROLE, recorder.said["greeting"], recorder.where, b"").check(answer)
+        job.join(1).set("a", "b")
 
 
 def test_rank_0_must_prove_the_key_too() -> None:
@@ -269,3 +279,101 @@ def test_a_reason_that_would_be_too_long_to_send_is_cut() -> None:
     verdict = Verdict("refused", "\N{SNOWMAN}" * 5000)
     assert len(verdict.encode()) <= framing.LONGEST_UNPROVEN
     assert Verdict.decode(verdict.encode()).reason.startswith("\N{SNOWMAN}" * 100)
+
+
+# -- whatever a stranger sends -------------------------------------------------------------------------
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200)
+@given(
+    changes=st.dictionaries(st.sampled_from([*asdict(claim(1, 3)), "more"]), anything, max_size=4),
+    gone=st.sets(st.sampled_from(list(asdict(claim(1, 3)))), max_size=1),
+)
+def test_any_claim_is_refused_or_judged_and_its_reason_can_be_sent(changes: dict[str, Any], gone: set[str]) -> None:
+    said = {name: value for name, value in {**asdict(claim(1, 3)), **changes}.items() if name not in gone}
+    seats = Seats(claim(0, 3))
+    try:
+        decoded = Claim.decode(json.dumps(said).encode())
+    except proof.NoProof:
+        return
+    for _ in range(2):
+        verdict = seats.judge(decoded)
+        assert Verdict.decode(verdict.encode()).kind == verdict.kind
+        verdict.encode().decode()
+        seats.describe_missing().encode()
+
+
+@settings(max_examples=200)
+@given(data=st.binary(max_size=60) | anything.map(lambda value: json.dumps(value).encode()))
+def test_bytes_that_are_no_claim_or_verdict_are_said_to_be_none(data: bytes) -> None:
+    for decode in (Claim.decode, Verdict.decode):
+        with contextlib.suppress(proof.NoProof):
+            decode(data)
+
+
+def test_deeply_nested_bytes_are_no_claim_or_verdict() -> None:
+    for decode in (Claim.decode, Verdict.decode):
+        with pytest.raises(proof.NoProof):
+            decode(b"[" * 4000)
+
+
+@pytest.mark.parametrize("more", [{"node_rank": []}, {"rank": True}, {"host": "\ud800"}, {"host": 7}, {"token": None}])
+def test_one_message_of_a_stranger_does_not_end_an_open_join(more: dict[str, Any]) -> None:
+    with Job(2, Key()) as job:
+        said = json.dumps({**asdict(claim(1, 2)), **more}).encode()
+        with job.stranger() as sock:
+            greeting = sock.recv(proof.GREETING_BYTES, socket.MSG_WAITALL)
+            sock.sendall(proof.Response(Key(), ROLE, greeting, job.where, said).message)
+            assert closed(sock)
+        job.join(1).set("a", "b")
+        assert job.ranks[0].get("a") == b"b"
+
+
+def test_a_console_that_nobody_reads_does_not_end_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with contextlib.suppress(BrokenPipeError), open(write, "w") as console:
+        monkeypatch.setattr(sys, "stderr", console)
+        with Job(2, say=tell) as job:
+            for _ in range(3):
+                with job.stranger() as sock:
+                    sock.sendall(b"hello?" * 20)
+                    closed(sock)
+            job.join(1).set("a", "b")
+
+
+def test_600_silent_strangers_shut_nobody_out() -> None:
+    with Job(2) as job, contextlib.ExitStack() as stack:
+        store = job.join(1)
+        for _ in range(600):
+            stack.enter_context(job.stranger())
+        with ThreadPoolExecutor(8) as threads:  # each call has a connection of its own
+            got = [threads.submit(store.get, f"key {number}") for number in range(8)]
+            for number in range(8):
+                job.ranks[0].set(f"key {number}", str(number))
+            assert [each.result(60) for each in got] == [str(number).encode() for number in range(8)]
+
+
+def test_a_connection_that_is_closed_before_the_proof_is_tried_again_and_not_called_the_end_of_rank_0() -> None:
+    with Job(2) as job, socket.create_server(("127.0.0.1", 0)) as front:
+        store = job.join(1)
+        line = store._peer._idle.pop()  # type: ignore[union-attr]
+        store._peer._where = front.getsockname()  # type: ignore[union-attr]
+
+        def turn_away_twice() -> None:
+            for _ in range(2):
+                front.accept()[0].close()
+            store._peer._where = job.where  # type: ignore[union-attr]
+
+        thread = threading.Thread(target=turn_away_twice)
+        thread.start()
+        store.set("a", "b")
+        thread.join(20)
+        line.close()
+        assert job.ranks[0].get("a") == b"b"

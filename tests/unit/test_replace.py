@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from phalanx import settings
 from phalanx.c10d import vendor
-from phalanx.c10d.replace import names_to_replace, replaces, stand_in
+from phalanx.c10d.replace import names_to_replace, replaces
 from phalanx.errors import ArgumentError, DeviceMismatch
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.target import Target
@@ -46,25 +46,6 @@ def test_an_unknown_name_is_refused_with_the_choice() -> None:
         names_to_replace("glo")
 
 
-@pytest.mark.parametrize(
-    ("asked", "given"),
-    [
-        ("gloo", "phalanx"),
-        ("GLOO", "phalanx"),
-        ("cpu:gloo,cuda:nccl", "cpu:phalanx,cuda:nccl"),
-        ("cuda:nccl,cpu:gloo", "cuda:nccl,cpu:phalanx"),
-        ("cpu:gloo", "cpu:phalanx"),
-        ("nccl", "nccl"),
-        ("undefined", "undefined"),
-        ("phalanx", "phalanx"),
-        ("mpi", "mpi"),
-        ("mygloo", "mygloo"),
-    ],
-)
-def test_only_the_named_backend_is_rewritten(asked: str, given: str) -> None:
-    assert stand_in(asked, ("gloo",)) == given
-
-
 def test_whether_a_name_is_replaced_is_asked_without_errors() -> None:
     assert replaces("gloo", {settings.REPLACE: "mpi,GLOO"})
     assert not replaces("gloo", {settings.REPLACE: "nonsense"})
@@ -80,9 +61,9 @@ def test_ranks_get_the_variable() -> None:
 @pytest.mark.parametrize(
     ("config", "replaced", "serves"),
     [
-        ("cpu:phalanx", "gloo", "gloo"),
-        ("cpu:phalanx,cuda:phalanx", "gloo", "gloo"),
-        ("cpu:phalanx,cuda:nccl", "gloo", "nccl"),
+        ("cpu:gloo", "gloo", "gloo"),
+        ("cpu:gloo,cuda:gloo", "gloo", "gloo"),
+        ("cpu:gloo,cuda:nccl", "gloo", "nccl"),
         ("cpu:phalanx", "mpi", None),
         ("cpu:phalanx", "", None),
     ],

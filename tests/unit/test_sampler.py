@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
-from phalanx.data.loader import sharded_loader
 from phalanx.data.sampler import ShardedBatchSampler
 
 WORLDS = (1, 2, 3, 4, 5, 8)
@@ -73,14 +69,3 @@ def test_impossible_shares_are_refused(options: dict[str, int], words: str) -> N
     arguments: dict[str, int] = {"batch_size": 2, "rank": 0, "world_size": 2, **options}
     with pytest.raises(ValueError, match=words):
         ShardedBatchSampler(10, **arguments)  # type: ignore[arg-type]
-
-
-def test_the_loader_refuses_what_it_cannot_share() -> None:
-    class Stream(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
-    with pytest.raises(TypeError, match="Stream has no length"):
-        sharded_loader(Stream(), 1, rank=0, world_size=1)
-    with pytest.raises(TypeError, match="batch_sampler: the sharded loader brings its own"):
-        sharded_loader(torch.utils.data.TensorDataset(torch.ones(1)), 1, rank=0, world_size=1, batch_sampler=[])

@@ -231,15 +231,14 @@ def test_a_key_that_is_deleted_while_another_is_waited_for_is_waited_for_again()
         struct.pack("!IBqII", 17, wire.SET, 0, 1, 5),
         struct.pack("!IBqI", 14, wire.COUNT, 0, 0) + b"x",
         struct.pack("!IBqI", 13, wire.SET, 0, (1 << 32) - 1),
-        wire.pack(wire.READ, 0, [b"never"]) * 2,
     ],
 )
 def test_a_request_that_makes_no_sense_ends_its_connection_alone(message: bytes) -> None:
     with Job(3) as job:
         stores = job.everybody()
-        connection = stores[1]._peer._idle[0]  # type: ignore[union-attr]
-        connection.sendall(message)
-        assert connection.recv(100) == b""
+        line = stores[1]._peer._idle[0]  # type: ignore[union-attr]
+        line.sock.sendall(line.session.seal(message))
+        assert line.sock.recv(100) == b""
         assert job.heard("sent bytes that are not a request")
         stores[2].set("a", "b")
         assert job.ranks[0].get("a") == b"b"
@@ -281,7 +280,7 @@ def test_a_large_value_goes_through_and_does_not_hold_up_others() -> None:
         stores = job.everybody()
         stores[1].set("large", large)
         reader = stores[2]._peer._idle[0]  # type: ignore[union-attr]
-        reader.sendall(wire.pack(wire.READ, 0, [b"large"]))  # and reads nothing
+        reader.sock.sendall(reader.session.seal(wire.pack(wire.READ, 0, [b"large"])))  # and reads nothing
         stores[1].set("a", "b")
         assert stores[0].get("a") == b"b"
         assert stores[1].get("large") == large
@@ -290,10 +289,10 @@ def test_a_large_value_goes_through_and_does_not_hold_up_others() -> None:
 def test_a_rank_that_dies_while_it_waits_leaves_nothing_behind() -> None:
     with Job(3) as job:
         stores = job.everybody()
-        sock = stores[1]._peer._idle[0]  # type: ignore[union-attr]
-        sock.sendall(wire.pack(wire.READ, 0, [b"never"]))
+        line = stores[1]._peer._idle[0]  # type: ignore[union-attr]
+        line.sock.sendall(line.session.seal(wire.pack(wire.READ, 0, [b"never"])))
         assert soon(lambda: bool(job.server._table._parked))
-        sock.close()
+        line.close()
         assert soon(lambda: not job.server._table._parked)
         stores[2].set("never", "1")
 
@@ -347,7 +346,7 @@ def test_a_host_that_vanishes_is_lost_after_40_s_whether_or_not_a_request_is_und
         job.join(1)
         guests, idle_ones = job.server._guests, job.ranks[1]._peer._idle  # type: ignore[union-attr]
         assert soon(lambda: bool(guests and idle_ones))
-        sockets = [guest.sock for guest in list(guests.values())] + list(idle_ones)
+        sockets = [guest.sock for guest in list(guests.values())] + [line.sock for line in idle_ones]
         for sock in sockets:
             idle, interval, probes, unacknowledged_ms = (
                 sock.getsockopt(socket.IPPROTO_TCP, option)

@@ -61,7 +61,7 @@ def test_inductor_trains_as_over_gloo(size: int, tmp_path: Path, monkeypatch: py
     train(size, "inductor")
 
 
-@pytest.mark.parametrize("size", (1, 2, pytest.param(3, marks=pytest.mark.long)))
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_collectives_work_in_compiled_functions_and_after_graph_breaks(size: int) -> None:
     def body(place: Member) -> None:
         place.join()

@@ -1,4 +1,4 @@
-"""Less usual forms of data parallelism over the backend, each beside Gloo: hooks in C++, sparse and delayed gradients."""
+"""Less usual forms of data parallelism over the backend, beside Gloo: hooks in C++, sparse and delayed gradients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_form_trains_as_over_gloo(size: int) -> None:
             torch.manual_seed(0)
             return losses(place, DistributedDataParallel(Words(), process_group=group), words)
 
-        kinds = dist.BuiltinCommHookType
+        kinds = torch._C._distributed_c10d.BuiltinCommHookType
         for run in (
             sparse,
             lambda group: hooked(kinds.ALLREDUCE, group),

@@ -124,6 +124,9 @@ def test_prediction_from_the_checkpoint(trained: Trained, tmp_path: Path) -> Non
         (("--batch-size", "65"), "--batch-size 65 cannot be shared evenly by 2 ranks"),
         (("--resume",), "There is no checkpoint text_classification.pt"),
         (("--checkpoint", "nowhere/model.pt"), "There is no directory nowhere"),
+        (("--checkpoint", "/proc/self/model.pt"), "No checkpoint can be written to /proc/self"),
+        (("--limit", "-5"), "--limit -5: at least 1"),
+        (("--epochs", "0"), "--epochs 0: at least 1"),
     ],
 )
 def test_what_cannot_work_is_said(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -139,3 +142,21 @@ def test_resuming_with_other_settings_is_refused(trained: Trained, tmp_path: Pat
     assert ended.returncode == 1
     assert "text_classification.pt was made with" in ended.stderr
     assert "'seed': 7" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda whole: whole[: len(whole) // 2], "text_classification.pt is not a whole checkpoint: it was cut short"),
+        (lambda whole: b"# a script", "text_classification.pt is not a whole checkpoint"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [("--resume", "--epochs", "2"), ("--predict", "好")])
+def test_a_file_that_is_not_a_whole_checkpoint_is_refused(
+    trained: Trained, tmp_path: Path, content: Any, message: str, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / CHECKPOINT).write_bytes(content((trained.folder / CHECKPOINT).read_bytes()))
+    ended = start(tmp_path, *arguments, launcher=() if "--predict" in arguments else PHALANX)
+    assert ended.returncode == 1
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,40 @@ def test_a_thread_for_each_group(size: int) -> None:
         return True
 
     assert on_ranks(body, size) == [True] * size
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "steps"),
+    [(2, 600, 4), (3, 300, 3), *(pytest.param(size, 2000, 15, marks=pytest.mark.long) for size in (2, 3, 5))],
+)
+def test_hundreds_of_operations_under_way(size: int, count: int, steps: int) -> None:
+    """A step as of a loop over parameters: everything started, then waited for; nothing is left behind by it."""
+
+    def body(place: Member) -> list[int]:
+        place.join()
+        counts = [(1, 17, 300, 20_000)[index % 4 if index % 50 == 0 else index % 3] for index in range(count)]
+        called: list[int] = []
+        for step in range(steps):
+            tensors = [torch.full((n,), float(place.rank + index % 7)) for index, n in enumerate(counts)]
+            started = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+            for index, work in enumerate(started):
+                assert work is not None
+                if step % 2 and index % 10 == 0:
+                    work.get_future().then(lambda _: called.append(1))
+            if step % 3 == 2:
+                dist.barrier()
+            for index, work in sorted(enumerate(started), key=lambda item: (step % 2) * (item[0] * 7919 % count)):
+                work.wait()
+                expected = float(sum(range(size)) + size * (index % 7))
+                assert bool((tensors[index] == expected).all())
+        group: Any = dist.group.WORLD
+        progress = group._progress
+        threads = sum(thread.name.startswith("phalanx-") for thread in threading.enumerate())
+        dist.barrier()
+        dist.destroy_process_group()
+        return [progress._calls.qsize() <= threads + 1, len(called) == steps // 2 * (count // 10)]
+
+    assert on_ranks(body, size) == [[True, True]] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])

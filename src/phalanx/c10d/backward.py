@@ -1,7 +1,7 @@
 """Operations that a hook of autograd begins and nobody waits for: they have run when their backward pass returns.
 
-``DistributedDataParallel(delay_all_reduce_named_params=...)`` reduces gradients in a hook, asynchronously, and drops the
-handle. The optimizer then reads them without any wait. Whether it reads them reduced is a race in torch, which a
+``DistributedDataParallel(delay_all_reduce_named_params=...)`` reduces gradients in a hook, asynchronously, and drops
+the handle. The optimizer then reads them without any wait. Whether it reads them reduced is a race in torch, which a
 backend that begins at once wins almost always; this one begins a small operation when somebody waits for it.
 """
 
@@ -46,3 +46,5 @@ class BackwardPasses:
             if handle() is None and not operation.done:
                 self._progress.help(operation)
                 operation.wait_done(None)
+                if operation.error is not None:
+                    raise operation.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,13 +18,15 @@ from torch.distributed.distributed_c10d import GroupName
 from phalanx.c10d.backward import BackwardPasses, current_pass
 from phalanx.c10d.by_device import by_device
 from phalanx.c10d.checks import SUM, Checks
+from phalanx.c10d.ddp_errors import raise_in_backward
+from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
 from phalanx.c10d.progress import Progress
 from phalanx.c10d.stand_ins import dense
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
-from phalanx.errors import BackendError
+from phalanx.errors import BackendError, PhalanxError
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.layout import DTYPES
 
@@ -57,18 +60,19 @@ class BaseProcessGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._store, self._split, self._splits = store, split, 0
-        self._passes = BackwardPasses(self._progress)
         self._backend_name = name
         self._communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
         self._check = Checks(name, communicator)
         self._progress = Progress(group_name)
+        self._passes = BackwardPasses(self._progress)
         self._messages = Messages(group_name, communicator)
         self._gloo = gloo
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._set_group_name(GroupName(group_name))
+        compare_at_exit(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return self._backend_name
@@ -155,6 +159,7 @@ class BaseProcessGroup(dist.ProcessGroup):
             urgent = sum(tensor.nbytes for tensor in result) > SMALL_BYTES
         work = PhalanxWork(self._progress, self._progress.submit(body, result, urgent))
         if current_pass() >= 0:
+            raise_in_backward(work, sys._getframe(1))
             self._passes.begun(work)
         return work
 
@@ -230,6 +235,11 @@ class BaseProcessGroup(dist.ProcessGroup):
         Called by a signal handler that has interrupted an operation of this group, it ends that operation with an
         error, and gives back the communicator once the operation has left it. In a process that was forked from the
         group's own it does nothing.
+
+        Raises:
+            CollectiveMismatch, PeerLost: the ranks' last calls differ, which no call before could find: a broadcast's
+                root waits for nobody. The group is given back all the same. While another exception is on its way out
+                nothing is compared.
         """
         if self._progress.inherited:
             # Gloo's destructor would wait for threads that are not in this process.
@@ -243,11 +253,31 @@ class BaseProcessGroup(dist.ProcessGroup):
             return
         self._progress.close()
         self._messages.close()
-        self._communicator.close()
-        self._gloo.shutdown()
+        try:
+            if sys.exc_info()[0] is None:
+                self._communicator.compare_rest(LAST_CALLS_S)
+        finally:
+            self._communicator.close()
+            self._gloo.shutdown()
+
+    def compare_at_exit(self, patience_s: float) -> PhalanxError | None:
+        """Compare the ranks' last calls in a process that exits without shutting the group down."""
+        running = self._progress.running
+        if not running.acquire(blocking=False):
+            return None  # an operation is under way, and stays so
+        try:
+            if not self._progress.busy and not self._progress.queue:
+                self._communicator.compare_rest(patience_s)
+        except PhalanxError as error:
+            return error
+        finally:
+            running.release()
+        return None
 
     def abort(self) -> None:
         """End operations under way on every rank with an error; the group cannot be used afterwards."""
+        if self._progress.inherited:
+            return  # it is the parent's
         self._communicator.abort()
         self._gloo.abort()
 

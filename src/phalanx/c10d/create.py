@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,10 +10,11 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
+from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.communicator import GlooCommunicator
-from phalanx.transports.gloo.engine import AttachedGloo, lazy_gloo
+from phalanx.transports.gloo.engine import AttachedGloo, LocalGloo, lazy_gloo
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
@@ -23,7 +23,13 @@ __all__ = ["create_process_group"]
 
 
 def create_process_group(
-    store: Store, rank: int, size: int, timeout: timedelta, group_name: str, ranks: Sequence[int]
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    group_name: str,
+    ranks: Sequence[int],
+    backend: str = settings.BACKEND,
 ) -> PhalanxProcessGroup:
     """Make one rank's side of a group. Every member calls it.
 
@@ -34,6 +40,7 @@ def create_process_group(
         timeout: for joining, and for every collective of the group.
         group_name: torch's name for the group, equal on every member.
         ranks: the members' ranks in the world; torch gives none for the world itself.
+        backend: what the group says its backend is: ``phalanx``, or the one that it replaces.
 
     Ranks that cannot reach one shared segment (several hosts, or containers with pid namespaces of their own)
     get a group over Gloo instead, and rank 0 says so, with the reason, as a warning.
@@ -43,43 +50,45 @@ def create_process_group(
     """
     own = PrefixStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store)
 
-    def gloo_of(meeting: str, *, one_host: bool) -> AttachedGloo:
-        # The keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
-        # a failed attempt to make one.
-        return lazy_gloo(PrefixStore(f"gloo/{meeting}", own), rank, size, timeout, one_host=one_host)
-
     def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
         world_ranks = [ranks[member] if ranks else member for member in members]
-        return create_process_group(own, members.index(rank), len(members), timeout, name, world_ranks)
+        return create_process_group(own, members.index(rank), len(members), timeout, name, world_ranks, backend)
 
     def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:
-        arguments = (settings.BACKEND, communicator, gloo, group_name, store, split)
+        arguments = (backend, communicator, gloo, group_name, store, split)
         if not torch.accelerator.is_available():
-            return PhalanxProcessGroup(*arguments)
+            return group_class()(*arguments)
         from phalanx.c10d.vendor import Membership, MixedProcessGroup
 
         member = Membership(own, rank, size, timeout, group_name, ranks)
         return MixedProcessGroup(member, *arguments)
 
     communicator: Communicator
+    local = LocalGloo(rank, size, timeout)
     if size == 1:
-        communicator, gloo = SoloCommunicator(), gloo_of(secrets.token_hex(8), one_host=True)
-        return group_of(communicator, gloo)
+        return group_of(SoloCommunicator(), local.meet([local.card]))
     try:
-        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
+        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout, card=local.card)
     except NotOneHost as reason:
-        gloo = gloo_of(reason.meeting, one_host=False)
+        local.gloo.shutdown()
+        # The keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
+        # a failed attempt to make one.
+        gloo = lazy_gloo(PrefixStore(f"gloo/{reason.meeting}", own), rank, size, timeout, one_host=False)
         communicator = GlooCommunicator(gloo)
         if rank == 0:
             warnings.warn(
-                f"backend {settings.BACKEND!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
+                f"backend {backend!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
                 stacklevel=2,
             )
         return group_of(communicator, gloo)
+    except BaseException:
+        local.gloo.shutdown()
+        raise
     try:
-        gloo = gloo_of(communicator.meeting, one_host=True)
+        gloo = local.meet(communicator.cards)
         gloo.on_timeout = communicator.set_timeout
         return group_of(communicator, gloo)
     except BaseException:
         communicator.close()
+        local.gloo.shutdown()
         raise

@@ -8,9 +8,11 @@ sends what it has begun to send.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -183,7 +185,8 @@ class Messages:
     """The messages of one group that were not done when they were called.
 
     ``_thread`` and ``closed`` are written under ``_starting`` and read without it. ``_pending`` belongs to the thread,
-    and to :meth:`close` once the thread has ended.
+    and to :meth:`close` once the thread has ended. In a forked child all of it counts as closed: the messages are the
+    parent's, in memory that it shares with the other ranks.
     """
 
     def __init__(self, name: str, communicator: Communicator) -> None:
@@ -195,6 +198,8 @@ class Messages:
         self._starting = threading.Lock()
         self._leaving = False  # set by the thread that ends the process, read by the group's
         self.closed = False
+        self._inherited = False
+        _groups.add(self)
         end_before_the_interpreter(self)
 
     def look_after(self, work: MessageWork) -> None:
@@ -208,6 +213,8 @@ class Messages:
                     self._thread = thread
 
     def refuse_if_closed(self) -> None:
+        if self._inherited:
+            raise ClosedError.of_parent(f"process group {self._name!r}", os.getpid())
         if self.closed:
             raise ClosedError(f"process group {self._name!r} was used after it had been destroyed")
 
@@ -233,6 +240,12 @@ class Messages:
         self._left.put(None)
         return [] if self._thread is None else [self._thread]
 
+    def inherit(self) -> None:
+        """Leave the messages to the parent: this process was forked from the group's own."""
+        self._inherited = self.closed = True
+        self._left, self._pending, self._thread = queue.SimpleQueue(), [], None
+        self._starting = threading.Lock()
+
     def _serve(self) -> None:
         while not (self.closed or self._leaving):
             new = not self._pending
@@ -255,3 +268,14 @@ class Messages:
             while True:
                 self._take(self._left.get_nowait())
         return len(self._pending) > before
+
+
+_groups: weakref.WeakSet[Messages] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for group in list(_groups):
+        group.inherit()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

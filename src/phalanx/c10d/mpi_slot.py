@@ -1,6 +1,9 @@
-"""``backend="mpi"`` on torch's wheels, which are built without MPI and leave its slot empty.
+"""``backend="mpi"`` on torch's wheels, which are built without MPI.
 
-Checked on torch 2.13.0. This module is loaded by ``import torch``, so it imports nothing that is not needed there.
+torch 2.13 calls a class that its wheels lack, ``ProcessGroupMPI``, and gives it only the ranks; from torch 2.14 on it
+asks its table of backends, whose entry gets the group's name and timeout too. This module fills whichever of the two
+torch has. Checked on torch 2.13.0, 2.14.1 and 2.15.0. It is loaded by ``import torch``, so it imports nothing that is
+not needed there.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import importlib.util
 import os
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -24,21 +27,37 @@ class ProcessGroupMPI:
     def create(ranks: list[int]) -> dist.ProcessGroup:
         """Make this rank's side of a group of these ranks of the world; of all ranks if the list is empty.
 
-        torch passes its MPI backend neither a name nor a timeout, so both are read from the frame of the caller.
+        torch 2.13 passes its MPI backend neither a name nor a timeout, so both are read from the frame of the caller.
         """
         from torch.distributed.distributed_c10d import _get_default_timeout
-
-        from phalanx.c10d.create_mpi import create_mpi_group
 
         caller = sys._getframe(1).f_locals
         timeout, name = caller.get("timeout"), caller.get("group_name")
         if not isinstance(timeout, timedelta):
             timeout = _get_default_timeout("mpi")  # type: ignore[arg-type]
-        return create_mpi_group(ranks, name if isinstance(name, str) else "mpi", timeout)
+        return _group_of(ranks, name if isinstance(name, str) else "mpi", timeout)
+
+
+def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
+    """Make this rank's side of a group, as the entry in the table of backends of torch >= 2.14."""
+    return _group_of(options.global_ranks_in_group, options.group_id, options.timeout)
+
+
+def _group_of(ranks: list[int], group_name: str, timeout: timedelta) -> dist.ProcessGroup:
+    import torch
+
+    from phalanx.c10d.torch_versions import note_if_newer, refuse_if_older
+
+    refuse_if_older(torch.__version__)
+    from phalanx.c10d.create_mpi import create_mpi_group
+
+    group = create_mpi_group(ranks, group_name, timeout)
+    note_if_newer(torch.__version__, group.rank())
+    return group
 
 
 def fill_mpi_slot() -> None:
-    """Fill the slot if torch was built without MPI. torch would not use a backend that is registered as "mpi".
+    """Let ``backend="mpi"`` be ours, unless torch was built with MPI.
 
     mpi4py is only searched for, because importing it loads MPI.
     """
@@ -49,8 +68,15 @@ def fill_mpi_slot() -> None:
     import torch.distributed as dist
 
     installed = importlib.util.find_spec("mpi4py") is not None
-    c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[misc]
     c10d._MPI_AVAILABLE = installed
+    from_table = hasattr(c10d, "_create_mpi_process_group")
+    if from_table:
+        devices = dist.Backend.backend_capability[dist.Backend.MPI]
+        kind = dist.ProcessGroup.BackendType.MPI
+        register: Any = dist.Backend.register_backend
+        register("mpi", _create, extended_api=True, devices=devices, _backend_type=kind)
+    else:
+        c10d.ProcessGroupMPI = ProcessGroupMPI  # type: ignore[misc]
 
     def is_mpi_available() -> bool:
         """Whether mpi4py is installed and this rank can be one of MPI's.
@@ -58,10 +84,10 @@ def fill_mpi_slot() -> None:
         Frameworks choose by the answer: Accelerate uses MPI on the CPU wherever it is available, and then each rank
         that was not started by an MPI launcher would get a world of one.
 
-        It is True for the caller in torch that would otherwise advise the user to rebuild torch: ``create`` raises a
-        better error.
+        It is True for the caller in torch 2.13 that would otherwise advise the user to rebuild torch: ``create`` raises
+        a better error.
         """
-        if sys._getframe(1).f_code.co_name == "_new_process_group_helper":
+        if not from_table and sys._getframe(1).f_code.co_name == "_new_process_group_helper":
             return True
         return installed and not _is_rank_without_mpi()
 

@@ -49,19 +49,23 @@ class Operation:
         if event is not None:
             event.set()
 
-    def complete(self) -> None:
-        """Complete the future, which runs its callbacks here. Called once, after ``run``, without the lock."""
+    def settle(self) -> torch.futures.Future[Any] | None:
+        """The future to be completed now, if any was asked for. Called once, after ``run``, without the group's lock.
+
+        To complete it is the caller's part, since that runs the future's callbacks.
+        """
         with self._lock:
-            future, self._completed = self._future, True
-        if future is not None:
-            future.set_result(None)
+            self._completed = True
+            return self._future
 
     def finish(self) -> None:
         """Complete the future, on the thread that ran the operation, then raise what interrupted that thread.
 
         A Ctrl-C belongs to the thread that it interrupted, even if the operation was another thread's.
         """
-        self.complete()
+        future = self.settle()
+        if future is not None:
+            future.set_result(None)
         if self.error is not None and not isinstance(self.error, Exception):
             raise self.error
 

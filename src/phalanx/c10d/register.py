@@ -1,47 +1,74 @@
-"""Making Phalanx's backends known to torch, in its backend registry and private slots. Checked on torch 2.13.0.
+"""Making Phalanx's backends known to torch, in its table of backends and private slots.
+
+Checked on torch 2.13.0, 2.14.1 and 2.15.0.
 
 ``register`` is the entry point in the group ``torch.backends``: torch calls it at the end of ``import torch``, so
 ``init_process_group("phalanx")`` and ``("mpi")`` work in scripts that never import Phalanx. It must be quick and must
-never raise: an exception here would make ``import torch`` fail for everybody on the machine.
+never raise: an exception here would make ``import torch`` fail for everybody on the machine. It is also the entry point
+of the backend phalanx in the group ``torch.distributed.backends``, which torch >= 2.14 asks for a name that it does not
+know: there it serves processes in which TORCH_DEVICE_BACKEND_AUTOLOAD=0 has switched the first one off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
+from phalanx.errors import InitializationError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["register"]
+__all__ = ["register", "replace_as_asked"]
 
 
 def register() -> None:
-    """Make the backend names known to torch. Does nothing where torch has no distributed package."""
+    """Make the backend names known to torch, once. Does nothing where torch has no distributed package."""
     with contextlib.suppress(Exception):
         import torch.distributed as dist
 
-        if dist.is_available() and settings.BACKEND not in dist.Backend.backend_list:
-            dist.Backend.register_backend(settings.BACKEND, _create, extended_api=True, devices=["cpu"])
+        if not dist.is_available() or settings.BACKEND in dist.Backend.backend_list:
+            return
+        dist.Backend.register_backend(settings.BACKEND, _create, extended_api=True, devices=["cpu"])
     with contextlib.suppress(Exception):
         from phalanx.c10d.mpi_slot import fill_mpi_slot
 
         fill_mpi_slot()
     with contextlib.suppress(Exception):
+        from phalanx.rendezvous.launchers_port import open_other_stores
+
+        open_other_stores()
+    with contextlib.suppress(Exception):
+        _explain_torchcomms()
+    with contextlib.suppress(Exception):
         _serve_builtin_hooks()
+    replace_as_asked()
+
+
+def replace_as_asked() -> None:
+    """Have our groups made in place of the backends that PHALANX_REPLACE lists now; never raises."""
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
-            _stand_in_for(os.environ[settings.REPLACE])
+            from phalanx.c10d.replacing import replace_backends
+
+            replace_backends(os.environ[settings.REPLACE], _create)
 
 
-def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
-    """Make one rank's side of a group. torch calls it on every member, with the group's store, rank and timeout."""
+def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND) -> dist.ProcessGroup:
+    """Make one rank's side of a group. torch calls it on every member, with the group's store, rank and timeout.
+
+    The group says that its backend is ``backend``.
+    """
+    import torch
+
+    from phalanx.c10d.torch_versions import note_if_newer, refuse_if_older
+
+    refuse_if_older(torch.__version__)
     from phalanx.c10d.create import create_process_group
 
+    note_if_newer(torch.__version__, options.group_rank)
     return create_process_group(
         options.store,
         options.group_rank,
@@ -49,7 +76,35 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
         options.timeout,
         options.group_id,
         options.global_ranks_in_group,
+        backend,
     )
+
+
+def _explain_torchcomms() -> None:
+    """Say so where torchcomms is asked for our backends, and therefore we are not.
+
+    With TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 torch 2.13 gives every backend's name to torchcomms, if that is installed;
+    later releases only the names that torchcomms knows.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    if not c10d._TORCHCOMM_AVAILABLE or hasattr(c10d, "_torchcomms_handles_backend"):
+        return
+    own = c10d.new_comm
+
+    def new_comm(backend: str, *arguments: Any, **named: Any) -> Any:
+        try:
+            return own(backend, *arguments, **named)
+        except Exception as error:
+            if backend not in (settings.BACKEND, "mpi"):
+                raise
+            raise InitializationError(
+                f"backend {backend!r} was asked of torchcomms, which has none of that name ({error}): with "
+                "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1 (or torch.distributed.config.use_torchcomms) torch 2.13 asks "
+                "torchcomms for every backend. Switch that off, or use torch >= 2.14, which asks it only for its own"
+            ) from error
+
+    c10d.new_comm = new_comm
 
 
 def _serve_builtin_hooks() -> None:
@@ -65,35 +120,3 @@ def _serve_builtin_hooks() -> None:
         own(*arguments)
 
     dist._register_builtin_comm_hook = register_builtin_comm_hook
-
-
-def _stand_in_for(wanted: str) -> None:
-    """Rewrite the names of backends where torch takes them in: every path to a group goes through ``Backend(name)``.
-
-    A list that cannot be used is reported when a name is first used: ``import torch`` must not fail.
-    """
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d as c10d
-
-    from phalanx.c10d.replace import names_to_replace, stand_in
-
-    own_new, own_barrier = c10d.Backend.__new__, c10d.monitored_barrier
-
-    def new(cls: type[dist.Backend], name: str) -> Any:
-        return own_new(cls, stand_in(name, names_to_replace(wanted)) if isinstance(name, str) else name)
-
-    def monitored_barrier(
-        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """As torch's own, which asks whether the backend is named gloo; ours names the missing rank too."""
-        if c10d._rank_not_in_group(group) or c10d.get_backend(group) != settings.BACKEND:
-            own_barrier(group, timeout, wait_all_ranks)
-            return
-        served: Any = c10d._get_default_group() if group is None else group
-        served.monitored_barrier(
-            c10d._get_default_timeout(c10d.Backend(settings.BACKEND)) if timeout is None else timeout,
-            wait_all_ranks=wait_all_ranks,
-        )
-
-    c10d.Backend.__new__ = new
-    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

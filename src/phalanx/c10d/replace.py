@@ -1,16 +1,15 @@
 """Standing in for another backend: scripts that ask for ``gloo`` get ``phalanx``, unmodified.
 
 ``phalanx run --replace gloo`` sets PHALANX_REPLACE, and so can anybody by hand, under torchrun for one. The variable is
-read once, at ``import torch`` (``register.py``); from then on every name of a backend that a program or a framework
-gives to torch is rewritten where torch itself takes it in. That covers ``init_process_group("gloo")``,
-``"cpu:gloo,cuda:nccl"``, torch's own default on a machine without accelerators, and ``new_group(backend="gloo")``.
+read once, at ``import torch`` (``register.py``); ``replacing.py`` then has torch make our groups. That covers
+``init_process_group("gloo")``, ``"cpu:gloo,cuda:nccl"``, torch's own default on a machine without accelerators, and
+``new_group(backend="gloo")``.
 
 Decisions.
 
-- ``dist.get_backend()`` says ``phalanx``, the backend that serves the group: Gloo's limits (no AVG, no float16
-  reduce-scatter) are not true of it. Scripts that compare with ``"gloo"`` do so to work around one of those, or for
-  ``monitored_barrier``, which torch refuses to every other name; that one call is let through to our own.
-- Only names are rewritten, never classes: a program that makes a ``ProcessGroupGloo`` itself, as our groups do for the
+- ``dist.get_backend()`` says the name that the program asked for, because programs branch on it. The class of the
+  group, the title of the rank table and ``World.backend`` say what serves it.
+- Only names are replaced, never classes: a program that makes a ``ProcessGroupGloo`` itself, as our groups do for the
   operations that they leave to Gloo, gets Gloo.
 - nccl, xccl and the like are not replaced. They move tensors between devices; Phalanx's transport moves CPU tensors.
   CUDA tensors in a group that asked for gloo go over Gloo, as they would have (``vendor.py``).
@@ -21,12 +20,12 @@ This module imports nothing of torch: the launcher, which never loads it, checks
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from phalanx import settings
 from phalanx.errors import ArgumentError
 
-__all__ = ["REPLACEABLE", "names_to_replace", "replaces", "stand_in"]
+__all__ = ["REPLACEABLE", "names_to_replace", "replaces"]
 
 REPLACEABLE = ("gloo", "mpi")
 _CHOICES = " or ".join(REPLACEABLE)
@@ -66,20 +65,3 @@ def replaces(name: str, environment: Mapping[str, str] | None = None) -> bool:
     """
     environment = os.environ if environment is None else environment
     return name in {part.strip().lower() for part in environment.get(settings.REPLACE, "").split(",")}
-
-
-def stand_in(backend: str, names: Collection[str]) -> str:
-    """``backend`` as a program asks for it, with ours in the place of each of ``names``.
-
-    Args:
-        backend: one name, or a list of them by device: ``gloo``, ``cpu:gloo,cuda:nccl``.
-        names: in lower case.
-
-    Returns:
-        The same in which ``phalanx`` stands for them; whatever else is in it is left as it is.
-    """
-    entries = []
-    for entry in backend.split(","):
-        device, colon, name = entry.rpartition(":")
-        entries.append(f"{device}{colon}{settings.BACKEND}" if name.strip().lower() in names else entry)
-    return ",".join(entries)

@@ -6,6 +6,8 @@ an exit code, or None for 0; ``run`` returns a job, which is launched here.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from importlib import import_module
 
@@ -13,6 +15,7 @@ import click
 
 from phalanx import settings
 from phalanx.errors import ArgumentError, LauncherEnvironmentError, LaunchError
+from phalanx.launch.conclusion import UNWRITABLE
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.start import RankStart, become
 from phalanx.launch.supervisor import launch
@@ -48,6 +51,14 @@ def command() -> None:
     """
 
 
+def _with_command(words: list[str]) -> list[str]:
+    """The command line, with ``run`` put in where users of torchrun leave it out: ``phalanx -n 4 train.py``."""
+    own = (*COMMANDS, "-h", "--help", "--version")
+    if words and words[0] not in own and (words[0].startswith("-") or words[0].endswith(".py") or os.sep in words[0]):
+        return ["run", *words]
+    return words
+
+
 def main() -> int | None:
     """Run the command line; the entry point of ``phalanx``.
 
@@ -58,7 +69,7 @@ def main() -> int | None:
         The exit code; in a rank that of its script.
     """
     try:
-        outcome = command(prog_name="phalanx", standalone_mode=False)
+        outcome = command(_with_command(sys.argv[1:]), prog_name="phalanx", standalone_mode=False)
         if isinstance(outcome, Job):
             outcome = launch(outcome)
     except (ArgumentError, LaunchError, LauncherEnvironmentError) as error:
@@ -67,8 +78,13 @@ def main() -> int | None:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        print(f"phalanx: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return UNWRITABLE
     if isinstance(outcome, RankStart):
         become(outcome)
         return None

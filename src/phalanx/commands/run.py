@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -15,26 +18,59 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.job.job import Job, make_job
+from phalanx.launch.job.memory import MODES, Memory
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
+from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.target import find_target
-from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
+from phalanx.system.device_files import accelerator_files
+from phalanx.system.limits import check_limits, machine_limits, raise_file_limit, usable_cores
+from phalanx.words import tell
 
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
 
 __all__ = ["run"]
 
+# The options in the order of --help; those that no group names come first.
+_GROUPS = {
+    "What each rank gets": ("device", "bind", "variables", "replace", "interface", "no_preload", "pass_local_rank"),
+    "The terminal": ("reader", "debugged", "quiet", "no_prefix", "grace"),
+    "Other hosts, by an MPI launcher": ("mpi", "hosts", "hostfile", "ppn", "address"),
+    "Without running it": ("rehearse", "placement", "dry_run", "as_json"),
+}
+
+
+class _Run(click.Command):
+    """Accepts the options of other launchers too, and shows its own in groups."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {
+            name: not option.is_flag
+            for option in self.get_params(ctx)
+            if isinstance(option, click.Option)
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        ours, ctx.meta["notes"] = translate(args, own)
+        return super().parse_args(ctx, ours)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        named = {name for names in _GROUPS.values() for name in names}
+        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
+        first = {"Options": [option.name for option in options if option.name not in named]}
+        for title, names in {**first, **_GROUPS}.items():
+            records = [option.get_help_record(ctx) for option in options if option.name in names]
+            with formatter.section(title):
+                formatter.write_dl([record for record in records if record is not None])
+
+
 # The target ends the options: all arguments after it are its own, as with python and python -m.
-_RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-
-
-@click.command(context_settings=_RUN_SETTINGS)
+@click.command(cls=_Run, context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
     "--ranks",
-    type=int,
     metavar="N",
-    help="How many ranks (processes) to start.  [default: 1, or as many as the hosts take]",
+    help="How many ranks (processes) to start: a number, or gpu (one for each accelerator), cpu (one for each core), "
+    "auto (gpu, or cpu without one).  [default: 1, or as many as the hosts take]",
 )
 @click.option("-m", "module", is_flag=True, help="TARGET is a module, as with python -m.")
 @click.option(
@@ -69,15 +105,42 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
     is_flag=True,
     help="Give TARGET --local_rank=R before its arguments, as torch.distributed.launch did.",
 )
+@click.option(
+    "-x",
+    "variables",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Set a variable for all ranks. All others of this environment they have anyway.",
+)
+@click.option(
+    "--no-preload",
+    is_flag=True,
+    help="Let each rank import torch for itself, a second or two later, in place of once for all. Needed by a script "
+    "that sets variables which torch reads while it is imported.",
+)
+@click.option(
+    "--stdin",
+    "reader",
+    type=int,
+    metavar="RANK",
+    help="The rank that reads standard input, also from a terminal.  [default: 0, and no rank from a terminal, "
+    "but with -n 1]",
+)
+@click.option(
+    "--debug",
+    "debugged",
+    type=int,
+    metavar="RANK",
+    help="Hand the terminal to this rank, for breakpoint(), pdb or input(). With -n 1 it has it anyway.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still printed.")
 @click.option("--no-prefix", is_flag=True, help="Do not write '[rank 3]' before each line of output.")
 @click.option(
     "--grace",
     type=click.FloatRange(min=0.0),
-    default=1.0,
-    show_default=True,
     metavar="SECONDS",
-    help="How long ranks may take to end after they were asked to, before they are killed.",
+    help="How long ranks may take to end after they were asked to, before they are killed.  [default: 1 after Ctrl-C, "
+    "30 after SIGTERM or SIGHUP, 5 after another rank's failure]",
 )
 @click.option(
     "--mpi",
@@ -106,21 +169,33 @@ _RUN_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": Fals
     metavar="NAME",
     help="The network interface, on every host, over which ranks talk (ib0), if phalanx finds another one.",
 )
+@click.option(
+    "--memory",
+    type=click.Choice(MODES),
+    default="huge",
+    show_default=True,
+    help="On the CPU: large tensors in huge pages (huge), freed memory kept for the next step as well (keep), or "
+    "neither (return).",
+)
 @click.option("--dry-run", is_flag=True, help="Print the rank table, and start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="With --dry-run: print one JSON object in place of the table.")
 @click.argument("target", metavar="TARGET")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS]...")
 def run(
-    ranks: int | None,
+    ranks: str | None,
     module: bool,
     rehearse: str | None,
     placement: Placement | None,
     bind: Bind,
     device: str | None,
     pass_local_rank: bool,
+    variables: tuple[str, ...],
+    no_preload: bool,
+    reader: int | None,
+    debugged: int | None,
     quiet: bool,
     no_prefix: bool,
-    grace: float,
+    grace: float | None,
     mpi: str | None,
     hosts: str | None,
     hostfile: str | None,
@@ -128,62 +203,74 @@ def run(
     address: str | None,
     replace: str | None,
     interface: str | None,
+    memory: Memory,
     dry_run: bool,
     as_json: bool,
     target: str,
     arguments: tuple[str, ...],
 ) -> Job | None:
-    """Start TARGET as N processes, and give each its place among them.
+    """Start TARGET as N processes (ranks) that work together, and give each its place among them.
 
-    TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any
-    other program. Options of the launcher come before TARGET; all arguments after it are its own.
+    TARGET is a Python script (or a directory or zip archive with a __main__.py), a module with -m, or any other
+    program. Options of the launcher come before TARGET; all arguments after it are its own.
 
     \b
       phalanx run -n 4 train.py --lr 0.1      four ranks of a script
+      phalanx run -n auto train.py            a rank for each accelerator, or core
       phalanx run -n 2 -m package.train       two ranks of a module
-      phalanx run -n 8 --dry-run train.py     which rank would run where
-      phalanx run --rehearse 32x8 train.py    256 ranks, as if on 32 hosts
       phalanx run -n 2 ./simulate --fast      a program that is not Python
+      phalanx run -n 4 --debug 2 train.py     breakpoint() works in rank 2
+      phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
+      phalanx run --rehearse 32x8 train.py    256 ranks, as if on 32 hosts
       phalanx run -n 4 --mpi mpiexec mpi.py   four ranks that can use MPI
       phalanx run --mpi mpiexec -H h1:4,h2:4 mpi.py
-      phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
 
-    In its environment each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that
-    torchrun sets, so scripts written for torchrun run unchanged. Python scripts are forked from one process
-    that has imported torch, so starting many ranks takes little longer than starting one.
+    A script joins the others with phalanx.init(), or with torch.distributed.init_process_group(), which needs no
+    arguments: each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets. So
+    scripts written for torchrun run unchanged, and torchrun's options for one machine are understood. Python scripts
+    are forked from one process that has imported torch: starting many takes little longer than starting one.
 
-    With --mpi the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or
-    on others that it can reach and that see the same files; all else is as without --mpi. Such ranks can use MPI
+    Every line of output is marked with its rank. If a rank fails, one block says which, why and where, and the others
+    are ended. Ctrl-C ends the job and says where each rank was; a second one kills at once. Ctrl-\\ only prints the
+    ranks' stacks. SIGUSR1 and SIGUSR2 are passed on to the ranks.
+
+    --mpi: the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or on
+    others that it can reach and that see the same files; all else is as without --mpi. Such ranks can use MPI
     (init_process_group("mpi"), mpi4py). Each of them imports torch for itself. If root starts the job, Open MPI gets
     the settings that allow it.
 
-    With --rehearse ranks have the node ranks, local ranks, hosts and groups that they would have on such hosts. They
+    --rehearse: ranks have the node ranks, local ranks, hosts and groups that they would have on such hosts. They
     compute on the CPU, talk through shared memory, and share this machine's cores. A program that would fail on those
     hosts because of its size or its placement fails here; its speed here says nothing about them.
 
-    With --replace gloo, every program that asks torch for gloo gets Phalanx's shared memory, without a change of the
+    --replace gloo: every program that asks torch for gloo gets Phalanx's shared memory, without a change of the
     program: init_process_group("gloo") or "cpu:gloo,cuda:nccl", torch's own default for the CPU,
     new_group(backend="gloo"), Hugging Face Trainer, Accelerate, Lightning. torch.distributed.get_backend() then says
     phalanx. PHALANX_REPLACE=gloo in the environment does the same, also under torchrun and other launchers. nccl cannot
     be replaced.
 
-    OMP_NUM_THREADS is each rank's share of the cores unless you set it. Rank 0 reads the launcher's standard
-    input, unless that is a terminal; the others read nothing.
+    OMP_NUM_THREADS is each rank's share of the cores unless you set it.
 
-    Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it
-    was killed); 2 for a mistake on the command line; 130 after Ctrl-C. A second Ctrl-C kills at once.
+    Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it was killed);
+    2 for a mistake on the command line; 74 if the output cannot be written; 130 after Ctrl-C.
     """
     if placement is not None and rehearse is None:
         raise LaunchError(
             f"--placement {placement}: places ranks on rehearsed hosts; add --rehearse 2x4, or leave --placement out"
         )
+    for variable in variables:
+        _set(variable)
+    for note in click.get_current_context().meta["notes"]:
+        if not quiet:
+            tell(f"note: {note}")
+    launcher = _mpi_launcher(mpi)
     job = make_job(
-        ranks,
+        _number_of_ranks(ranks),
         find_target(target, arguments, module=module),
         grace_s=grace,
         quiet=quiet,
         prefix=not no_prefix,
-        mpi=_mpi_launcher(mpi),
+        mpi=launcher,
         hosts=_hosts(hosts, hostfile),
         ppn=ppn,
         address=address,
@@ -193,6 +280,10 @@ def run(
         pass_local_rank=pass_local_rank,
         replace=names_to_replace(replace, source="--replace") if replace else (),
         interface=interface,
+        memory=memory,
+        preload=not no_preload,
+        reader=reader,
+        debugged=debugged,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")
@@ -204,9 +295,40 @@ def run(
     return None
 
 
+def _set(variable: str) -> None:
+    name, given, value = variable.partition("=")
+    if not name or (not given and name not in os.environ):
+        raise LaunchError(f"-x {variable}: is not set here; give it a value: -x {name or 'NAME'}=VALUE")
+    if given:
+        os.environ[name] = value
+
+
+def _number_of_ranks(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if given in ("auto", "gpu", "cpu"):
+        devices = 0 if given == "cpu" or not accelerator_files() else _accelerators()
+        if given == "gpu" and not devices:
+            raise LaunchError("-n gpu: torch sees no accelerator on this machine; -n cpu starts a rank for each core")
+        return devices or usable_cores()
+    try:
+        return int(given)
+    except ValueError:
+        raise LaunchError(f"-n {given}: is not a number of ranks; give one, or auto, gpu or cpu") from None
+
+
+def _accelerators() -> int:
+    """How many accelerators torch sees; asked in another process, because the launcher never imports torch."""
+    code = "import torch; print(torch.accelerator.device_count())"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return int(asked.stdout) if asked.returncode == 0 else 0
+
+
 def _mpi_launcher(command: str | None) -> MpiLauncher | None:
     if command is None:
         return None
+    if command.startswith("-"):
+        raise LaunchError(f"--mpi {command}: needs the name of the MPI launcher first, as in --mpi mpiexec {command}")
     # Imported here, because it brings the rows of all launchers, which would take a quarter of the command's start.
     from phalanx.launch.job.mpi_launcher import find_mpi_launcher
 
@@ -230,6 +352,7 @@ def _describe(job: Job, as_json: bool) -> None:
             "target": {"kind": job.target.kind, "path": job.target.path, "argv": list(job.target.argv)},
             "mpi": job.mpi.command(job.ranks, job.hosts, ["RANK"], "HOSTS") if job.mpi is not None else None,
             "rehearsal": asdict(job.rehearsal) if job.rehearsal is not None else None,
+            "memory": dict(job.memory),
             "bind": job.bind,
             "cpus": list(map(list, job.cpus)) if job.cpus else None,
             "ranks": [asdict(row) for row in job.rows()],

@@ -10,11 +10,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch.utils.data import Sampler
 
-__all__ = ["ShardedBatchSampler"]
+from phalanx.errors import ArgumentError
+
+__all__ = ["ShardedBatchSampler", "hashed_seed"]
+
+
+def hashed_seed(*numbers: int) -> int:
+    """A seed that follows from several numbers.
+
+    They are hashed together, because with the sum of seed and epoch the second epoch of seed 0 would be the first of
+    seed 1, and torch's CPU generator uses only 32 bits of its seed, too few to hold both side by side.
+    """
+    text = "/".join(map(str, numbers))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
 
 
 class ShardedBatchSampler(Sampler[list[int]]):
@@ -34,6 +47,11 @@ class ShardedBatchSampler(Sampler[list[int]]):
         seed: the orders follow from it; give the same on every rank.
         drop_last: leave out the items that do not fill a global batch, so that all batches have one size and
             the mean of the ranks' means is the mean over the global batch.
+
+    Attributes:
+        epoch: the number of the next pass, from 0.
+        start: how many items the next pass leaves out at its beginning (:meth:`set_epoch`).
+        position: the epoch and the items done, from the first batch that a loader hands out to the end of the pass.
 
     Raises:
         ValueError: a number is out of range, or ``drop_last`` would leave nothing.
@@ -66,34 +84,63 @@ class ShardedBatchSampler(Sampler[list[int]]):
         self.world_size = world_size
         self.shuffle = shuffle
         self.seed = seed
+        self.drop_last = drop_last
         self.epoch = 0
-        self._bounds = _global_batch_bounds(length, batch_size * world_size, world_size, drop_last)
+        self.start = 0
+        self.position: tuple[int, int] | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make the next pass epoch ``epoch``. Only needed to resume, because each pass counts on by itself."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Make the next pass epoch ``epoch``. Only needed to resume, because each pass counts on by itself.
+
+        Args:
+            epoch: the number of the pass; its order follows from it.
+            start: how many items of the epoch's order, counted over all ranks, the pass leaves out at its beginning.
+
+        Raises:
+            ArgumentError: the items that are left are fewer than the ranks, so not every rank could take a step.
+        """
+        left = self.length - start
+        if start and 0 < left < self.world_size and not self.drop_last:
+            raise ArgumentError.too_few_left(left, epoch, self.world_size)
+        self.epoch, self.start, self.position = epoch, start, None
 
     def __len__(self) -> int:
-        return sum(1 for first, last in self._bounds if self._part(first, last)[0] < self._part(first, last)[1])
+        return len(self.ends(0))
 
     def __iter__(self) -> Iterator[list[int]]:
-        # The epoch is counted when a pass begins, so that the order of a pass that is broken off is not used again.
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        return self._batches(self._order(epoch))
+        # A pass counts when its first batch is taken, not when the iterator is made, because torch's loader makes two
+        # iterators for one pass if it has workers. So the order of a pass that is broken off is not used again.
+        epoch, start, self.epoch, self.start = self.epoch, self.start, self.epoch + 1, 0
+        order = self._order(epoch)
+        for first, last in self._parts(start):
+            yield order[first:last]
 
-    def _batches(self, order: list[int]) -> Iterator[list[int]]:
-        for first, last in self._bounds:
-            start, stop = self._part(first, last)
-            if start < stop:
-                yield order[start:stop]
+    def ends(self, start: int) -> list[int]:
+        """How many items of the epoch, over all ranks, are done after each batch of a pass that begins at ``start``."""
+        return [last for first, last in self._bounds(start) if self._part(first, last)[0] < self._part(first, last)[1]]
+
+    def _parts(self, start: int) -> Iterator[tuple[int, int]]:
+        for bounds in self._bounds(start):
+            first, last = self._part(*bounds)
+            if first < last:
+                yield first, last
+
+    def _bounds(self, start: int) -> list[tuple[int, int]]:
+        """Where each global batch begins and ends in the order, from the item ``start`` on."""
+        global_batch = self.batch_size * self.world_size
+        full, rest = divmod(max(self.length - start, 0), global_batch)
+        ends = [start + (i + 1) * global_batch for i in range(full)]
+        if rest and not self.drop_last:
+            if rest < self.world_size and ends:
+                ends[-1] = self.length
+            else:
+                ends.append(self.length)
+        return list(pairwise([start, *ends]))
 
     def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.length))
-        # Seed and epoch are hashed together, because with their sum the second epoch of seed 0 would be the first of
-        # seed 1, and torch's CPU generator uses only 32 bits of its seed, too few to hold both side by side.
-        digest = hashlib.blake2b(f"{self.seed}/{epoch}".encode(), digest_size=4).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        generator = torch.Generator().manual_seed(hashed_seed(self.seed, epoch))
         order: list[int] = torch.randperm(self.length, generator=generator).tolist()
         return order
 
@@ -103,14 +150,3 @@ class ShardedBatchSampler(Sampler[list[int]]):
             first + items * self.rank // self.world_size,
             first + items * (self.rank + 1) // self.world_size,
         )
-
-
-def _global_batch_bounds(length: int, global_batch: int, world_size: int, drop_last: bool) -> list[tuple[int, int]]:
-    full, rest = divmod(length, global_batch)
-    bounds = [(i * global_batch, (i + 1) * global_batch) for i in range(full)]
-    if rest and not drop_last:
-        if rest < world_size and bounds:
-            bounds[-1] = (bounds[-1][0], length)
-        else:
-            bounds.append((full * global_batch, length))
-    return bounds

@@ -9,7 +9,8 @@ sure that a process id has not been given to another one:
 
 - A rank fails. For a short settling time the other ranks may report errors of their own, so that the cause can be
   distinguished from its consequences. Then they are asked to end (SIGTERM) and, after a grace, killed.
-- A signal arrives. It is passed on, and after the grace the ranks are killed; a second signal kills them at once.
+- SIGINT, SIGTERM or SIGHUP arrives. It is passed on, and after the grace the ranks are killed; another SIGINT kills
+  them at once. SIGUSR1 and SIGUSR2 are passed on and end nothing; SIGQUIT prints where the ranks are.
 - Nothing reads the output any more. The job ends as after SIGTERM, and silently, like any other tool in a pipe.
 - The zygote is killed. The kernel kills the ranks, and the supervisor kills all processes that they had started.
 
@@ -31,13 +32,17 @@ from types import FrameType
 from typing import Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
+from phalanx.launch.conclusion import Ended, conclude
 from phalanx.launch.job.job import Job
-from phalanx.launch.output.failure import Failure, Report, find_cause, format_failure, read_report, signal_name
+from phalanx.launch.output.failure import End, collect_failures, signal_name
 from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
-from phalanx.launch.rank.descriptors import Descriptors, open_descriptors
+from phalanx.launch.output.report import Report, read_report
+from phalanx.launch.output.stacks import format_stacks
+from phalanx.launch.rank.descriptors import Descriptors, open_descriptors, release_input
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.system import processes
+from phalanx.system.interfaces import check_reachable
 from phalanx.system.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
 from phalanx.topology.table import RankRow, format_rank_table
 
@@ -52,7 +57,11 @@ SETTLE_S = 0.1
 STALLED_READER_S = 1.0
 # How long the keepers of a killed relay may take to end their ranks.
 KEEPERS_S = 2.0
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# How much longer than the grace the zygote, or the relay, may take to report the end of every rank.
+SILENCE_S = 20.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+_HANDLED = (*_ENDING, *_HANDED_ON, signal.SIGQUIT)
 
 
 @dataclass
@@ -62,28 +71,13 @@ class _Stream:
     lines: LineAssembler
 
 
-@dataclass(frozen=True)
-class _End:
-    """How a rank ended.
-
-    Attributes:
-        status: its exit code, or minus the signal that ended it.
-        at: when, in the seconds of ``time.monotonic()``.
-        by_launcher: whether the launcher had asked it to end.
-    """
-
-    status: int
-    at: float
-    by_launcher: bool
-
-
 @dataclass
 class _Rank:
     """A rank: its output, and what the zygote has said about it so far."""
 
     streams: list[_Stream]
     pid: int | None = None
-    end: _End | None = None
+    end: End | None = None
 
 
 def launch(job: Job) -> RankStart | int:
@@ -98,10 +92,12 @@ def launch(job: Job) -> RankStart | int:
     """
     # getsignal returns None for a handler that Python did not install and cannot put back.
     handlers: dict[int, Any] = {
-        signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_PASSED_ON, signal.SIGCHLD)
+        signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_HANDLED, signal.SIGCHLD)
     }
     file_limit = raise_file_limit()
     check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
+    if job.ranks > 1 or job.target.is_python:
+        check_reachable(job.address)
     descriptors = open_descriptors(job.ranks, job.run_id, job.address)
     # Text that is still in the buffers would be copied by the fork, and printed twice.
     for stream in (sys.stdout, sys.stderr):
@@ -133,6 +129,10 @@ class _Supervisor:
         self.interrupted: int | None = None
         self.ending = False
         self.settle_until: float | None = None
+        self.give_up_at: float | None = None
+        self.early_signals: list[int] = []
+        self.overdue: dict[float, list[int]] = {}
+        self.stacks: dict[int, str] = {}
         self.refusal: tuple[str, int] | None = None
         self.oom_kills = count_oom_kills()
         self.rows = job.rows()
@@ -141,6 +141,9 @@ class _Supervisor:
         self.wakeup = os.pipe()
         self.selector = selectors.DefaultSelector()
         self.console = Console(Sink(1, os.environ), Sink(2, os.environ))
+        if any(map(job.keeps_terminal, range(job.ranks))):
+            # The rank writes to the terminal itself, so nothing is drawn over what it writes.
+            self.console.out.terminal = self.console.err.terminal = False
         self.ranks = self._make_ranks()
 
     def _make_ranks(self) -> list[_Rank]:
@@ -160,7 +163,7 @@ class _Supervisor:
         for descriptor in self.wakeup:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
-        for signum in _PASSED_ON:
+        for signum in _HANDLED:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._on_signal)
 
@@ -173,7 +176,9 @@ class _Supervisor:
     def run(self, zygote: int) -> int:
         """Watch the job to its end; return the launcher's exit code."""
         self.zygote = zygote
-        _release_input()
+        if not os.isatty(0):
+            # Only then does its writer notice when the rank that reads it ends.
+            release_input()
         self.selector.register(self.descriptors.supervisor, selectors.EVENT_READ, self._on_zygote)
         self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
         for rank in self.ranks:
@@ -198,17 +203,15 @@ class _Supervisor:
             format_rank_table(self.rows, title=job.title(), backend=backend, width=width, color=err.color).encode()
         )
         for warning in [*job.warnings(), *notes]:
-            self._say(f"note: {warning}")
-
-    def _say(self, text: str) -> None:
-        self.console.write(self.console.err, f"phalanx: {text}\n".encode(errors="backslashreplace"))
+            self.console.say(f"note: {warning}")
 
     # One turn of the event loop.
 
     def _turn(self) -> None:
         timeouts = [self.console.redraw_in_s()]
-        if self.settle_until is not None:
-            timeouts.append(max(0.0, self.settle_until - time.monotonic()))
+        due = [when for when in (self.settle_until, self.give_up_at) if when is not None]
+        if due:
+            timeouts.append(max(0.0, min(due) - time.monotonic()))
         known = [timeout for timeout in timeouts if timeout is not None]
         for key, _ in self.selector.select(min(known) if known else None):
             if isinstance(key.data, _Stream):
@@ -216,6 +219,10 @@ class _Supervisor:
             else:
                 key.data()
         self.console.redraw()
+        if self.give_up_at is not None and time.monotonic() >= self.give_up_at:
+            # It is stopped, or hangs; without it the kernel ends the ranks.
+            self.give_up_at = None
+            os.kill(self.zygote, signal.SIGKILL)
         if (self.console.out.closed or self.console.err.closed) and not self.ending:
             self._order(signal.SIGTERM)
         if self.settle_until is not None and (time.monotonic() >= self.settle_until or self._all_ended()):
@@ -274,9 +281,15 @@ class _Supervisor:
                 rank.pid = pid
             if self.interrupted is not None:
                 self._order(self.interrupted)
+            for signum in self.early_signals:
+                self._tell(do="signal", signal=signum)
+        elif message["event"] == "overdue":
+            self.overdue.setdefault(message["patience_s"], []).append(message["rank"])
+        elif message["event"] == "stacks":
+            self._show_stacks(message.get("stacks"))
         elif message["event"] == "exited":
             by_launcher = self.ending or message.get("by_others", False)
-            self._on_exit(self.ranks[message["rank"]], _End(message["status"], message["time"], by_launcher))
+            self._on_exit(self.ranks[message["rank"]], End(message["status"], message["time"], by_launcher))
         elif message["event"] == "reported":
             self._settle()
         elif message["event"] == "placed":
@@ -290,12 +303,12 @@ class _Supervisor:
         elif message["event"] == "refused":
             self.refusal = message["text"], message["code"]
         elif message["event"] == "store lost" and not self.ending:
-            self._say(
+            self.console.say(
                 "the process that hosts torch's store has ended; ranks that still want to meet will fail. "
                 f"If nobody killed it, {OUT_OF_MEMORY_HINT}"
             )
 
-    def _on_exit(self, rank: _Rank, end: _End) -> None:
+    def _on_exit(self, rank: _Rank, end: End) -> None:
         rank.end = end
         self._drain(rank)
         if end.status != 0:
@@ -344,12 +357,17 @@ class _Supervisor:
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         # The event loop may be waiting for a reader that has stopped, so the handler acts by itself.
+        if signum in _HANDED_ON or signum == signal.SIGQUIT:
+            self._hand_on(signum)
+            return
         again = self.interrupted is not None
+        if again and signum != signal.SIGINT:
+            # Systems that end a job ask more than once: a shell and the kernel both send SIGHUP, for one terminal.
+            return
         if not again:
             self.interrupted = signum
             self.settle_until = None
-            deadline = time.monotonic() + self.job.grace_s + STALLED_READER_S / 2
-            self.console.out.deadline = self.console.err.deadline = deadline
+            self.console.out.deadline = self.console.err.deadline = time.monotonic() + STALLED_READER_S
         if self.started_at is None and self.job.mpi is None:
             # No rank runs yet, and the zygote reads no order while it imports torch.
             if self.zygote:
@@ -359,8 +377,40 @@ class _Supervisor:
 
     def _order(self, signum: int, spare: list[int] | None = None) -> None:
         self.ending = True
-        grace_s = 0.0 if signum == signal.SIGKILL else self.job.grace_s
-        self.descriptors.supervisor.send(do="end", signal=int(signum), grace_s=grace_s, spare=spare or [])
+        asked = self.interrupted is not None and signum != signal.SIGKILL
+        patience_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
+        self._tell(do="end", signal=int(signum), grace_s=patience_s, spare=spare or [], where=asked)
+        until = time.monotonic() + patience_s + SILENCE_S
+        self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
+
+    def _tell(self, **order: Any) -> None:
+        """Send the zygote an order, and continue it in case somebody has stopped it."""
+        self.descriptors.supervisor.send(**order)
+        if self.zygote:
+            os.kill(self.zygote, signal.SIGCONT)
+
+    def _hand_on(self, signum: int) -> None:
+        if signum == signal.SIGQUIT:
+            if self.started_at is None:
+                self.console.say("SIGQUIT: the ranks have not been started yet")
+            else:
+                self._tell(do="stacks")
+        elif self.started_at is None:
+            self.early_signals.append(signum)
+        else:
+            self._tell(do="signal", signal=int(signum))
+
+    def _take_stacks(self) -> dict[int, str]:
+        """The stacks that ranks have written since the last call, here or on their hosts."""
+        taken = {**self.stacks, **self.descriptors.trace.take(range(self.job.ranks))}
+        self.stacks = {}
+        return dict(sorted(taken.items()))
+
+    def _show_stacks(self, elsewhere: dict[str, str] | None) -> None:
+        self.stacks |= {int(rank): stack for rank, stack in (elsewhere or {}).items()}
+        if self.interrupted is None:
+            lines = format_stacks(self._take_stacks())
+            self.console.say("\n".join(lines) or "no rank runs Python code, so there are no stacks")
 
     def _all_ended(self) -> bool:
         return all(rank.end is not None for rank in self.ranks)
@@ -373,55 +423,20 @@ class _Supervisor:
         reports = {rank: self._report(rank) for rank in range(self.job.ranks)}
         return [rank for rank, report in reports.items() if report is not None and report.time is not None]
 
-    def _failures(self) -> list[Failure]:
-        failures = []
-        for number, rank in enumerate(self.ranks):
-            end = rank.end
-            if rank.pid is None or (end is not None and end.status == 0):
-                continue
-            report = self._report(number)
-            # A report has the time of the failure; the rank may have run exit handlers for long before it ended.
-            when = report.time if report is not None else None
-            by_launcher = end is not None and end.by_launcher and when is None
-            if when is None:
-                when = end.at if end is not None else 0.0
-            status = end.status if end is not None else None
-            failures.append(Failure(number, rank.pid, status, when, report, by_launcher))
-        return failures
-
     def _conclude(self) -> int:
-        """Print how the job ended, unless all ranks ended well; return the exit code."""
         self.console.finish()
-        if self.interrupted is not None:
-            name = signal_name(self.interrupted)
-            count = f"all {self.job.ranks} ranks have" if self.job.ranks > 1 else "the rank has"
-            self._say(f"{name}: {count} been ended" if self.started_at else f"{name}: nothing had been started")
-            return 128 + self.interrupted
-        if self.console.out.closed or self.console.err.closed:
-            return 128 + signal.SIGPIPE
-        if self.refusal is not None:
-            text, code = self.refusal
-            self.console.err.write(text.encode(errors="backslashreplace"))
-            return code
-        failures = self._failures()
-        if not failures:
-            return 0
-        cause = find_cause(failures)
-        block = format_failure(
-            cause,
-            [failure for failure in failures if failure is not cause],
-            ranks=self.job.ranks,
-            host=self.rows[cause.rank].host,
-            started=self.started_at or 0.0,
+        trace = self.descriptors.trace
+        ended = Ended(
+            failures=collect_failures(
+                (rank.pid, rank.end, self._report(number)) for number, rank in enumerate(self.ranks)
+            ),
+            hosts=[row.host for row in self.rows],
+            started_at=self.started_at,
+            interrupted=self.interrupted,
+            stacks=self._take_stacks(),
+            overdue=self.overdue,
+            refusal=self.refusal,
+            stages=[trace.stage(rank) for rank in range(self.job.ranks)],
             out_of_memory=count_oom_kills() > self.oom_kills,
         )
-        self.console.err.write(block.encode(errors="backslashreplace"))
-        return cause.exit_code
-
-
-def _release_input() -> None:
-    """Close standard input, which rank 0 reads: only then does its writer notice when rank 0 ends."""
-    if not os.isatty(0):
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        return conclude(self.job, ended, self.console)

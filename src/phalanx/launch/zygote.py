@@ -31,13 +31,14 @@ from types import CodeType
 from typing import Any
 
 from phalanx import settings
-from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
-from phalanx.launch.job.job import MASTER_ADDR, Job
-from phalanx.launch.job.target import compile_target
-from phalanx.launch.rank.descriptors import Control, Descriptors, report_name
+from phalanx.errors import PROCESS_LIMIT_HINT
+from phalanx.launch.job.job import Job
+from phalanx.launch.job.target import Refusal, prepare_target
+from phalanx.launch.rank.descriptors import Control, Descriptors, release_input, report_name
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
 from phalanx.launch.rank.torch_store import host_store
+from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
 
 __all__ = ["Inheritance", "serve"]
@@ -45,18 +46,8 @@ __all__ = ["Inheritance", "serve"]
 # How long a rank whose script has failed may go on with its exit handlers and its threads. This is longer than the
 # grace, because the rank may be saving something, and limited, because the job cannot end before the rank does.
 WIND_DOWN_S = 5.0
-
-
-class _Refusal(Exception):
-    """The job cannot be started.
-
-    Attributes:
-        code: the launcher's exit code.
-    """
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
+# How long ranks may take to write their stacks. On a busy machine those that are late are left out.
+STACKS_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class _Zygote:
             # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             forked = self._fork_all(code, spec)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             self.descriptors.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
             processes.end_descendants()
             return None
@@ -105,18 +96,15 @@ class _Zygote:
             return None, None
         os.environ["OMP_NUM_THREADS"] = self.job.threads
         os.environ.update(self.job.before_torch())
-        try:
-            compiled = compile_target(self.job.target)
-        except SyntaxError as error:
-            raise _Refusal("".join(traceback.format_exception_only(error)), 1) from error
-        except (LaunchError, OSError, ValueError, EOFError) as error:
-            raise _Refusal(f"phalanx: {error}", 2) from error
+        compiled = prepare_target(self.job.target)
+        if not self.job.preload:
+            return compiled
         # The import makes no garbage, so collecting would only cost time.
         gc.disable()
         try:
             preload()
         except Exception as error:
-            raise _Refusal(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1) from error
+            raise Refusal(f"phalanx: torch cannot be imported\n\n{traceback.format_exc()}", 1) from error
         # The garbage collector of a rank then leaves these objects alone; marking them would copy every shared page.
         gc.freeze()
         gc.enable()
@@ -132,11 +120,12 @@ class _Zygote:
             if store == 0:
                 descriptors.zygote.close()
                 descriptors.close_rank_ends()
-                host_store(descriptors.listener, MASTER_ADDR, job.ranks, zygote)
+                host_store(descriptors.listener, zygote, ranks=job.ranks)
         port = descriptors.port
         # The store has the socket now. If the target is not Python there is no store, and rank 0 opens the port itself.
         descriptors.listener.close()
         rows = job.rows()
+        terminal = os.isatty(0)
         pids: dict[int, int] = {}
         for rank in range(job.ranks):
             pid = _fork(f"only {rank} of {job.ranks} ranks could be started")
@@ -152,23 +141,27 @@ class _Zygote:
                     code,
                     spec,
                     zygote,
+                    part=rank,
                     cpus=job.cpus[rank] if job.cpus else (),
+                    quiet=job.quiet,
+                    reads=job.reads(rank, terminal=terminal),
+                    terminal=job.keeps_terminal(rank),
                 )
                 enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
-                if code is not None:
-                    leave_siblings()
+                if code is not None and job.preload:
+                    leave_siblings(start)
                 return start
             pids[rank] = pid
         descriptors.close_rank_ends()
         descriptors.zygote.send(event="started", pids=list(pids.values()), time=time.monotonic())
-        return _Ranks(job.run_id, descriptors.zygote, pids, store)
+        return _Ranks(job.run_id, descriptors.zygote, descriptors.trace, pids, store)
 
 
 def _fork(otherwise: str) -> int:
     try:
         return os.fork()
     except OSError as error:
-        raise _Refusal(
+        raise Refusal(
             f"phalanx: {otherwise}: {error.strerror}; start fewer ranks, or {PROCESS_LIMIT_HINT}, or free memory", 1
         ) from error
 
@@ -180,21 +173,25 @@ class _Ranks:
     Attributes:
         run_id: the job's name.
         supervisor: where orders come from and events go to.
+        trace: where the ranks write their stacks.
         pids: the process id of each rank that has not ended, by rank.
         store: the process id of torch's store; None if there is none (any more).
-        kill_at: when each of the ranks that were asked to end is killed, in the seconds of ``time.monotonic()``.
+        kill_at: when each of the ranks that were asked to end is killed, in the seconds of ``time.monotonic()``, and
+            how long it then had.
     """
 
     run_id: str
     supervisor: Control
+    trace: Trace
     pids: dict[int, int]
     store: int | None
-    kill_at: dict[int, float] = field(default_factory=dict)
+    kill_at: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def watch(self) -> None:
         """Reap ranks and carry out orders until no rank is left or the supervisor has gone."""
-        _release_input()
-        processes.live_past_parent()
+        release_input()
+        # The end of the supervisor is seen as the end of its socket, unless this process has been stopped.
+        processes.wake_with_parent()
         wakeup, wakeup_write = os.pipe()
         os.set_blocking(wakeup, False)
         os.set_blocking(wakeup_write, False)
@@ -211,7 +208,7 @@ class _Ranks:
                 return
             wait_ms = None
             if self.kill_at:
-                wait_ms = max(0.0, (min(self.kill_at.values()) - time.monotonic()) * 1000 + 1)
+                wait_ms = max(0.0, (min(self.kill_at.values())[0] - time.monotonic()) * 1000 + 1)
             for descriptor, _ in poll.poll(wait_ms):
                 if descriptor == wakeup:
                     # A rank sends SIGUSR1 when it has written its report, which may be long before it ends.
@@ -221,9 +218,29 @@ class _Ranks:
                 order = self.supervisor.receive()
                 if order is None:
                     return
-                self._end(order["signal"], order["grace_s"], order["spare"])
+                if order["do"] == "end":
+                    if order["where"]:
+                        # For the user, to whom it says where a job hangs.
+                        self.trace.ask(self.pids, STACKS_S)
+                    self._end(order["signal"], order["grace_s"], order["spare"])
+                elif order["do"] == "signal":
+                    self._hand_on(order["signal"])
+                elif order["do"] == "stacks":
+                    self.trace.ask(self.pids, STACKS_S)
+                    self.supervisor.send(event="stacks")
             now = time.monotonic()
-            self._kill_ranks([rank for rank, when in self.kill_at.items() if when <= now])
+            overdue = [rank for rank, (when, _) in self.kill_at.items() if when <= now]
+            for rank in overdue:
+                patience_s = self.kill_at[rank][1]
+                if patience_s:
+                    self.supervisor.send(event="overdue", rank=rank, patience_s=patience_s)
+            self._kill_ranks(overdue)
+
+    def _hand_on(self, signum: int) -> None:
+        """Signal the ranks alone: what they have started, such as a loader's workers, need not handle the signal."""
+        for pid in self.pids.values():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signum)
 
     def _end(self, signum: int, grace_s: float, spare: Collection[int]) -> None:
         now = time.monotonic()
@@ -235,7 +252,7 @@ class _Ranks:
                 processes.send_to_group(pid, signum)
                 # A stopped process receives the signal only when it continues.
                 processes.send_to_group(pid, signal.SIGCONT)
-            self.kill_at[rank] = min(now + patience_s, self.kill_at.get(rank, math.inf))
+            self.kill_at[rank] = min((now + patience_s, patience_s), self.kill_at.get(rank, (math.inf, 0.0)))
 
     def _kill_ranks(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
@@ -319,10 +336,3 @@ def serve(job: Job, descriptors: Descriptors, inheritance: Inheritance, supervis
     if start is None:
         os._exit(0)
     return start
-
-
-def _release_input() -> None:
-    """Close the launcher's standard input here, so that its writer notices when rank 0 ends."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)

@@ -20,6 +20,7 @@ __all__ = [
     "NOBODY",
     "TEXT_BYTES",
     "Breakage",
+    "Going",
     "MpiGroup",
     "MpiReduction",
     "Poll",
@@ -27,7 +28,7 @@ __all__ = [
     "library",
 ]
 
-ABI = 9
+ABI = 10
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -37,6 +38,7 @@ Poll = CFUNCTYPE(c_int)
 class Status:
     """The status that a call of the core returns (``enum phx_status``)."""
 
+    PEER_LEFT = -3
     NOTICE = -2
     UNDER_WAY = -1
     OK = 0
@@ -51,6 +53,16 @@ class Status:
 BROKEN_FROM = Status.MISMATCH
 
 
+class Going:
+    """How a rank went (``enum phx_going``)."""
+
+    HERE = 0
+    LEFT = 1
+    FAILED = 2
+    ENDED = 3
+    REPLACED = 4
+
+
 class Breakage(Structure):
     """Why a group broke (``struct phx_breakage``)."""
 
@@ -60,6 +72,7 @@ class Breakage(Structure):
         ("peer", c_uint32),
         ("peer_pid", c_uint32),
         ("chunk", c_uint64),
+        ("how", c_uint32),
     ]
 
     status: int
@@ -67,6 +80,7 @@ class Breakage(Structure):
     peer: int
     peer_pid: int
     chunk: int
+    how: int
 
 
 class MpiGroup(Structure):
@@ -130,6 +144,12 @@ def library() -> ctypes.CDLL:
         ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
         ("phx_open", comm, [c_int, c_uint32, c_char_p, c_uint32, Poll]),
         ("phx_close", None, [comm]),
+        ("phx_look", None, [comm, c_int]),
+        ("phx_all_seen", c_int, [comm, POINTER(c_uint32), POINTER(c_uint32)]),
+        ("phx_sees", c_int, [comm, c_uint32]),
+        ("phx_compare_rest", c_int, [comm, c_uint64]),
+        ("phx_process_leaves", None, []),
+        ("phx_process_fails", None, [c_char_p]),
         ("phx_abort", None, [comm]),
         ("phx_set_timeout", None, [comm, c_uint64]),
         ("phx_breakage", c_int, [comm, POINTER(Breakage)]),

@@ -57,8 +57,12 @@ __all__ = ["LAUNCHERS", "MPICH", "MPI_RANKS", "MPI_SIZES", "OPENMPI", "OWN_DEVIC
 
 
 def _agent_store(environment: Environment) -> bool:
-    """Whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there."""
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    """Whether the agent's own store is at MASTER_PORT; otherwise rank 0 is to open one there.
+
+    A script under ``phalanx run`` may have set a MASTER_PORT of its own.
+    """
+    own = environment.get(settings.STORE_PORT, environment.get("MASTER_PORT"))
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == environment.get("MASTER_PORT")
 
 
 TORCHRUN = Launcher(

@@ -23,7 +23,7 @@ from phalanx.system.interfaces import (
     resolve,
 )
 
-__all__ = ["Unresolved", "addresses_of_rank_0", "listening_addresses", "source_address"]
+__all__ = ["Unresolved", "addresses_of_rank_0", "listening_addresses", "resolved_addresses", "source_address"]
 
 
 class Unresolved(InitializationError):
@@ -90,6 +90,14 @@ def listening_addresses(place: Place, point: MeetingPoint) -> tuple[list[str], s
         f"rank 0 listens on {addresses[0]} ({settings.INTERFACE}={name}), while {point.address} means "
         f"{', '.join(found)}: the other ranks must be able to reach rank 0 by that address"
     )
+
+
+def resolved_addresses(point: MeetingPoint) -> list[str]:
+    """The addresses that the name of rank 0's host means here; none if it does not resolve."""
+    try:
+        return resolve(point.address)
+    except OSError:
+        return []
 
 
 def source_address(target: str) -> str:

@@ -28,7 +28,7 @@ from phalanx.system.interfaces import LOOPBACK, outward_address
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
 
-__all__ = ["Broadcast", "leave", "meet", "meet_by_broadcast"]
+__all__ = ["Broadcast", "leave", "meet", "meet_by_broadcast", "tell_meeting"]
 
 # Rank 0 passes a line of text, the other ranks None; all ranks get rank 0's line.
 Broadcast = Callable[[str | None], str]
@@ -70,6 +70,16 @@ def meet(
     if place.rank == 0:
         return open_store(place, point, key, claim, timeout_s, quiet=quiet)
     return find_store(place, point, key, claim, timeout_s)
+
+
+def tell_meeting(store: Store, *, begins: bool) -> None:
+    """Say that this rank begins to exchange with the others what they need to work together, or has all of it.
+
+    If it goes in between, the others learn of it at once, where the store is Phalanx's own: a launcher's store does not
+    know its clients.
+    """
+    if isinstance(store, JobStore):
+        store.meeting(begins)
 
 
 def leave(store: Store) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.place.place import Place
-from phalanx.rendezvous.addresses import listening_addresses
+from phalanx.rendezvous.addresses import listening_addresses, resolved_addresses
 from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.store.claim import Claim
 from phalanx.store.client import JobStore, connect
@@ -19,7 +20,7 @@ from phalanx.store.server import StoreServer
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import describe_interfaces, holder_of_port, is_loopback
 from phalanx.wire.key import Key
-from phalanx.wire.proof import NoProof, WrongKey
+from phalanx.wire.proof import Address, NoProof, WrongKey
 from phalanx.wire.sockets import listen
 from phalanx.words import tell
 
@@ -49,19 +50,28 @@ def open_store(
     """
     deadline = time.monotonic() + timeout_s
     listener = _listen(place, point, key, claim, deadline, quiet=quiet)
-    server = serve(listener, place, key, claim, quiet=quiet)
+    # The others may reach this host by an address that is not its own.
+    dialled = [(number, listener.getsockname()[1]) for number in resolved_addresses(point)]
+    server = serve(listener, place, key, claim, quiet=quiet, announced=dialled)
     return wait_for_all(server, timeout_s, deadline)
 
 
-def serve(listener: socket.socket, place: Place, key: Key, claim: Claim, *, quiet: bool) -> StoreServer:
-    """Serve the store on a listening socket, and print a note if processes on other hosts can join without a key."""
+def serve(
+    listener: socket.socket, place: Place, key: Key, claim: Claim, *, quiet: bool, announced: Sequence[Address] = ()
+) -> StoreServer:
+    """Serve the store on a listening socket, and print a note if processes on other hosts can join without a key.
+
+    Args:
+        listener, place, key, claim, quiet: as above.
+        announced: addresses and ports at which the others dial this host, and that are not its own.
+    """
     address, port = listener.getsockname()[:2]
     if key.is_open and not quiet and not is_loopback(address):
         tell(
             f"note: the join is open: every process that reaches {address} port {port} can join this job. To keep "
             f"others out, set {settings.KEY_FILE} for all ranks to a file that only you can read, with a key in it"
         )
-    return StoreServer(listener, key, Seats(claim, place.hosts, place.num_nodes))
+    return StoreServer(listener, key, Seats(claim, place.hosts, place.num_nodes), announced=announced)
 
 
 def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobStore:
@@ -123,10 +133,10 @@ def _ask_holder(address: str, port: int, key: Key, claim: Claim) -> str:
         InitializationError: the process is rank 0 of this job, and refuses this one.
     """
     try:
-        sock, verdict = connect((address, port), key, claim, ANSWER_S)
+        line, verdict = connect((address, port), key, claim, ANSWER_S)
     except (OSError, NoProof, WrongKey):
         return ""
-    sock.close()
+    line.close()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(0, verdict.reason)
     return verdict.reason if verdict.kind == "earlier" else ""

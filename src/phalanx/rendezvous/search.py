@@ -7,7 +7,6 @@ proves another key, or nothing, is an error at once.
 
 from __future__ import annotations
 
-import socket
 import time
 from datetime import timedelta
 
@@ -23,6 +22,7 @@ from phalanx.store.claim import Claim
 from phalanx.store.client import Connections, JobStore, connect
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import is_loopback
+from phalanx.wire.dial import Line
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, WrongKey
 from phalanx.words import tell
@@ -50,8 +50,8 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
             waiting for other ranks.
     """
     deadline = time.monotonic() + timeout_s
-    sock, where = _find(place, point, key, claim, timeout_s)
-    connections = Connections(sock, where, key, claim, source_address(where[0]))
+    line, where = _find(place, point, key, claim, timeout_s)
+    connections = Connections(line, where, key, claim, source_address(where[0]))
     store = JobStore(connections, timedelta(seconds=timeout_s))
     try:
         missing = store.wait_for_all(max(0.001, deadline - time.monotonic()))
@@ -69,9 +69,7 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
     return store
 
 
-def _find(
-    place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float
-) -> tuple[socket.socket, tuple[str, int]]:
+def _find(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float) -> tuple[Line, tuple[str, int]]:
     start = time.monotonic()
     remind = start + REMIND_S
     while True:
@@ -117,7 +115,7 @@ class _NotHere(Exception):
 
 def _try(
     place: Place, point: MeetingPoint, where: tuple[str, int], key: Key, claim: Claim, limit_s: float
-) -> tuple[socket.socket, tuple[str, int]]:
+) -> tuple[Line, tuple[str, int]]:
     """Try to join at one port; return the connection, and where it leads.
 
     Raises:
@@ -126,7 +124,7 @@ def _try(
     """
     at = f"{where[0]} port {where[1]}"
     try:
-        sock, verdict = connect(where, key, claim, limit_s, source_address(where[0]))
+        line, verdict = connect(where, key, claim, limit_s, source_address(where[0]))
     except NoProof:
         if point.fixed:
             raise InitializationError(
@@ -142,9 +140,8 @@ def _try(
             ) from None
         raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
     if verdict.kind == "welcome":
-        sock.settimeout(None)
-        return sock, where
-    sock.close()
+        return line, where
+    line.close()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(place.rank, verdict.reason)
     raise _NotHere(verdict.reason or f"another job's rank 0 listens on port {where[1]}")

@@ -107,9 +107,12 @@ class Verdict:
             NoProof: they are not a verdict; rank 0 knows the key but is another version of Phalanx.
         """
         try:
-            return Verdict(**json.loads(data))
-        except (TypeError, ValueError):
+            verdict = Verdict(**json.loads(data))
+        except (TypeError, ValueError, RecursionError):
             raise NoProof from None
+        if verdict.kind not in ("welcome", "refused", "other", "earlier") or not isinstance(verdict.reason, str):
+            raise NoProof
+        return replace(verdict, reason="".join(letter for letter in verdict.reason if letter.isprintable()))
 
 
 def own_claim(rank: int, world_size: int, job: str, attempt: int, opening: int, node_rank: int | None) -> Claim:

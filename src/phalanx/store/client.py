@@ -10,8 +10,8 @@ every process that connects, and listens on every interface.
 from __future__ import annotations
 
 import os
-import socket
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +21,15 @@ from typing import NoReturn
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
+from phalanx.errors import InitializationError
 from phalanx.store import requests
 from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim, Verdict
 from phalanx.store.server import StoreServer
-from phalanx.wire.dial import dial
+from phalanx.wire.dial import Line, dial
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, WrongKey
+from phalanx.wire.session import TAG_BYTES
 
 __all__ = ["Connections", "JobStore", "connect"]
 
@@ -35,12 +37,13 @@ __all__ = ["Connections", "JobStore", "connect"]
 MARGIN_S = 30.0
 LONGEST_WAIT_S = 1e8  # sockets accept no longer timeout
 _BLOCK = 1 << 18
+_PAUSE_S = 0.05
 _Result = tuple[int, int, Sequence[bytes]]
 
 
 def connect(
     where: tuple[str, int], key: Key, claim: Claim, patience_s: float, source: str = ""
-) -> tuple[socket.socket, Verdict]:
+) -> tuple[Line, Verdict]:
     """Connect to rank 0 and ask to join; return the connection and rank 0's verdict.
 
     Args:
@@ -56,11 +59,11 @@ def connect(
         NoProof: the listener is not rank 0 of Phalanx.
         WrongKey: the listener is, but proves another key.
     """
-    sock, answer = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
+    line, answer = dial(where, key, ROLE, claim.encode(), patience_s=patience_s, keep_alive=KEEP_ALIVE, source=source)
     try:
-        return sock, Verdict.decode(answer)
+        return line, Verdict.decode(answer)
     except BaseException:
-        sock.close()
+        line.close()
         raise
 
 
@@ -75,7 +78,7 @@ class Connections:
         source: the address to connect from; any of this host's by default.
     """
 
-    def __init__(self, first: socket.socket, where: tuple[str, int], key: Key, claim: Claim, source: str = "") -> None:
+    def __init__(self, first: Line, where: tuple[str, int], key: Key, claim: Claim, source: str = "") -> None:
         self._where = where
         self._key = key
         self._claim = claim
@@ -93,53 +96,72 @@ class Connections:
             DistStoreError: rank 0 has gone.
         """
         message = requests.pack(code, number, fields)
-        sock = self._take()
+        line = self._take()
         try:
-            sock.settimeout(None if timeout_s is None else timeout_s + MARGIN_S)
-            sock.sendall(message)
+            line.sock.settimeout(None if timeout_s is None else timeout_s + MARGIN_S)
+            line.sock.sendall(line.session.seal(message))
             data = bytearray()
             while True:
                 length = requests.length_of(data)
-                if length is not None and len(data) >= length:
+                if length is not None and len(data) >= length + TAG_BYTES:
                     break
-                part = sock.recv(_BLOCK if length is None else min(length - len(data), 1 << 22))
+                most = _BLOCK if length is None else min(length + TAG_BYTES - len(data), 1 << 22)
+                part = line.sock.recv(most)
                 if not part:
                     raise ConnectionResetError("the connection was closed")
                 data += part
+            line.session.check(data, length)
             result = requests.unpack(data, length)
         except (OSError, Malformed) as error:
-            sock.close()
+            line.close()
             self._lost(error)
         except BaseException:
-            sock.close()  # an answer may still be on its way
+            line.close()  # an answer may still be on its way
             raise
         with self._lock:
             if not self._ended:
-                self._idle.append(sock)
+                self._idle.append(line)
                 return result
-        sock.close()
+        line.close()
         return result
 
-    def _take(self) -> socket.socket:
+    def _take(self) -> Line:
+        """A connection that no call uses: an idle one, or a new one.
+
+        Rank 0 may send a connection away that has not proven itself yet, when very many others come at the same time,
+        so this is tried again for a while, unless nothing listens there any more.
+        """
         with self._lock:
             if self._ended:
                 raise DistStoreError("the store was closed: phalanx.close() was called, or the world was never opened")
             if self._idle:
                 return self._idle.pop()
         claim = replace(self._claim, pid=os.getpid())
-        try:
-            sock, verdict = connect(self._where, self._key, claim, MARGIN_S, self._source)
-        except (OSError, NoProof, WrongKey) as error:
-            self._lost(error)
+        until = time.monotonic() + MARGIN_S
+        while True:
+            try:
+                line, verdict = connect(self._where, self._key, claim, MARGIN_S, self._source)
+                break
+            except (ConnectionRefusedError, NoProof, WrongKey) as error:
+                self._lost(error)
+            except OSError as error:
+                if time.monotonic() >= until:
+                    self._lost(error)
+                time.sleep(_PAUSE_S)
         if verdict.kind != "welcome":
-            sock.close()
+            line.close()
             raise DistStoreError(f"rank {claim.rank} was refused when it connected again: {verdict.reason}")
-        return sock
+        return line
 
     def _lost(self, error: BaseException) -> NoReturn:
+        why = "rank 0 has ended, or the network to it is cut"
+        if isinstance(error, Malformed):
+            why = "another process has changed what rank 0 sent"
+        elif isinstance(error, (NoProof, WrongKey)):
+            why = "rank 0 has ended, and another program listens there now"
         raise DistStoreError(
             f"rank {self._claim.rank} lost the store of rank 0 at {self._where[0]} port {self._where[1]} ({error}): "
-            f"rank 0 has ended, or the network to it is cut; see what rank 0 printed"
+            f"{why}; see what rank 0 printed"
         ) from error
 
     def end(self) -> None:
@@ -147,15 +169,15 @@ class Connections:
         with self._lock:
             self._ended = True
             idle, self._idle = self._idle, []
-        for sock in idle:
-            sock.close()
+        for line in idle:
+            line.close()
 
     def let_go(self) -> None:
         """In a forked child: close the parent's connections, which it still uses. The child makes its own on demand."""
         self._lock = threading.Lock()
         idle, self._idle = self._idle, []
-        for sock in idle:
-            sock.close()
+        for line in idle:
+            line.close()
 
 
 _inherited: weakref.WeakSet[Connections] = weakref.WeakSet()
@@ -243,6 +265,13 @@ class JobStore(Store):
             raise DistStoreError(fields[0].decode())
         return fields[0].decode() if code == requests.LATE else ""
 
+    def meeting(self, begins: bool) -> None:
+        """Say that this rank begins to exchange with the others what they need to work together, or has all of it.
+
+        In between, all waits in the store end with InitializationError on every rank if this one goes.
+        """
+        self._ask(requests.MEETING, int(begins), [])
+
     def end(self) -> None:
         """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
         if isinstance(self._peer, StoreServer):
@@ -257,6 +286,8 @@ class JobStore(Store):
         if answered == requests.LATE:
             missing = ", ".join(field.decode() for field in fields[:8]) + (", …" if len(fields) > 8 else "")
             raise DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {missing}")
+        if answered == requests.LOST:
+            raise InitializationError(fields[0].decode())
         if answered == requests.FAILED:
             raise DistStoreError(fields[0].decode())
         return fields

@@ -25,6 +25,8 @@ __all__ = [
     "LATE",
     "LIST",
     "LONGEST",
+    "LOST",
+    "MEETING",
     "READ",
     "SET",
     "WAIT",
@@ -34,11 +36,12 @@ __all__ = [
 ]
 
 # Requests. For READ, WAIT and EVERYBODY the number is how long to wait, in milliseconds (0: without limit); for ADD it
-# is the summand; all others send 0. The fields are keys, or keys and values in turn.
-SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY = range(1, 12)
+# is the summand; for MEETING it is 1 when the rank begins to exchange what the ranks need of each other, and 0 when it
+# has all; all others send 0. The fields are keys, or keys and values in turn.
+SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MEETING = range(1, 13)
 # Answers. DONE carries the result, as a number or as fields. LATE means that the wait took too long; its fields name
-# what is missing. The field of FAILED is the reason.
-DONE, LATE, FAILED = range(3)
+# what is missing. The field of FAILED is the reason. So is that of LOST: a rank went while the ranks were meeting.
+DONE, LATE, FAILED, LOST = range(4)
 
 # Eight times what torch's own store accepts.
 LONGEST = framing.LONGEST

@@ -29,10 +29,11 @@ from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim
 from phalanx.store.seats import Seats
 from phalanx.store.table import Parked, Table
 from phalanx.wire import door as doors
-from phalanx.wire.door import Arrival, Door, Silent
+from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
-from phalanx.wire.proof import NoProof, WrongKey
+from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
+from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.words import tell
 
 __all__ = ["StoreServer"]
@@ -52,6 +53,7 @@ class _Guest:
         sock: the socket.
         peer: the address it comes from, for people.
         claim: what the process said of itself.
+        session: the digests of its requests and of the answers.
         data: received bytes that are not a whole message yet.
         out: bytes that the network has not taken yet; nothing more is read until it has.
         waits: whether a request of this connection has not been answered yet.
@@ -62,6 +64,7 @@ class _Guest:
     sock: socket.socket
     peer: str
     claim: Claim
+    session: Session
     data: bytearray = field(default_factory=bytearray)
     out: bytearray = field(default_factory=bytearray)
     waits: bool = False
@@ -77,15 +80,24 @@ class StoreServer:
         key: the job's key.
         seats: which ranks may join, and which have.
         say: takes a line for rank 0's console.
+        announced: addresses and ports at which the other ranks dial this host, and that are not its own.
     """
 
-    def __init__(self, listener: socket.socket, key: Key, seats: Seats, say: Callable[[str], None] = tell) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: Key,
+        seats: Seats,
+        say: Callable[[str], None] = tell,
+        announced: Sequence[Address] = (),
+    ) -> None:
         self._key = key
         self._seats = seats
         self._say = say
         self._table = Table()
         self._complaints = 0
         self._over = ""
+        self._meeting: set[int] = set()  # the ranks that have joined, and have not all that they need of the others
         self._retired = self._stopped = False
         # Guards everything here. No thread waits for anything while holding it.
         self._lock = threading.RLock()
@@ -93,7 +105,10 @@ class StoreServer:
         self._waiting_for_all: list[tuple[float, _Guest]] = []
         self._guests: dict[int, _Guest] = {}
         self._selector = selectors.DefaultSelector()
-        self._door = Door(listener, key, ROLE, KEEP_ALIVE, self._selector, self._admit, self._on_refused)
+        self._door = Door(
+            listener, key, ROLE, KEEP_ALIVE, self._selector, self._admit, self._on_refused, announced=announced
+        )
+        self._here = listener.getsockname()[:2]
         self._wake_read, self._wake_write = socket.socketpair()
         for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
@@ -123,6 +138,9 @@ class StoreServer:
         with self._lock:
             if self._over:
                 return requests.FAILED, 0, [self._over.encode()]
+            if code == requests.MEETING:
+                self._meet(self._seats.own.rank, number)
+                return requests.DONE, 0, ()
             parked = self._table.handle(code, number if timeout_s is None else 0, fields, take, time.monotonic())
         if parked is not None:
             try:
@@ -148,6 +166,7 @@ class StoreServer:
         with self._lock:
             self._retired = True
             self._door.stop_listening()
+            self._lose(self._seats.own)
         self._wake()
 
     def end(self, why: str = "rank 0 has left") -> None:
@@ -232,12 +251,17 @@ class StoreServer:
                 if guest.waits or guest.out:
                     raise Malformed("a request came before the last one was answered")
                 length = requests.length_of(guest.data)
-                if length is None or len(guest.data) < length:
+                if length is None or len(guest.data) < length + TAG_BYTES:
                     return
+                guest.session.check(guest.data, length)
                 code, number, fields = requests.unpack(guest.data, length)
-                del guest.data[:length]
+                del guest.data[: length + TAG_BYTES]
                 if code == requests.EVERYBODY:
                     self._await_everybody(guest, number, now)
+                    continue
+                if code == requests.MEETING:
+                    self._meet(guest.claim.rank, number)
+                    self._reply(guest, requests.DONE, 0, ())
                     continue
                 parked = self._table.handle(code, number, fields, functools.partial(self._reply, guest), now)
                 if parked is not None:
@@ -259,6 +283,14 @@ class StoreServer:
             self._waiting_for_all.clear()
             self._came.notify_all()
 
+    def _meet(self, rank: int, begins: int) -> None:
+        (self._meeting.add if begins else self._meeting.discard)(rank)
+
+    def _lose(self, claim: Claim) -> None:
+        """If the rank has gone before it had all that it needs, the others wait in vain for what they need of it."""
+        if claim.rank in self._meeting:
+            self._table.lose(f"rank {claim.rank} ({claim.name}) has ended, or given up, while the ranks were meeting")
+
     # -- joining -----------------------------------------------------------------------------------
 
     def _admit(self, arrival: Arrival) -> None:
@@ -272,7 +304,7 @@ class StoreServer:
         verdict = self._seats.judge(claim)
         arrival.answer(verdict.encode())
         if verdict.kind == "welcome":
-            guest = _Guest(arrival.sock, arrival.peer, claim, arrival.rest)
+            guest = _Guest(arrival.sock, arrival.peer, claim, arrival.proven.session(), arrival.rest)
             self._guests[guest.sock.fileno()] = guest
             self._selector.register(guest.sock, selectors.EVENT_READ, guest)
             self._answer_if_complete()
@@ -287,6 +319,14 @@ class StoreServer:
             self._complain(peer, f"proves another key than rank 0's ({self._key.source or 'none'})")
         elif isinstance(why, Silent):
             self._complain(peer, f"was silent for {doors.PATIENCE_S:.0f} s")
+        elif isinstance(why, Displaced):
+            self._complain(peer, "had proven nothing yet when too many others came")
+        elif isinstance(why, PassedOn):
+            self._complain(
+                peer,
+                f"was meant for {why.dialled}, not for {self._here[0]} port {self._here[1]}: another process has "
+                f"passed it on. If that is a gateway of your own, set MASTER_ADDR to the address that others dial",
+            )
         else:
             self._complain(peer, "sent no proof that it belongs to the job")
 
@@ -308,10 +348,12 @@ class StoreServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(guest.sock)
         guest.sock.close()
-        if self._over or self._seats.complete:
-            return
         rank = guest.claim.rank
-        if not any(other.claim.rank == rank for other in self._guests.values()):
+        if self._over or any(other.claim.rank == rank for other in self._guests.values()):
+            return
+        if self._seats.complete:
+            self._lose(guest.claim)
+        else:
             self._seats.leave(rank)  # it may be started again
             self._say(f"rank {rank} ({guest.claim.name}) has left again before all ranks had come")
 
@@ -325,10 +367,7 @@ class StoreServer:
             message = requests.pack(code, number, fields)
         except (ValueError, OverflowError) as error:
             message = requests.pack(requests.FAILED, 0, [str(error).encode()])
-        self._send(guest, message)
-
-    def _send(self, guest: _Guest, data: bytes) -> None:
-        guest.out += data
+        guest.out += guest.session.seal(message)
         self._push(guest)
 
     def _push(self, guest: _Guest) -> None:

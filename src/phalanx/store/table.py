@@ -53,6 +53,7 @@ class Table:
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._most_deadlines = 64
         self._order = count()
+        self._lost = b""
 
     def handle(self, code: int, number: int, fields: Sequence[bytes], answer: Answer, now: float) -> Parked | None:
         """Carry out one request.
@@ -69,6 +70,9 @@ class Table:
             deadline = now + number / 1000 if number > 0 else math.inf
             parked = Parked(code, fields, set(), answer)
             self._settle(parked)
+            if self._lost and not parked.over:
+                self._leave(parked)
+                parked.finish(requests.LOST, 0, [self._lost])
             if parked.over:
                 return None
             if deadline < math.inf:
@@ -116,6 +120,14 @@ class Table:
         for waiting in list(self._parked.values()):
             for parked in waiting:
                 parked.finish(requests.FAILED, 0, [why.encode()])
+        self._parked.clear()
+
+    def lose(self, why: str) -> None:
+        """Answer every request that waits, now or later, with the rank that went before it had set its keys."""
+        self._lost = why.encode()
+        for waiting in list(self._parked.values()):
+            for parked in waiting:
+                parked.finish(requests.LOST, 0, [self._lost])
         self._parked.clear()
 
     # -- requests --------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 
 from phalanx import settings
-from phalanx.errors import InitializationError
+from phalanx.errors import InitializationError, LaunchError
 from phalanx.system.host import machine_name
 
 __all__ = [
     "LOOPBACK",
+    "check_reachable",
     "chosen_interface",
     "describe_interfaces",
     "holder_of_port",
@@ -191,3 +192,24 @@ def holder_of_port(port: int) -> str:
                             words = file.read(200).replace(b"\0", b" ").decode("utf-8", "replace").split()
                         return f"pid {pid} ({' '.join(words[:4]) or 'unknown'})"
     return ""
+
+
+def check_reachable(address: str) -> None:
+    """Make sure that processes of this host can connect to each other at an address of this host.
+
+    They cannot in a new network namespace, as in some containers, where the loopback interface is down.
+
+    Raises:
+        LaunchError: they cannot; the message says why.
+    """
+    with socket.socket() as listener, socket.socket() as caller:
+        try:
+            listener.bind((address, 0))
+            listener.listen()
+            caller.settimeout(5.0)
+            caller.connect(listener.getsockname())
+        except OSError as error:
+            raise LaunchError(
+                f"the ranks of this host could not reach each other at {address}: {error.strerror or error}. Is the "
+                f"loopback interface down? Bring it up with: ip link set lo up"
+            ) from None

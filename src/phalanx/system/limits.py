@@ -17,7 +17,16 @@ from enum import Enum
 from phalanx.errors import PROCESS_LIMIT_HINT, LaunchError
 from phalanx.words import format_gib
 
-__all__ = ["Limit", "Resource", "check_limits", "count_oom_kills", "machine_limits", "raise_file_limit", "usable_cores"]
+__all__ = [
+    "Limit",
+    "Resource",
+    "check_limits",
+    "count_oom_kills",
+    "machine_limits",
+    "memory_left",
+    "raise_file_limit",
+    "usable_cores",
+]
 
 # A rank has two pipes of two ends each and one report file, all open while the ranks are being forked. FILES_BESIDE are
 # the launcher's own.
@@ -110,7 +119,7 @@ def machine_limits(*, python: bool, forked: bool = True) -> list[Limit]:
     tasks = _tasks_left()
     if tasks is not None:
         limits.append(Limit(Resource.TASKS, PROCESS_LIMIT_HINT, tasks, TASKS_PER_RANK, TASKS_BESIDE))
-    memory = _memory_left()
+    memory = memory_left()
     if python and memory is not None:
         remedy = "free memory, or start fewer ranks"
         limits.append(Limit(Resource.MEMORY, remedy, memory, BYTES_PER_RANK, BYTES_BESIDE))
@@ -156,7 +165,8 @@ def _tasks_of(uid: int) -> int:
     return count
 
 
-def _memory_left() -> int | None:
+def memory_left() -> int | None:
+    """How many bytes of memory this process's machine and cgroups have left; None if the kernel does not say."""
     left = []
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         left += [int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")]

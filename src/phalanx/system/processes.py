@@ -24,11 +24,11 @@ __all__ = [
     "die_with_parent",
     "end_descendants",
     "kill",
-    "live_past_parent",
     "send_to_group",
     "set_name",
     "skip_library_teardown",
     "wait_until_stopped",
+    "wake_with_parent",
 ]
 
 _PR_SET_PDEATHSIG = 1
@@ -58,9 +58,12 @@ def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def live_past_parent() -> None:
-    """Undo :func:`die_with_parent`, in a process that notices the end of its parent by other means."""
-    _prctl(_PR_SET_PDEATHSIG, 0)
+def wake_with_parent() -> None:
+    """Have the kernel only continue this process when its parent ends, in place of :func:`die_with_parent`.
+
+    For a process that notices the end of its parent by other means, but not while it is stopped.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def adopt_orphans() -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from phalanx import settings
 from phalanx.errors import DeviceError
 from phalanx.place.launchers import OWN_DEVICES
+from phalanx.words import format_count
 
 __all__ = [
     "Accelerator",
@@ -126,8 +127,8 @@ def choose_device(
         return torch.device(device.type, _index(local_rank, local_world_size, accelerator, environment))
     if device.index >= accelerator.count:
         raise DeviceError(
-            f"rank {rank}: the device {device} was asked for, but this process sees only {accelerator.count} "
-            f"{accelerator.type} device{_s(accelerator.count)}{_masked(accelerator)}"
+            f"rank {rank}: the device {device} was asked for, but this process sees only "
+            f"{format_count(accelerator.count, f'{accelerator.type} device')}{_masked(accelerator)}"
         )
     return device
 
@@ -138,9 +139,9 @@ def _index(local_rank: int, local_world_size: int, accelerator: Accelerator, env
         return 0
     if local_world_size > accelerator.count or local_rank >= accelerator.count:
         raise DeviceError(
-            f"{local_world_size} ranks on this host, but only {accelerator.count} {accelerator.type} "
-            f"device{_s(accelerator.count)}{_masked(accelerator)}. Start at most {accelerator.count} "
-            f"rank{_s(accelerator.count)} on this host, or compute on the CPU: phalanx.init(device='cpu')"
+            f"{local_world_size} ranks on this host, but only "
+            f"{format_count(accelerator.count, f'{accelerator.type} device')}{_masked(accelerator)}. Start at most "
+            f"{format_count(accelerator.count, 'rank')} on this host, or compute on the CPU: phalanx.init(device='cpu')"
         )
     return local_rank
 
@@ -224,10 +225,6 @@ def _why_none(kind: str, environment: Mapping[str, str]) -> str:
 
 def _masked(accelerator: Accelerator) -> str:
     return f" ({accelerator.mask[0]}={accelerator.mask[1]})" if accelerator.mask else ""
-
-
-def _s(count: int) -> str:
-    return "" if count == 1 else "s"
 
 
 def _first_line(error: Exception) -> str:

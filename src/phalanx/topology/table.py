@@ -16,6 +16,8 @@ __all__ = ["RankRow", "format_rank_table"]
 
 # With more ranks than this the table has one line for each node instead of one for each rank.
 MOST_RANK_LINES = 16
+# What is left of a host's name, or of a list of ranks, in a narrow terminal.
+_SHORTEST = 9
 TEXT_COLUMNS = ("host", "device", "ranks")  # the others have numbers, which are aligned to the right
 
 
@@ -70,6 +72,8 @@ def format_rank_table(
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     rows = sorted(rows, key=lambda row: row.rank)
     lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
+    if width is not None:
+        lines = _fit(lines, width)
     for name in lines[0]:
         table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=True)
     for line in lines:
@@ -128,6 +132,34 @@ def _node_lines(rows: Sequence[RankRow]) -> list[dict[str, str]]:
         }
         for node, members in sorted(nodes.items())
     ]
+
+
+def _fit(lines: list[dict[str, str]], width: int) -> list[dict[str, str]]:
+    """Shorten host names in the middle, then lists of ranks, and then leave columns out from the right, until it fits.
+
+    The ends of the names stay, because hosts of a cluster differ there; so do the numbers of ranks and nodes.
+    """
+    names = list(lines[0])
+    while True:
+        widest = {name: max(len(name), *(len(line[name]) for line in lines)) for name in names}
+        over = sum(widest.values()) + 2 * (len(names) - 1) - width
+        if over <= 0:
+            return [{name: line[name] for name in names} for line in lines]
+        long = next((name for name in ("host", "ranks") if widest.get(name, 0) > _SHORTEST), None)
+        if long is not None:
+            room = max(_SHORTEST, widest[long] - over)
+            lines = [{**line, long: _shorten(line[long], room)} for line in lines]
+        elif names[-1] in ("rank", "node", "host", "ranks"):
+            return [{name: line[name] for name in names} for line in lines]
+        else:
+            names.pop()
+
+
+def _shorten(text: str, columns: int) -> str:
+    if len(text) <= columns:
+        return text
+    head = (columns - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (columns - 1 - head) :]}"
 
 
 def _number(value: int | None) -> str:

@@ -19,7 +19,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
 from phalanx.place.place import Place
 from phalanx.system.host import Host
-from phalanx.words import format_spans
+from phalanx.words import format_named, format_spans
 
 __all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
 
@@ -112,6 +112,8 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
         return arrange([_parse(entry) for entry in everyone])
     try:
         store.wait(["reports"], timedelta(seconds=timeout_s))
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError as error:
         raise InitializationError(
             f"rank {place.rank} did not learn from rank 0 within {timeout_s:.0f} s where all ranks are: {error}"
@@ -126,9 +128,11 @@ def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
     for rank in range(world_size):
         try:
             store.wait([f"report/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except InitializationError:
+            raise  # a rank has gone
         except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
             missing = [other for other in range(rank, world_size) if not store.check([f"report/{other}"])]
-            ranks = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {world_size}"
+            ranks = f"{format_named('rank', missing)} of {world_size}"
             raise InitializationError.ranks_missing(ranks, timeout_s) from error
         entries.append(store.get(f"report/{rank}").decode())
     return entries

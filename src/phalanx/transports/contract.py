@@ -9,6 +9,7 @@ the suite of the contract (``tests/world/test_contract.py``) reads.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import ClosedError
 from phalanx.transports.layout import even_pieces, pieces
 from phalanx.watch.calls import dtype_name
 
@@ -51,6 +53,8 @@ class Message(ABC):
     - ``_lock`` is held by the thread that asks the transport about the message, and while it is settled.
     - ``_error``, ``source`` and ``_tensor`` are written by :meth:`_settle` alone, once, under the lock. ``_tensor`` is
       read under the lock.
+    - ``_forks`` is how many forks this process came from when it was made. A message of the parent's is refused in a
+      forked child before the lock, which a thread that is not in the child may hold.
     - ``_settled`` is written there last. Any thread reads it without the lock, and if it is True it may read
       ``_error`` and ``source`` without the lock too, since nothing writes them any more.
 
@@ -69,6 +73,7 @@ class Message(ABC):
 
     def __init__(self, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         self._lock = threading.Lock()
+        self._forks = _forks
         self._tensor: torch.Tensor | None = tensor
         self._verb, self._peer = verb, peer
         self._error: Exception | None = None
@@ -84,6 +89,7 @@ class Message(ABC):
         Raises:
             PhalanxError: it failed; the same each time.
         """
+        self._refuse_in_child()
         # A thread that has the lock either tests too, which takes microseconds, or waits, which takes long.
         if not self._settled and self._lock.acquire(timeout=GLANCE_S):
             try:
@@ -103,6 +109,7 @@ class Message(ABC):
             PhalanxError: it failed; the same each time. ClosedError: the group was destroyed before it was done.
         """
         if not self._settled:
+            self._refuse_in_child()
             self._await(timeout_s)
         return self._outcome()
 
@@ -110,9 +117,14 @@ class Message(ABC):
         """Start the group's timeout for this message. Called when somebody holds its future, and so waits without
         calling :meth:`wait`.
         """
+        self._refuse_in_child()
         with self._lock:
             if not self._settled:
                 self._expect()
+
+    def _refuse_in_child(self) -> None:
+        if self._forks != _forks and not self._settled:
+            raise ClosedError.of_parent("this message", os.getpid())
 
     @abstractmethod
     def _poll(self, watch: bool) -> None:
@@ -142,6 +154,17 @@ class Message(ABC):
         whom = "any rank" if self._peer is None else f"rank {self._peer}"
         shape = "" if self._tensor is None else f", {dtype_name(self._tensor.dtype)}{list(self._tensor.shape)}"
         return f"{self._verb} {whom}{shape}"
+
+
+_forks = 0  # changed only in a forked child, when it has one thread
+
+
+def _after_fork_in_child() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _Sent(Message):
@@ -225,6 +248,16 @@ class Communicator(ABC):
     @abstractmethod
     def end_messages(self) -> None:
         """Let no message move any more, and end every wait for one, on any thread, with ClosedError."""
+
+    def compare_rest(self, patience_s: float) -> None:  # noqa: B027 - most transports have nothing left to compare
+        """Compare the last calls of the ranks, which no later call will, before the group is closed.
+
+        Called by a thread that is alone in the group. Waits at most ``patience_s`` for ranks that are behind.
+
+        Raises:
+            CollectiveMismatch: the last calls differ, and this rank has not been told so.
+            PeerLost: a rank has left the group without the last call.
+        """
 
     @abstractmethod
     def abort(self) -> None:

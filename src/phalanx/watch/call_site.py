@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import FrameType
+from types import FrameType, TracebackType
 
-__all__ = ["CallSite", "call_site", "capture", "running"]
+__all__ = ["CallSite", "call_site", "capture", "raised_at", "running"]
 
 CallSite = tuple[str, int]
 
@@ -43,3 +43,13 @@ def call_site() -> str:
     """Where the user's program made the call that this thread is in, as ``file:line``; empty if torch's C++ made it."""
     site = capture(2)
     return f"{site[0]}:{site[1]}" if site else ""
+
+
+def raised_at(trace: TracebackType | None) -> str:
+    """The innermost line of the user's program in a traceback, as ``file:line``; empty if there is none."""
+    site = ""
+    while trace is not None:
+        if not _inside(trace.tb_frame):
+            site = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return site

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import dataclass
 
 from phalanx.wire.key import Key
 from phalanx.wire.proof import GREETING, GREETING_BYTES, NoProof, Response
+from phalanx.wire.session import Session
 from phalanx.wire.sockets import KeepAlive, connect
 
-__all__ = ["dial"]
+__all__ = ["Line", "dial"]
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """A proven connection, from the caller's side.
+
+    Attributes:
+        sock: the socket.
+        session: what gives each message its digest.
+    """
+
+    sock: socket.socket
+    session: Session
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.sock.close()
 
 
 def dial(
@@ -21,7 +40,7 @@ def dial(
     patience_s: float,
     keep_alive: KeepAlive,
     source: str = "",
-) -> tuple[socket.socket, bytes]:
+) -> tuple[Line, bytes]:
     """Connect to a :class:`phalanx.wire.door.Door`, and return the proven connection and the verdict.
 
     Args:
@@ -48,12 +67,13 @@ def dial(
             # Another program may send less than a whole greeting and then wait, so what has come is checked already.
             if not greeting.startswith(GREETING[: len(greeting)]):
                 raise NoProof
-        response = Response(key, role, greeting, claim)
+        response = Response(key, role, greeting, sock.getpeername()[:2], claim)
         sock.sendall(response.message)
         answer = b""
         while missing := response.missing(answer):
             answer += _receive(sock, missing, until)
-        return sock, response.check(answer)
+        verdict = response.check(answer)
+        return Line(sock, response.session()), verdict
     except BaseException:
         sock.close()
         raise

@@ -1,8 +1,9 @@
 """The listening side: a socket that accepts connections, and those of them that have not proven the key yet.
 
 An unproven connection is a stranger. It gets a challenge and ``PATIENCE_S`` seconds; at most ``LONGEST_PROOF`` of its
-bytes are kept, and none is interpreted before its digest was found right (``proof.py``). Nothing here waits: the user
-of a door waits with its own selector for all its connections at once, and strangers are among them.
+bytes are kept, and none is interpreted before its digest was found right (``proof.py``). When there are too many of
+them, the oldest is sent away for each that comes; a connection that has proven the key is none of them. Nothing here
+waits: the user of a door waits with its own selector for all its connections at once, and strangers are among them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import functools
 import math
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
 from phalanx.wire.key import Key
-from phalanx.wire.proof import LONGEST_PROOF, Challenge, NoProof, Proven, WrongKey
+from phalanx.wire.proof import LONGEST_PROOF, Address, Challenge, NoProof, PassedOn, Proven, WrongKey
 from phalanx.wire.sockets import KeepAlive
 
-__all__ = ["PATIENCE_S", "Arrival", "Door", "Silent"]
+__all__ = ["PATIENCE_S", "Arrival", "Displaced", "Door", "Silent"]
 
 # An honest process answers the challenge at once, unless its machine is very busy.
 PATIENCE_S = 10.0
@@ -32,6 +33,10 @@ _AT_ONCE = 64
 
 class Silent(Exception):
     """A stranger that did not answer its challenge within ``PATIENCE_S``."""
+
+
+class Displaced(Exception):
+    """A stranger that had not answered its challenge yet when too many others came."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Arrival:
 class _Stranger:
     sock: socket.socket
     peer: str
+    here: Address
     challenge: Challenge
     until: float
     data: bytearray = field(default_factory=bytearray)
@@ -79,8 +85,10 @@ class Door:
         selector: where the user waits. The data of each registration that the door makes is a function without
             arguments, to be called when its socket is ready.
         admit: takes each connection that has proven the key.
-        refused: takes each peer that was sent away, and why: :class:`NoProof`, :class:`WrongKey` or :class:`Silent`.
-        most: how many strangers there may be at a time; further connections are closed.
+        refused: takes each peer that was sent away, and why: :class:`NoProof`, :class:`WrongKey`, :class:`PassedOn`,
+            :class:`Silent` or :class:`Displaced`.
+        most: how many strangers there may be at a time.
+        announced: addresses and ports that callers dial and that are not this host's own, as behind a NAT.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class Door:
         admit: Callable[[Arrival], None],
         refused: Callable[[str, Exception], None] = lambda peer, why: None,
         most: int = 512,
+        announced: Sequence[Address] = (),
     ) -> None:
         self._listener = listener
         self._key = key
@@ -102,9 +111,10 @@ class Door:
         self._admit = admit
         self._refused = refused
         self._most = most
+        self._announced = announced
         self._open = True
         self._deaf_until: float | None = None
-        self._strangers: set[_Stranger] = set()
+        self._strangers: dict[_Stranger, None] = {}  # the oldest first
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
@@ -115,9 +125,7 @@ class Door:
             now: the time of ``time.monotonic``.
         """
         for stranger in [stranger for stranger in self._strangers if stranger.until <= now]:
-            self._forget(stranger)
-            stranger.sock.close()
-            self._refused(stranger.peer, Silent())
+            self._dismiss(stranger, Silent())
         if self._deaf_until is not None and self._deaf_until <= now:
             self._deaf_until = None
             self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -165,14 +173,15 @@ class Door:
                 self._deaf_until = monotonic() + DEAF_S
                 return
             if len(self._strangers) >= self._most:
-                sock.close()
-                continue
+                self._dismiss(next(iter(self._strangers)), Displaced())
             sock.setblocking(False)
-            stranger = _Stranger(sock, str(address[0]), Challenge(self._key, self._role), monotonic() + PATIENCE_S)
+            challenge = Challenge(self._key, self._role)
+            here = sock.getsockname()[:2]
+            stranger = _Stranger(sock, str(address[0]), here, challenge, monotonic() + PATIENCE_S)
             with contextlib.suppress(OSError):  # it may have gone already, which is noticed when receiving
                 self._keep_alive.apply(sock)
                 sock.send(stranger.challenge.greeting)
-            self._strangers.add(stranger)
+            self._strangers[stranger] = None
             self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._hear, stranger))
 
     def _hear(self, stranger: _Stranger) -> None:
@@ -190,20 +199,23 @@ class Door:
             return
         stranger.data += data
         try:
-            proven = stranger.challenge.check(stranger.data)
-        except (NoProof, WrongKey) as error:
+            proven = stranger.challenge.check(stranger.data, (stranger.here, *self._announced))
+        except (NoProof, WrongKey, PassedOn) as error:
             if isinstance(error, WrongKey):
                 with contextlib.suppress(OSError):
                     stranger.sock.send(error.answer)
-            self._forget(stranger)
-            stranger.sock.close()
-            self._refused(stranger.peer, error)
+            self._dismiss(stranger, error)
             return
         if proven is not None:
             self._forget(stranger)
             self._admit(Arrival(stranger.sock, stranger.peer, proven, stranger.data[proven.nbytes :]))
 
+    def _dismiss(self, stranger: _Stranger, why: Exception) -> None:
+        self._forget(stranger)
+        stranger.sock.close()
+        self._refused(stranger.peer, why)
+
     def _forget(self, stranger: _Stranger) -> None:
-        self._strangers.discard(stranger)
+        self._strangers.pop(stranger, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(stranger.sock)

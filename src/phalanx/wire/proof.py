@@ -4,7 +4,7 @@ As in the standard library's ``multiprocessing.connection``, each side answers t
 digest (HMAC-SHA-256); nothing is ever unpickled.
 
     listener   GREETING  challenge
-    caller     GREETING  challenge  digest  claim
+    caller     GREETING  challenge  digest  dialled, claim
     listener                        digest  verdict
 
 Claim and verdict are frames (``framing.py``) of at most ``LONGEST_UNPROVEN`` bytes. The modules that use this one write
@@ -14,37 +14,48 @@ and read their content, which they get only after the digest was found right. A 
   other;
 - the side, listener or caller, so that a digest cannot be sent back to the process that made it;
 - both challenges, so that a recorded proof is worth nothing to another connection;
+- the address and port that the caller has dialled, which it sends before its claim. The listener compares them with its
+  own, and with those under which it was announced. So the proof is worth nothing to a process that listens where the
+  listener was expected, and passes everything on to the real one;
 - the claim or the verdict, so that neither can be changed on the way.
 
 A listener answers a wrong key with its own digest: that cannot match the caller's key either, so the caller learns
 that the keys differ, and not merely that the connection was closed. Without a key both sides use an empty one; then
 the handshake proves only that the other side is Phalanx.
 
-After the handshake nothing is encrypted or signed, so an attacker who can modify packets is not kept out; torch, MPI
-and NCCL do not keep him out either. Nor does the handshake notice a process that merely passes it on: one that listens
-where the listener was expected, and dials the real one, has a proven connection in the end. Two additions would close
-both gaps, without a change to the users of this module:
-
-- *What was dialled.* The caller adds the numeric address and the port to which its socket is connected to its message,
-  and its digest covers them. The listener compares them with the address and port of its accepted socket and with
-  those under which it was announced. That second list is what keeps NAT and service names working: a listener behind
-  one of them must be given the addresses that others dial (today ``MASTER_ADDR``, resolved), and refuses all others.
-- *A session.* Both sides derive a session key, the HMAC of both challenges under another role, and every frame
-  carries a truncated HMAC of its number and its bytes under that key.
+After the handshake every message carries a digest under a key that both sides derive from the challenges
+(``session.py``). Nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from phalanx.wire.framing import LONGEST_UNPROVEN, PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.key import Key
+from phalanx.wire.session import Session
 
-__all__ = ["GREETING", "GREETING_BYTES", "LONGEST_PROOF", "Challenge", "NoProof", "Proven", "Response", "WrongKey"]
+__all__ = [
+    "GREETING",
+    "GREETING_BYTES",
+    "LONGEST_PROOF",
+    "Address",
+    "Challenge",
+    "NoProof",
+    "PassedOn",
+    "Proven",
+    "Response",
+    "WrongKey",
+]
 
-GREETING = b"phalanx 2\n"
+Address = tuple[str, int]
+
+
+GREETING = b"phalanx 3\n"
 _CHALLENGE_BYTES = 32
 _DIGEST_BYTES = 32
 GREETING_BYTES = len(GREETING) + _CHALLENGE_BYTES
@@ -71,6 +82,18 @@ class WrongKey(Exception):
         self.answer = answer
 
 
+class PassedOn(Exception):
+    """The caller knows the key, but has dialled another listener, which passed its bytes on.
+
+    Attributes:
+        dialled: the address and port that the caller has dialled, for people.
+    """
+
+    def __init__(self, dialled: str) -> None:
+        super().__init__(f"the caller has dialled {dialled}")
+        self.dialled = dialled
+
+
 @dataclass(frozen=True)
 class Proven:
     """A caller that knows the key.
@@ -94,6 +117,10 @@ class Proven:
         """
         return _sign(self._key, self._role, b"listener", self._challenges, verdict)
 
+    def session(self) -> Session:
+        """The listener's side of what follows the handshake."""
+        return Session(_session_key(self._key, self._role, self._challenges), is_listener=True)
+
 
 class Challenge:
     """The listener's side of one handshake.
@@ -112,11 +139,15 @@ class Challenge:
         self._own = os.urandom(_CHALLENGE_BYTES)
         self.greeting = GREETING + self._own
 
-    def check(self, data: bytes | bytearray) -> Proven | None:
+    def check(self, data: bytes | bytearray, here: Collection[Address]) -> Proven | None:
         """Judge what the caller has sent so far; None while more must come.
 
+        Args:
+            data: all that it has sent.
+            here: the addresses and ports at which this listener may have been dialled, as numbers.
+
         Raises:
-            NoProof, WrongKey: the caller has proven nothing, and never will on this connection.
+            NoProof, WrongKey, PassedOn: the caller has proven nothing, and never will on this connection.
         """
         if not data.startswith(GREETING[: len(data)]):
             raise NoProof
@@ -127,7 +158,12 @@ class Challenge:
         signed = bytes(data[GREETING_BYTES:end])
         if not _is_right(self._key, self._role, b"caller", self._own + theirs, signed):
             raise WrongKey(_sign(self._key, self._role, b"listener", theirs + self._own, b""))
-        return Proven(_content(signed), end, self._key, self._role, theirs + self._own)
+        dialled, newline, claim = _content(signed).partition(b"\n")
+        if not newline:
+            raise NoProof
+        if dialled not in map(_as_sent, here):
+            raise PassedOn(dialled.decode("ascii", "replace"))
+        return Proven(claim, end, self._key, self._role, theirs + self._own)
 
 
 class Response:
@@ -137,6 +173,7 @@ class Response:
         key: the job's key.
         role: what kind of listener the caller expects.
         greeting: what the listener has sent, ``GREETING_BYTES`` of it.
+        dialled: the address and port to which the caller is connected, as numbers.
         claim: what the caller says of itself.
 
     Attributes:
@@ -147,14 +184,14 @@ class Response:
         ValueError: the claim is longer than ``LONGEST_UNPROVEN``.
     """
 
-    def __init__(self, key: Key, role: str, greeting: bytes, claim: bytes) -> None:
+    def __init__(self, key: Key, role: str, greeting: bytes, dialled: Address, claim: bytes) -> None:
         if len(greeting) != GREETING_BYTES or not greeting.startswith(GREETING):
             raise NoProof
         own, theirs = os.urandom(_CHALLENGE_BYTES), greeting[len(GREETING) :]
         self._key = key
         self._role = role
         self._challenges = own + theirs
-        self.message = GREETING + own + _sign(key, role, b"caller", theirs + own, claim)
+        self.message = GREETING + own + _sign(key, role, b"caller", theirs + own, _as_sent(dialled) + b"\n" + claim)
 
     def missing(self, data: bytes | bytearray) -> int:
         """How many bytes of the answer are certainly missing; 0 once ``data`` is all of it.
@@ -174,6 +211,10 @@ class Response:
         if not _is_right(self._key, self._role, b"listener", self._challenges, data):
             raise WrongKey
         return _content(data)
+
+    def session(self) -> Session:
+        """The caller's side of what follows the handshake."""
+        return Session(_session_key(self._key, self._role, self._challenges), is_listener=False)
 
 
 def _sign(key: Key, role: str, side: bytes, challenges: bytes, content: bytes) -> bytes:
@@ -198,3 +239,15 @@ def _end_of_signed(data: bytes | bytearray, start: int) -> int | None:
 
 def _digest(key: Key, role: str, side: bytes, challenges: bytes, content: bytes) -> bytes:
     return hmac.digest(key.secret, role.encode() + b"\n" + side + b"\n" + challenges + content, "sha256")
+
+
+def _session_key(key: Key, role: str, challenges: bytes) -> bytes:
+    return _digest(key, role, b"session", challenges, b"")
+
+
+def _as_sent(address: Address) -> bytes:
+    """An address and a port in one spelling: without a zone, and IPv4 as such also in a socket for IPv6."""
+    number = ipaddress.ip_address(address[0].partition("%")[0])
+    if isinstance(number, ipaddress.IPv6Address) and number.ipv4_mapped is not None:
+        number = number.ipv4_mapped
+    return f"{number} port {address[1]}".encode()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.errors import ArgumentError, CollectiveMismatch, CollectiveTimeout
+from phalanx.errors import ArgumentError, ClosedError, CollectiveMismatch, CollectiveTimeout
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import running
 
@@ -132,6 +132,18 @@ def check_groups_come_and_go(rank: int, size: int) -> None:
             dist.broadcast(tensor, src=members[0], group=group)
             assert tensor.item() == members[0]
             dist.destroy_process_group(group)
+
+
+def check_groups_of_the_same_members_have_names_of_their_own(rank: int, size: int) -> None:
+    """And torch's, by which the functional collectives find them."""
+    groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    names = [group.group_name for group in groups]
+    assert names == [dist.distributed_c10d._world.pg_names[group] for group in groups]
+    assert len(set(names)) == 2
+    for group, name in zip(groups, names, strict=True):
+        dist.destroy_process_group(group)
+        with pytest.raises(ClosedError, match=f"'{name}'"):
+            group.barrier()
 
 
 def check_more_communicators_come_and_go_than_mpi_has(rank: int, size: int) -> None:

@@ -32,10 +32,15 @@ class HostSlots:
 def parse_hosts(text: str) -> list[HostSlots]:
     """Read ``--hosts``: names separated by commas, each with the number of its ranks after a colon.
 
+    Neighbours of the same name are added up, as MPI launchers do.
+
     Raises:
         LaunchError: a name is missing or listed twice, or a number of ranks is not at least 1. The message shows it.
     """
-    return _unique([_entry(part.strip(), f"--hosts {text}") for part in text.split(",")], f"--hosts {text}")
+    hosts: list[HostSlots] = []
+    for part in text.split(","):
+        _add(hosts, _entry(part.strip(), f"--hosts {text}"))
+    return _unique(hosts, f"--hosts {text}")
 
 
 def read_hostfile(path: str) -> list[HostSlots]:
@@ -63,12 +68,16 @@ def read_hostfile(path: str) -> list[HostSlots]:
             if key != "slots":
                 raise LaunchError(f"{where}: {word!r} is not understood; write h1, h1:4 or h1 slots=4")
             host = _entry(f"{host.name}:{value}", where)
-        if hosts and hosts[-1].name == host.name:
-            host = HostSlots(host.name, (hosts.pop().slots or 1) + (host.slots or 1))
-        hosts.append(host)
+        _add(hosts, host)
     if not hosts:
         raise LaunchError(f"--hostfile {path}: names no host")
     return _unique(hosts, f"--hostfile {path}")
+
+
+def _add(hosts: list[HostSlots], host: HostSlots) -> None:
+    if hosts and hosts[-1].name == host.name:
+        host = HostSlots(host.name, (hosts.pop().slots or 1) + (host.slots or 1))
+    hosts.append(host)
 
 
 def _entry(text: str, where: str) -> HostSlots:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import secrets
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phalanx import settings
-from phalanx.errors import DeviceError, InitializationError, LaunchError
+from phalanx.errors import InitializationError, LaunchError
+from phalanx.launch.job import memory as rank_memory
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
+from phalanx.launch.job.device_option import check_device
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
 from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
-from phalanx.system.device_files import accelerator_files
+from phalanx.system.device_files import accelerator_files, count_devices
 from phalanx.system.host import machine_name
-from phalanx.system.limits import usable_cores
+from phalanx.system.limits import memory_left, usable_cores
 from phalanx.topology.table import RankRow
 from phalanx.wire.key import new_key
+from phalanx.words import format_count
 
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["Job", "make_job"]
 
 MASTER_ADDR = "127.0.0.1"
+# See Job.patience_s.
+GRACE_S: dict[int, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
+GRACE_AFTER_FAILURE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,8 @@ class Job:
         cores: the number of cores that all ranks together may use.
         threads: ``OMP_NUM_THREADS`` of each rank. It is empty if it depends on the cores of the rank's host, which are
             not known yet.
-        grace_s: how many seconds a rank that was asked to end may take before it is killed.
+        grace_s: how many seconds a rank that was asked to end may take before it is killed; None for the defaults of
+            :meth:`patience_s`.
         quiet: print neither the rank table nor notes.
         prefix: write ``[rank 3]`` before each line of output.
         mpi: the MPI launcher that starts the ranks; None for the built-in launcher.
@@ -58,7 +65,12 @@ class Job:
         pass_local_rank: give the target ``--local_rank``, before its own arguments.
         replace: the backends that the backend ``phalanx`` replaces.
         interface: the network interface that ranks use; empty for the one that routes to the others.
+        memory: variables that say how the ranks' allocator gets memory, and whether it gives it back.
         key: a secret, by which a process proves that it is one of this job's ranks.
+        preload: import torch once, before the ranks are forked.
+        reader: the rank that reads the launcher's standard input, a terminal included; None if the user named none.
+        debugged: the rank that gets the launcher's terminal for itself; None for none.
+        counted: whether somebody chose the number of ranks.
     """
 
     ranks: int
@@ -67,7 +79,7 @@ class Job:
     host: str
     cores: int
     threads: str
-    grace_s: float = 1.0
+    grace_s: float | None = None
     quiet: bool = False
     prefix: bool = True
     mpi: MpiLauncher | None = None
@@ -80,13 +92,43 @@ class Job:
     pass_local_rank: bool = False
     replace: tuple[str, ...] = ()
     interface: str = ""
+    memory: Mapping[str, str] = field(default_factory=dict)
     key: str = field(default="", repr=False)
+    preload: bool = True
+    reader: int | None = None
+    debugged: int | None = None
+    counted: bool = True
+
+    def patience_s(self, signum: int | None) -> float:
+        """How long ranks may take to end after this signal, or after the failure of another rank if it is None.
+
+        After Ctrl-C somebody waits at the terminal. After SIGTERM or SIGHUP a batch system ends the job, and ranks may
+        be writing a checkpoint. After a failure the ranks are out of step, and most of them can only fail too.
+        """
+        if self.grace_s is not None:
+            return self.grace_s
+        return GRACE_AFTER_FAILURE_S if signum is None else GRACE_S.get(signum, 0.0)
+
+    def reads(self, rank: int, *, terminal: bool) -> bool:
+        """Whether a rank gets the launcher's standard input; ``terminal`` says whether that is a terminal."""
+        named = self.debugged if self.debugged is not None else self.reader
+        return rank == (named or 0) and (named is not None or self.ranks == 1 or not terminal)
+
+    def keeps_terminal(self, rank: int) -> bool:
+        """Whether a rank writes to the launcher's standard output and error itself, as an interactive program must."""
+        alone = self.ranks == 1 and self.mpi is None and all(map(os.isatty, range(3)))
+        return rank == self.debugged or alone
 
     def title(self) -> str:
         """The line above the rank table."""
-        count = f"{self.ranks} rank" + ("s" if self.ranks > 1 else "")
-        title = f"phalanx run: {count} of {self.target.name}"
-        return title if self.rehearsal is None else f"{title}, {self.rehearsal.title(self.host)}"
+        parts = [f"phalanx run: {format_count(self.ranks, 'rank')} of {self.target.name}"]
+        if self.rehearsal is not None:
+            parts.append(self.rehearsal.title(self.host))
+        if self.replace:
+            parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
+        if described := rank_memory.describe(self.memory):
+            parts.append(described)
+        return ", ".join(parts)
 
     def target_of(self, local_rank: int) -> Target:
         """The target of the rank with this local rank."""
@@ -153,6 +195,7 @@ class Job:
             threads = self.threads or str(rows[rank].threads or 1)
         # A Python target's streams are set to line buffering directly; its own children are left alone.
         unbuffered = {} if self.target.is_python else {"PYTHONUNBUFFERED": "1"}
+        keeps_store = self.target.is_python or self.mpi is not None
         own: dict[str, str] = {}
         if self.interface:
             own[settings.INTERFACE] = self.interface
@@ -177,7 +220,8 @@ class Job:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.run_id,
             # If the launcher hosts the store, every rank is a client of it, and rank 0 may end first.
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.target.is_python or self.mpi is not None),
+            "TORCHELASTIC_USE_AGENT_STORE": str(keeps_store),
+            **({settings.STORE_PORT: str(port)} if keeps_store else {}),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "OMP_NUM_THREADS": threads,
@@ -191,7 +235,7 @@ class Job:
 
     def before_torch(self) -> dict[str, str]:
         """The variables that must be set when torch is imported, which may be before there are ranks."""
-        return {settings.REPLACE: ",".join(self.replace)} if self.replace else {}
+        return {**self.memory, **({settings.REPLACE: ",".join(self.replace)} if self.replace else {})}
 
     def warnings(self) -> list[str]:
         """Notes for the user before the job runs, one line each."""
@@ -200,6 +244,11 @@ class Job:
             warnings.append(
                 f"{self.ranks} ranks share {self.cores} cores; they will take turns, "
                 f"and a timing says little about a machine with a core for each"
+            )
+        devices = count_devices()
+        if not self.counted and self.mpi is None and devices > 1 and self.device_of(0) != "cpu":
+            warnings.append(
+                f"this machine has {devices} accelerators, and one rank uses one of them: phalanx run -n {devices} …"
             )
         return warnings
 
@@ -222,7 +271,7 @@ def make_job(
     ranks: int | None,
     target: Target,
     *,
-    grace_s: float = 1.0,
+    grace_s: float | None = None,
     quiet: bool = False,
     prefix: bool = True,
     mpi: MpiLauncher | None = None,
@@ -235,6 +284,10 @@ def make_job(
     pass_local_rank: bool = False,
     replace: Sequence[str] = (),
     interface: str | None = None,
+    preload: bool = True,
+    reader: int | None = None,
+    debugged: int | None = None,
+    memory: rank_memory.Memory = "huge",
     environment: Mapping[str, str] | None = None,
 ) -> Job:
     """Decide everything about a job of ``ranks`` processes.
@@ -242,7 +295,8 @@ def make_job(
     Args:
         ranks: the number of ranks, at least 1. None for one, or for as many as the hosts take.
         target: the script, module or program that each rank runs.
-        grace_s: how many seconds a rank that was asked to end may take before it is killed.
+        grace_s: how many seconds a rank that was asked to end may take before it is killed; by default 1 after Ctrl-C,
+            30 after SIGTERM and SIGHUP, 5 after the failure of another rank.
         quiet: print neither the rank table nor notes.
         prefix: write ``[rank 3]`` before each line of output.
         mpi: the MPI launcher that starts them; None for the built-in launcher, on this host.
@@ -255,6 +309,11 @@ def make_job(
         pass_local_rank: give the target ``--local_rank``.
         replace: the backends that the backend ``phalanx`` replaces.
         interface: the network interface that ranks use; by default the one that routes to the others.
+        preload: import torch once, before the ranks are forked.
+        reader: the rank that reads the launcher's standard input; by default rank 0, if that is not a terminal.
+        debugged: the rank that gets the launcher's terminal for itself.
+        memory: ``huge`` (pages), ``keep`` what is freed, or ``return`` it, as ``phalanx.launch.job.memory`` explains.
+            It changes nothing for ranks that compute on an accelerator, and for programs that are not Python.
         environment: the variables in which the user's own settings are read; ``os.environ`` by default.
 
     Raises:
@@ -263,7 +322,9 @@ def make_job(
     """
     if environment is None:
         environment = os.environ
-    _check_together(ranks, mpi, rehearsal, bind, device)
+    _check_together(ranks, mpi, rehearsal, bind, device, environment)
+    if mpi is not None and debugged is not None:
+        raise LaunchError("--debug hands over this terminal, which ranks of an MPI launcher do not have; leave it out")
     if ranks is not None and ranks < 1:
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
     if mpi is None and (hosts or ppn is not None or address is not None):
@@ -284,6 +345,9 @@ def make_job(
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
     count = count if rehearsal is None else rehearsal.ranks
+    for option, rank in (("--stdin", reader), ("--debug", debugged)):
+        if rank is not None and not 0 <= rank < count:
+            raise LaunchError(f"{option} {rank}: is not one of the {format_count(count, 'rank')}, which count from 0")
     cores = usable_cores()
     cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" else []
     shared = Counter(cpus)
@@ -291,7 +355,7 @@ def make_job(
     threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if mpi is not None and not environment.get("OMP_NUM_THREADS"):
         threads = ""
-    return Job(
+    job = Job(
         ranks=count,
         target=target,
         run_id=f"phalanx-{secrets.token_hex(6)}",
@@ -312,15 +376,30 @@ def make_job(
         replace=tuple(replace),
         interface=interface or "",
         key=new_key(),
+        preload=preload,
+        reader=reader,
+        debugged=debugged,
+        counted=ranks is not None or bool(filled) or rehearsal is not None,
     )
+    if not target.is_python or job.device_of(0) != "cpu":
+        return job
+    chosen = rank_memory.variables(memory, ranks=count, memory_nbytes=memory_left(), environment=environment)
+    return dataclasses.replace(job, memory=chosen)
 
 
 def _check_together(
-    ranks: int | None, mpi: MpiLauncher | None, rehearsal: Rehearsal | None, bind: Bind, device: str | None
+    ranks: int | None,
+    mpi: MpiLauncher | None,
+    rehearsal: Rehearsal | None,
+    bind: Bind,
+    device: str | None,
+    environment: Mapping[str, str],
 ) -> None:
     """Refuse options that cannot both be carried out."""
-    if device is not None and not re.fullmatch(r"[a-z]+[0-9]?(:[0-9]+)?", device):
-        raise LaunchError(DeviceError.not_a_device(f"--device {device}"))
+    if device is not None:
+        check_device(device, f"--device {device}")
+    elif environment.get(settings.DEVICE):
+        check_device(environment[settings.DEVICE], f"{settings.DEVICE}={environment[settings.DEVICE]}")
     if mpi is not None and bind != "none":
         from phalanx.launch.job.mpi_launcher import how_to_bind
 

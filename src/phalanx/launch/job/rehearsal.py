@@ -16,6 +16,7 @@ from typing import Literal
 
 from phalanx import settings
 from phalanx.errors import LaunchError
+from phalanx.words import format_count
 
 __all__ = ["Placement", "Rehearsal", "RehearsedRank", "parse_rehearsal"]
 
@@ -79,7 +80,7 @@ class Rehearsal:
 
     def title(self, host: str) -> str:
         """The rehearsal in the title of the rank table."""
-        hosts = f"{len(self.hosts)} host" + ("s" if len(self.hosts) > 1 else "")
+        hosts = format_count(len(self.hosts), "host")
         return f"rehearsed: {hosts} on {host}"
 
     def note(self) -> str:

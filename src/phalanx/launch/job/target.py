@@ -16,6 +16,7 @@ Everything else that is executable is a program. A name that is not a file is se
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import marshal
@@ -23,17 +24,30 @@ import os
 import shutil
 import stat
 import sys
+import traceback
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Literal
 
 from phalanx.errors import LaunchError
 
-__all__ = ["Target", "compile_target", "find_target"]
+__all__ = ["Refusal", "Target", "compile_target", "find_target", "prepare_target"]
 
 Kind = Literal["script", "bytecode", "archive", "module", "program"]
+
+
+class Refusal(Exception):
+    """The job cannot be started; the text says why, as it is printed.
+
+    Attributes:
+        code: the exit code of ``phalanx run``.
+    """
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -74,10 +88,17 @@ def find_target(name: str, arguments: tuple[str, ...] = (), *, module: bool = Fa
     """
     if module:
         return _find_module(name, arguments)
+    target = _find_file(name, arguments)
+    if target.is_python:
+        current_folder()  # torch cannot be imported without one
+    return target
+
+
+def _find_file(name: str, arguments: tuple[str, ...]) -> Target:
     if not os.path.exists(name):
         found = shutil.which(name) if os.sep not in name else None
         if found is None:
-            where = "" if os.path.isabs(name) else f" in {os.getcwd()}"
+            where = "" if os.path.isabs(name) else f" in {current_folder()}"
             path = "" if os.sep in name else ", and no program of that name on PATH"
             raise LaunchError(f"{name}: no such file{where}{path}")
         return _classify(name, found, arguments)
@@ -143,16 +164,31 @@ def _has_main(path: str) -> bool:
 
 
 def _find_module(name: str, arguments: tuple[str, ...]) -> Target:
-    here = os.getcwd()
-    spec = _find_spec(name, [here, *sys.path[_launcher_entries() :]])
+    here = current_folder()
+    spec = _find_spec(name, _module_path(here))
     if spec is None:
         raise LaunchError(f"-m {name}: no module of that name, neither in {here} nor on Python's search path")
     if spec.submodule_search_locations is not None:
-        inner = _find_spec("__main__", spec.submodule_search_locations, prefix=name)
-        if inner is None:
+        spec = _find_spec(f"{name}.__main__", _module_path(here))
+        if spec is None:
             raise LaunchError(f"-m {name}: is a package without a __main__ module, so it cannot be run")
-        spec = inner
     return Target("module", name, spec.origin or name, (spec.origin or name, *arguments), here)
+
+
+def current_folder() -> str:
+    """The working directory.
+
+    Raises:
+        LaunchError: it has been deleted.
+    """
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError("the working directory has been deleted; change to one that exists") from None
+
+
+def _module_path(here: str) -> list[str]:
+    return [here, *sys.path[_launcher_entries() :]]
 
 
 def _launcher_entries() -> int:
@@ -160,22 +196,61 @@ def _launcher_entries() -> int:
     return 0 if getattr(sys.flags, "safe_path", False) or sys.flags.isolated else 1
 
 
-def _find_spec(name: str, path: Iterable[str], prefix: str = "") -> importlib.machinery.ModuleSpec | None:
-    """Find a module without importing its parent packages, because only ranks may run the user's code."""
+def _find_spec(name: str, path: Sequence[str]) -> importlib.machinery.ModuleSpec | None:
+    """Find a module without importing its parent packages, because only ranks may run the user's code.
+
+    All finders of ``sys.meta_path`` are asked, as by ``python -m``: projects that are installed in editable form are
+    found by finders of their own.
+    """
     spec: importlib.machinery.ModuleSpec | None = None
-    locations: Iterable[str] | None = list(path)
-    full = prefix
+    locations: Sequence[str] | None = path
+    full = ""
     for part in name.split("."):
         if locations is None or not part:
             return None
         full = f"{full}.{part}" if full else part
-        spec = importlib.machinery.PathFinder.find_spec(full, list(locations))
-        if spec is None and locations is not None and full == part:
-            spec = importlib.machinery.FrozenImporter.find_spec(full)
+        with _standing_in(full.rpartition(".")[0], locations):
+            spec = _ask_finders(full, locations, top=full == part)
         if spec is None:
             return None
-        locations = spec.submodule_search_locations
+        locations = _locations(spec)
     return spec
+
+
+@contextlib.contextmanager
+def _standing_in(parent: str, locations: Sequence[str]) -> Iterator[None]:
+    """Let finders that look a package's parent up among the imported modules find its path there."""
+    if not parent or parent in sys.modules:
+        yield
+        return
+    stand_in = sys.modules[parent] = ModuleType(parent)
+    stand_in.__path__ = list(locations)
+    try:
+        yield
+    finally:
+        del sys.modules[parent]
+
+
+def _ask_finders(name: str, path: Sequence[str], *, top: bool) -> importlib.machinery.ModuleSpec | None:
+    for finder in sys.meta_path:
+        # Only this finder searches sys.path, whose first entry is the launcher's folder and not the module's. The
+        # others are given no path for a module without a parent.
+        searched = None if top and finder is not importlib.machinery.PathFinder else path
+        find = getattr(finder, "find_spec", None)
+        spec: importlib.machinery.ModuleSpec | None = find(name, searched) if find is not None else None
+        if spec is not None:
+            return spec
+    return None
+
+
+def _locations(spec: importlib.machinery.ModuleSpec) -> Sequence[str] | None:
+    """Where the modules of a package are.
+
+    The list of a namespace package looks its parent up among the imported modules whenever it is read, where it is not
+    any more. The entries themselves are in the list's attribute ``_path``.
+    """
+    found = spec.submodule_search_locations
+    return None if found is None else list(getattr(found, "_path", found))
 
 
 def compile_target(target: Target) -> tuple[CodeType | None, importlib.machinery.ModuleSpec | None]:
@@ -206,12 +281,26 @@ def compile_target(target: Target) -> tuple[CodeType | None, importlib.machinery
     if target.kind == "archive":
         spec = _find_spec("__main__", [target.path])
     else:
-        spec = _find_spec(target.name, [target.search_path, *sys.path[_launcher_entries() :]])
+        spec = _find_spec(target.name, _module_path(target.search_path))
         if spec is not None and spec.submodule_search_locations is not None:
-            spec = _find_spec("__main__", spec.submodule_search_locations, prefix=target.name)
+            spec = _find_spec(f"{target.name}.__main__", _module_path(target.search_path))
     if spec is None or spec.loader is None:
         raise LaunchError(f"{target.name}: can no longer be found")
     code = spec.loader.get_code(spec.name)
     if code is None:
         raise LaunchError(f"{target.name}: has no Python code to run")
     return code, spec
+
+
+def prepare_target(target: Target) -> tuple[CodeType | None, importlib.machinery.ModuleSpec | None]:
+    """As :func:`compile_target`, for the process that starts the ranks, which reports a mistake once for all of them.
+
+    Raises:
+        Refusal: no rank could run the target.
+    """
+    try:
+        return compile_target(target)
+    except SyntaxError as error:
+        raise Refusal("".join(traceback.format_exception_only(error)), 1) from error
+    except (LaunchError, OSError, ValueError, EOFError) as error:
+        raise Refusal(f"phalanx: {error}", 2) from error

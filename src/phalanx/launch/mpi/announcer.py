@@ -13,19 +13,7 @@ from phalanx.launch.mpi.crew import Member
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.topology.table import RankRow
 
-__all__ = ["Announcer", "Refusal"]
-
-
-class Refusal(Exception):
-    """The job cannot be started.
-
-    Attributes:
-        code: the exit code of ``phalanx run``.
-    """
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
+__all__ = ["Announcer"]
 
 
 class Announcer:
@@ -56,6 +44,14 @@ class Announcer:
     def place(self, rows: Sequence[RankRow], note: str) -> None:
         """All ranks have been placed. The supervisor shows the table, and answers with the order to go."""
         self._control.send(event="placed", rows=[asdict(row) for row in rows], notes=[note] if note else [])
+
+    def overdue(self, rank: Member, patience_s: float) -> None:
+        """A rank was killed because it did not end within so many seconds."""
+        self._control.send(event="overdue", rank=rank.number, patience_s=patience_s)
+
+    def show_stacks(self, stacks: dict[int, str]) -> None:
+        """Have the ranks' stacks printed, or kept for the end of a job that somebody has interrupted."""
+        self._control.send(event="stacks", stacks=stacks)
 
     def lose_store(self, status: int) -> None:
         """The process that hosts the store has ended, with this wait status."""

@@ -22,6 +22,7 @@ from phalanx.wire.door import Arrival, Door
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.key import Key, new_key
 from phalanx.wire.proof import NoProof, WrongKey
+from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.wire.sockets import KeepAlive, listen
 
 __all__ = ["ERR", "IN", "MESSAGE", "OUT", "ROLE", "Channel", "Lost", "join", "open_door"]
@@ -46,12 +47,14 @@ class Channel:
 
     Args:
         sock: the connected socket, non-blocking from here on.
+        session: the digests of the messages.
         received: what has been received on it already.
     """
 
-    def __init__(self, sock: socket.socket, received: bytes | bytearray = b"") -> None:
+    def __init__(self, sock: socket.socket, session: Session, received: bytes | bytearray = b"") -> None:
         sock.setblocking(False)
         self._socket = sock
+        self._session = session
         self._in = bytearray(received)
         self._out = bytearray()
         self._ended = False
@@ -67,7 +70,7 @@ class Channel:
 
     def send(self, kind: bytes, data: bytes) -> None:
         """Send one frame, at once as far as the network takes it."""
-        self._out += frame(kind, data)
+        self._out += self._session.seal(frame(kind, data))
         self.flush()
 
     def say(self, **message: Any) -> None:
@@ -103,10 +106,11 @@ class Channel:
             over = True
         frames = []
         try:
-            while (end := end_of_frame(self._in, shortest=1)) is not None and len(self._in) >= end:
+            while (end := end_of_frame(self._in, shortest=1)) is not None and len(self._in) >= end + TAG_BYTES:
+                self._session.check(self._in, end)
                 content = bytes(self._in[PREFIX_BYTES:end])
                 frames.append((content[:1], content[1:]))
-                del self._in[:end]
+                del self._in[: end + TAG_BYTES]
         except Malformed:
             over = True  # nothing that comes after it can be read
         if over:
@@ -144,7 +148,7 @@ def open_door(address: str, selector: selectors.BaseSelector, admit: Callable[[C
 
     def welcome(arrival: Arrival) -> None:
         arrival.answer(b"")
-        admit(Channel(arrival.sock, arrival.rest))
+        admit(Channel(arrival.sock, arrival.proven.session(), arrival.rest))
 
     key = Key(secret.encode(), "phalanx run")
     door = Door(listener, key, ROLE, _KEEP_ALIVE, selector, welcome, most=_MOST_STRANGERS)
@@ -160,9 +164,9 @@ def join(invitation: str) -> Channel:
     address, port, secret = invitation.rsplit(":", 2)
     where, key = (address, int(port)), Key(secret.encode(), "phalanx run")
     try:
-        sock, _ = dial(where, key, ROLE, b"", patience_s=JOIN_S, keep_alive=_KEEP_ALIVE)
+        line, _ = dial(where, key, ROLE, b"", patience_s=JOIN_S, keep_alive=_KEEP_ALIVE)
     except ConnectionResetError as error:
         raise ConnectionRefusedError("the connection was closed: phalanx run has ended") from error
     except (NoProof, WrongKey) as error:
         raise ConnectionRefusedError("what answers there does not know the job's key") from error
-    return Channel(sock)
+    return Channel(line.sock, line.session)

@@ -12,12 +12,15 @@ from typing import Any
 
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
+from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
 
 __all__ = ["Child"]
 
 # How long to wait until a rank that is to be killed stands still: it first returns from a system call.
 _STANDSTILL_S = 0.02
+# How long it may take to write its stack.
+_STACK_S = 0.2
 
 
 class Child:
@@ -27,6 +30,7 @@ class Child:
         pid: its process id, which is also its group's.
         streams: its standard streams.
         report: the memfd into which it writes why it failed.
+        trace: the memfd into which it writes its stack.
         grace_s: how long it may go on after the MPI launcher has ended the job, in seconds.
         watch: remembers the shared-memory files of its MPI library.
         say: sends a message to the relay.
@@ -42,6 +46,7 @@ class Child:
         pid: int,
         streams: Streams,
         report: int,
+        trace: Trace,
         grace_s: float,
         watch: SharedMemoryWatch,
         say: Callable[..., None],
@@ -51,10 +56,12 @@ class Child:
         self.grace_s = grace_s
         self.by_others = False
         self._report = report
+        self._trace = trace
         self._sent = b""
         self._watch = watch
         self._say = say
         self._kill_at: float | None = None
+        self._patience_s = 0.0
 
     @property
     def reported(self) -> bool:
@@ -62,7 +69,7 @@ class Child:
 
     def own_descriptors(self) -> list[int]:
         """The keeper's descriptors for it."""
-        return [self._report, *self.streams.own_ends()]
+        return [self._report, self._trace.descriptor, *self.streams.own_ends()]
 
     def note_files(self) -> None:
         """Note the shared-memory files that it and its descendants hold now."""
@@ -90,7 +97,14 @@ class Child:
         """Signal it, and kill it ``patience_s`` seconds later."""
         self.signal(signum)
         until = time.monotonic() + patience_s
-        self._kill_at = until if self._kill_at is None else min(until, self._kill_at)
+        if self._kill_at is None or until < self._kill_at:
+            self._kill_at, self._patience_s = until, patience_s
+
+    def send_stack(self) -> None:
+        """Have it write its stack, and send that to the relay."""
+        self._trace.ask({0: self.pid}, _STACK_S)
+        for text in self._trace.take([0]).values():
+            self._say(event="stack", text=text)
 
     @property
     def kill_at(self) -> float | None:
@@ -101,6 +115,8 @@ class Child:
         """Kill it, if the time it was given is over."""
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
+            if self._patience_s:
+                self._say(event="overdue", patience_s=self._patience_s)
             self.signal(signal.SIGKILL)
 
     def send_report(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
-from phalanx.launch.mpi.announcer import Refusal
+from phalanx.launch.job.target import Refusal
 from phalanx.launch.mpi.channel import Channel
 from phalanx.launch.mpi.crew import Member
 from phalanx.launch.mpi.placing import planned_hosts

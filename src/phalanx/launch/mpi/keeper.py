@@ -36,8 +36,11 @@ from phalanx.launch.mpi.channel import IN, Lost, join
 from phalanx.launch.mpi.child import Child
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
+from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, report_name
 from phalanx.launch.rank.start import RankStart, enter_rank
+from phalanx.launch.rank.trace import Trace, open_trace
+from phalanx.store.torch_server import is_own
 from phalanx.system import processes
 from phalanx.system.host import this_host
 
@@ -206,12 +209,17 @@ class _Keeper:
             return
         for signum in signals:
             if signum in PASSED_ON:
-                if self.child is not None:
-                    processes.send_to_group(self.child.pid, signum)
+                self._hand_on(signum)
                 continue
             self.ask_with = signum
         if any(signum in ASKED for signum in signals) and self.asked_at is None:
             self.asked_at = time.monotonic() + _OWN_END_S
+
+    def _hand_on(self, signum: int) -> None:
+        """Signal the rank alone: what it has started, such as a loader's workers, need not handle the signal."""
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.child.pid, signum)
 
     def _kill_with_shim(self) -> None:
         if self.child is not None:
@@ -244,7 +252,18 @@ class _Keeper:
                     return start
             elif order["do"] == "end":
                 if self.child is not None:
+                    if order["where"]:
+                        self.child.send_stack()
                     self.child.end(order["signal"], order["patience_s"])
+            elif order["do"] == "signal":
+                self._hand_on(order["signal"])
+            elif order["do"] == "stacks":
+                if self.child is not None:
+                    self.child.send_stack()
+            elif order["do"] == "look":
+                # Of a connection to the job's store: may it be this user's?
+                if is_own(tuple(order["end"]), tuple(order["other_end"])):
+                    self._say(event="owns", number=order["number"])
             elif order["do"] == "leave":
                 self.watch.add(order["files"])
                 self.leave()
@@ -273,6 +292,7 @@ class _Keeper:
             return None
         streams = Streams(fed=order["input"])
         report = os.memfd_create(report_name(order["run_id"], self.rank))
+        trace = Trace(open_trace(order["run_id"]), order["run_id"])
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         keeper = os.getpid()
         try:
@@ -283,8 +303,19 @@ class _Keeper:
             return None
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            ends = RankEnds(streams.rank_out, streams.rank_err, report)
-            start = RankStart(self.rank, target, order["run_id"], own, ends, code, spec, keeper)
+            ends = RankEnds(streams.rank_out, streams.rank_err, report, trace.descriptor)
+            start = RankStart(
+                self.rank,
+                target,
+                order["run_id"],
+                own,
+                ends,
+                code,
+                spec,
+                keeper,
+                quiet=order["quiet"],
+                reads=order["input"],
+            )
             self.channel.close()
             self.watch.close()
             streams.keep_rank_ends()
@@ -293,7 +324,7 @@ class _Keeper:
                     os.close(descriptor)
             enter_rank(start, self.handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
             return start
-        child = self.child = Child(pid, streams, report, order["grace_s"], self.watch, self._say)
+        child = self.child = Child(pid, streams, report, trace, order["grace_s"], self.watch, self._say)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         streams.keep_own_ends()
         self._close_all_but(child.own_descriptors())
@@ -395,12 +426,4 @@ def _host() -> dict[str, str]:
 
 
 def _plain_report(text: str, code: int = 2) -> dict[str, Any]:
-    own = {
-        "type": "",
-        "message": text,
-        "traceback": "",
-        "shown": False,
-        "time": time.monotonic(),
-        "code": code,
-    }
-    return {"message": {"message": text}, "phalanx": own}
+    return Report("", text, "", False, time.monotonic(), code).to_record()

@@ -29,8 +29,8 @@ from typing import Any, NoReturn
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
-from phalanx.launch.job.target import compile_target
-from phalanx.launch.mpi.announcer import Announcer, Refusal
+from phalanx.launch.job.target import Refusal, prepare_target
+from phalanx.launch.mpi.announcer import Announcer
 from phalanx.launch.mpi.channel import IN, Channel, Lost, open_door
 from phalanx.launch.mpi.crew import Member, Pipe
 from phalanx.launch.mpi.exchange import Exchange
@@ -38,6 +38,7 @@ from phalanx.launch.mpi.gathering import RollCall, take_seat
 from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
 from phalanx.launch.mpi.services import Input, StoreOnDemand
+from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.system import processes
 from phalanx.system.host import this_host
@@ -55,6 +56,8 @@ _LOST_LEAVE_S = 0.7
 _SILENCE_S = 6.0
 # How long a rank whose script has failed may go on with its exit handlers.
 _WIND_DOWN_S = 0.5
+# How long the ranks' stacks may be on their way.
+_STACKS_S = 0.5
 
 
 def _run(job: Job, launcher: MpiLauncher, descriptors: Descriptors) -> None:
@@ -62,24 +65,14 @@ def _run(job: Job, launcher: MpiLauncher, descriptors: Descriptors) -> None:
     ranks = [Member(number, Pipe.pair(ends)) for number, ends in enumerate(descriptors.ranks)]
     announcer = Announcer(descriptors, ranks)
     try:
-        _check_target(job)
+        prepare_target(job.target)
         if descriptors.zygote.receive() is None:
             return
         relay = _Relay(job, launcher, descriptors, ranks, announcer)
     except Refusal as refusal:
-        announcer.refuse(f"{refusal}\n", refusal.code)
+        announcer.refuse(f"{str(refusal).rstrip()}\n", refusal.code)
         return
     relay.run()
-
-
-def _check_target(job: Job) -> None:
-    """Refuse a target that no rank could run, once and before anything is started."""
-    try:
-        compile_target(job.target)
-    except SyntaxError as error:
-        raise Refusal("".join(traceback.format_exception_only(error)).rstrip(), 1) from error
-    except (LaunchError, OSError, ValueError, EOFError) as error:
-        raise Refusal(f"phalanx: {error}", 2) from error
 
 
 class _Relay:
@@ -101,12 +94,19 @@ class _Relay:
         self.door, invitation = open_door(job.address, self.selector, self._on_newcomer)
         self.rows: list[RankRow] = []
         self.exchange = Exchange(self.selector, self._on_message, self._on_lost)
-        self.input = Input(self.selector, lambda data: self.exchange.send(self.ranks[0], IN, data))
+        self.reader = ranks[job.reader or 0]
+        self.input = Input(
+            self.selector,
+            lambda data: self.exchange.send(self.reader, IN, data),
+            offered=job.reads(self.reader.number, terminal=os.isatty(0)),
+        )
         self.going = False
         self.ordered = False
         self.ended_by_mpiexec = False
         self.connected = True
         self.give_up_at: float | None = None
+        self.stacks: dict[int, str] = {}
+        self.stacks_at: float | None = None
         for ends in descriptors.ranks:
             os.set_blocking(ends.out_write, False)
             os.set_blocking(ends.err_write, False)
@@ -120,7 +120,7 @@ class _Relay:
         self.selector.register(self.mpiexec.handle, read, self._on_mpiexec_ended)
         self.selector.register(self.mpiexec.output, read, self._on_mpiexec_output)
         self.selector.register(descriptors.zygote, read, self._on_order)
-        StoreOnDemand(job, descriptors, self.selector, announcer.lose_store)
+        self.store = StoreOnDemand(descriptors, self.selector, self._look_up, announcer.lose_store)
         self.roll = RollCall(job, launcher.name)
 
     def run(self) -> None:
@@ -128,6 +128,8 @@ class _Relay:
         try:
             while self.connected and not all(rank.announced for rank in self.ranks):
                 self.turn()
+            if self.stacks:
+                self.announcer.show_stacks(self._take_stacks())
             self.dismiss()
         except Refusal as refusal:
             self.dismiss()
@@ -138,7 +140,7 @@ class _Relay:
     def turn(self) -> None:
         """Wait for something, and act on it."""
         due = self.mpiexec.due_at() if not self.failing else None
-        times = [when for when in (self.give_up_at, self.roll.due_at, due) if when is not None]
+        times = [when for when in (self.give_up_at, self.stacks_at, self.roll.due_at, due) if when is not None]
         until = min([self.door.tend(time.monotonic()), *times])
         patience_s = max(0.0, until - time.monotonic()) if until < math.inf else None
         for key, events in self.selector.select(patience_s):
@@ -157,7 +159,13 @@ class _Relay:
             for rank in self.ranks:
                 if rank.status is None:
                     self._lose(rank)
+        if self.stacks_at is not None and now >= self.stacks_at:
+            self.announcer.show_stacks(self._take_stacks())
         self.announcer.end()
+
+    def _take_stacks(self) -> dict[int, str]:
+        taken, self.stacks, self.stacks_at = self.stacks, {}, None
+        return taken
 
     @property
     def failing(self) -> bool:
@@ -185,7 +193,7 @@ class _Relay:
             which = f"{format_named('rank', missing)} had come" if missing else "the ranks were started"
             raise Refusal(f"phalanx: {self.mpiexec.describe_end()} before {which}", self.mpiexec.exit_code)
         # The shims have ended with it, so the keepers are ending their ranks.
-        self._give_up_after(self.job.grace_s + 2.0)
+        self._give_up_after(self.job.patience_s(None) + 2.0)
 
     def _call_roll(self) -> None:
         try:
@@ -203,6 +211,11 @@ class _Relay:
             self.connected = False
         elif order["do"] == "go":
             self._release()
+        elif order["do"] == "signal":
+            self._tell_all(do="signal", signal=order["signal"])
+        elif order["do"] == "stacks":
+            self.stacks_at = time.monotonic() + _STACKS_S
+            self._tell_all(do="stacks")
         elif order["do"] == "end":
             self.ordered = True
             if not self.going:
@@ -215,8 +228,13 @@ class _Relay:
                     spared = rank.number in order["spare"]
                     patience_s = min(order["grace_s"], _WIND_DOWN_S) if spared else order["grace_s"]
                     signum = 0 if spared else order["signal"]
-                    self.exchange.say(rank, do="end", signal=signum, patience_s=patience_s)
+                    self.exchange.say(rank, do="end", signal=signum, patience_s=patience_s, where=order["where"])
             self._give_up_after(order["grace_s"] + _SILENCE_S)
+
+    def _tell_all(self, **order: Any) -> None:
+        for rank in self.ranks:
+            if rank.status is None:
+                self.exchange.say(rank, **order)
 
     def _give_up_after(self, patience_s: float) -> None:
         until = time.monotonic() + patience_s
@@ -234,8 +252,9 @@ class _Relay:
                 environment=self.job.environment(rank.number, port=self.descriptors.port, rows=self.rows),
                 carried=dict(os.environ),
                 directory=os.getcwd(),
-                grace_s=self.job.grace_s,
-                input=rank.number == 0 and self.input.offered,
+                grace_s=self.job.patience_s(None),
+                quiet=self.job.quiet,
+                input=rank is self.reader and self.input.offered,
             )
 
     # The keepers.
@@ -275,10 +294,22 @@ class _Relay:
             rank.files |= message["files"]
         elif event == "wants":
             self.input.want()
+        elif event == "overdue":
+            self.announcer.overdue(rank, message["patience_s"])
+        elif event == "stack":
+            self.stacks[rank.number] = message["text"]
+        elif event == "owns":
+            self.store.found(message["number"])
         elif event == "exited":
-            if rank.number == 0:
+            if rank is self.reader:
                 self.input.release()
             self._end(rank, message["status"], time.monotonic() - message["age"], message["by_others"])
+
+    def _look_up(self, number: int, end: Any, other_end: Any) -> None:
+        """Ask each host of the job whether a connection to the store is its user's."""
+        keepers = {rank.host: rank for rank in self.ranks if rank.channel is not None and rank.here}
+        for rank in keepers.values():
+            self.exchange.say(rank, do="look", number=number, end=end, other_end=other_end)
 
     def _on_lost(self, rank: Member) -> None:
         """A keeper's connection has ended, although no keeper closes it before it is dismissed."""
@@ -294,8 +325,7 @@ class _Relay:
         own_fault = not self.failing and self.mpiexec.code is None
         if own_fault:
             text = f"{_lost(rank)}; its host or the network may have failed, or its keeper was killed"
-            report = {"type": "", "message": text, "traceback": "", "shown": False, "time": now, "code": 1}
-            self.announcer.report(rank, {"message": {"message": text}, "phalanx": report}, now)
+            self.announcer.report(rank, Report("", text, "", False, now, 1).to_record(), now)
         self._end(rank, -signal.SIGKILL, now, by_others=not own_fault)
 
     def _end(self, rank: Member, status: int, when: float, by_others: bool) -> None:
@@ -362,7 +392,9 @@ def serve_mpi(job: Job, launcher: MpiLauncher, descriptors: Descriptors, handler
         handlers: the signals that the supervisor handles; in the relay each gets its default action back.
     """
     # Out of the terminal's foreground group: only the supervisor acts on Ctrl-C. This process does not die with the
-    # supervisor, because it has to tidy up; the control socket shows it that the supervisor has ended.
+    # supervisor, because it has to tidy up; the control socket shows it that the supervisor has ended, unless it has
+    # been stopped.
+    processes.wake_with_parent()
     os.setsid()
     processes.set_name("phalanx-relay")
     processes.adopt_orphans()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import selectors
+import socket
 from collections.abc import Callable
+from typing import Any
 
-from phalanx.launch.job.job import Job
-from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.rank.descriptors import Descriptors, release_input
 from phalanx.launch.rank.torch_store import host_store
+from phalanx.store.torch_server import Referral
 
 __all__ = ["Input", "StoreOnDemand"]
 
@@ -23,11 +27,11 @@ class Input:
     Args:
         selector: where to wait for it.
         deliver: takes each block, the empty one at the end.
+        offered: whether it is handed on at all.
     """
 
-    def __init__(self, selector: selectors.BaseSelector, deliver: Callable[[bytes], None]) -> None:
-        # A terminal is not handed on, as under the built-in launcher.
-        self.offered = not os.isatty(0)
+    def __init__(self, selector: selectors.BaseSelector, deliver: Callable[[bytes], None], *, offered: bool) -> None:
+        self.offered = offered
         self._selector = selector
         self._deliver = deliver
         self._wanted = False
@@ -57,33 +61,42 @@ class Input:
         if self._wanted:
             self._selector.unregister(0)
             self._wanted = False
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
+        release_input()
 
 
 class StoreOnDemand:
     """The store, for ranks that meet by MASTER_ADDR and MASTER_PORT.
 
-    Its port is open from the beginning. The process that hosts it is forked, and imports torch, which takes a second,
-    at the first connection; a script that uses MPI alone never makes one.
+    Its port is open from the beginning. The process that serves it is forked at the first connection; a script that
+    uses MPI alone never makes one. That process asks here, by way of this object, about connections from other hosts.
 
     Args:
-        job: the job.
-        descriptors: its descriptors, the listening socket among them.
+        descriptors: the job's descriptors, the listening socket among them.
         selector: where to wait.
-        lost: called when the process that hosts it has ended, with its wait status.
+        look_up: asks the hosts of the job whether a connection is theirs: takes its number and its two ends.
+        lost: called when the process that serves it has ended, with its wait status.
     """
 
     def __init__(
-        self, job: Job, descriptors: Descriptors, selector: selectors.BaseSelector, lost: Callable[[int], None]
+        self,
+        descriptors: Descriptors,
+        selector: selectors.BaseSelector,
+        look_up: Callable[[int, Any, Any], None],
+        lost: Callable[[int], None],
     ) -> None:
-        self._job = job
         self._descriptors = descriptors
         self._selector = selector
+        self._look_up = look_up
         self._lost = lost
         self._pid = self._handle = 0
+        self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asked.setblocking(False)
         selector.register(descriptors.listener, selectors.EVENT_READ, self._start)
+
+    def found(self, number: int) -> None:
+        """One of the job's hosts knows this connection as the user's."""
+        with contextlib.suppress(OSError):  # the process that asked has ended
+            self._asked.send(str(number).encode())
 
     def _start(self) -> None:
         self._selector.unregister(self._descriptors.listener)
@@ -92,9 +105,20 @@ class StoreOnDemand:
         if self._pid == 0:
             self._descriptors.zygote.close()
             self._descriptors.close_rank_ends()
-            host_store(self._descriptors.listener, self._job.address, self._job.ranks, relay)
+            self._asked.close()
+            host_store(self._descriptors.listener, relay, Referral(self._asking))
+        self._asking.close()
+        self._selector.register(self._asked, selectors.EVENT_READ, self._on_question)
         self._handle = os.pidfd_open(self._pid)
         self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)
+
+    def _on_question(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = self._asked.recv(4096)
+            if data:
+                self._look_up(*json.loads(data))
+            else:
+                self._selector.unregister(self._asked)  # the process has ended, which _on_end reports
 
     def _on_end(self) -> None:
         self._selector.unregister(self._handle)

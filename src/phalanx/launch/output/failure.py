@@ -7,18 +7,15 @@ before its process ended; a rank that was killed could not, so its time is when 
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
+from phalanx.launch.output.report import Report
 from phalanx.words import format_named
 
-__all__ = ["Failure", "Report", "find_cause", "format_failure", "read_report", "signal_name"]
+__all__ = ["End", "Failure", "collect_failures", "find_cause", "format_failure", "signal_name"]
 
 # The kernel closes a dying process's sockets before it notifies the parent. So a peer may raise an error because of the
 # death slightly before the launcher notices the death.
@@ -27,35 +24,18 @@ _MOST_LINES = 8
 
 
 @dataclass(frozen=True)
-class Report:
-    """A rank's own account of its end.
+class End:
+    """How a rank ended.
 
     Attributes:
-        type: the exception's qualified name, to be shown; empty if torch's ``@record`` wrote the report.
-        message: the exception's text.
-        traceback: the traceback, starting in the user's script; empty if the rank has printed it.
-        shown: the traceback, or the text of ``sys.exit``, is in the rank's output already.
-        time: when the exception left the script, on the monotonic clock; None if unknown.
-        code: the exit code with which the rank ends because of the exception.
-        exited: the script called ``sys.exit``; it raised nothing else.
-        consequence: the exception is always caused by another rank's end (``PhalanxError.is_consequence``).
+        status: its exit code, or minus the signal that ended it.
+        at: when, in the seconds of ``time.monotonic()``.
+        by_launcher: whether the launcher had asked it to end.
     """
 
-    type: str
-    message: str
-    traceback: str
-    shown: bool
-    time: float | None
-    code: int
-    exited: bool = False
-    consequence: bool = False
-
-    @property
-    def summary(self) -> str:
-        """The last line of a traceback: the exception's name and the first line of its text."""
-        name = self.type.removeprefix("builtins.").removeprefix("__main__.")
-        first = self.message.partition("\n")[0]
-        return f"{name}: {first}" if name and first else name or first
+    status: int
+    at: float
+    by_launcher: bool
 
 
 @dataclass(frozen=True)
@@ -89,20 +69,19 @@ class Failure:
         return 128 - (self.status or 0) if self.status else 1
 
 
-def read_report(descriptor: int) -> Report | None:
-    """Read a rank's report file, without moving the offset that the rank shares; None if it wrote no report."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-        if not data:
-            return None
-        content: dict[str, Any] = json.loads(data)
-        own = content.get("phalanx")
-        if own is not None:
-            return Report(**own)
-        # Written by torch's @record, in a process that the rank started; that process has printed its traceback.
-        message = content["message"]
-        return Report("", message if isinstance(message, str) else message["message"], "", True, None, 1)
-    return None
+def collect_failures(ranks: Iterable[tuple[int | None, End | None, Report | None]]) -> list[Failure]:
+    """The failures among all ranks, given in order as pid, end and report; a rank without a pid was never started."""
+    failures = []
+    for rank, (pid, end, report) in enumerate(ranks):
+        if pid is None or (end is not None and end.status == 0):
+            continue
+        # A report has the time of the failure; the rank may have run exit handlers for long before it ended.
+        when = report.time if report is not None else None
+        by_launcher = end is not None and end.by_launcher and when is None
+        if when is None:
+            when = end.at if end is not None else 0.0
+        failures.append(Failure(rank, pid, end.status if end is not None else None, when, report, by_launcher))
+    return failures
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
@@ -149,17 +128,24 @@ def format_failure(
         out_of_memory: the kernel's out-of-memory killer ended a process during the job.
     """
     report = cause.report
-    reason = f": {report.summary}" if report is not None and not report.exited else ""
+    reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
     lines = [f"phalanx: rank {cause.rank} of {ranks} failed{reason}"]
     elapsed = max(0.0, cause.time - started)
     lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
     hint = _hint(cause, out_of_memory)
     if hint:
         lines.append(f"  {hint}")
+    if report is not None and report.hint:
+        lines.append(f"  {report.hint}")
     if report is not None and report.traceback:
         lines += ["", report.traceback.rstrip("\n"), ""]
     lines += _aftermath(others)
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _reason(report: Report) -> str:
+    """The exception; of ``sys.exit`` the text that it was given, if any."""
+    return report.message.partition("\n")[0] if report.exited else report.summary
 
 
 def _ending(cause: Failure) -> str:
@@ -172,7 +158,8 @@ def _hint(cause: Failure, out_of_memory: bool) -> str:
     report = cause.report
     if report is not None:
         if report.exited:
-            return "it called sys.exit; if it printed a reason, that is above"
+            said = "with this text" if report.message else "without a text; if it printed a reason, that is above"
+            return f"it called sys.exit {said}"
         if report.shown:
             return "its traceback was printed by the script itself, above"
         return ""
@@ -195,6 +182,8 @@ def _signal_hints(out_of_memory: bool) -> Mapping[int, str]:
         signal.SIGILL: "native code was built for another processor; the Python stack, if any, is above",
         signal.SIGTERM: "another process, not the launcher, asked it to end",
         signal.SIGINT: "another process, not the launcher, interrupted it",
+        signal.SIGUSR1: "it does not handle this signal, which the launcher passes on to all ranks",
+        signal.SIGUSR2: "it does not handle this signal, which the launcher passes on to all ranks",
         signal.SIGXCPU: "it has used up its limit of processor time (ulimit -t)",
     }
 
@@ -213,6 +202,6 @@ def _aftermath(others: Iterable[Failure]) -> list[str]:
 def _aftermath_of(failure: Failure) -> str:
     if failure.ended_by_launcher:
         return "ended by the launcher"
-    if failure.report is not None and not failure.report.exited:
-        return f"then failed: {failure.report.summary}"
+    if failure.report is not None and _reason(failure.report):
+        return f"then failed: {_reason(failure.report)}"
     return f"then failed: {_ending(failure)}"

@@ -122,6 +122,8 @@ class Sink:
     def __init__(self, descriptor: int, environment: Mapping[str, str]) -> None:
         self.descriptor = descriptor
         self.closed = False
+        #: Why it cannot be written to any more, if that is not that its reader has gone.
+        self.fault = ""
         terminal = os.isatty(descriptor) and environment.get("TERM") != "dumb"
         #: Whether a live line can be drawn.
         self.terminal = terminal
@@ -147,8 +149,8 @@ class Sink:
             except BlockingIOError:
                 continue
             except OSError as error:
-                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EIO, errno.EBADF, errno.ENOSPC):
-                    raise
+                if error.errno not in (errno.EPIPE, errno.ECONNRESET, errno.EIO, errno.EBADF):
+                    self.fault = os.strerror(error.errno or 0)
                 self.closed = True
                 return
             view = view[written:]
@@ -195,6 +197,10 @@ class Console:
             self._live_sink.write(self._live)
         else:
             sink.write(lines)
+
+    def say(self, text: str) -> None:
+        """Print the launcher's own words on standard error, under its name."""
+        self.write(self.err, f"phalanx: {text}\n".encode(errors="backslashreplace"))
 
     def show(self, sink: Sink, line: bytes, owner: object) -> None:
         """Make ``line`` the live line at the next redraw. An empty one removes the live line if it is ``owner``'s."""

@@ -14,10 +14,13 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Control", "Descriptors", "RankDescriptors", "RankEnds", "open_descriptors", "report_name"]
+from phalanx.launch.rank.trace import Trace, open_trace
 
-# One message lists every pid of the job.
-LARGEST_MESSAGE = 1 << 18
+__all__ = ["Control", "Descriptors", "RankDescriptors", "RankEnds", "open_descriptors", "release_input", "report_name"]
+
+# A message that lists every rank of a large job is longer than the kernel takes at once, so it is sent in pieces.
+LARGEST_PIECE = 1 << 16
+_MORE, _LAST = b"+", b"."
 
 
 class Control:
@@ -32,24 +35,34 @@ class Control:
 
     def send(self, **message: Any) -> None:
         """Send one message. If the receiver has ended, nothing happens here; :meth:`receive` returns None."""
+        data = json.dumps(message).encode()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.send(json.dumps(message).encode())
+            for start in range(0, len(data), LARGEST_PIECE):
+                end = start + LARGEST_PIECE
+                self._socket.send((_MORE if end < len(data) else _LAST) + data[start:end])
 
     def receive(self) -> dict[str, Any] | None:
         """Wait for one message; None when the other side has ended."""
+        data = b""
+        while True:
+            piece = self._receive_piece()
+            if not piece:
+                return None
+            data += piece[1:]
+            if piece[:1] == _LAST:
+                message: dict[str, Any] = json.loads(data)
+                return message
+
+    def _receive_piece(self) -> bytes:
         try:
-            data = self._socket.recv(LARGEST_MESSAGE)
+            return self._socket.recv(LARGEST_PIECE + 1)
         except ConnectionResetError:
             # ECONNRESET means that the peer ended with unread data from us. The kernel reports it once, before the data
             # that the peer had sent; so read again.
             try:
-                data = self._socket.recv(LARGEST_MESSAGE)
+                return self._socket.recv(LARGEST_PIECE + 1)
             except ConnectionResetError:
-                return None
-        if not data:
-            return None
-        message: dict[str, Any] = json.loads(data)
-        return message
+                return b""
 
     def close(self) -> None:
         """Close this end."""
@@ -64,11 +77,13 @@ class RankEnds:
         out_write: its standard output.
         err_write: its standard error.
         report: a memfd into which it writes why it failed. It has no name on disk, so no file is left behind.
+        trace: the memfd that all ranks of a host share (``launch/rank/trace.py``).
     """
 
     out_write: int
     err_write: int
     report: int
+    trace: int
 
 
 @dataclass
@@ -93,12 +108,14 @@ class Descriptors:
         supervisor: the supervisor's end of the control socket.
         zygote: the end of the zygote, or of the relay in its place.
         listener: the bound and listening socket of the store.
+        trace: the ranks' stacks, and how far they have come.
     """
 
     ranks: list[RankDescriptors]
     supervisor: Control
     zygote: Control
     listener: socket.socket
+    trace: Trace
 
     @property
     def port(self) -> int:
@@ -142,18 +159,19 @@ def open_descriptors(ranks: int, run_id: str, address: str) -> Descriptors:
     """
     _guard_standard_streams()
     joined = []
+    trace = Trace(open_trace(run_id), run_id)
     for rank in range(ranks):
         out_read, out_write = os.pipe()
         err_read, err_write = os.pipe()
         os.set_blocking(out_read, False)
         os.set_blocking(err_read, False)
         report = os.memfd_create(report_name(run_id, rank))
-        joined.append(RankDescriptors(out_write, err_write, report, out_read, err_read))
+        joined.append(RankDescriptors(out_write, err_write, report, trace.descriptor, out_read, err_read))
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener = socket.socket()
     listener.bind((address, 0))
     listener.listen(4096)
-    return Descriptors(joined, Control(mine), Control(theirs), listener)
+    return Descriptors(joined, Control(mine), Control(theirs), listener, trace)
 
 
 def _guard_standard_streams() -> None:
@@ -162,3 +180,10 @@ def _guard_standard_streams() -> None:
     while descriptor <= 2:
         descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
+
+
+def release_input() -> None:
+    """Close this process's standard input, so that its writer notices when no other process reads it any more."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)

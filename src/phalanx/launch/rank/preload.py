@@ -22,6 +22,8 @@ import time
 import weakref
 from types import ModuleType
 
+from phalanx.launch.rank.late_variables import restore_torch
+
 __all__ = ["preload"]
 
 _HOLD_GROUPS = ("torch.distributed", "phalanx")
@@ -96,6 +98,7 @@ def _sleeps(task: str) -> bool:
 def _leave_alone(preloader: int) -> None:
     if os.getpid() == preloader:
         return
+    restore_torch()
     rest = _others_rest()
     _preloaded[:] = [
         (name, module)

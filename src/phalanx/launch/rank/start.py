@@ -9,6 +9,7 @@ to ``phalanx.commands.main.main``, and only there *becomes* the script (:func:`b
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import faulthandler
@@ -27,8 +28,12 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 from phalanx.errors import PhalanxError
+from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
-from phalanx.launch.rank.descriptors import RankEnds
+from phalanx.launch.output.report import Report
+from phalanx.launch.rank.descriptors import RankEnds, release_input
+from phalanx.launch.rank.late_variables import hide_torch
+from phalanx.launch.rank.trace import Stage, advance, open_own
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
 
@@ -48,7 +53,11 @@ class RankStart:
         code: the compiled target; None for a program.
         spec: the future ``__main__.__spec__``; None for a plain script.
         parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
+        part: its part of the trace file.
         cpus: the logical cores it is bound to; empty for those of its parent.
+        quiet: whether it prints no notes.
+        reads: whether it keeps the launcher's standard input.
+        terminal: whether it keeps the launcher's standard output and error too, as a debugger wants.
         pid: the process in which this object was made; a child that the script forks is not the rank.
     """
 
@@ -60,7 +69,11 @@ class RankStart:
     code: types.CodeType | None
     spec: importlib.machinery.ModuleSpec | None
     parent: int
+    part: int = 0
     cpus: tuple[int, ...] = ()
+    quiet: bool = False
+    reads: bool = False
+    terminal: bool = False
     pid: int = field(default_factory=os.getpid)
 
 
@@ -83,27 +96,29 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
         signal.signal(signum, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     ends = start.ends
-    if start.rank != 0 or os.isatty(0):
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-    os.dup2(ends.out_write, 1)
-    os.dup2(ends.err_write, 2)
+    if not start.reads:
+        release_input()
+    if not start.terminal:
+        os.dup2(ends.out_write, 1)
+        os.dup2(ends.err_write, 2)
     os.close(ends.out_write)
     os.close(ends.err_write)
     # With the launcher's raised limit a script would get descriptors too high for select().
     resource.setrlimit(resource.RLIMIT_NOFILE, file_limit)
     os.environ.update(start.environment)
     os.environ.update(cpu_settings(os.environ))
+    apply_to_this_process(os.environ)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
     if start.code is None:
         # The program's own children may write the report too, as torch's @record does.
         os.set_inheritable(ends.report, True)
+        os.close(ends.trace)
         return
     sys.stdin = _stream(sys.stdin, 0, "r")
     sys.stdout = _stream(sys.stdout, 1, "w")
     sys.stderr = _stream(sys.stderr, 2, "w")
     faulthandler.enable()
+    open_own(ends.trace, start.part)
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
@@ -115,11 +130,11 @@ def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
     return stream
 
 
-def leave_siblings() -> None:
+def leave_siblings(start: RankStart) -> None:
     """In a rank that was forked from a process with torch: give it what forked processes must not share.
 
     These are the random state of numpy and the secret of multiprocessing. Also skip libtorch's teardown, which would
-    copy the pages that the ranks have in common.
+    copy the pages that the ranks have in common, and hide torch until the script imports it.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -128,6 +143,7 @@ def leave_siblings() -> None:
     if process is not None:
         process.current_process().authkey = os.urandom(32)
     skip_library_teardown()
+    hide_torch(start.quiet or start.rank != 0, lambda: advance(start.run_id, Stage.IMPORTED))
 
 
 def become(start: RankStart) -> None:
@@ -150,6 +166,8 @@ def become(start: RankStart) -> None:
         main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", target.path)
     sys.modules["__main__"] = main
     hook = sys.excepthook = _Hook(start)
+    # Exit handlers run in reverse order, so the script's own run first, and may join yet.
+    atexit.register(_note_joining, start)
     try:
         if start.spec is not None:
             main.__dict__.update(
@@ -172,6 +190,21 @@ def become(start: RankStart) -> None:
     except BaseException as error:
         _fail(start, hook, error)
         raise SystemExit(1) from None
+
+
+def _note_joining(start: RankStart) -> None:
+    """Note that this rank has met the others, if it has, by torch's traces of a process group that may have gone."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return
+    world = sys.modules.get("phalanx.world")
+    if (
+        c10d.is_initialized()
+        or getattr(c10d, "_default_pg_init_method", None) is not None
+        or getattr(world, "_openings", 0)
+        or getattr(sys.excepthook, "__module__", "") == c10d.__name__
+    ):
+        advance(start.run_id, Stage.JOINED)
 
 
 def _set_search_path(entry: str) -> None:
@@ -240,33 +273,46 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
         # The interpreter exits with 1 after ``sys.exit("a text")``, and prints the text.
         code, message = (error.code & 0xFF, "") if isinstance(error.code, int) else (1, str(error.code))
     else:
-        code, message = 1, _describe(error)
-    text = "" if shown else "".join(traceback.format_exception(type(error), error, own))
-    report = {
-        "message": {
-            "message": f"{type(error).__name__}: {message}",
-            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-        },
-        "phalanx": {
-            "type": f"{type(error).__module__}.{type(error).__qualname__}",
-            "message": message,
-            "traceback": text,
-            "shown": shown,
-            "exited": isinstance(error, SystemExit),
-            "consequence": isinstance(error, PhalanxError) and error.is_consequence,
-            "time": time.monotonic() if now is None else now,
-            "code": code,
-        },
-    }
+        code, message = 130 if isinstance(error, KeyboardInterrupt) else 1, _describe(error)
+    report = Report(
+        type=f"{type(error).__module__}.{type(error).__qualname__}",
+        message=message,
+        traceback="" if shown else "".join(traceback.format_exception(type(error), error, own)),
+        shown=shown,
+        exited=isinstance(error, SystemExit),
+        consequence=isinstance(error, PhalanxError) and error.is_consequence,
+        time=time.monotonic() if now is None else now,
+        code=code,
+        hint=_hint(start, error),
+    )
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/self/fd/{start.ends.report}").startswith(f"/memfd:{start.run_id}-"):
-            data = json.dumps(report).encode()
+            data = json.dumps(report.to_record()).encode()
             os.pwrite(start.ends.report, data, 0)
             os.ftruncate(start.ends.report, len(data))
             # Other ranks may be waiting for this one, and its exit handlers and threads may delay its end for long.
             os.kill(start.parent, signal.SIGUSR1)
             return True
     return False
+
+
+def _hint(start: RankStart, error: BaseException) -> str:
+    """What is known of the cause beyond the exception's own text."""
+    if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb" and not start.reads:
+        return f"a debugger needs the terminal: phalanx run --debug {start.rank} …"
+    if isinstance(error, EOFError) and not start.reads:
+        return f"if it wanted to read the terminal or a pipe: phalanx run --stdin {start.rank} …"
+    frames = error.__traceback__
+    while frames is not None:
+        code, scope = frames.tb_frame.f_code, frames.tb_frame.f_globals.get("__name__")
+        if scope == "torch.distributed.distributed_c10d" and code.co_name in ("init_process_group", "new_group"):
+            from phalanx.topology.backends import why_unfit
+
+            with contextlib.suppress(Exception):
+                return why_unfit(str(frames.tb_frame.f_locals.get("backend") or ""))
+            return ""
+        frames = frames.tb_next
+    return ""
 
 
 def _describe(error: BaseException) -> str:

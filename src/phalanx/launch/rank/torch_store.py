@@ -1,52 +1,80 @@
-"""The process that hosts torch's TCPStore for a job, for scripts that use ``env://``.
+"""The process that serves a job's store to scripts that use ``env://``, and to all that speak to MASTER_PORT.
 
-The server of a TCPStore runs threads, so it cannot live in the zygote, which must be able to fork. It should not live
-in a rank either: when rank 0 hosts it, as torch does without a launcher's store, the other ranks lose it as soon as
-rank 0 ends. Phalanx's own store is in ``store/``.
+It should not be a rank: when rank 0 hosts the store, as torch does without a launcher's, the other ranks lose it as
+soon as rank 0 ends. Nor can it be the zygote, which waits for its children.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import traceback
+from typing import NoReturn
 
-from phalanx.system.processes import die_with_parent, set_name
+from phalanx.store.torch_server import LONG_WAIT_S, Referral, TorchStoreServer
+from phalanx.system.processes import children_of, die_with_parent, set_name
+from phalanx.words import format_named, tell
 
 __all__ = ["host_store"]
 
 
-def host_store(listener: socket.socket, address: str, ranks: int, parent: int) -> None:
-    """Serve the store in this process until it is killed. Never returns.
+def host_store(
+    listener: socket.socket, parent: int, referral: Referral | None = None, ranks: int | None = None
+) -> NoReturn:
+    """Serve the store in this process until it is killed.
 
     Args:
         listener: the bound, listening socket. Clients that connect before the server runs wait in its queue.
-        address: the address it is bound to.
-        ranks: the world size.
-        parent: the process id of the zygote, with which this process ends.
+        parent: the process id of the zygote, or of the relay, with which this process ends.
+        referral: asks about the connections from other hosts; None if the job is on this host alone.
+        ranks: how many ranks ``parent`` forks; None if it is not the ranks' parent.
     """
-    code = 1
     try:
         die_with_parent(parent)
         set_name("phalanx-store")
-        from torch._C._distributed_c10d import TCPStore
-
-        port = listener.getsockname()[1]
-        # The server closes the descriptor it is given, so it gets one that Python does not also own.
-        server = TCPStore(
-            address,
-            port,
-            ranks,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=os.dup(listener.fileno()),
-            use_libuv=True,
+        server = TorchStoreServer(
+            listener, referral=referral, on_long_wait=None if ranks is None else _Missed(parent, ranks)
         )
-        listener.close()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        while server is not None:
-            signal.pause()
-        code = 0
+        server.serve()
+    except BaseException:
+        traceback.print_exc()
     finally:
         # After an error too, this copy of the launcher must not go on as the launcher.
-        os._exit(code)
+        os._exit(1)
+
+
+class _Missed:
+    """Tells the user when a rank waits in the store although another one has ended.
+
+    A rank may end before the others, and often does. But if one of them waits for a key, in ``init_rpc`` for one, the
+    rank that would have written it may be the one that has ended, and nobody else would say so before the timeout.
+
+    Args:
+        parent: the ranks' parent.
+        ranks: how many there are.
+    """
+
+    def __init__(self, parent: int, ranks: int) -> None:
+        self._parent = parent
+        self._ranks = ranks
+        self._told: set[int] = set()
+
+    def __call__(self, keys: list[bytes]) -> None:
+        names = set()
+        for pid in set(children_of(self._parent)) - {os.getpid()}:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
+                names.add(file.read().strip())
+        ranks = {f"rank-{rank}": rank for rank in range(self._ranks)}
+        ended = {rank for name, rank in ranks.items() if name not in names}
+        # A rank may have given itself another name, and what it has started may have outlived it.
+        if names - ranks.keys() or not names or ended <= self._told:
+            return
+        self._told = ended
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        tell(
+            f"{format_named('rank', sorted(ended))} {'have' if len(ended) > 1 else 'has'} ended, and another rank has "
+            f"waited for {LONG_WAIT_S:.0f} s in the job's store, for {keys[0].decode(errors='replace')!r}{more}"
+        )

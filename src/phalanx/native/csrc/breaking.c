@@ -9,11 +9,11 @@
 #include <string.h>
 
 #include "futex.h"
-#include "process.h"
+#include "life.h"
 
 #define REASON_NS 100000000ull /* how long readers wait for the reason of a break to be written */
 
-int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk)
+static int break_for(phx_comm *comm, int status, uint32_t peer, uint64_t chunk, enum phx_going how)
 {
     uint32_t whole = 0;
     if (atomic_compare_exchange_strong(&comm->header->breaking, &whole, 1)) {
@@ -23,6 +23,7 @@ int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk)
         why->peer = peer;
         why->peer_pid = comm->places[peer].pid;
         why->chunk = chunk;
+        why->how = how;
         atomic_store_explicit(&comm->header->breaking, 2, memory_order_release);
         for (uint32_t p = 0; p < comm->size; p++) {
             phx_wake(phx_low_half(&comm->flags[p].ready));
@@ -33,6 +34,16 @@ int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk)
     }
     struct phx_breakage why;
     return phx_breakage(comm, &why);
+}
+
+int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk)
+{
+    return break_for(comm, status, peer, chunk, PHX_HERE);
+}
+
+int phx_break_gone(phx_comm *comm, uint32_t peer, enum phx_going how)
+{
+    return break_for(comm, PHX_PEER_LOST, peer, comm->call_chunk, how);
 }
 
 int phx_break(phx_comm *comm, int status, uint32_t peer)
@@ -57,12 +68,14 @@ int phx_breakage(const phx_comm *comm, struct phx_breakage *out)
         }
         sched_yield();
     } while (phx_now_ns() - start < REASON_NS);
-    for (uint32_t p = 0; p < comm->size; p++)
-        if (!phx_place_alive(&comm->places[p])) {
+    for (uint32_t p = 0; p < comm->size; p++) {
+        const enum phx_going how = phx_peer_life(comm, p);
+        if (how > PHX_LEFT) {
             *out = (struct phx_breakage){
-                .status = PHX_PEER_LOST, .rank = comm->rank, .peer = p, .peer_pid = comm->places[p].pid};
+                .status = PHX_PEER_LOST, .rank = comm->rank, .peer = p, .peer_pid = comm->places[p].pid, .how = how};
             return PHX_PEER_LOST;
         }
+    }
     *out = (struct phx_breakage){.status = PHX_INTERRUPTED, .rank = PHX_NOBODY, .peer = PHX_NOBODY};
     return PHX_INTERRUPTED;
 }

@@ -16,4 +16,7 @@ int phx_break(phx_comm *comm, int status, uint32_t peer);
 /* The same for two calls that differ at `chunk`. */
 int phx_break_at(phx_comm *comm, int status, uint32_t peer, uint64_t chunk);
 
+/* The same for a rank that went, and how. */
+int phx_break_gone(phx_comm *comm, uint32_t peer, enum phx_going how);
+
 #endif

@@ -8,8 +8,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "life.h"
 #include "mail.h"
-#include "process.h"
 
 /* Free all that a view owns besides the mapping. Of a view that could not be completed, some pointers are NULL. */
 static void free_view(phx_comm *comm)
@@ -19,6 +19,7 @@ static void free_view(phx_comm *comm)
     free(comm->seen);
     free(comm->compared);
     free(comm->inputs);
+    free(comm->met);
     free(comm);
 }
 
@@ -31,8 +32,9 @@ static phx_comm *new_view(uint32_t size)
     comm->seen = calloc(size, sizeof *comm->seen);
     comm->compared = calloc(size, sizeof *comm->compared);
     comm->inputs = calloc(size, sizeof *comm->inputs);
+    comm->met = calloc(size, sizeof *comm->met);
     comm->mail = phx_mail_open(size);
-    if (comm->seen && comm->compared && comm->inputs && comm->mail)
+    if (comm->seen && comm->compared && comm->inputs && comm->met && comm->mail)
         return comm;
     free_view(comm);
     return NULL;
@@ -79,13 +81,16 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->slots = base + at.slots;
     comm->rings = (struct phx_ring *)(base + at.rings);
     comm->ring_data = base + at.ring_data;
-    comm->places[rank].pid = (uint32_t)getpid();
-    comm->places[rank].start_time = phx_process_start_time((uint32_t)getpid());
+    comm->places[rank].pid = phx_own_pid();
+    comm->places[rank].fd = fd;
+    phx_remember(comm);
     return comm;
 }
 
 void phx_close(phx_comm *comm)
 {
+    phx_forget(comm);
+    phx_tell(comm, PHX_LEFT);
     munmap((void *)comm->header, comm->mapped_bytes);
     free_view(comm);
 }

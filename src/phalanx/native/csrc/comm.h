@@ -1,12 +1,13 @@
 /* One rank's private view of a segment, which no other rank reads.
  *
  * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `seen`, `compared` and `inputs`, and
- * writes `call_chunk`. Another thread of the rank reads `call_chunk` when it breaks the group or explains why it broke;
+ * writes `call_chunk`. `met` is written by the one thread that meets the others, before any other call. Another thread of the rank reads `call_chunk` when it breaks the group or explains why it broke;
  * a value that is one call old does no harm there. Any thread may write `timeout_ns`; a wait under way then has the old
  * limit or the new one. `mail` has a lock of its own. The other fields do not change. */
 #ifndef PHALANX_COMM_H
 #define PHALANX_COMM_H
 
+#include "process.h"
 #include "segment.h"
 
 struct phx_comm {
@@ -25,10 +26,12 @@ struct phx_comm {
     struct phx_ring *rings;
     char *ring_data;
     uint64_t mapped_bytes;
-    struct phx_mail *mail; /* this rank's messages (mail.c) */
-    uint64_t *seen;        /* the last `ready` this rank read of each: spares reading the shared line again */
-    uint64_t *compared;    /* up to which chunk each other rank's call words have been compared with this one's */
-    const void **inputs;   /* scratch of `size` pointers for the reduction kernels */
+    struct phx_mail *mail;   /* this rank's messages (mail.c) */
+    uint64_t *seen;          /* the last `ready` this rank read of each: spares reading the shared line again */
+    uint64_t *compared;      /* up to which chunk each other rank's call words have been compared with this one's */
+    const void **inputs;     /* scratch of `size` pointers for the reduction kernels */
+    struct phx_process *met; /* each other rank's process, as this one saw it when they met; zeros if it did not */
+    phx_comm *next;          /* in the list of the views of this process (life.c), under its lock */
 };
 
 static inline char *phx_slot(const phx_comm *comm, uint32_t rank, uint64_t chunk)

@@ -10,6 +10,13 @@
 
 uint64_t phx_now_ns(void);
 
+/* How much of the time since a wait last looked at the clock counts towards its timeout. A process that was stopped, as
+ * its whole job may have been (SIGSTOP, docker pause, a batch system's suspend), did not wait meanwhile. */
+static inline uint64_t phx_waited_ns(uint64_t elapsed_ns)
+{
+    return elapsed_ns < 2 * PHX_SLICE_NS ? elapsed_ns : 2 * PHX_SLICE_NS;
+}
+
 /* Make a spinning wait easier on the core. */
 static inline void phx_relax(void)
 {

@@ -51,6 +51,14 @@ static void take_out(struct list *list, phx_message *message)
     message->next = NULL;
 }
 
+static int contains(const struct list *list, const phx_message *message)
+{
+    const phx_message *m = list->first;
+    while (m && m != message)
+        m = m->next;
+    return m != NULL;
+}
+
 static void free_list(struct list *list)
 {
     for (phx_message *m = list->first, *next; m; m = next) {
@@ -126,12 +134,25 @@ static uint64_t piece_bytes(const phx_comm *comm, const phx_message *message)
     return message->nbytes >= comm->stream_bytes && quarter > PIECE ? quarter : PIECE;
 }
 
+/* Whether nobody will read what is sent to this rank. One that leaves a broken group has broken it, or seen it broken,
+ * before it told that it leaves. */
+static int has_left(const phx_comm *comm, uint32_t dst)
+{
+    return atomic_load_explicit(&comm->places[dst].going, memory_order_acquire) == PHX_LEFT && !phx_broken(comm);
+}
+
 static int move_sends(phx_comm *comm, uint32_t dst)
 {
     struct list *sends = &comm->mail->sends[dst];
     struct phx_ring *ring = phx_ring_of(comm, comm->rank, dst);
     uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     int moved = 0;
+    while (sends->first && has_left(comm, dst)) {
+        phx_message *message = sends->first;
+        take_out(sends, message);
+        finish(comm, message, PHX_PEER_LEFT);
+        moved = 1;
+    }
     while (sends->first) {
         phx_message *message = sends->first;
         uint64_t room = phx_ring_bytes(comm->size) - (head - atomic_load_explicit(&ring->tail, memory_order_acquire));
@@ -186,7 +207,7 @@ int phx_mail_send_now(phx_comm *comm, const void *data, uint64_t nbytes, uint32_
     pthread_mutex_lock(&comm->mail->lock);
     const uint64_t head = atomic_load_explicit(&ring->head, memory_order_relaxed);
     const uint64_t taken = head - atomic_load_explicit(&ring->tail, memory_order_acquire);
-    if (!comm->mail->sends[dst].first && nbytes <= PIECE && may_move(comm) &&
+    if (!comm->mail->sends[dst].first && nbytes <= PIECE && may_move(comm) && !has_left(comm, dst) &&
         PHX_ALIGN + phx_padded(nbytes) <= phx_ring_bytes(comm->size) - taken) {
         const struct phx_message_header header = {nbytes, tag, dtype};
         phx_ring_write(comm, dst, head, &header, sizeof header);
@@ -370,6 +391,26 @@ uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message)
         progress = atomic_load_explicit(&phx_ring_of(comm, peer, comm->rank)->tail, memory_order_relaxed);
     pthread_mutex_unlock(&comm->mail->lock);
     return progress;
+}
+
+void phx_mail_fail(phx_comm *comm, phx_message *message, int status)
+{
+    struct phx_mail *mail = comm->mail;
+    pthread_mutex_lock(&mail->lock);
+    const uint32_t peer = message->peer; /* PHX_ANY_SOURCE only while the receive is posted */
+    if (!atomic_load_explicit(&message->done, memory_order_relaxed)) {
+        if (!message->receiving)
+            take_out(&mail->sends[peer], message);
+        else if (contains(&mail->posted, message))
+            take_out(&mail->posted, message);
+        else if (mail->arriving[peer] == message)
+            mail->arriving[peer] = NULL; /* its rest will not come, and nothing after it */
+        for (phx_message *m = mail->aside.first; m; m = m->next)
+            if (m->claimed_by == message)
+                m->claimed_by = NULL;
+        finish(comm, message, status);
+    }
+    pthread_mutex_unlock(&mail->lock);
 }
 
 void phx_mail_end(phx_comm *comm)

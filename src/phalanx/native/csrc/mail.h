@@ -1,8 +1,8 @@
 /* A rank's messages: those that it sends, receives, or has set aside, and what moves them through the rings.
  *
  * All of it is private to the rank and under one lock, which these functions take. A thread in a call about a message
- * reads without it `done`, then `status`, which no longer changes, and `peer`, which changes once, from PHX_ANY_SOURCE
- * to the sender's rank. */
+ * reads without it `done`, acquire, then `status`, which no longer changes; and `peer`, relaxed, which changes once, from
+ * PHX_ANY_SOURCE to the sender's rank. */
 #ifndef PHALANX_MAIL_H
 #define PHALANX_MAIL_H
 
@@ -11,12 +11,14 @@
 struct phx_message {
     char *data;
     uint64_t nbytes, moved;
-    uint32_t peer, tag, dtype;
+    _Atomic uint32_t peer;
+    uint32_t tag, dtype;
     int receiving, started, status, abandoned;
     _Atomic int done;
-    /* Of the one thread that waits for the message: when it last checked on the peer; since when the group's timeout
-     * counts (0: it does not), and phx_mail_progress() at that time. */
-    uint64_t checked, clock, progress;
+    /* Of the one thread that waits for the message: whether the group's timeout counts; when it last checked on the
+     * peer; how long it has waited since bytes moved, and phx_mail_progress() at that time. */
+    int expected;
+    uint64_t checked, waited, progress;
     struct phx_message *claimed_by; /* of a message set aside: the receive that waits for its rest */
     struct phx_message *next;
 };
@@ -42,6 +44,9 @@ struct phx_movement phx_mail_move(phx_comm *comm);
 
 /* A number that changes whenever the message makes progress. */
 uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message);
+
+/* Finish a message with this status, unless it is done: its peer has left, and what it sent before was moved. */
+void phx_mail_fail(phx_comm *comm, phx_message *message, int status);
 
 /* Let no message move any more, and wake the threads that wait for one. */
 void phx_mail_end(phx_comm *comm);

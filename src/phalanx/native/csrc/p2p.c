@@ -10,8 +10,8 @@
 #include "breaking.h"
 #include "cores.h"
 #include "futex.h"
+#include "life.h"
 #include "mail.h"
-#include "process.h"
 
 static phx_message *new_message(void *data, uint64_t nbytes, uint32_t dtype, uint32_t peer, uint32_t tag)
 {
@@ -50,47 +50,61 @@ static int is_done(const phx_message *message)
     return atomic_load_explicit(&message->done, memory_order_acquire);
 }
 
-/* A peer whose end means that the message will not come: its one peer, or any rank if any may send it. */
-static int find_lost_peer(phx_comm *comm, const phx_message *message, uint32_t *lost)
+static uint32_t peer_of(const phx_message *message)
 {
-    for (uint32_t p = 0; p < comm->size; p++)
-        if (p != comm->rank && (message->peer == p || message->peer == PHX_ANY_SOURCE) &&
-            !phx_place_alive(&comm->places[p])) {
-            *lost = p;
-            return 1;
+    return atomic_load_explicit(&message->peer, memory_order_relaxed);
+}
+
+/* How the message's peer went; of one from any rank, how the first that went otherwise than in order did, or PHX_LEFT if
+ * all others have left. */
+static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *message, uint32_t *gone)
+{
+    const uint32_t peer = peer_of(message);
+    uint32_t here = 0;
+    if (peer != PHX_ANY_SOURCE)
+        return peer == comm->rank ? PHX_HERE : phx_peer_life(comm, *gone = peer);
+    for (uint32_t p = 0; p < comm->size; p++) {
+        const enum phx_going how = p == comm->rank ? PHX_LEFT : phx_peer_life(comm, p);
+        here += how == PHX_HERE;
+        if (how > PHX_LEFT) {
+            *gone = p;
+            return how;
         }
-    return 0;
+    }
+    return here ? PHX_HERE : PHX_LEFT;
 }
 
 /* Whether the group's timeout counts for the message and has passed since bytes of it moved. */
-static int overdue(phx_comm *comm, phx_message *message, uint64_t now)
+static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
 {
-    if (!message->clock)
+    if (!message->expected)
         return 0;
     const uint64_t progress = phx_mail_progress(comm, message);
-    if (progress != message->progress) {
-        message->progress = progress;
-        message->clock = now;
-    }
-    return now - message->clock > comm->timeout_ns;
+    message->waited = progress == message->progress ? message->waited + phx_waited_ns(elapsed_ns) : 0;
+    message->progress = progress;
+    return message->waited > comm->timeout_ns;
 }
 
-/* Once a slice, by the clock: break the group if the message will not come. A peer may send and then end, so messages
- * are moved once more after its process was found gone. */
+/* Once a slice, by the clock: if the message will not come, fail it if its peer has left in order, else break the
+ * group. A peer may send and then go, so messages are moved once more after it was found gone. */
 static int check(phx_comm *comm, phx_message *message, uint64_t now)
 {
-    uint32_t lost;
+    uint32_t gone = PHX_NOBODY;
     if (!message->checked)
         message->checked = now;
-    if (now - message->checked < PHX_SLICE_NS)
+    const uint64_t elapsed_ns = now - message->checked;
+    if (elapsed_ns < PHX_SLICE_NS)
         return PHX_OK;
     message->checked = now;
-    if (find_lost_peer(comm, message, &lost)) {
+    const enum phx_going how = find_gone_peer(comm, message, &gone);
+    if (how != PHX_HERE) {
         phx_mail_move(comm);
-        return is_done(message) ? PHX_OK : phx_break(comm, PHX_PEER_LOST, lost);
+        if (how == PHX_LEFT && !phx_broken(comm)) /* in a broken group every rank leaves sooner or later */
+            phx_mail_fail(comm, message, PHX_PEER_LEFT);
+        return is_done(message) ? PHX_OK : phx_break_gone(comm, gone, how);
     }
-    if (overdue(comm, message, now) && !is_done(message))
-        return phx_break(comm, PHX_TIMEOUT, message->peer == PHX_ANY_SOURCE ? comm->rank : message->peer);
+    if (overdue(comm, message, elapsed_ns) && !is_done(message))
+        return phx_break(comm, PHX_TIMEOUT, peer_of(message) == PHX_ANY_SOURCE ? comm->rank : peer_of(message));
     return PHX_OK;
 }
 
@@ -107,14 +121,13 @@ int phx_message_test(phx_comm *comm, phx_message *message, int watch)
 void phx_message_expect(phx_comm *comm, phx_message *message)
 {
     (void)comm;
-    if (!message->clock)
-        message->clock = phx_now_ns();
+    message->expected = 1;
 }
 
 int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
 {
     struct phx_place *place = &comm->places[comm->rank];
-    uint64_t start = 0;
+    uint64_t start = 0, looked = 0, waited = 0;
     for (uint32_t idle = 0;; idle++) {
         const uint32_t bell = atomic_load_explicit(&place->bell, memory_order_acquire);
         const struct phx_movement movement = phx_mail_move(comm);
@@ -129,11 +142,11 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
             continue;
         }
         if (!start) {
-            start = phx_now_ns();
+            start = looked = phx_now_ns();
             if (!timeout_ns)
                 phx_message_expect(comm, message);
-            if (message->peer != PHX_ANY_SOURCE)
-                phx_move_apart(comm, message->peer);
+            if (peer_of(message) != PHX_ANY_SOURCE)
+                phx_move_apart(comm, peer_of(message));
         }
         if (phx_broken(comm)) {
             struct phx_breakage why;
@@ -147,10 +160,12 @@ int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns)
         if (slept != PHX_WOKEN && comm->poll && comm->poll())
             return phx_break(comm, PHX_INTERRUPTED, comm->rank);
         const uint64_t now = phx_now_ns();
+        waited += phx_waited_ns(now - looked);
+        looked = now;
         const int status = check(comm, message, now);
         if (status)
             return status;
-        if (timeout_ns && now - start > timeout_ns && !is_done(message))
+        if (timeout_ns && waited > timeout_ns && !is_done(message))
             return PHX_UNDER_WAY;
     }
 }
@@ -182,7 +197,7 @@ void phx_messages_end(phx_comm *comm)
 
 uint32_t phx_message_source(const phx_message *message)
 {
-    return message->peer;
+    return peer_of(message);
 }
 
 void phx_message_free(phx_comm *comm, phx_message *message)

@@ -15,18 +15,19 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 9
+#define PHX_ABI 10
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
 enum phx_status {
+    PHX_PEER_LEFT = -3,   /* of a message: its peer has left the group in order, or every rank that could send it has */
     PHX_NOTICE = -2,      /* over MPI: all ranks have come, and a notice has arrived (transports/mpi/notices.py) */
     PHX_UNDER_WAY = -1,   /* neither done nor failed yet */
     PHX_OK = 0,
     PHX_BAD_ARGUMENT = 1, /* a dtype, operation, rank or segment that this core does not know, or data at NULL */
     PHX_SYSTEM = 2,       /* a system call failed, and errno has the reason; or a call of MPI failed */
     PHX_MISMATCH = 3,     /* two ranks made different calls, or the two ends of a message differ */
-    PHX_PEER_LOST = 4,    /* a rank ended while another waited for it */
+    PHX_PEER_LOST = 4,    /* a rank went while another waited for it; phx_breakage() says how */
     PHX_TIMEOUT = 5,      /* a rank did not come in time */
     PHX_INTERRUPTED = 6,  /* the poll function asked a rank to stop, or phx_abort() was called */
 };
@@ -67,12 +68,22 @@ typedef struct phx_comm phx_comm;
 
 #define PHX_NOBODY UINT32_MAX
 
+/* How a rank went. One that left in order takes no one with it: only an operation that needs it fails. */
+enum phx_going {
+    PHX_HERE,     /* it has not gone */
+    PHX_LEFT,     /* it has closed its view of the group, or exited with code 0 */
+    PHX_FAILED,   /* an exception has ended its script, or it exited with another code */
+    PHX_ENDED,    /* its process is gone, and it has not said why */
+    PHX_REPLACED, /* its process runs another program (exec) */
+};
+
 /* Why a group broke: what one rank found, and about which other. */
 struct phx_breakage {
     uint32_t status;         /* enum phx_status; PHX_OK if the group is whole */
     uint32_t rank;           /* the rank that broke the group; PHX_NOBODY if it lives but has not written the reason */
     uint32_t peer, peer_pid; /* the rank that it waited for or compared itself with, or PHX_NOBODY */
     uint64_t chunk;          /* where the calls differ, if that is why; else where the call of `rank` began */
+    uint32_t how;            /* enum phx_going: how `peer` went, if the status is PHX_PEER_LOST */
 };
 
 /* Called while a rank waits, at most once per slice (50 ms) and after a signal; non-zero stops the wait. */
@@ -95,7 +106,7 @@ PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint
                                uint64_t stream_bytes, const uint8_t *cookie);
 
 /* Map a formatted segment. Called once by every rank, before the ranks meet.
- *   fd      the file; it may be closed afterwards
+ *   fd      the file; it must stay open until phx_all_seen() has returned PHX_OK
  *   rank    this rank, below the size of the group; no other may open the same
  *   cookie  what the segment must have been formatted with
  *   spin    how often a wait checks for its peer before it yields the core
@@ -103,7 +114,29 @@ PHX_API int phx_segment_format(int fd, uint32_t size, uint64_t chunk_bytes, uint
  * Returns NULL with errno set on failure: EPROTO if the file is not that segment. */
 PHX_API phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, phx_poll poll);
 
-/* Unmap the segment and free this rank's messages that are not done. No other thread of the rank may be in a call. */
+/* Look at the processes of all other ranks, and publish whether each is the one that it says. Called once by every rank,
+ * when all ranks have opened the segment; `fd` is this rank's descriptor of it. */
+PHX_API void phx_look(phx_comm *comm, int fd);
+
+/* Returns PHX_OK when every rank has looked: then `whom` is PHX_NOBODY if all see all, or the rank that `by` does not
+ * see, the same on every rank. Returns PHX_UNDER_WAY while rank `by` has not looked yet, PHX_PEER_LOST if it is gone. */
+PHX_API int phx_all_seen(const phx_comm *comm, uint32_t *by, uint32_t *whom);
+
+/* Returns whether phx_look() has found the process of `rank`. */
+PHX_API int phx_sees(const phx_comm *comm, uint32_t rank);
+
+/* Compare this rank's last calls with those of the others, which no later call of this rank will. Called by all ranks
+ * before they close the group, by a thread that is alone in it. Waits at most `patience_ns` for ranks that are behind.
+ * Returns PHX_OK, also if some have not come; PHX_MISMATCH; or PHX_PEER_LOST if a rank has left without that call. */
+PHX_API int phx_compare_rest(phx_comm *comm, uint64_t patience_ns);
+
+/* Tell the ranks of all groups that this process goes: its exit handlers are running, or an exception, in words, has
+ * ended its script. Any thread may call it. A process that exits otherwise tells by itself, from its exit code. */
+PHX_API void phx_process_leaves(void);
+PHX_API void phx_process_fails(const char *text);
+
+/* Tell the others that this rank leaves, if it has not told anything, unmap the segment and free this rank's messages
+ * that are not done. No other thread of the rank may be in a call. */
 PHX_API void phx_close(phx_comm *comm);
 
 /* Break the group: calls under way on any rank end with PHX_INTERRUPTED. Any thread may call it. */

@@ -25,10 +25,16 @@
  *               Written by the rank that makes the file, before any other can open it; read by each rank when it opens
  *               the segment. Ordered by the store through which the ranks meet. Death before: the others wait in the
  *               store, or find a file of the wrong size, and do not open it. Death after: the segment is complete.
- *   pid, start_time
- *               Written by their rank when it opens the segment; read by all after the ranks have met through the
+ *   pid, fd     Written by their rank when it opens the segment; read by all after the ranks have met through the
  *               store, which orders them. Death before: the ranks do not finish meeting. Death after: any rank that
- *               checks finds the process gone.
+ *               checks finds the process gone. `fd` is good until every rank has stored `sees`.
+ *   sees        Written once by its rank, release, when it has looked at the processes of all others; read by all,
+ *               acquire. Death before: a rank that waits for it finds the process gone, or waits a little longer.
+ *               Death after: the ranks finish meeting, and the first to wait for the dead one finds it gone.
+ *   going       Raised by its rank, release, when it closes the group, an exception ends its script, or it exits; read
+ *               by all, acquire, by a rank that waits once a slice. It is never lowered. Death before: the process is
+ *               found gone, and how it went is unknown. Death after: the others have it; all that the rank has
+ *               published and sent before it closed the group is there.
  *   ready, done Written by their rank, seq_cst, because the store must not pass the load of `sleepers`; read by all,
  *               acquire. Death before: a rank that waits finds the process gone and breaks the group. Death after: the
  *               data is complete and is used; the next wait for this rank finds the process gone.
@@ -103,9 +109,9 @@ struct phx_flags {
 struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t sleepers;
     _Alignas(PHX_LINE) _Atomic uint32_t bell, listening;
-    _Alignas(PHX_LINE) uint32_t pid;
-    uint64_t start_time; /* distinguishes the process from a later one with the same pid */
-    _Atomic uint32_t described;
+    _Alignas(PHX_LINE) uint32_t pid; /* as the rank's own /proc counts */
+    int32_t fd;
+    _Atomic uint32_t sees, going, described;
     char text[PHX_TEXT];
 };
 

@@ -11,7 +11,7 @@
 #include "breaking.h"
 #include "cores.h"
 #include "futex.h"
-#include "process.h"
+#include "life.h"
 
 static inline int reached(_Atomic uint64_t *word, uint64_t target)
 {
@@ -42,7 +42,7 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
             break;
     }
     struct phx_place *place = &comm->places[peer];
-    for (uint64_t checked = phx_now_ns();;) {
+    for (uint64_t checked = phx_now_ns(), waited = 0;;) {
         const uint64_t value = atomic_load_explicit(word, memory_order_acquire);
         /* A raise between this load and the sleep changes the word, and the kernel does not sleep on a changed one. */
         const enum phx_sleep slept =
@@ -57,11 +57,13 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
         const uint64_t now = phx_now_ns();
         if (now - checked < PHX_SLICE_NS)
             continue;
+        waited += phx_waited_ns(now - checked);
         checked = now;
-        /* A peer may raise the word and then end, so the word is read after the process was found gone. */
-        if (!phx_place_alive(place))
-            return reached(word, target) ? PHX_OK : phx_break(comm, PHX_PEER_LOST, peer);
-        if (now - start > comm->timeout_ns)
+        /* A peer may raise the word and then go, so the word is read after the peer was found gone. */
+        const enum phx_going how = phx_peer_life(comm, peer);
+        if (how != PHX_HERE)
+            return reached(word, target) ? PHX_OK : phx_break_gone(comm, peer, how);
+        if (waited > comm->timeout_ns)
             return phx_break(comm, PHX_TIMEOUT, peer);
     }
 }
@@ -86,6 +88,36 @@ static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
             return phx_break_at(comm, PHX_MISMATCH, peer, chunk);
     comm->compared[peer] = seen;
     return PHX_OK;
+}
+
+int phx_compare_rest(phx_comm *comm, uint64_t patience_ns)
+{
+    const uint64_t start = phx_now_ns();
+    uint32_t left_out = PHX_NOBODY;
+    for (uint32_t p = 0; p < comm->size && comm->chunk; p++) {
+        if (p == comm->rank)
+            continue;
+        _Atomic uint64_t *ready = &comm->flags[p].ready;
+        enum phx_going how = PHX_HERE;
+        while (!reached(ready, comm->chunk) && how == PHX_HERE && phx_now_ns() - start < patience_ns) {
+            if (phx_broken(comm)) {
+                struct phx_breakage why;
+                return phx_breakage(comm, &why);
+            }
+            const uint64_t value = atomic_load_explicit(ready, memory_order_acquire);
+            if (value < comm->chunk)
+                phx_sleep(phx_low_half(ready), (uint32_t)value, &comm->places[p].sleepers);
+            how = phx_peer_life(comm, p);
+        }
+        const uint64_t there = atomic_load_explicit(ready, memory_order_acquire);
+        const int status = compare_calls(comm, p, there < comm->chunk ? there : comm->chunk);
+        if (status)
+            return status;
+        if (there < comm->chunk && how == PHX_LEFT)
+            left_out = p;
+    }
+    struct phx_breakage why;
+    return left_out == PHX_NOBODY ? phx_breakage(comm, &why) : phx_break_gone(comm, left_out, PHX_LEFT);
 }
 
 int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_address
 
-__all__ = ["AttachedGloo", "lazy_gloo"]
+__all__ = ["AttachedGloo", "LocalGloo", "lazy_gloo"]
 
 # For this many times the timeout Gloo waits for a rank that should connect to this one (its ``Pair::waitUntil``).
 CONNECT_FACTOR = 5
@@ -57,3 +58,30 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
     gloo = AttachedGloo(store, rank, size, options)
     gloo._set_default_timeout(timeout)
     return gloo
+
+
+class LocalGloo:
+    """A Gloo group of ranks that meet in another way, so that it leaves no keys in their store.
+
+    Gloo publishes an address when it is made, and reads the others' when it first connects.
+
+    Args:
+        rank, size, timeout: as for :func:`lazy_gloo`; it listens on loopback.
+
+    Attributes:
+        gloo: the group. It may be used after :meth:`meet`.
+        card: this rank's address, for :meth:`meet` on the other ranks.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = HashStore()
+        self.gloo = lazy_gloo(self._store, rank, size, timeout, one_host=True)
+        (own,) = self._store.list_keys()
+        self._prefix = own.removesuffix(str(rank))
+        self.card = base64.b64encode(self._store.get(own)).decode()
+
+    def meet(self, cards: Sequence[str]) -> AttachedGloo:
+        """Give the group the addresses of all its ranks, in order."""
+        for rank, card in enumerate(cards):
+            self._store.set(f"{self._prefix}{rank}", base64.b64decode(card))  # type: ignore[arg-type]
+        return self.gloo

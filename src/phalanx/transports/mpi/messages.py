@@ -79,7 +79,7 @@ class MpiMessage(Message):
         self._request: Any = request
         self._status = mail.mpi.Status()
         self._since: float | None = None
-        mail.runtime.messages.add(self)
+        mail.runtime.messages[id(self)] = self
 
     def _poll(self, watch: bool) -> None:
         self._try()

@@ -85,7 +85,8 @@ class Notices:
         """Send every rank the notice that this one makes no more calls in this world."""
         site = call_site()
         call = f"destroy_process_group() at {site}" if site else "the end of its program"
-        sequences = {key: group.sequence for key, group in self.sequences.items()}
+        # list() copies in one step, while another thread may make a group.
+        sequences = {key: group.sequence for key, group in list(self.sequences.items())}
         content = {"kind": "left", "world": self.world, "sequences": sequences, "call": call[:TEXT_BYTES]}
         self._send(content, range(self._comm.size))
 

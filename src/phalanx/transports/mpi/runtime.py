@@ -50,7 +50,7 @@ class Runtime:
         notices: the notices that ranks send each other beside the groups' operations.
         check: whether collectives are compared before they run; rank 0's setting holds.
         symbols: MPI's functions, or None if only mpi4py can reach them.
-        messages: those that were not done at once, for as long as anything else refers to them.
+        messages: those that were not done at once, by their ids, for as long as anything else refers to them.
         failed: whether an exception that nobody caught is about to end the process.
     """
 
@@ -73,7 +73,8 @@ class Runtime:
         self.notices = Notices(mpi, self.world)
         self.check = bool(self.world.bcast(_wants_check(), 0))
         self._hosts = self._first_ranks()
-        self.messages: weakref.WeakSet[Any] = weakref.WeakSet()
+        # By identity: unlike a WeakSet it can be listed in one step, while other threads begin messages.
+        self.messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._keeps = self._exiting = False
         _before_exit_handlers(self._exit)
         atexit.register(self._leave_process)
@@ -124,8 +125,9 @@ class Runtime:
         self._exiting = True
         if self.usable:
             # A message that nobody has waited for may be under way when the interpreter takes its memory back.
-            for message in list(self.messages):
-                message.keep()
+            for reference in self.messages.valuerefs():
+                if (message := reference()) is not None:
+                    message.keep()
         self._leave()
 
     def begin(self) -> None:

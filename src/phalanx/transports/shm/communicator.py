@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import BackendError, ClosedError, PhalanxError
-from phalanx.native.core import BROKEN_FROM, Breakage, Status, library
+from phalanx.native.core import BROKEN_FROM, Breakage, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import COLLECTIVES, Communicator, Message
 from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
@@ -22,6 +22,7 @@ from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.watch.call_site import CallSite, call_site, capture
 from phalanx.watch.calls import call_text, exchange_text, shape_word
+from phalanx.watch.ending import tell_how_the_script_ends
 
 __all__ = ["SharedMemoryCommunicator"]
 
@@ -54,16 +55,26 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
             those of rank 0.
+        card: a text of this rank for the others.
 
     Attributes:
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
+        cards: the cards of all ranks.
 
     Raises:
         NotOneHost: a rank cannot make or open the segment; the message says which and why.
         InitializationError: a rank did not come within the timeout.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, tuning: Tuning | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        tuning: Tuning | None = None,
+        card: str = "",
+    ) -> None:
         self.rank = rank
         self.size = size
         self._core = library()
@@ -76,9 +87,12 @@ class SharedMemoryCommunicator(Communicator):
         # About 4 µs; less with more ranks than cores, where the awaited rank needs the core that a spin would occupy.
         spin = 100 if size <= cores else 50
         poll = self._signals.callback
-        self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning or load_tuning(), spin, poll)
-        self.set_timeout(timeout)
+        tuning = tuning or load_tuning()
+        self._comm, self.meeting, self.cards = join_segment(store, rank, size, timeout, tuning, spin, poll, card)
         self._mailbox = Mailbox(self._comm, self._signals, self._explain)
+        self.set_timeout(timeout)
+        tell_how_the_script_ends()
+        self._told = False  # whether this rank has raised the error of the broken group
         # The last call that returned before every other rank had confirmed it. A broadcast's root waits for nobody; an
         # all_to_all does not learn whether the others expected its sizes. If that call did not match, the mismatch is
         # found in a later call, and the error must name this one. Kept as (call site, function that writes the text,
@@ -236,18 +250,35 @@ class SharedMemoryCommunicator(Communicator):
     def set_timeout(self, timeout: timedelta) -> None:
         """How long every collective and message waits for another rank from now on."""
         self._timeout_s = timeout.total_seconds()
-        if self._comm:
-            self._core.phx_set_timeout(self._comm, int(self._timeout_s * 1e9))
+        with self._mailbox.handle() as comm:
+            if comm:
+                self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9))
 
     def abort(self) -> None:
-        if self._comm:
-            self._core.phx_abort(self._comm)
+        with self._mailbox.handle() as comm:
+            if comm:
+                self._core.phx_abort(comm)
+
+    def compare_rest(self, patience_s: float) -> None:
+        with self._mailbox.handle() as comm:
+            why = Breakage()
+            if not comm or self._told:
+                return
+            broken = self._core.phx_breakage(comm, ctypes.byref(why))
+            if not broken and not self._core.phx_compare_rest(comm, int(patience_s * 1e9)):
+                return
+            self._core.phx_breakage(comm, ctypes.byref(why))
+            mismatch = why.status == Status.MISMATCH and why.chunk == self._core.phx_call_chunk(comm)
+            if mismatch or (not broken and why.how == Going.LEFT):
+                place, text, arguments = self._unheard or (None, _leaving, ())
+                raise self._error(comm, text(*arguments), f"{place[0]}:{place[1]}" if place else "")
 
     def close(self) -> None:
-        if not self._comm:
-            return
         self._mailbox.end()
-        comm, self._comm = self._comm, 0
+        comm = self._mailbox.take()
+        if not comm:
+            return
+        self._comm = 0
         if self._mailbox.close():  # else the memory stays mapped until the process ends
             self._core.phx_close(comm)
 
@@ -280,6 +311,10 @@ class SharedMemoryCommunicator(Communicator):
         if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
             place, text, arguments = before
             call, site = text(*arguments), f"{place[0]}:{place[1]}" if place else ""
+        return self._error(comm, call, site)
+
+    def _error(self, comm: int, call: str, site: str) -> PhalanxError:
+        self._told = True
         return explain(comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
 
 
@@ -313,6 +348,10 @@ def _fill_unevenly(
 
 def _text(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
     return call_text(name, dtype, shape, op, **({} if root is None else {COLLECTIVES[name]: root}))
+
+
+def _leaving() -> str:
+    return "leaving the group"
 
 
 def _exchange_text(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:

@@ -6,7 +6,7 @@ import ctypes
 import time
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
-from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Status, library
+from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.watch.calls import listed
 
 __all__ = ["explain"]
@@ -54,11 +54,19 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
             group_rank=why.rank,
             pid=why.peer_pid,
         )
-    return PeerLost(
-        f"{peer} has ended while {waiting}. Look at that rank's own output for the cause",
-        group_rank=why.peer,
-        pid=why.peer_pid,
-    )
+    return _gone(comm, why, waiting)
+
+
+def _gone(comm: int, why: Breakage, waiting: str) -> PeerLost:
+    """The error for a rank that went, and for how it went."""
+    if why.how == Going.LEFT:
+        return PeerLost.left(why.peer, why.peer_pid, waiting)
+    if why.how == Going.REPLACED:
+        return PeerLost.replaced(why.peer, why.peer_pid, waiting)
+    if why.how == Going.FAILED:
+        # A rank that an exception ended has described it before it told that it goes.
+        return PeerLost.failed(why.peer, why.peer_pid, _calls(comm, [why.peer], 0.0).get(why.peer, ""), waiting)
+    return PeerLost.ended(why.peer, why.peer_pid, waiting)
 
 
 def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, str]:

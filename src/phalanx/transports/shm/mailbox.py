@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from phalanx.errors import BackendError, ClosedError, PhalanxError
+from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
 from phalanx.native.core import ANY_SOURCE, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import GLANCE_S, SENT, Message
+from phalanx.watch.call_site import call_site
 
 __all__ = ["Mailbox", "SharedMemoryMessage"]
 
@@ -20,12 +24,14 @@ NAP_S = 0.002
 
 
 class Mailbox:
-    """The messages of one group.
+    """The messages of one group, and the one way to its handle for threads that are not in a collective.
 
-    Threads share it as follows. A thread appends to ``inside`` before it calls the core for a message, and only then
-    reads ``comm``, once, and ``ended``; it pops its entry when it has left the core. The thread that closes the group
-    does both in the other order: it sets ``ended``, clears ``comm``, and then waits until nobody is inside. So a
-    thread either finds that the group is closed, or is waited for. (A list's append and pop are atomic.)
+    Threads share it as follows. A thread appends to ``inside`` before it calls the core, and only then reads ``comm``,
+    once, and ``ended``; it pops its entry when it has left the core. The thread that closes the group does both in the
+    other order: it sets ``ended``, clears ``comm``, and then waits until nobody is inside. So a thread either finds
+    that the group is closed, or is waited for. (A list's append and pop are atomic.)
+
+    In a forked child the group counts as closed, since the handle's memory is shared with the parent.
 
     Args:
         comm: the core's handle of the group.
@@ -39,6 +45,17 @@ class Mailbox:
         self.inside: list[None] = []
         self.ended = False
         self._finished = 0  # how many messages the core had finished when this rank last rested
+        self._owned = [] if not comm else [comm]  # taken out once, by the thread that closes the group
+        _open.add(self)
+
+    @contextmanager
+    def handle(self) -> Iterator[int]:
+        """The core's handle for a call by any thread; 0 if the group is closed. It stays good inside the ``with``."""
+        self.inside.append(None)
+        try:
+            yield self.comm
+        finally:
+            self.inside.pop()
 
     def send(self, tensor: torch.Tensor, dtype: int, peer: int, tag: int) -> Message:
         """Start sending; most small messages are done at once. ``dtype`` is the core's number."""
@@ -85,23 +102,41 @@ class Mailbox:
 
     def end(self) -> None:
         """Let no message move any more, and end every wait for one."""
-        if not self.ended:
-            self.ended = True
-            self.core.phx_messages_end(self.comm)
+        with self.handle() as comm:
+            if comm and not self.ended:
+                self.ended = True
+                self.core.phx_messages_end(comm)
+
+    def take(self) -> int:
+        """The handle, for the one thread that closes the group; 0 for every other."""
+        try:
+            return self._owned.pop()
+        except IndexError:
+            return 0
 
     def close(self) -> bool:
-        """End the messages and wait until no thread is in the core for one.
+        """Wait until no thread has the handle any more; the messages have been ended.
 
         Returns:
             False if one stays inside: it waits for a message, and a signal handler that has interrupted it destroys the
             group, so it cannot come back before this returns.
         """
-        self.end()
         self.comm = 0
         patience = time.monotonic() + LEAVING_S
         while self.inside and time.monotonic() < patience:
             time.sleep(GLANCE_S)
         return not self.inside
+
+
+_open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for mailbox in list(_open):
+        mailbox.ended, mailbox.comm, mailbox.inside, mailbox._owned = True, 0, [], []
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class SharedMemoryMessage(Message):
@@ -164,6 +199,8 @@ class SharedMemoryMessage(Message):
         if status == Status.UNDER_WAY:
             if mailbox.ended:
                 self._finish(comm, ClosedError.of_message())
+        elif status == Status.PEER_LEFT:
+            self._finish(comm, self._left())
         elif status:
             error = PhalanxError(f"{self._text()} failed, and the group with it")
             try:
@@ -172,6 +209,14 @@ class SharedMemoryMessage(Message):
                 self._finish(comm, error)
         else:
             self._finish(comm, None, mailbox.core.phx_message_source(self._handle))
+
+    def _left(self) -> PeerLost:
+        """The error for a message whose peer left the group in order: the other messages of the group go on."""
+        site = call_site()
+        waiting = f"{self._text()} at {site}" if site else self._text()
+        if self._peer is None:
+            return PeerLost.left_before_message("all other ranks of the group", waiting)
+        return PeerLost.left_before_message(f"rank {self._peer} of the group", waiting, group_rank=self._peer)
 
     def _finish(self, comm: int, error: PhalanxError | None, source: int = -1) -> None:
         if comm:

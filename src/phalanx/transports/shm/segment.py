@@ -7,6 +7,10 @@ is. A rank that can open it and reads the right cookie is on the same host; host
 The ranks meet under one key, ``offer``. Rank 0 deletes the offer before it publishes the outcome, so a rank that has
 read the outcome cannot mistake the old offer for the next meeting's. Every other key carries the offer's cookie. So a
 meeting that failed leaves nothing that the next one could take for its own, however often each rank has tried.
+
+When all have attached, each looks whether it sees the others' processes, by descriptors of the segment that they hold
+open meanwhile. Otherwise it could not learn of their deaths: a rank may have a /proc, or a clock, of its own. The ranks
+exchange in the segment itself what they have seen, so all come to the same end.
 """
 
 from __future__ import annotations
@@ -16,20 +20,24 @@ import ctypes
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
-from phalanx.native.core import Status, library
+from phalanx.native.core import NOBODY, Status, library
 from phalanx.transports.shm.tuning import Tuning
 
 __all__ = ["NotOneHost", "join_segment"]
 
+_Outcome = tuple[str, str, list[str]]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
 
 OUTCOME_GRACE = timedelta(seconds=5)
+SIGHT_S = 5.0  # how long to wait for a rank that one cannot see, and so cannot know to be alive
+NAP_S = 0.0005
 MAX_RANKS = 1024  # PHX_MAX_RANKS
 
 
@@ -53,74 +61,99 @@ def join_segment(
     tuning: Tuning,
     spin: int,
     poll: Callable[[], int],
-) -> tuple[int, str]:
+    card: str = "",
+) -> tuple[int, str, list[str]]:
     """Rank 0 offers a segment, every rank tries to attach, and all act on the one outcome that rank 0 publishes.
 
+    Args:
+        store: where they meet; when they have, nothing of the meeting stays there.
+        rank, size: this process's place in the group.
+        timeout: for all of them to come.
+        tuning, spin, poll: for the core.
+        card: a text of this rank for the others.
+
     Returns:
-        The core's handle of this rank's view of the segment, and the name of the meeting: equal on every rank, and of
-        no other meeting.
+        The core's handle of this rank's view of the segment, the name of the meeting (equal on every rank, and of no
+        other meeting), and the cards of all ranks.
 
     Raises:
         NotOneHost: some rank, perhaps rank 0 itself, could not make or attach the segment.
         InitializationError: some rank did not come.
     """
     comm: int | None = None
+    descriptor = -1
     try:
         if rank == 0:
             cookie = secrets.token_bytes(16)
             descriptor, reason = _make_segment(size, tuning, cookie)
-            try:
-                if not reason:
-                    comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-                missing, apart = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
-            finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
+            if not reason:
+                comm, reason = _attach(descriptor, rank, cookie, spin, poll)
+            missing, apart, cards = _offer(store, size, timeout, descriptor, cookie.hex(), (reason, card))
         else:
             _wait(store, "offer", timeout, f"rank 0 did not come to a group of {size} ranks")
             pid, number, name = json.loads(store.get("offer"))
             cookie, reason = bytes.fromhex(name), ""
             if number >= 0:
-                comm, reason = _attach_peer(pid, number, rank, cookie, spin, poll)
-            store.set(f"{name}/answer/{rank}", reason)
+                descriptor, reason = _reach(pid, number)
+                if not reason:
+                    comm, reason = _attach(descriptor, rank, cookie, spin, poll)
+            store.set(f"{name}/answer/{rank}", json.dumps([reason, card]))
             # Wait longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
             outcome = f"{name}/outcome"
             _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
-            missing, apart = json.loads(store.get(outcome))
+            missing, apart, cards = json.loads(store.get(outcome))
         if missing:
             raise InitializationError(f"rank {rank}: {missing}")
         if apart:
             raise NotOneHost(apart, cookie.hex())
         if comm is None:
             raise InitializationError(f"rank {rank} came to a group of {size} ranks that had been made ({reason})")
+        apart = _see_each_other(comm, descriptor, rank, timeout.total_seconds())
+        if rank == 0:
+            store.delete_key(f"{cookie.hex()}/outcome")  # all have read it, else they would not have looked
+        if apart:
+            raise NotOneHost(apart, cookie.hex())
     except BaseException:
         if comm is not None:
             library().phx_close(comm)
         raise
-    return comm, cookie.hex()
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return comm, cookie.hex(), cards
 
 
-def _offer(store: Store, size: int, timeout: timedelta, descriptor: int, name: str, reason: str) -> tuple[str, str]:
-    """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
+def _offer(
+    store: Store, size: int, timeout: timedelta, descriptor: int, name: str, answer: tuple[str, str]
+) -> _Outcome:
+    """Rank 0's part: offer the segment, or none if its own answer says why there is none, and publish the outcome.
 
     Returns:
         The outcome: why the group was not made (ranks did not come, or rank 0 gave up), and which ranks came but could
-        not attach. Both are empty when all is well.
+        not attach, both empty when all is well; and the cards of all ranks.
     """
     try:
-        store.set("offer", json.dumps([os.getpid(), descriptor, name]))
-        outcome = _collect_answers(store, size, timeout, name, reason)
+        store.set("offer", json.dumps([_own_pid(), descriptor, name]))
+        outcome = _collect_answers(store, size, timeout, name, answer)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
         # reach, they find that themselves.
         with contextlib.suppress(RuntimeError):
-            _publish(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", ""))
+            _publish(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", "", []))
         raise
     _publish(store, name, outcome)
     return outcome
 
 
-def _publish(store: Store, name: str, outcome: tuple[str, str]) -> None:
+def _own_pid() -> int:
+    """This process's id as its /proc counts, in which the others look for it; getpid() counts in a namespace."""
+    try:
+        return int(os.readlink("/proc/self"))
+    except OSError:
+        return os.getpid()
+
+
+def _publish(store: Store, name: str, outcome: _Outcome) -> None:
     store.delete_key("offer")  # first: see the module's docstring
     store.set(f"{name}/outcome", json.dumps(outcome))
 
@@ -146,36 +179,67 @@ def _attach(descriptor: int, rank: int, cookie: bytes, spin: int, poll: Callable
     return comm, "" if comm else os.strerror(ctypes.get_errno())
 
 
-def _attach_peer(pid: int, number: int, rank: int, cookie: bytes, spin: int, poll: Callable[[], int]) -> _Attached:
+def _reach(pid: int, number: int) -> tuple[int, str]:
+    """A descriptor of the file that rank 0 has open under this number; or -1, and why there is none."""
     try:
-        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC), ""
     except OSError as error:
-        return None, f"{error.strerror} (/proc/{pid}/fd)"
-    try:
-        return _attach(descriptor, rank, cookie, spin, poll)
-    finally:
-        os.close(descriptor)
+        return -1, f"{error.strerror} (/proc/{pid}/fd)"
 
 
-def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, reason: str) -> tuple[str, str]:
-    """The outcome, given rank 0's own ``reason``."""
+def _see_each_other(comm: int, descriptor: int, rank: int, timeout_s: float) -> str:
+    """Look at the other ranks' processes, and wait until all ranks have looked.
+
+    Returns:
+        Which rank does not see which, the same text on every rank; empty if all see all.
+
+    Raises:
+        InitializationError: a rank has ended, or did not look in time.
+    """
+    core, by, whom = library(), ctypes.c_uint32(), ctypes.c_uint32()
+    core.phx_look(comm, descriptor)
+    started = time.monotonic()
+    while (status := core.phx_all_seen(comm, ctypes.byref(by), ctypes.byref(whom))) != Status.OK:
+        waited_s = time.monotonic() - started
+        unseen = core.phx_sees(comm, by.value) == 0
+        if status == Status.PEER_LOST or waited_s > (min(SIGHT_S, timeout_s) if unseen else timeout_s):
+            raise InitializationError(f"rank {rank}: rank {by.value} of the group ended while the ranks met")
+        time.sleep(NAP_S)
+    if whom.value == NOBODY:
+        return ""
+    return (
+        f"rank {by.value} does not see the process of rank {whom.value}, so it could not learn of its end: has one of "
+        f"them a pid namespace of its own?"
+    )
+
+
+def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, answer: tuple[str, str]) -> _Outcome:
+    """The outcome, given rank 0's own answer: why it cannot attach, and its card."""
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
     try:
         store.wait(list(keys.values()), timeout)  # one deadline for all of them
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError:
         absent = [peer for peer, key in keys.items() if not store.check([key])]
         if absent:
             names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
-            return (
+            late = (
                 f"{names} did not come within {timeout.total_seconds():.0f} s. Was each rank started, and does each "
                 f"create the same groups in the same order?"
-            ), ""
-    reasons = {0: reason, **{peer: store.get(key).decode() for peer, key in keys.items()}}
-    return "", "; ".join(f"rank {rank}: {text}" for rank, text in reasons.items() if text)
+            )
+            return late, "", []
+    answers = [answer, *(json.loads(store.get(key)) for key in keys.values())]
+    for key in keys.values():
+        store.delete_key(key)
+    apart = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text)
+    return "", apart, [card for _, card in answers]
 
 
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
     try:
         store.wait([key], timeout)
+    except InitializationError:
+        raise  # a rank has gone
     except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
         raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error

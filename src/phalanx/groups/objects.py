@@ -1,0 +1,97 @@
+"""Objects between the ranks of a group: anything that can be pickled. The ranks must trust each other."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+import torch.distributed as dist
+
+from phalanx.c10d.uncompiled import uncompiled
+from phalanx.errors import ArgumentError
+from phalanx.groups.members import Members
+
+__all__ = ["ObjectCalls"]
+
+_NOT_GIVEN: Any = object()
+
+
+@uncompiled
+class ObjectCalls(Members):
+    """The methods of a group that move objects.
+
+    Those that end in ``_list`` are torch's, and fill lists. The others return what they have received, so they need no
+    list; they are the ones to use in new code.
+    """
+
+    def send_object_list(self, object_list: list[Any], dst: int) -> None:
+        """Send the objects in ``object_list`` to rank ``dst``."""
+        dist.send_object_list(object_list, group=self._use(), group_dst=self._other(dst))
+
+    def recv_object_list(self, object_list: list[Any], src: int | None = None) -> int:
+        """Fill ``object_list`` (of the sender's length) from rank ``src``, or any rank; returns the sender's rank."""
+        group = self._use()
+        if src is not None:
+            dist.recv_object_list(object_list, group=group, group_src=self._other(src))
+            return src
+        return dist.get_group_rank(group, dist.recv_object_list(object_list, group=group))
+
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """Return the ``obj`` of rank ``src`` on every rank; what the other ranks give is ignored."""
+        box = [obj]
+        self.broadcast_object_list(box, src)
+        return box[0]
+
+    def broadcast_object_list(self, object_list: list[Any], src: int = 0) -> None:
+        """Replace every entry of ``object_list`` by that of rank ``src``; same length everywhere."""
+        dist.broadcast_object_list(object_list, group=self._use(), group_src=self._member(src))
+
+    def scatter_object(self, objects: list[Any] | None = None, src: int = 0) -> Any:
+        """Return ``objects[r]`` of rank ``src`` on rank r. Only ``src`` gives ``objects``, one for each rank.
+
+        Raises:
+            ArgumentError: this is rank ``src``, and it did not give one object for each rank.
+        """
+        if self._member(src) == self.rank and (objects is None or len(objects) != self.size):
+            given = "none" if objects is None else str(len(objects))
+            raise ArgumentError(
+                f"scatter_object: rank {src} must give {self.size} objects, one for each rank; got {given}"
+            )
+        box = [None]
+        self.scatter_object_list(box, objects if self.rank == src else None, src)
+        return box[0]
+
+    def scatter_object_list(self, output_list: list[Any], input_list: list[Any] | None = None, src: int = 0) -> None:
+        """Put ``input_list[r]`` of rank ``src`` into ``output_list[0]`` of rank r."""
+        dist.scatter_object_list(output_list, input_list, group=self._use(), group_src=self._member(src))
+
+    def gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0) -> list[Any] | None:
+        """Collect every rank's ``obj`` on rank ``dst``.
+
+        Args:
+            obj: what this rank gives.
+            object_gather_list: a list of the group's size for rank ``dst`` to fill, as torch wants it; may be left out.
+            dst: the rank that gathers.
+
+        Returns:
+            The objects in rank order on ``dst``, None on the other ranks.
+        """
+        group = self._use()
+        if self._member(dst) == self.rank and object_gather_list is None:
+            object_gather_list = [None] * self.size
+        dist.gather_object(obj, object_gather_list, group=group, group_dst=dst)
+        return object_gather_list
+
+    @overload
+    def all_gather_object(self, obj: Any, /) -> list[Any]: ...
+    @overload
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> list[Any]: ...
+    def all_gather_object(self, object_list: Any, obj: Any = _NOT_GIVEN) -> list[Any]:
+        """Return every rank's object in rank order, on every rank: ``losses = group.all_gather_object(loss)``.
+
+        With two arguments, as torch has it, the first is a list of the group's size, which is filled and returned.
+        """
+        if obj is _NOT_GIVEN:
+            object_list, obj = [None] * self.size, object_list
+        dist.all_gather_object(object_list, obj, group=self._use())
+        filled: list[Any] = object_list
+        return filled

@@ -1,0 +1,179 @@
+"""Variables that a script sets before it imports torch, in a rank whose torch was imported before the rank existed.
+
+Under ``python script`` such a variable (``OMP_NUM_THREADS``, ``TORCH_DISTRIBUTED_DEBUG``) is read while torch is
+imported. In a rank it would come too late. So torch is hidden from the script until the script's own ``import torch``;
+at that moment the variables are compared with those that the rank was started with. What can still be applied is
+applied, and rank 0 says of the rest that it has no effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+from phalanx import settings
+from phalanx.words import format_list, tell
+
+__all__ = ["hide_torch", "restore_torch"]
+
+# Variables that libraries read while they are loaded, and that cannot be changed afterwards.
+_TOO_LATE = (
+    "ATEN_CPU_CAPABILITY",
+    "OPENBLAS_NUM_THREADS",
+    "PYTORCH_JIT",
+    "TORCH_COMPILE_DEBUG",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "TORCH_DISABLE_NATIVE_JIT",
+    "TORCH_DISTRIBUTED_USE_TORCHCOMMS",
+    "TORCH_USE_RTLD_GLOBAL",
+)
+_TOO_LATE_FAMILIES = ("OMP_", "GOMP_", "KMP_", "NPY_", "NUMPY_")
+
+
+def hide_torch(quiet: bool, imported: Callable[[], None]) -> None:
+    """Let the next import of torch, or of a part of it, be noticed. Does nothing if torch is not imported.
+
+    Args:
+        quiet: print no note.
+        imported: called at that import.
+    """
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "torch"}
+    if "torch" in hidden:
+        sys.meta_path.insert(0, _Finder(hidden, quiet, imported))
+        for name in hidden:
+            del sys.modules[name]
+
+
+def restore_torch() -> None:
+    """Put torch back where a script that never imported it did not; for what runs at the end of a rank."""
+    for finder in list(sys.meta_path):
+        if isinstance(finder, _Finder):
+            finder.restore()
+
+
+class _Finder:
+    """Finds torch among the modules that were imported before the fork.
+
+    Args:
+        hidden: those modules, by name.
+        quiet, imported: see :func:`hide_torch`.
+    """
+
+    def __init__(self, hidden: dict[str, ModuleType], quiet: bool, imported: Callable[[], None]) -> None:
+        self._hidden = hidden
+        self._quiet = quiet
+        self._imported = imported
+        self._before = dict(os.environ)
+
+    def restore(self) -> None:
+        """Undo the hiding."""
+        with contextlib.suppress(ValueError):  # another thread was quicker
+            sys.meta_path.remove(self)
+        for name, module in self._hidden.items():
+            sys.modules.setdefault(name, module)
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The import system's question for a module. Torch itself comes first, because a part imports the whole."""
+        if name != "torch":
+            return None
+        return importlib.machinery.ModuleSpec(name, _Loader(self._hidden[name], self._on_import))
+
+    def _on_import(self) -> None:
+        self.restore()
+        self._imported()
+        _apply(self._before, self._quiet)
+
+
+class _Loader(importlib.abc.Loader):
+    """Returns a module that has been loaded already, and leaves its attributes as they are.
+
+    Args:
+        module: the module.
+        then: called when it is in its place.
+    """
+
+    def __init__(self, module: ModuleType, then: Callable[[], None]) -> None:
+        self._module = module
+        self._spec = module.__spec__
+        self._then = then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has given it the spec of this import.
+        module.__spec__ = self._spec
+        self._then()
+
+
+def _apply(before: dict[str, str], quiet: bool) -> None:
+    """Apply what the script has set since ``before``; say what cannot be applied."""
+    changed = {name for name, value in os.environ.items() if before.get(name) != value}
+    changed |= before.keys() - os.environ.keys()
+    for names, apply in _APPLIED:
+        if changed & set(names):
+            apply()
+            changed -= set(names)
+    late = sorted(name for name in changed if name in _TOO_LATE or name.startswith(_TOO_LATE_FAMILIES))
+    if late and not quiet:
+        tell(
+            f"note: the script sets {format_list(late)} before it imports torch, but phalanx run had imported torch "
+            f"before it started the script; set it before phalanx run, or use phalanx run --no-preload"
+        )
+
+
+def _apply_threads() -> None:
+    import torch
+
+    # In the order of at::get_num_threads: MKL's variable before OpenMP's.
+    for name in ("MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        first = os.environ.get(name, "").partition(",")[0].strip()
+        if first.isdigit() and int(first) > 0:
+            torch.set_num_threads(int(first))
+            return
+
+
+def _apply_debug_level() -> None:
+    from torch._C._distributed_c10d import set_debug_level_from_env
+
+    set_debug_level_from_env()
+
+
+def _apply_log_level() -> None:
+    # The C++ function c10::initLogging() takes and returns nothing; it reads the variable again.
+    import torch._C
+
+    library = ctypes.CDLL(torch._C.__file__)
+    initialise = getattr(library, "_ZN3c1011initLoggingEv", None)
+    if initialise is not None:
+        initialise.restype = None
+        initialise()
+
+
+def _apply_logs() -> None:
+    from torch._logging import _internal
+
+    _internal._init_logs()
+
+
+def _apply_replacement() -> None:
+    from phalanx.c10d.register import replace_as_asked
+
+    replace_as_asked()
+
+
+_APPLIED: tuple[tuple[tuple[str, ...], Callable[[], None]], ...] = (
+    (("OMP_NUM_THREADS", "MKL_NUM_THREADS"), _apply_threads),
+    (("TORCH_DISTRIBUTED_DEBUG",), _apply_debug_level),
+    (("TORCH_CPP_LOG_LEVEL",), _apply_log_level),
+    (("TORCH_LOGS", "TORCH_LOGS_OUT"), _apply_logs),
+    ((settings.REPLACE,), _apply_replacement),
+)

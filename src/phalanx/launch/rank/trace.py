@@ -1,0 +1,161 @@
+"""What a rank leaves for the launcher to read while it runs: its Python stack on demand, and how far it has come.
+
+A rank that hangs in C code runs no Python, so it cannot be asked by Python's own signal handlers. ``faulthandler``
+writes the stack from a C handler instead, into a file in memory that all ranks of a host share. Each rank has a part
+of it, so far from the next one's that it never gets there; the file takes memory only where something was written.
+
+- The first page of a part is written by the rank and read by its parent and the supervisor: byte 0 is how far the rank
+  has come (``Stage``), bytes 4-7 the number of the descriptor by which it writes. Each is written once for a
+  value, and a rank that dies in between leaves the value of before.
+- From the second page on there are stacks, one after the other. Only the rank's handler writes them, and readers
+  remember how far they have read.
+
+A script may close the descriptor and open a file of its own, which then might get its number. So a rank is asked only
+after /proc has shown that the descriptor still is this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import faulthandler
+import fcntl
+import os
+import resource
+import signal
+import time
+from collections.abc import Collection, Mapping
+
+from phalanx.system import processes
+
+__all__ = ["STACK_SIGNAL", "Stage", "Trace", "advance", "open_own", "open_trace"]
+
+# No library is known to use it, and a process that a rank starts gets its default action back.
+STACK_SIGNAL = signal.SIGRTMAX - 3
+_PART = 1 << 32
+_PAGE = 4096
+_BLOCK = 1 << 16
+# Stacks are short: a rank that has begun to write one needs only to be scheduled to finish it.
+_FINISH_S = 0.01
+# A script's own descriptors should not get numbers that select() cannot take.
+_HIGHEST = 1024
+
+
+class Stage(enum.IntEnum):
+    """How far a rank has come: it runs, it has imported torch, it has joined the others."""
+
+    STARTED = 0
+    IMPORTED = 1
+    JOINED = 2
+
+
+_own: tuple[int, int, int] | None = None  # the descriptor, where this rank's part begins, and the rank's pid
+
+
+def open_trace(run_id: str) -> int:
+    """Make the file, in the process that forks the ranks or is their supervisor."""
+    return os.memfd_create(_name(run_id))
+
+
+def _name(run_id: str) -> str:
+    return f"{run_id}-trace"
+
+
+def open_own(descriptor: int, part: int) -> None:
+    """In a rank: take a part of the file, and write this thread's stack there whenever ``STACK_SIGNAL`` comes.
+
+    Args:
+        descriptor: the file; it is closed.
+        part: which part, counted from 0.
+    """
+    global _own
+    # Opened anew, because the offset at which a write lands belongs to the opening.
+    own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    os.close(descriptor)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError):
+        high = fcntl.fcntl(own, fcntl.F_DUPFD_CLOEXEC, min(soft, _HIGHEST) - 1)
+        os.close(own)
+        own = high
+    begin = part * _PART
+    os.lseek(own, begin + _PAGE, os.SEEK_SET)
+    os.pwrite(own, own.to_bytes(4, "little"), begin + 4)
+    faulthandler.register(STACK_SIGNAL, file=own, all_threads=False)
+    _own = own, begin, os.getpid()
+
+
+def advance(run_id: str, stage: Stage) -> None:
+    """In a rank: note how far it has come. Does nothing in a child that the script has forked."""
+    if _own is None or _own[2] != os.getpid():
+        return
+    descriptor, begin, pid = _own
+    with contextlib.suppress(OSError):
+        if _is_trace(pid, descriptor, run_id):
+            os.pwrite(descriptor, bytes([stage]), begin)
+
+
+def _is_trace(pid: int, descriptor: int, run_id: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"/memfd:{_name(run_id)} ")
+    except OSError:
+        return False
+
+
+class Trace:
+    """The file, as the processes see it that watch the ranks.
+
+    Args:
+        descriptor: the file.
+        run_id: the job's name.
+    """
+
+    def __init__(self, descriptor: int, run_id: str) -> None:
+        self.descriptor = descriptor
+        self._run_id = run_id
+        self._read: dict[int, int] = {}
+
+    def stage(self, part: int) -> Stage:
+        """How far the rank with this part has come."""
+        found = os.pread(self.descriptor, 1, part * _PART)
+        return Stage(found[0]) if found else Stage.STARTED
+
+    def ask(self, ranks: Mapping[int, int], patience_s: float) -> None:
+        """Have ranks write their stacks, and wait until they have, for at most ``patience_s`` seconds.
+
+        Args:
+            ranks: the pid of each, by the number of its part. The caller is their parent and has not reaped them.
+            patience_s: how long to wait. A rank that is stopped, or that has no core to run on, writes later.
+        """
+        asked = [part for part, pid in ranks.items() if self._ask(part, pid)]
+        until = time.monotonic() + patience_s
+        while asked and time.monotonic() < until:
+            asked = [part for part in asked if not self._more(part)]
+            time.sleep(_FINISH_S if not asked else _FINISH_S / 4)
+
+    def _ask(self, part: int, pid: int) -> bool:
+        number = os.pread(self.descriptor, 4, part * _PART + 4)
+        # A process without the handler, such as a program that the rank has become, would be ended by the signal.
+        if not any(number) or not processes.catches(pid, STACK_SIGNAL):
+            return False
+        if not _is_trace(pid, int.from_bytes(number, "little"), self._run_id):
+            return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, STACK_SIGNAL)
+            return True
+        return False
+
+    def _more(self, part: int) -> bool:
+        return any(os.pread(self.descriptor, 1, self._begin(part)))
+
+    def _begin(self, part: int) -> int:
+        return part * _PART + _PAGE + self._read.get(part, 0)
+
+    def take(self, parts: Collection[int]) -> dict[int, str]:
+        """The stacks that were written since the last call, by part; a part without one is left out."""
+        found = {}
+        for part in parts:
+            text = os.pread(self.descriptor, _BLOCK, self._begin(part)).rstrip(b"\0")
+            if text:
+                self._read[part] = self._read.get(part, 0) + len(text)
+                found[part] = text.decode(errors="replace")
+        return found

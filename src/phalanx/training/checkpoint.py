@@ -1,0 +1,187 @@
+"""A training state as one file: a dict that plain ``torch.load`` reads, with nothing in it that is executed.
+
+The file appears whole or not at all: it is written under another name beside its own, flushed to the disk, and then
+renamed. Beside the state it has one more entry, ``MARK``, by which it is recognised.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from phalanx.errors import ArgumentError, CheckpointError
+
+__all__ = ["MARK", "check_writable", "contents_of", "read", "restore", "write"]
+
+MARK = "phalanx"  # the entry with the format's number, the file's id, and the random states of the ranks
+FORMAT = 1
+
+_PATHS = str | os.PathLike[str]
+
+
+def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to be written: of everything that has a ``state_dict`` that, the rest as it is.
+
+    Raises:
+        ArgumentError: an entry has a reserved name, or tensors that are divided among the ranks.
+    """
+    if MARK in state:
+        raise ArgumentError(f"the entry {MARK!r} of a checkpoint is Phalanx's own; give yours another name")
+    contents = {}
+    for name, entry in state.items():
+        entry = _plain(entry)
+        contents[name] = entry.state_dict() if _has_state(entry) else entry
+        if any(hasattr(tensor, "device_mesh") or hasattr(tensor, "local_shards") for tensor in _nested(contents[name])):
+            raise ArgumentError(
+                f"the tensors of {name!r} are divided among the ranks, and this file would have rank 0's part alone. "
+                f"Save them with torch.distributed.checkpoint"
+            )
+    return contents
+
+
+def write(path: _PATHS, contents: dict[str, Any], random_states: list[Any]) -> None:
+    """Write a checkpoint so that ``path`` always holds a whole one, whatever happens meanwhile.
+
+    Raises:
+        CheckpointError: the file could not be written, or has objects that :func:`read` would refuse. An earlier file
+            of that name is still there then.
+    """
+    target = _target(path)
+    partial = _partial(target)
+    marked = {**contents, MARK: {"format": FORMAT, "id": secrets.token_hex(16), "random": random_states}}
+    try:
+        with partial.open("wb") as file:
+            torch.save(marked, file)
+            file.flush()
+            os.fsync(file.fileno())
+        strange = get_unsafe_globals_in_checkpoint(str(partial))
+        if strange:
+            raise CheckpointError(
+                f"{path} was not written, because it could not be read again: a checkpoint holds numbers, texts, "
+                f"tensors, and dicts and lists of them, but the state has {', '.join(sorted(strange))}"
+            )
+        partial.replace(target)
+        _flush_directory(target.parent)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path} was not written: {error}. An earlier checkpoint of that name is intact"
+        ) from error
+    finally:  # after a failure or Ctrl-C, remove the unfinished file; after the replacement there is none
+        partial.unlink(missing_ok=True)
+
+
+def read(path: _PATHS) -> dict[str, Any]:
+    """The contents of a checkpoint, with their tensors on the CPU. Nothing in the file is executed.
+
+    Raises:
+        CheckpointError: there is no such file, it is cut short, or something else wrote it.
+    """
+    try:
+        file = open(path, "rb")  # noqa: SIM115 - closed below, where its errors mean something else
+    except FileNotFoundError:
+        raise CheckpointError(f"There is no checkpoint {path}") from None
+    except OSError as error:
+        raise CheckpointError(f"The checkpoint {path} cannot be read: {error.strerror}") from error
+    with file:
+        try:
+            contents: Any = torch.load(file, map_location="cpu", weights_only=True)
+        except (
+            Exception
+        ) as error:  # of a file that is cut short torch raises all kinds, OSError and EOFError among them
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            raise CheckpointError(
+                f"{path} is not a whole checkpoint: it was cut short, or another program wrote it ({reason})"
+            ) from error
+    mark = contents.get(MARK) if isinstance(contents, dict) else None
+    if not isinstance(contents, dict) or not isinstance(mark, dict) or mark.get("format") != FORMAT:
+        raise CheckpointError(f"{path} was not written by world.save() of this version; load it by torch.load()")
+    return contents
+
+
+def restore(path: _PATHS, contents: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Put the entries of a checkpoint into ``state``, whose objects take them by ``load_state_dict``; the others.
+
+    Raises:
+        CheckpointError: ``state`` has an entry that the file lacks; nothing has been restored then.
+    """
+    missing = [name for name in state if name not in contents]
+    if missing:
+        has = ", ".join(name for name in contents if name != MARK) or "nothing"
+        raise CheckpointError(f"{path} has no {', '.join(missing)}; it has {has}")
+    for name, entry in state.items():
+        entry = _plain(entry)
+        if _has_state(entry):
+            entry.load_state_dict(contents[name])
+        else:
+            state[name] = contents[name]
+    return {name: entry for name, entry in contents.items() if name not in state and name != MARK}
+
+
+def check_writable(path: _PATHS) -> None:
+    """Refuse a path to which :func:`write` could not write.
+
+    Raises:
+        CheckpointError: its directory is missing or cannot be written to, or the path is a directory.
+    """
+    target = _target(path)
+    if not target.parent.is_dir():
+        raise CheckpointError(f"There is no directory {Path(path).parent} for the checkpoint")
+    if target.is_dir():
+        raise CheckpointError(f"{path} is a directory; a checkpoint is a file")
+    partial = _partial(target)
+    try:
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise CheckpointError(f"No checkpoint can be written to {Path(path).parent}: {error.strerror}") from error
+
+
+def _target(path: _PATHS) -> Path:
+    return Path(os.path.realpath(path))  # what a link means is replaced, not the link
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}")  # in the same directory, so that replacing is atomic
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _plain(entry: Any) -> Any:
+    """The module within wrappers that only change how it is called, so that the file does not depend on them."""
+    while True:
+        if isinstance(entry, DistributedDataParallel):
+            entry = entry.module
+        elif isinstance(entry, torch.nn.Module) and isinstance(getattr(entry, "_orig_mod", None), torch.nn.Module):
+            entry = entry._orig_mod  # torch.compile's wrapper
+        else:
+            return entry
+
+
+def _has_state(entry: Any) -> bool:
+    return hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")
+
+
+def _nested(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _nested(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _nested(entry)

@@ -1,0 +1,133 @@
+"""What a training script sees when a rank goes, or does something else, while DDP averages gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Member, run_ranks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.parallel.data_parallel import COMM_HOOKS
+
+
+def own_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with classes
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+HOOKS: dict[str, Callable[..., Any] | None] = {
+    "none": None,
+    "all_reduce": default_hooks.allreduce_hook,
+    "bf16": COMM_HOOKS["bf16"],
+    "a script's own": own_hook,
+}
+
+
+def replica(hook: Callable[..., Any] | None = None, **options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=0.01, **options)
+    if hook is not None:
+        model.register_comm_hook(dist.group.WORLD, hook)
+    return model
+
+
+def step(model: torch.nn.Module) -> None:
+    model(torch.ones(2, 64)).sum().backward()
+
+
+@pytest.mark.parametrize(("hook", "size"), [("none", 2), ("none", 3), *((hook, 2) for hook in HOOKS if hook != "none")])
+def test_backward_raises_that_a_rank_was_lost(hook: str, size: int) -> None:
+    def body(member: Member) -> int:
+        member.join()
+        model = replica(HOOKS[hook])
+        step(model)
+        if member.rank == size - 1:
+            os._exit(0)
+        with pytest.raises(PeerLost, match="has ended while rank") as caught:
+            step(model)
+        return caught.value.group_rank
+
+    for outcome in run_ranks(body, size)[:-1]:
+        assert outcome.value == size - 1, outcome.traceback
+
+
+def test_backward_raises_that_a_rank_is_late() -> None:
+    def body(member: Member) -> str:
+        member.join(timeout_s=2)
+        model = replica()
+        if member.rank:
+            while not (member.folder / "raised").exists():
+                pass
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            step(model)
+        (member.folder / "raised").touch()
+        return str(caught.value)
+
+    outcome = run_ranks(body, 2)[0]
+    assert "rank 1 of the group" in outcome.value, outcome.traceback
+
+
+def test_backward_raises_that_the_calls_differ() -> None:
+    def body(member: Member) -> str:
+        member.join()
+        model = replica()
+        with pytest.raises(CollectiveMismatch) as caught:
+            if member.rank:
+                dist.all_reduce(torch.ones(3))
+            else:
+                step(model)
+        return str(caught.value)
+
+    for outcome in run_ranks(body, 2):
+        assert "all_reduce(float32[3], sum)" in outcome.value, outcome.traceback
+
+
+def test_an_operation_that_the_script_queued_is_left_under_way() -> None:
+    """Rank 1 joins it only when rank 0's backward has ended."""
+
+    def body(member: Member) -> float:
+        member.join()
+        ended = member.folder / "ended"
+        works: list[dist.Work | None] = []
+        weight = torch.ones(1, requires_grad=True)
+        total = torch.ones(1)
+        weight.register_hook(lambda gradient: works.append(dist.all_reduce(total, async_op=True)))
+        if member.rank == 0:
+            (weight * 2).backward()
+            ended.touch()
+        while not ended.exists():
+            pass
+        if member.rank:
+            (weight * 2).backward()
+        assert works[0] is not None
+        works[0].wait()
+        return total.item()
+
+    for outcome in run_ranks(body, 2):
+        assert outcome.value == 2, outcome.traceback
+
+
+def test_the_error_is_a_phalanx_error_for_the_static_graph_too() -> None:
+    def body(member: Member) -> bool:
+        member.join()
+        model = replica(static_graph=True)
+        for _ in range(2):
+            step(model)
+        if member.rank:
+            os._exit(0)
+        with pytest.raises(PhalanxError):
+            step(model)
+        return True
+
+    outcome = run_ranks(body, 2)[0]
+    assert outcome.value is True, outcome.traceback

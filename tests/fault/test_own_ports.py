@@ -1,0 +1,103 @@
+"""Scripts under ``phalanx run`` that meet at a port of their own: rank 0 listens there, as without a launcher."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from tests.launch_support import Launcher, launcher
+
+__all__ = ["launcher"]
+
+BY_ADDRESS = """
+    import os, sys, torch, torch.distributed as dist
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=rank, world_size=size)
+    dist.all_reduce(total := torch.tensor([float(rank + 1)]))
+    print(total.item())
+    dist.destroy_process_group()
+"""
+BY_OWN_VARIABLE = """
+    import os, sys, torch, torch.distributed as dist
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    dist.init_process_group("gloo")
+    dist.all_reduce(total := torch.tensor([float(dist.get_rank() + 1)]))
+    print(total.item())
+    dist.destroy_process_group()
+"""
+BY_INIT = """
+    import os, sys, phalanx, torch
+    os.environ["MASTER_PORT"] = sys.argv[1]
+    world = phalanx.init(timeout_s=60)
+    world.all_reduce(total := torch.tensor([float(world.rank + 1)]))
+    print(total.item())
+    phalanx.close()
+"""
+SPAWNED = """
+    import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+    def work(local, port, ranks):
+        rank, size = int(os.environ["RANK"]) * 2 + local, 2 * ranks
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        dist.all_reduce(total := torch.tensor([float(rank + 1)]))
+        if local == 0:
+            print(total.item())
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        mp.spawn(work, (sys.argv[1], int(os.environ["WORLD_SIZE"])), nprocs=2)
+"""
+RPC = """
+    import os, sys, torch, torch.distributed as dist, torch.distributed.rpc as rpc
+
+    def add(a, b):
+        return a + b
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{sys.argv[1]}")
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+    dist.barrier()
+    print(sum(rpc.rpc_sync(f"worker{other}", add, (other, 1)) for other in range(size)) / 1)
+    rpc.shutdown()
+    dist.destroy_process_group()
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text", "total"),
+    [
+        (2, BY_ADDRESS, 3.0),
+        (2, BY_OWN_VARIABLE, 3.0),
+        (2, BY_INIT, 3.0),
+        (1, SPAWNED, 3.0),
+        (2, RPC, 3.0),
+    ],
+    ids=["tcp", "own MASTER_PORT", "phalanx.init", "spawned by one", "RPC beside a group"],
+)
+def test_rank_0_listens_where_the_launcher_does_not(launcher: Launcher, ranks: int, text: str, total: float) -> None:
+    outcome = launcher.run("-n", str(ranks), "-q", "--no-prefix", launcher.script(text), str(free_port()))
+    assert (outcome.code, outcome.out_lines) == (0, [str(total)] * ranks), outcome.err_text
+
+
+LEAVES_BEFORE_RPC = """
+    import os, torch.distributed.rpc as rpc
+    if os.environ["RANK"] == "1":
+        raise SystemExit(0)
+    options = rpc.TensorPipeRpcBackendOptions(init_method="env://", rpc_timeout=12)
+    rpc.init_rpc("worker0", rank=0, world_size=2, rpc_backend_options=options)
+"""
+
+
+def test_a_worker_that_leaves_before_init_rpc_is_told_to_the_user(launcher: Launcher) -> None:
+    job = launcher.start("-n", "2", "-q", "--no-prefix", launcher.script(LEAVES_BEFORE_RPC))
+    assert job.process.stderr is not None
+    heard = job.process.stderr.readline().decode()
+    assert heard.startswith("phalanx: rank 1 has ended, and another rank has waited for 5 s in the job's store, for ")
+    job.process.terminate()
+    job.finish()

@@ -1,0 +1,118 @@
+"""Command lines for torchrun, mpiexec, accelerate and horovodrun, given to ``phalanx run``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import LaunchError
+from phalanx.launch.job.spellings import translate
+
+OWN = {"-n": True, "--ranks": True, "-m": False, "-q": False, "-x": True, "-H": True, "--hosts": True, "--grace": True}
+TARGET = ["train.py", "--nproc-per-node", "9", "-hosts"]  # what stands after the target is its own
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--nproc-per-node 4", "-n 4"),
+        ("--nproc_per_node=4", "-n 4"),
+        ("--nproc-per-node gpu", "-n gpu"),
+        ("-np 4", "-n 4"),
+        ("--num_processes 2", "-n 2"),
+        ("--standalone --nnodes=1 --nproc_per_node 2", "-n 2"),
+        ("--nnodes 1:1 --node_rank=0 --max-restarts 0", ""),
+        ("-hosts a:1,b:2", "--hosts a:1,b:2"),
+        ("-machinefile nodes", "--hostfile nodes"),
+        ("-f nodes -ppn 2", "--hostfile nodes --ppn 2"),
+        ("-genv A 1 -x B=2 -x C", "-x A=1 -x B=2 -x C"),
+        ("--bind-to core --allow-run-as-root --oversubscribe", "--bind core"),
+        ("--module", "-m"),
+        ("--cpu", "--device cpu"),
+        ("-n4 -qm", "-n4 -qm"),
+        ("--shutdown-timeout 9", "--grace 9"),
+        ("-q -n 2 -m", "-q -n 2 -m"),
+    ],
+)
+def test_what_means_the_same_is_accepted(theirs: str, ours: str) -> None:
+    assert translate([*theirs.split(), *TARGET], OWN) == ([*ours.split(), *TARGET], [])
+
+
+@pytest.mark.parametrize("theirs", ["--master_port 29501", "--rdzv-endpoint=localhost:0", "--master-addr 127.0.0.1"])
+def test_what_is_not_needed_is_accepted_with_a_note(theirs: str) -> None:
+    ours, (note,) = translate([*theirs.split(), *TARGET], OWN)
+    assert ours == TARGET
+    assert "is not needed" in note
+    assert theirs.partition(" ")[0].partition("=")[0] in note
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ("--nnodes 2", "--mpi mpiexec -H"),
+        ("--node-rank 1", "--mpi mpiexec -H"),
+        ("--rdzv-endpoint=node1:29500", "--mpi mpiexec -H"),
+        ("--max-restarts 3", "start it again"),
+        ("--log-dir logs", "tee"),
+        ("--rank 0", "-n says how many"),
+        ("--gpu_ids 0,1", "-x CUDA_VISIBLE_DEVICES"),
+        ("-wdir /tmp", "cd there first"),
+        ("--map-by node", "--mpi 'mpirun"),
+        ("--rnks 3", "did you mean --ranks?"),
+        ("--nproc_per_nod 3", "did you mean -n?"),
+        ("--frobnicate", "phalanx run --help"),
+        ("-np", "needs a value"),
+    ],
+)
+def test_what_is_otherwise_here_is_translated(theirs: str, said: str) -> None:
+    words = theirs.split() if theirs == "-np" else [*theirs.split(), *TARGET]
+    with pytest.raises(LaunchError) as error:
+        translate(words, OWN)
+    assert said in str(error.value)
+    assert theirs.partition(" ")[0].partition("=")[0] in str(error.value)
+
+
+def test_every_option_of_torchrun_is_known() -> None:
+    """Those of the installed torch: none may be called unknown."""
+    from torch.distributed.run import get_args_parser
+
+    for action in get_args_parser()._actions:
+        for option in action.option_strings:
+            words = [option, "1", "x"] if action.nargs is None else [option, "x"]
+            try:
+                translate(words, {**OWN, "-h": False, "--help": False})
+            except LaunchError as error:
+                assert "lists all" not in str(error), option  # noqa: PT017 (some options are known and refused)
+
+
+def phalanx(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *words], cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    """A mistake exits with 2 and one line; a run in another launcher's words runs."""
+    for words in ("-hosts a,b true", "-machinefile x true", "--log-dir x true"):
+        done = phalanx("run", *words.split(), folder=tmp_path)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
+    done = phalanx("-np", "2", "-x", "WORD=said", "-q", "sh", "-c", "echo $WORD $RANK", folder=tmp_path)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[rank 0] said 0", "[rank 1] said 1"])
+    (tmp_path / "show.py").write_text("import sys; print(sys.argv[1:])")
+    done = phalanx("show.py", "--nproc-per-node", "3", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[rank 0] ['--nproc-per-node', '3']\n")
+    assert phalanx("-n", "many", "true", folder=tmp_path).returncode == 2
+    assert phalanx("run", "-x", "NOT_SET_HERE", "true", folder=tmp_path).returncode == 2
+    assert "--mpi mpiexec" in phalanx("run", "--mpi", "-np", "2", "true", folder=tmp_path).stderr
+
+
+def test_a_rank_for_each_core(tmp_path: Path) -> None:
+    from phalanx.system.limits import usable_cores
+
+    done = phalanx("run", "-n", "cpu", "-q", "true", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    described = phalanx("run", "-n", "cpu", "--dry-run", "--json", "true", folder=tmp_path)
+    assert f'"world_size": {usable_cores()},' in described.stdout

@@ -1,0 +1,225 @@
+"""One-sided transfers between processes of one host: torch's transports, which torch has from 2.15 on."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.ranks import Member, on_ranks
+from torch._C._distributed_c10d import PrefixStore
+
+from phalanx.errors import ArgumentError, ClosedError, DeviceMismatch, InitializationError, PeerLost
+
+if importlib.util.find_spec("torch.distributed._transport") is None:
+    pytest.skip("torch has transports from 2.15 on", allow_module_level=True)
+
+from torch.distributed._transport import available_transports, new_transport, new_transport_rank
+
+from phalanx.c10d.one_sided import PIECE_BYTES
+from phalanx.c10d.one_sided_memory import RemoteMemory
+
+
+@contextmanager
+def pair() -> Iterator[tuple[Any, Any]]:
+    """Both ends in this process."""
+    with new_transport("phalanx", "cpu") as here, new_transport("phalanx") as there:
+        here.connect(there.bind())
+        there.connect(here.bind())
+        yield here, there
+
+
+def handed_over(memory: Any) -> RemoteMemory:
+    """A description as the peer gets it: through bytes."""
+    return RemoteMemory.deserialize(memory.to_remote_buffer().serialize())
+
+
+def test_torch_finds_it() -> None:
+    assert "phalanx" in available_transports()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_read_and_write_each_others_tensors(size: int) -> None:
+    """Every pair of ranks; more than one piece; a part of a tensor; tensors of any dtype."""
+    count = PIECE_BYTES // 4 + 1000
+
+    def body(member: Member) -> bool:
+        member.join(backend="gloo")
+        for peer in range(size):
+            if peer == member.rank:
+                continue
+            transport = new_transport_rank("phalanx", "cpu", peer_rank=peer)
+            own = torch.full((count,), float(member.rank))
+            inbox = torch.zeros(4, dtype=torch.int64)
+            store = PrefixStore(f"{min(peer, member.rank)}-{max(peer, member.rank)}", member.store("memory"))
+            for name, tensor in (("own", own), ("inbox", inbox)):
+                described = transport.register_memory(tensor).to_remote_buffer().serialize()
+                store.set(f"{name}/{member.rank}", described.hex())
+            remote = {
+                name: RemoteMemory.deserialize(bytes.fromhex(store.get(f"{name}/{peer}").decode()))
+                for name in ("own", "inbox")
+            }
+            found = torch.zeros(count)
+            assert transport.read(transport.register_memory(found).to_mutable_view(), remote["own"]) == 0
+            assert found.unique().tolist() == [float(peer)]
+            sent = torch.tensor([7, 10 + member.rank, 20 + member.rank, 7])
+            assert transport.write(transport.register_memory(sent).to_view(8, 16), remote["inbox"]) == 0
+            store.set(f"written/{member.rank}", "")
+            store.wait([f"written/{peer}"])
+            assert inbox.tolist() == [10 + peer, 20 + peer, 0, 0]
+            store.set(f"done/{member.rank}", "")
+            store.wait([f"done/{peer}"])
+            transport.close()
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, size) == [True] * size
+
+
+def test_a_transfer_in_the_background() -> None:
+    with pair() as (here, there):
+        source, target = torch.arange(1000.0), torch.zeros(1000)
+        remote = handed_over(there.register_memory(target))
+        work = here.write(here.register_memory(source).to_view(), remote, async_op=True)
+        work.wait()
+        assert work.is_completed()
+        assert work.get_future().wait() == []
+        assert target.equal(source)
+
+
+def test_a_transfer_in_an_event_loop() -> None:
+    async def exchange() -> torch.Tensor:
+        with pair() as (here, there):
+            source, found = torch.arange(100.0), torch.zeros(100)
+            remote = handed_over(there.register_memory(source))
+            await here.read_async(here.register_memory(found).to_mutable_view(), remote, timeout=60.0)
+            await here.close_async(timeout=60.0)
+            return found
+
+    assert asyncio.run(exchange()).tolist() == list(range(100))
+
+
+def test_memory_that_was_unregistered_is_out_of_reach() -> None:
+    with pair() as (here, there):
+        local = here.register_memory(torch.zeros(8)).to_mutable_view()
+        memory = there.register_memory(torch.ones(8))
+        remote = handed_over(memory)
+        there.unregister_memory(memory)
+        there.unregister_memory(memory)
+        again = there.register_memory(torch.ones(8))
+        with pytest.raises(ClosedError, match="has unregistered the memory"):
+            here.read(local, remote)
+        work = here.read(local, remote, async_op=True)
+        with pytest.raises(ClosedError, match="has unregistered the memory"):
+            work.wait()
+        assert here.read(local, handed_over(again)) == 0
+        with pytest.raises(ClosedError, match="has been unregistered"):
+            memory.to_view()
+
+
+def test_a_transport_that_was_closed_is_out_of_reach() -> None:
+    with pair() as (here, there):
+        local = here.register_memory(torch.zeros(8)).to_mutable_view()
+        address, remote = there.bind(), handed_over(there.register_memory(torch.ones(8)))
+        there.close()
+        there.close()
+        with pytest.raises(ClosedError):
+            here.read(local, remote)
+        with pytest.raises(ClosedError):
+            there.register_memory(torch.ones(1))
+        late = new_transport("phalanx")
+        with pytest.raises(InitializationError, match="closed"):
+            late.connect(address)
+        late.close()
+
+
+def test_a_peer_that_has_ended_is_named() -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        transport, tensor = new_transport("phalanx"), torch.full((8,), 3.0)
+        described = transport.register_memory(tensor).to_remote_buffer().serialize()
+        os.write(writer, transport.bind() + b"\n" + described + b"\n")
+        signal.pause()
+    with os.fdopen(reader, "rb") as pipe, new_transport("phalanx") as here:
+        found = torch.zeros(8)
+        local = here.register_memory(found).to_mutable_view()
+        here.connect(pipe.readline().strip())
+        remote = RemoteMemory.deserialize(pipe.readline().strip())
+        here.read(local, remote)
+        assert found.tolist() == [3.0] * 8
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(writer)
+        with pytest.raises(PeerLost, match=f"process {child}") as caught:
+            here.read(local, remote)
+        assert caught.value.pid == child
+
+
+def test_mistakes_are_told() -> None:
+    with pair() as (here, there), new_transport("phalanx") as alone:
+        small, large = torch.zeros(4), torch.zeros(8)
+        remote = handed_over(there.register_memory(small))
+        with pytest.raises(ArgumentError, match="32 bytes do not fit in the peer's memory, which has 16"):
+            here.write(here.register_memory(large).to_view(), remote)
+        with pytest.raises(ArgumentError, match="not connected"):
+            alone.write(alone.register_memory(large).to_view(), remote)
+        with pytest.raises(ArgumentError, match="was not registered by this transport"):
+            here.write(there.register_memory(small).to_view(), remote)
+        with pytest.raises(ArgumentError, match="to_mutable_view"):
+            here.read(here.register_memory(small).to_view(), remote)
+        with pytest.raises(ArgumentError, match="does not describe memory of the peer"):
+            here.write(here.register_memory(small).to_view(), handed_over(here.register_memory(small)))
+        with pytest.raises(ArgumentError, match="contiguous"):
+            here.register_memory(torch.zeros(4, 4).t())
+        with pytest.raises(ArgumentError, match="not within the 16 bytes"):
+            here.register_memory(small).to_view(8, 16)
+        with pytest.raises(InitializationError, match="connected already"):
+            here.connect(there.bind())
+        with pytest.raises(DeviceMismatch):
+            here.register_memory(torch.zeros(4, device="meta"))
+
+
+def test_a_forked_child_cannot_use_it() -> None:
+    with pair() as (here, there):
+        local = here.register_memory(torch.zeros(4)).to_view()
+        remote = handed_over(there.register_memory(torch.zeros(4)))
+        child = os.fork()
+        if child == 0:
+            try:
+                here.write(local, remote)
+            except ClosedError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_peer_of_another_host_is_refused() -> None:
+    with new_transport("phalanx") as here, new_transport("phalanx") as there:
+        elsewhere = there.bind().replace(b'"boot":"', b'"boot":"another')
+        with pytest.raises(InitializationError, match="another host"):
+            here.connect(elsewhere)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.binary(max_size=200) | st.tuples(st.integers(0, 400), st.binary()))
+def test_bytes_that_describe_nothing_are_refused(data: Any) -> None:
+    """Whatever comes as an address or a description: a ValueError, and nothing is touched."""
+    good = RemoteMemory("a" * 32, 4096, 64, 8192, 5).serialize()
+    text = data if isinstance(data, bytes) else good[: data[0]] + data[1]
+    if text == good:
+        return
+    try:
+        found = RemoteMemory.deserialize(text)
+    except ValueError:
+        return
+    assert RemoteMemory.deserialize(found.serialize()) == found

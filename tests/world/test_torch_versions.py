@@ -1,0 +1,174 @@
+"""What torch's release changes: how the backends are found, and what is said of a release that nobody tried."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Member, on_ranks
+
+from phalanx.c10d import torch_versions
+from phalanx.errors import InitializationError
+
+ROOT = Path(__file__).parents[2]
+ASKS_ITS_TABLE = hasattr(dist.Backend, "_ensure_backend_registered")  # torch >= 2.14
+
+
+def run(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", dedent(script)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+ALONE = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    print(tensor.tolist())
+    dist.destroy_process_group()
+"""
+
+
+def test_the_oldest_release_is_that_of_the_package() -> None:
+    oldest = ".".join(map(str, torch_versions.OLDEST))
+    assert f'dependencies = ["torch>={oldest}",' in (ROOT / "pyproject.toml").read_text()
+    assert min(torch_versions.TRIED) == torch_versions.OLDEST
+
+
+def test_the_page_and_the_make_target_have_every_release() -> None:
+    page = (ROOT / "docs/compatibility.md").read_text()
+    for name, text in (("the page", page), ("make", (ROOT / "requirements/torch-versions.txt").read_text())):
+        found = {(int(major), int(minor)) for major, minor in re.findall(r"\b(\d+)\.(\d+)\.\d+\b", text)}
+        assert set(torch_versions.TRIED) <= found, name
+
+
+def test_a_newer_torch_is_noted_once() -> None:
+    script = """
+        import torch
+        torch.__version__ = "9.1.0"
+        import torch.distributed as dist
+        dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)
+        groups = [dist.new_group([0]) for _ in range(2)]
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=groups[1])
+        print(tensor.tolist())
+        dist.destroy_process_group()
+    """
+    done = run(script)
+    assert done.stdout == "[1.0, 1.0]\n", done.stderr
+    assert done.stderr.count("torch 9.1.0 is newer than every release that this Phalanx was tried on") == 1
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.15.7+cpu", "2.15.0a0+git123", "unknown"])
+def test_a_release_that_was_tried_is_not_noted(version: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_versions.note_if_newer(version, 0)
+        torch_versions.refuse_if_older(version)
+
+
+def test_only_rank_0_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_versions, "_noted", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_versions.note_if_newer("9.1.0", 1)
+    with pytest.warns(UserWarning, match=r"9\.1\.0"):
+        torch_versions.note_if_newer("9.1.0", 0)
+
+
+def test_an_older_torch_is_refused_in_words() -> None:
+    script = """
+        import torch
+        torch.__version__ = "2.12.1"
+        import torch.distributed as dist
+        for backend in ("phalanx", "mpi"):
+            place = {} if backend == "mpi" else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+            try:
+                dist.init_process_group(backend, **place)
+            except RuntimeError as error:
+                print(type(error).__name__, error)
+    """
+    done = run(script)
+    assert done.stdout.count("InitializationError torch 2.12.1 is too old") == 2, done.stderr
+    assert done.stdout.count("pip install 'torch>=2.13'") == 2
+    with pytest.raises(InitializationError):
+        torch_versions.refuse_if_older("1.13.1")
+
+
+def test_init_does_not_need_torchs_autoload() -> None:
+    script = "import phalanx; print(phalanx.init().backend); phalanx.close()"
+    done = run(script, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout == "phalanx\n", done.stderr
+
+
+@pytest.mark.skipif(not ASKS_ITS_TABLE, reason="torch asks entry points for a backend's name from 2.14 on")
+def test_torch_finds_the_backend_by_its_name() -> None:
+    """Its entry points are asked, in a process that has not loaded Phalanx at ``import torch``."""
+    done = run(ALONE, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.stdout == "[1.0, 1.0]\n", done.stderr
+
+
+def test_torchcomms_for_every_backend_is_told(tmp_path: Path) -> None:
+    """torch 2.13 asks torchcomms for every name; later ones ask it only for its own, and then all is well."""
+    package = tmp_path / "torchcomms"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        dedent("""
+            def new_comm(backend, device, **options):
+                raise RuntimeError(f"Backend {backend} not found")
+
+            def is_backend_built(backend):
+                return False
+        """)
+    )
+    (package / "_comms.py").write_text(
+        "class _BackendWrapper: ...\ndef _is_backend_registered(backend): return False\n"
+    )
+    (package / "hooks.py").write_text("class FlightRecorderHook: ...\n")
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = run(ALONE, TORCH_DISTRIBUTED_USE_TORCHCOMMS="1", PYTHONPATH=path)
+    if ASKS_ITS_TABLE:
+        assert done.stdout == "[1.0, 1.0]\n", done.stderr
+    else:
+        last = done.stderr.strip().splitlines()[-1]
+        assert "InitializationError: backend 'phalanx' was asked of torchcomms" in last
+        assert "TORCH_DISTRIBUTED_USE_TORCHCOMMS=1" in last
+
+
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has gather_single from 2.14 on")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gather_single(size: int) -> None:
+    c10d: Any = dist
+
+    def body(member: Member) -> list[list[float]]:
+        member.join()
+        found = []
+        for root in range(size):
+            for asynchronous in (False, True):
+                whole = torch.zeros(size, 2) if member.rank == root else None
+                own = torch.tensor([float(member.rank), 10.0 + root])
+                work = c10d.gather_single(own, whole, dst=root, async_op=asynchronous)
+                if asynchronous:
+                    work.wait(timedelta(seconds=60))
+                if whole is not None:
+                    found += whole.tolist()
+        dist.destroy_process_group()
+        return found
+
+    for rank, found in enumerate(on_ranks(body, size)):
+        assert found == [[float(r), 10.0 + rank] for r in range(size)] * 2
