@@ -103,7 +103,7 @@ def a_mesh_of_two_dimensions(member: Member) -> Any:
     return mesh.get_coordinate(), [summed(group) for group in groups], summed(flat.get_group())
 
 
-@program()
+@program(differs="A group that was destroyed")
 def destroyed_and_made_again(member: Member) -> Any:
     results = []
     for _ in range(3):
@@ -154,7 +154,7 @@ def beside_a_forked_child(member: Member) -> Any:
     return before, os.WEXITSTATUS(status), summed(None)
 
 
-@program(alone=True)
+@program(alone=True, differs="A group that was destroyed")
 def aborted(member: Member) -> Any:
     group: Any = dist.new_group(list(range(member.size)))
     summed(group)
