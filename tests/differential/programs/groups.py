@@ -58,7 +58,6 @@ def ranks_of_groups(member: Member) -> Any:
         dist.get_process_group_ranks(None),
         [dist.get_group_rank(group, rank) for rank in range(member.size)],
         [dist.get_global_rank(group, rank) for rank in range(member.size)],
-        dist.get_node_local_rank(fallback_rank=0),
     ]
 
 
@@ -186,7 +185,6 @@ def is_there(member: Member) -> Any:
         dist.is_torchelastic_launched(),
         dist.get_rank(),
         dist.get_world_size(),
-        raised(dist.get_pg_count),
     ]
 
 
