@@ -29,7 +29,7 @@ class Broke(str):
 
 
 def run_programs(backend: str, size: int, programs: Sequence[Program]) -> dict[str, list[Any] | Broke]:
-    """Run each program on ``size`` ranks over ``backend``: by name, what each rank returned or how the program broke."""
+    """Run each program on ``size`` ranks: by name, what each rank returned, or how the program broke."""
     outcomes: dict[str, list[Any] | Broke] = {}
     shared = [program for program in programs if not program.alone]
     with Pool(size, _join[backend], PATIENCE_S) as ranks:

@@ -22,7 +22,7 @@ from phalanx.c10d.ddp_errors import raise_in_backward
 from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
 from phalanx.c10d.progress import Progress
-from phalanx.c10d.stand_ins import dense
+from phalanx.c10d.stand_ins import as_it_is, dense
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
@@ -206,7 +206,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._check.on_cpu(tensors)
         self._messages.refuse_if_closed()
         self._check.peer(src)
-        buffer = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+        buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         write_back = [] if buffer is tensor else [tensor, buffer]
         return self._message(self._communicator.recv(buffer, src, tag), tensors, write_back)
 

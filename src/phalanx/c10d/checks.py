@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.c10d.stand_ins import as_it_is
 from phalanx.errors import ArgumentError, DeviceMismatch, RankError
 from phalanx.transports.contract import Communicator
 from phalanx.transports.layout import same_size
@@ -59,7 +60,7 @@ class Checks:
         """Check a list with one tensor per rank, in one pass, because every call of a list form pays for it.
 
         Returns:
-            Whether all of them are contiguous, so that a communicator can take the list as it is.
+            Whether the memory of all of them is in order, so that a communicator can take the list as it is.
 
         Raises:
             ArgumentError, DeviceMismatch: the list is too long or short, or a tensor does not fit ``like``.
@@ -69,7 +70,7 @@ class Checks:
             if not tensor.is_cpu:
                 self.on_cpu(tensors)
             fits &= tensor.dtype == dtype and tensor.numel() == count
-            contiguous &= tensor.is_contiguous()
+            contiguous &= as_it_is(tensor)
         if not fits:
             same_size(name, tensors, like, self._size)
         return contiguous

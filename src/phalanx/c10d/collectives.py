@@ -24,6 +24,7 @@ from phalanx.c10d.stand_ins import (
     all_dense,
     apart,
     apart_from_whole,
+    as_it_is,
     dense,
     disjoint,
     in_place,
@@ -170,7 +171,7 @@ class Collectives(BaseProcessGroup):
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         body, root = self._communicator.broadcast, opts.rootRank
         self._check.on_cpu(tensors)
-        if not opts.asyncOp and len(tensors) == 1 and tensors[0].is_contiguous():
+        if not opts.asyncOp and len(tensors) == 1 and as_it_is(tensors[0]):
             return self._progress.run(body, tensors[0], root)
 
         def broadcast_each() -> None:
@@ -184,7 +185,7 @@ class Collectives(BaseProcessGroup):
         (tensor,), outputs = self._check.one("all_gather", inputs), output_lists[0]
         self._check.on_cpu([tensor])
         ready = self._check.one_per_rank("all_gather", outputs, tensor)
-        if ready and not opts.asyncOp and tensor.is_contiguous() and apart(tensor, outputs, self._rank):
+        if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, self._rank):
             return self._progress.run(self._communicator.all_gather, outputs, tensor)
         return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor))
 
@@ -247,19 +248,19 @@ class Collectives(BaseProcessGroup):
         if self._rank != root:
             if output_lists:
                 raise ArgumentError("gather: only the destination rank gives a list to gather into")
-            if not opts.asyncOp and tensor.is_contiguous():
+            if not opts.asyncOp and as_it_is(tensor):
                 return self._progress.run(body, None, tensor, root)
             return self._start(opts.asyncOp, [], lambda: body(None, dense(tensor), root))
         outputs = output_lists[0] if output_lists else []
         ready = self._check.one_per_rank("gather", outputs, tensor)
-        if ready and not opts.asyncOp and tensor.is_contiguous() and apart(tensor, outputs, self._rank):
+        if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, self._rank):
             return self._progress.run(body, outputs, tensor, root)
         return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor, root))
 
     @by_device()
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
-        root, body, ready = opts.rootRank, self._communicator.gather_single, tensor.is_contiguous()
+        root, body, ready = opts.rootRank, self._communicator.gather_single, as_it_is(tensor)
         self._check.on_cpu([tensor])
         if self._rank != root:
             output = None
@@ -268,7 +269,7 @@ class Collectives(BaseProcessGroup):
                 raise ArgumentError("gather_single: the destination rank must give a tensor to gather into")
             self._check.on_cpu([output])
             self._check.multiple("gather_single", output, tensor)
-            ready = ready and output.is_contiguous() and apart_from_whole(tensor, output, root)
+            ready = ready and as_it_is(output) and apart_from_whole(tensor, output, root)
         if ready and not opts.asyncOp:
             return self._progress.run(body, output, tensor, root)
 
@@ -286,7 +287,7 @@ class Collectives(BaseProcessGroup):
         (output,), root, body = self._check.one("scatter", outputs), opts.rootRank, self._communicator.scatter
         inputs: list[torch.Tensor] | None = None
         self._check.on_cpu([output])
-        ready = output.is_contiguous()
+        ready = as_it_is(output)
         if self._rank == root:
             inputs = input_lists[0] if input_lists else []
             ready &= self._check.one_per_rank("scatter", inputs, output)

@@ -6,20 +6,27 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["all_dense", "apart", "apart_from_whole", "dense", "disjoint", "in_place", "into", "separate"]
+__all__ = ["all_dense", "apart", "apart_from_whole", "as_it_is", "dense", "disjoint", "in_place", "into", "separate"]
+
+
+def as_it_is(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are what lies in its memory, in order: it has no gaps, and is no view that torch
+    negates or conjugates when it reads it.
+    """
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself if it is contiguous, else a contiguous copy; without its gradient history."""
-    if tensor.is_contiguous() and not tensor.requires_grad:
+    """The tensor itself if a communicator can take it as it is, else a copy; without its gradient history."""
+    if as_it_is(tensor) and not tensor.requires_grad:
         return tensor
-    return tensor.detach().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def all_dense(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a communicator can take them as they are: it reads and writes memory, and knows no gradients."""
     for tensor in tensors:  # noqa: SIM110 - a generator costs more than this loop
-        if not tensor.is_contiguous():
+        if not as_it_is(tensor):
             return False
     return True
 
@@ -67,7 +74,7 @@ def disjoint(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
 
 def in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None:
     """Run ``body`` on the tensor, or on a contiguous stand-in that is copied back."""
-    if tensor.is_contiguous():
+    if as_it_is(tensor):
         body(tensor)
         return
     stand_in = dense(tensor)
@@ -77,9 +84,7 @@ def in_place(tensor: torch.Tensor, body: Callable[[torch.Tensor], None]) -> None
 
 def into(outputs: Sequence[torch.Tensor], body: Callable[[list[torch.Tensor]], None]) -> None:
     """Run ``body`` on buffers to be filled: the outputs themselves, or stand-ins that are copied back."""
-    buffers = [
-        output if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype) for output in outputs
-    ]
+    buffers = [output if as_it_is(output) else torch.empty(output.shape, dtype=output.dtype) for output in outputs]
     body(buffers)
     for output, buffer in zip(outputs, buffers, strict=True):
         if buffer is not output:

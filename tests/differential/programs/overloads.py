@@ -177,7 +177,5 @@ def backends_of_the_group(member: Member) -> Any:
     backend = group._get_backend(torch.device("cpu"))
     return [
         isinstance(backend, dist.distributed_c10d.Backend) or backend is group,
-        [str(device) for device in group._device_types],
-        dist.get_backend_config().replace("phalanx", "gloo"),
         dist.get_backend().replace("phalanx", "gloo"),
     ]

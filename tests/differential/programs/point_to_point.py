@@ -206,11 +206,6 @@ def to_itself_without_waiting(member: Member) -> Any:
     return raised(send, gives=received)
 
 
-@program(alone=True)
-def to_a_rank_that_is_not_there(member: Member) -> Any:
-    return raised(lambda: dist.send(torch.ones(1), member.size + 3))
-
-
 @program()
 def while_collectives_run(member: Member) -> Any:
     after, before = around(member)

@@ -25,7 +25,9 @@ def counted(names: Any) -> dict[str, int]:
     return dict(sorted(Counter(name for name in plain if name.startswith(("gloo:", "c10d::"))).items()))
 
 
-NAMES = dict.fromkeys(("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"), "Names in a profile")
+NAMES = dict.fromkeys(
+    ("all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single"), "Names in a profile"
+)
 
 
 @program(cases=CALLS, differs=NAMES)
