@@ -250,7 +250,7 @@ class SharedMemoryTransport(Transport):  # type: ignore[misc]
         limit_s = self._seconds(timeout)
         clock = AwakeClock()
         for operation in self._begin_to_close():
-            if not operation.wait_done(max(0.0, limit_s - clock.now())):
+            if not operation.wait_done(max(0.0, limit_s - clock.now()), clock):
                 raise TimeoutError(f"transfers are still under way after {limit_s:.3f} s; close the transport again")
         self._release()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from phalanx.system.awake import wait_awake
+from phalanx.system.awake import AwakeClock, wait_awake
 from phalanx.watch import call_site
 
 __all__ = ["Operation"]
@@ -70,15 +70,15 @@ class Operation:
         if self.error is not None and not isinstance(self.error, Exception):
             raise self.error
 
-    def wait_done(self, timeout_s: float | None) -> bool:
-        """Block until the operation has run; False when the timeout came first."""
+    def wait_done(self, timeout_s: float | None, clock: AwakeClock | None = None) -> bool:
+        """Block until the operation has run; False when the timeout came first. A ``clock`` of the caller goes on."""
         with self._lock:
             if self.done:
                 return True
             if self._done_event is None:
                 self._done_event = threading.Event()
         # Not in slices where there is no limit: there is no time to be counted.
-        return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s)
+        return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s, clock)
 
     def future(self) -> torch.futures.Future[Any]:
         """A future of the result tensors, or of the error.

@@ -88,7 +88,7 @@ def wait_for_all(server: StoreServer, timeout_s: float, clock: AwakeClock) -> Jo
     """
     began_s = clock.now()
     try:
-        while not wait_awake(server.wait_for_all, min(REMIND_S, max(0.0, timeout_s - clock.now()))):
+        while not wait_awake(server.wait_for_all, min(REMIND_S, max(0.0, timeout_s - clock.now())), clock):
             missing = server.describe_missing()
             if clock.now() >= timeout_s:
                 raise InitializationError.ranks_missing(missing, timeout_s, at=f"rank 0 on {this_host().name}")

@@ -34,15 +34,17 @@ class AwakeClock:
             return self._now
 
 
-def wait_awake(wait: Callable[[float], bool], timeout_s: float | None) -> bool:
+def wait_awake(wait: Callable[[float], bool], timeout_s: float | None, clock: AwakeClock | None = None) -> bool:
     """Wait in slices until ``wait``, which is called with the seconds it may take, returns True; False at the timeout.
 
     Args:
         wait: waits at most so many seconds.
         timeout_s: how long in all, not counting time in which the process was stopped; None for without limit.
+        clock: one that the caller goes on to read; it is read often enough meanwhile. By default one is made.
     """
-    clock, limit = AwakeClock(), math.inf if timeout_s is None else timeout_s
-    while not wait(max(0.0, min(SLICE_S, limit - clock.now()))):
-        if clock.now() >= limit:
+    clock = clock or AwakeClock()
+    end = math.inf if timeout_s is None else clock.now() + timeout_s
+    while not wait(max(0.0, min(SLICE_S, end - clock.now()))):
+        if clock.now() >= end:
             return False
     return True
