@@ -125,7 +125,7 @@ class _Run(click.Command):
     "--no-preload",
     is_flag=True,
     help="Let each rank import torch for itself, a second or two later, in place of once for all. Needed by a script "
-    "that sets variables which torch reads while it is imported.",
+    "that sets variables which torch reads only while it is imported; a note names them.",
 )
 @click.option(
     "--stdin",

@@ -124,9 +124,14 @@ _OTHERWISE = {
     **dict.fromkeys(("numa-binding", "enable-cpu-affinity"), "you mean --bind numa, the cores of one NUMA node"),
     "gpu-ids": "you mean -x CUDA_VISIBLE_DEVICES=0,1",
     "mixed-precision": "Accelerate reads it from the environment: -x ACCELERATE_MIXED_PRECISION=bf16",
+    **dict.fromkeys(
+        ("dynamo-mode", "dynamo-use-fullgraph", "dynamo-use-dynamic", "dynamo-use-regional-compilation"),
+        "Accelerate reads it from the environment: -x ACCELERATE_DYNAMO_MODE=default, and so on",
+    ),
     "dynamo-backend": "Accelerate reads it from the environment: -x ACCELERATE_DYNAMO_BACKEND=INDUCTOR",
     **dict.fromkeys(("config-file", "tpu", "use-deepspeed", "use-fsdp", "use-megatron-lm"), _OWN_LAUNCHER),
-    **dict.fromkeys(("use-parallelism-config", "zero-stage", "jsrun"), _OWN_LAUNCHER),
+    **dict.fromkeys(("use-parallelism-config", "zero-stage", "gradient-accumulation-steps"), _OWN_LAUNCHER),
+    **dict.fromkeys(("gradient-clipping", "downcast-bf16", "main-training-function", "jsrun"), _OWN_LAUNCHER),
     **dict.fromkeys(("map-by", "rank-by", "rankfile", "rankmap", "rr", "grr", "membind"), _PLACEMENT),
     **dict.fromkeys(("use-hwthread-cpus", "gpus-per-proc", "binding-args"), _PLACEMENT),
     **dict.fromkeys(("p", "ssh-port", "i", "ssh-identity-file", "mpi-args", "tcp"), _LAUNCHERS_OWN),
@@ -144,7 +149,7 @@ _OTHERWISE = {
     **dict.fromkeys(("num-nccl-streams", "thread-affinity", "gloo-timeout-seconds"), _HOROVODS),
 }
 # How the names of whole groups of options begin: those of accelerate for other engines.
-_FAMILIES = ("deepspeed-", "fsdp-", "megatron-lm-", "parallelism-config-", "fp8-", "tpu-")
+_FAMILIES = ("deepspeed-", "zero3-", "offload-", "fsdp-", "megatron-lm-", "parallelism-config-", "fp8-", "tpu-", "aws-")
 _OURS = {theirs: ours for ours, names in _SAME.items() for theirs in names}
 # A one-letter option with its value, or several flags, in one word.
 _JOINED = re.compile(r"-n(\d+|auto|gpu|cpu)|-[Hx][^=].*|-[qm]{2,}")
