@@ -182,7 +182,7 @@ def test_a_new_row_is_measured_listed_and_explained_without_any_other_change() -
     accepted, text = out.splitlines()
     assert accepted == "('new_gather',)"
     assert "send_recv, barrier, new_gather." in text
-    assert "all_to_all_single and new_gather. memcpy" in text
+    assert "all_to_all_single and new_gather. The columns CPU" in text
 
 
 def test_every_dtype_has_a_name_of_torchs() -> None:

@@ -22,6 +22,7 @@ from tests.support.stores import Job, soon
 from torch._C._distributed_c10d import PrefixStore
 
 import phalanx
+from phalanx.errors import InitializationError
 from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet
 from phalanx.store import requests as wire
@@ -324,6 +325,26 @@ def test_when_rank_0_gives_up_everybody_is_told_why() -> None:
         assert [str(error) for error in errors] == ["rank 2 had not come"] * 2
         with pytest.raises(dist.DistStoreError, match=r"lost the store of rank 0 at 127.0.0.1 port \d+ .*has ended"):
             store.set("a", "b")
+
+
+def test_a_rank_that_asks_after_rank_0_has_gone_is_told_which_rank_went_first() -> None:
+    """Rank 0 gives up because of rank 2, and its process ends before rank 1, which is slow, asks for anything."""
+    with Job(4) as job:
+        stores = job.everybody()
+        for store in stores:
+            store.meeting(begins=True)
+        stores[3].meeting(begins=False)
+        job.ranks.pop(2).end()
+        with pytest.raises(InitializationError, match=r"rank 2 \(pid 1002 on h2\) has ended"):
+            stores[0].get("of rank 2")
+        stores[3].set("a", "b")  # it has all that it needs of the others, and goes on
+        job.server.end()
+        job.server._thread.join(20)
+        for _ in range(2):
+            with pytest.raises(InitializationError, match=r"rank 2 \(pid 1002 on h2\) has ended"):
+                stores[1].set("of rank 1", "")
+        with pytest.raises(InitializationError, match="rank 2"):
+            stores[1].get("of rank 0")
 
 
 def test_rank_0_answers_until_the_others_have_left() -> None:

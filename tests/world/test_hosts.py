@@ -333,7 +333,7 @@ def test_a_stranger_and_a_rank_with_another_key_stay_outside(pair: Pair) -> None
             heard += data
         print(heard[:9].decode(), len(heard))
     """
-    assert pair.end(pair.start(1, [sys.executable, "-c", dedent(knock)]))[0].out == "phalanx 2 42\n"
+    assert pair.end(pair.start(1, [sys.executable, "-c", dedent(knock)]))[0].out == "phalanx 3 42\n"
     first.heard("phalanx: refused a connection from 10.213.77.2, which sent no proof that it belongs to the job")
     for environment in ({"PHALANX_KEY_FILE": str(keys[1])}, {}):
         second = pair.end(pair.rank(1, 1, 2, **environment))[0]

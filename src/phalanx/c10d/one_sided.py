@@ -39,6 +39,7 @@ from phalanx.c10d.one_sided_memory import (
 )
 from phalanx.c10d.operation import Operation
 from phalanx.errors import ArgumentError, BackendError, ClosedError, DeviceMismatch, InitializationError, PeerLost
+from phalanx.system.awake import AwakeClock
 from phalanx.system.host import this_host
 from phalanx.system.other_memory import allow_readers, read_memory, why_refused, write_memory
 
@@ -247,9 +248,9 @@ class SharedMemoryTransport(Transport):  # type: ignore[misc]
         """
         self._close_cuda_streams()
         limit_s = self._seconds(timeout)
-        deadline = time.monotonic() + limit_s
+        clock = AwakeClock()
         for operation in self._begin_to_close():
-            if not operation.wait_done(max(0.0, deadline - time.monotonic())):
+            if not operation.wait_done(max(0.0, limit_s - clock.now())):
                 raise TimeoutError(f"transfers are still under way after {limit_s:.3f} s; close the transport again")
         self._release()
 

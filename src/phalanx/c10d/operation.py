@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from phalanx.system.awake import wait_awake
 from phalanx.watch import call_site
 
 __all__ = ["Operation"]
@@ -76,7 +77,8 @@ class Operation:
                 return True
             if self._done_event is None:
                 self._done_event = threading.Event()
-        return self._done_event.wait(timeout_s)
+        # Not in slices where there is no limit: there is no time to be counted.
+        return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s)
 
     def future(self) -> torch.futures.Future[Any]:
         """A future of the result tensors, or of the error.

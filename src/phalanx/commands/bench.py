@@ -159,8 +159,7 @@ def bench(
     before it is timed. send_recv is a ping-pong, and its figure is half a round trip.
 
     The size is that of the whole tensor for %(of_tensor)s; it is that of all blocks of a rank together for
-    %(of_blocks)s.
-    The columns CPU give the CPU time that a call costs the rank that uses most, with all its threads. The backend
+    %(of_blocks)s. The columns CPU give the CPU time that a call costs the rank that uses most, with all its threads. The backend
     nothing does nothing, so its figures are what torch.distributed itself costs.
     memcpy is the time in which every rank, at the same time as the others, copies that much in its own memory.
 

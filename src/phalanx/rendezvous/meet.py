@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -24,6 +23,7 @@ from phalanx.rendezvous.opening import open_store, serve, wait_for_all
 from phalanx.rendezvous.search import find_store
 from phalanx.store.claim import Claim, own_claim
 from phalanx.store.client import JobStore
+from phalanx.system.awake import AwakeClock
 from phalanx.system.interfaces import LOOPBACK, outward_address
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
@@ -96,7 +96,7 @@ def meet_by_broadcast(
     Raises:
         InitializationError: rank 0's port cannot be reached from here, or rank 0 could not bind one.
     """
-    deadline = time.monotonic() + timeout_s
+    clock = AwakeClock()
     key, claim = job_key(), _claim(place, opening, "")
     if place.rank == 0:
         try:
@@ -108,7 +108,7 @@ def meet_by_broadcast(
             raise InitializationError(trouble) from error
         server = serve(listener, place, key, claim, quiet=quiet)
         broadcast(json.dumps({"address": address, "port": listener.getsockname()[1]}))
-        return wait_for_all(server, timeout_s, deadline)
+        return wait_for_all(server, timeout_s, clock)
     announced = json.loads(broadcast(None))
     if "trouble" in announced:
         raise InitializationError(announced["trouble"])

@@ -49,12 +49,12 @@ def open_store(
     Raises:
         InitializationError: the address is not this host's, the port is taken, or ranks did not come in time.
     """
-    deadline = time.monotonic() + timeout_s
-    listener = _listen(place, point, key, claim, deadline, quiet=quiet)
+    clock = AwakeClock()
+    listener = _listen(place, point, key, claim, timeout_s, clock, quiet=quiet)
     # The others may reach this host by an address that is not its own.
     dialled = [(number, listener.getsockname()[1]) for number in resolved_addresses(point)]
     server = serve(listener, place, key, claim, quiet=quiet, announced=dialled)
-    return wait_for_all(server, timeout_s, deadline)
+    return wait_for_all(server, timeout_s, clock)
 
 
 def serve(
@@ -75,19 +75,24 @@ def serve(
     return StoreServer(listener, key, Seats(claim, place.hosts, place.num_nodes), announced=announced)
 
 
-def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobStore:
+def wait_for_all(server: StoreServer, timeout_s: float, clock: AwakeClock) -> JobStore:
     """Wait until all ranks have joined, print the missing ones every 5 seconds, and return the store.
 
+    Args:
+        server: rank 0's store.
+        timeout_s: how long the meeting may take, in seconds.
+        clock: how long it has taken.
+
     Raises:
-        InitializationError: some did not come before the deadline; the ranks that wait get the same error.
+        InitializationError: some did not come in time; the ranks that wait get the same error.
     """
-    left_s, clock = max(0.0, deadline - time.monotonic()), AwakeClock()
+    began_s = clock.now()
     try:
-        while not wait_awake(server.wait_for_all, min(REMIND_S, left_s - clock.now())):
+        while not wait_awake(server.wait_for_all, min(REMIND_S, max(0.0, timeout_s - clock.now()))):
             missing = server.describe_missing()
-            if clock.now() >= left_s:
+            if clock.now() >= timeout_s:
                 raise InitializationError.ranks_missing(missing, timeout_s, at=f"rank 0 on {this_host().name}")
-            tell(f"waiting for {missing}, {clock.now():.0f} s so far")
+            tell(f"waiting for {missing}, {clock.now() - began_s:.0f} s so far")
     except BaseException as error:
         server.end(str(error) or f"rank 0 gave up ({type(error).__name__})")
         raise
@@ -95,13 +100,13 @@ def wait_for_all(server: StoreServer, timeout_s: float, deadline: float) -> JobS
 
 
 def _listen(
-    place: Place, point: MeetingPoint, key: Key, claim: Claim, deadline: float, *, quiet: bool
+    place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float, clock: AwakeClock, *, quiet: bool
 ) -> socket.socket:
     """Listen on the first port that is free, on the first address that is this host's."""
     addresses, note = listening_addresses(place, point)
     if note and not quiet:
         tell(f"note: {note}")
-    remind = time.monotonic() + REMIND_S
+    remind_s = REMIND_S
     while True:
         trouble = ""
         for port in point.ports:
@@ -116,10 +121,10 @@ def _listen(
                         raise InitializationError(f"rank 0 cannot listen on {address} port {port}: {error}") from error
             else:
                 raise InitializationError(_not_here(place, point, addresses))
-        if not trouble or time.monotonic() >= deadline:
+        if not trouble or clock.now() >= timeout_s:
             raise InitializationError(_taken(point, addresses[0], trouble))
-        if time.monotonic() >= remind:
-            remind += REMIND_S
+        if clock.now() >= remind_s:
+            remind_s += REMIND_S
             tell(f"rank 0 waits for port {point.ports[0]}: {trouble}")
         time.sleep(PAUSE_S)
 

@@ -20,6 +20,7 @@ from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.rendezvous.opening import REMIND_S
 from phalanx.store.claim import Claim
 from phalanx.store.client import Connections, JobStore, connect
+from phalanx.system.awake import AwakeClock
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import is_loopback
 from phalanx.wire.dial import Line
@@ -29,8 +30,11 @@ from phalanx.words import tell
 
 __all__ = ["find_store"]
 
-# How long to wait for the greeting of whatever accepted the connection, before the next port is tried.
+# How long to wait for the greeting of whatever accepted the connection, where only rank 0 should listen.
 ANSWER_S = 2.0
+# The same where the port is one of several, and any program may have taken it: the first time, and later. So a stranger
+# who listens there and says nothing delays the meeting by less than a second.
+FIRST_ANSWER_S, LATER_ANSWER_S = 0.25, 0.75
 # The pause between two rounds is an eighth of the time that the search has taken, within these limits: it delays the
 # meeting by little, and ranks that wait for a long time do not flood rank 0's host.
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
@@ -49,12 +53,12 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
         InitializationError: rank 0 refuses this process, proves another key, was not found in time, or gave up
             waiting for other ranks.
     """
-    deadline = time.monotonic() + timeout_s
-    line, where = _find(place, point, key, claim, timeout_s)
+    clock = AwakeClock()
+    line, where = _find(place, point, key, claim, timeout_s, clock)
     connections = Connections(line, where, key, claim, source_address(where[0]))
     store = JobStore(connections, timedelta(seconds=timeout_s))
     try:
-        missing = store.wait_for_all(max(0.001, deadline - time.monotonic()))
+        missing = store.wait_for_all(max(0.001, timeout_s - clock.now()))
     except DistStoreError as error:
         store.end()
         raise InitializationError(f"rank {place.rank} had joined, but {error}") from error
@@ -69,9 +73,11 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
     return store
 
 
-def _find(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float) -> tuple[Line, tuple[str, int]]:
-    start = time.monotonic()
-    remind = start + REMIND_S
+def _find(
+    place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float, clock: AwakeClock
+) -> tuple[Line, tuple[str, int]]:
+    remind_s = REMIND_S
+    silent: list[int] = []  # the ports where something accepts connections and says nothing
     while True:
         trouble, addresses = "nothing listens there", [point.address]
         try:
@@ -80,33 +86,38 @@ def _find(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: 
             if not error.may_pass:
                 raise
             trouble, addresses = str(error), []
-        for port in point.ports:
+        again = silent[:1]  # of those only one in each round, so that many of them delay it no more than one does
+        del silent[:1]
+        for port in [*(port for port in point.ports if port not in (*silent, *again)), *again]:
+            patience_s = ANSWER_S if point.fixed else LATER_ANSWER_S if port in again else FIRST_ANSWER_S
             for address in addresses:
-                limit = min(ANSWER_S, max(0.05, start + timeout_s - time.monotonic()))
+                limit_s = min(patience_s, max(0.05, timeout_s - clock.now()))
                 try:
-                    return _try(place, point, (address, port), key, claim, limit)
+                    return _try(place, point, (address, port), key, claim, limit_s)
                 except ConnectionRefusedError:
                     continue
                 except TimeoutError:
                     trouble = f"no rank 0 answers at port {port}"
+                    if port not in silent:
+                        silent.append(port)
                 except OSError as error:
                     trouble = error.strerror or str(error)
                 except _NotHere as error:
                     trouble = str(error)
-        now = time.monotonic()
-        if now - start >= timeout_s:
+        now = clock.now()
+        if now >= timeout_s:
             raise InitializationError(
                 f"rank {place.rank} on {claim.host} waited {timeout_s:.0f} s for rank 0 at "
                 f"{_where(point, addresses)}: {trouble}. {_advice(place, addresses)}"
             )
-        if now >= remind:
-            remind += REMIND_S
+        if now >= remind_s:
+            remind_s += REMIND_S
             hint = _advice(place, addresses) if addresses and all(map(is_loopback, addresses)) else ""
             tell(
                 f"rank {place.rank} on {claim.host} searches for rank 0 at {_where(point, addresses)} "
-                f"({point.source}): {trouble}; {now - start:.0f} s so far{f'. {hint}' if hint else ''}"
+                f"({point.source}): {trouble}; {now:.0f} s so far{f'. {hint}' if hint else ''}"
             )
-        time.sleep(min(max(SHORTEST_PAUSE_S, (now - start) / 8), LONGEST_PAUSE_S))
+        time.sleep(min(max(SHORTEST_PAUSE_S, now / 8), LONGEST_PAUSE_S))
 
 
 class _NotHere(Exception):

@@ -9,6 +9,7 @@ every process that connects, and listens on every interface.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -40,7 +41,6 @@ __all__ = ["Connections", "JobStore", "connect"]
 # How much longer than the timeout a rank waits for an answer, so that rank 0's answer LATE can arrive.
 MARGIN_S = 30.0
 LONGEST_WAIT_S = 1e8  # sockets accept no longer timeout
-_BLOCK = 1 << 18
 _PAUSE_S = 0.05
 _Result = tuple[int, int, Sequence[bytes]]
 
@@ -91,6 +91,7 @@ class Connections:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ended = False
+        self._last_answer: _Result | None = None  # LOST: no other follows it
         _inherited.add(self)
 
     def call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Result:
@@ -100,10 +101,13 @@ class Connections:
             DistStoreError: rank 0 has gone.
         """
         message = requests.pack(code, number, fields)
+        if self._last_answer is not None:
+            return self._last_answer
         line = self._take()
         try:
             line.sock.settimeout(None if timeout_s is None else timeout_s + MARGIN_S)
-            line.sock.sendall(line.session.seal(message))
+            with contextlib.suppress(ConnectionError):  # what rank 0 has said before it went can still be read
+                line.sock.sendall(line.session.seal(message))
             if timeout_s is not None and not wait_awake(partial(_readable, line.sock), timeout_s + MARGIN_S):
                 raise TimeoutError("no answer came")
             data = bytearray()
@@ -111,8 +115,9 @@ class Connections:
                 length = requests.length_of(data)
                 if length is not None and len(data) >= length + TAG_BYTES:
                     break
-                most = _BLOCK if length is None else min(length + TAG_BYTES - len(data), 1 << 22)
-                part = line.sock.recv(most)
+                # No more than this message: another one may follow it.
+                end = requests.SHORTEST if length is None else length
+                part = line.sock.recv(min(end + TAG_BYTES - len(data), 1 << 22))
                 if not part:
                     raise ConnectionResetError("the connection was closed")
                 data += part
@@ -125,7 +130,9 @@ class Connections:
             line.close()  # an answer may still be on its way
             raise
         with self._lock:
-            if not self._ended:
+            if result[0] == requests.LOST:
+                self._last_answer = result
+            elif not self._ended:
                 self._idle.append(line)
                 return result
         line.close()
@@ -235,7 +242,8 @@ class JobStore(Store):
         self._ask(requests.APPEND, 0, [key.encode(), _bytes(value)])
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._ask(requests.COMPARE_SET, 0, [key.encode(), _bytes(expected_value), _bytes(desired_value)])[1][0]
+        given = [key.encode(), _bytes(expected_value), _bytes(desired_value)]
+        return _checked(self._ask(requests.COMPARE_SET, 0, given)[1], 1)[0]
 
     def delete_key(self, key: str) -> bool:
         return bool(self._ask(requests.DELETE, 0, [key.encode()])[0])
@@ -250,7 +258,7 @@ class JobStore(Store):
         return self._ask(requests.COUNT, 0, [])[0]
 
     def list_keys(self) -> list[str]:
-        return [key.decode() for key in self._ask(requests.LIST, 0, [])[1]]
+        return [key.decode(errors="replace") for key in self._ask(requests.LIST, 0, [])[1]]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return list(self._wait_for(requests.READ, keys, self.timeout))
@@ -272,15 +280,14 @@ class JobStore(Store):
 
     def wait_for_all(self, timeout_s: float) -> str:
         """Wait until every rank has joined; return the ranks that have not in time, for people, or an empty string."""
-        code, _, fields = self._peer.call(requests.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
-        if code == requests.FAILED:
-            raise DistStoreError(fields[0].decode())
-        return fields[0].decode() if code == requests.LATE else ""
+        code, _, fields = self._call(requests.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
+        return _text(fields) if code == requests.LATE else ""
 
     def meeting(self, begins: bool) -> None:
         """Say that this rank begins to exchange with the others what they need to work together, or has all of it.
 
-        In between, all waits in the store end with InitializationError on every rank if this one goes.
+        In between, all that the others ask of the store ends with InitializationError if this one goes. Ranks that have
+        all that they need get it only where they wait.
         """
         self._ask(requests.MEETING, int(begins), [])
 
@@ -294,21 +301,38 @@ class JobStore(Store):
     def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
         timeout_s = timeout.total_seconds()
         limit = timeout_s if 0 < timeout_s < LONGEST_WAIT_S else None
-        answered, _, fields = self._peer.call(code, _milliseconds(limit or 0.0), [key.encode() for key in keys], limit)
+        answered, _, fields = self._call(code, _milliseconds(limit or 0.0), [key.encode() for key in keys], limit)
         if answered == requests.LATE:
-            missing = ", ".join(field.decode() for field in fields[:8]) + (", …" if len(fields) > 8 else "")
+            missing = ", ".join(field.decode(errors="replace") for field in fields[:8]) + (
+                ", …" if len(fields) > 8 else ""
+            )
             raise DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {missing}")
-        if answered == requests.LOST:
-            raise InitializationError(fields[0].decode())
-        if answered == requests.FAILED:
-            raise DistStoreError(fields[0].decode())
-        return fields
+        return _checked(fields, len(keys)) if code == requests.READ else fields
 
     def _ask(self, code: int, number: int, fields: Sequence[bytes]) -> tuple[int, Sequence[bytes]]:
-        answered, result, said = self._peer.call(code, number, fields, None)
-        if answered != requests.DONE:
-            raise DistStoreError(said[0].decode())
+        _, result, said = self._call(code, number, fields, None)
         return result, said
+
+    def _call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Result:
+        """Carry out a request, and return its answer, DONE or LATE."""
+        answer = self._peer.call(code, number, fields, timeout_s)
+        if answer[0] == requests.LOST:
+            raise InitializationError(_text(answer[2]))
+        if answer[0] not in (requests.DONE, requests.LATE):
+            raise DistStoreError(_text(answer[2]))
+        return answer
+
+
+def _checked(fields: Sequence[bytes], count: int) -> Sequence[bytes]:
+    """The values of an answer; without a key anybody may pose as rank 0, and send another number of them."""
+    if len(fields) != count:
+        raise DistStoreError(f"the store sent {len(fields)} values where {count} belong: is that rank 0 of this job?")
+    return fields
+
+
+def _text(fields: Sequence[bytes]) -> str:
+    """What the store says for people."""
+    return fields[0].decode(errors="replace") if fields else "rank 0 gives no reason"
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -29,6 +29,7 @@ __all__ = [
     "MEETING",
     "READ",
     "SET",
+    "SHORTEST",
     "WAIT",
     "length_of",
     "pack",
@@ -40,13 +41,15 @@ __all__ = [
 # has all; all others send 0. The fields are keys, or keys and values in turn.
 SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MEETING = range(1, 13)
 # Answers. DONE carries the result, as a number or as fields. LATE means that the wait took too long; its fields name
-# what is missing. The field of FAILED is the reason. So is that of LOST: a rank went while the ranks were meeting.
+# what is missing. The field of FAILED is the reason. So is that of LOST: a rank went while the ranks were meeting. LOST
+# is also sent unasked, as the answer to whatever is asked next; nothing else is answered on the connection after it.
 DONE, LATE, FAILED, LOST = range(4)
 
 # Eight times what torch's own store accepts.
 LONGEST = framing.LONGEST
 _LENGTH = struct.Struct("!I")
 _HEAD = struct.Struct("!BqI")
+SHORTEST = PREFIX_BYTES + _HEAD.size
 
 
 def pack(code: int, number: int = 0, fields: Sequence[bytes] = ()) -> bytes:

@@ -60,6 +60,7 @@ class _Guest:
         waits: whether a request of this connection has not been answered yet.
         parked: that request, if it waits for keys.
         stuck: whether the selector waits for ``out`` to be taken.
+        told: whether it has been told of a lost rank, which is the last thing that it is told.
     """
 
     sock: socket.socket
@@ -71,6 +72,7 @@ class _Guest:
     waits: bool = False
     parked: Parked | None = None
     stuck: bool = False
+    told: bool = False
 
 
 class StoreServer:
@@ -100,6 +102,7 @@ class StoreServer:
         self._complaints = 0
         self._over = ""
         self._meeting: set[int] = set()  # the ranks that have joined, and have not all that they need of the others
+        self._met: set[int] = set()  # those that have it
         self._retired = self._stopped = False
         # Guards everything here. No thread waits for anything while holding it.
         self._lock = threading.RLock()
@@ -245,9 +248,9 @@ class StoreServer:
             data = b""
         if not data:
             self._dismiss(guest)
-            return
-        guest.data += data
-        self._read_requests(guest, now)
+        elif not guest.told:
+            guest.data += data
+            self._read_requests(guest, now)
 
     def _read_requests(self, guest: _Guest, now: float) -> None:
         try:
@@ -289,11 +292,24 @@ class StoreServer:
 
     def _meet(self, rank: int, begins: int) -> None:
         (self._meeting.add if begins else self._meeting.discard)(rank)
+        (self._met.discard if begins else self._met.add)(rank)
 
     def _lose(self, claim: Claim) -> None:
-        """If the rank has gone before it had all that it needs, the others wait in vain for what they need of it."""
-        if claim.rank in self._meeting:
-            self._table.lose(f"rank {claim.rank} ({claim.name}) has ended, or given up, while the ranks were meeting")
+        """If the rank has gone before it had all that it needs, the others wait in vain for what they need of it.
+
+        They are told now, also those that have not asked for it yet: rank 0's process may be gone when they do. It may
+        end as soon as it knows itself, so it is told last.
+        """
+        if claim.rank not in self._meeting:
+            return
+        why = f"rank {claim.rank} ({claim.name}) has ended, or given up, while the ranks were meeting"
+        for guest in list(self._guests.values()):
+            if guest.claim.rank not in self._met and not guest.told:
+                if guest.parked is not None:
+                    self._table.forget(guest.parked)
+                self._reply(guest, requests.LOST, 0, [self._table.lost or why.encode()])
+                guest.told = True
+        self._table.lose(why)
 
     # -- joining -----------------------------------------------------------------------------------
 

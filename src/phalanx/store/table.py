@@ -45,7 +45,11 @@ class Parked:
 
 
 class Table:
-    """The keys of one job."""
+    """The keys of one job.
+
+    Attributes:
+        lost: which rank has gone before it had set its keys; empty if none has.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[bytes, bytes] = {}
@@ -53,7 +57,7 @@ class Table:
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._most_deadlines = 64
         self._order = count()
-        self._lost = b""
+        self.lost = b""
 
     def handle(self, code: int, number: int, fields: Sequence[bytes], answer: Answer, now: float) -> Parked | None:
         """Carry out one request.
@@ -70,9 +74,9 @@ class Table:
             deadline = now + number / 1000 if number > 0 else math.inf
             parked = Parked(code, fields, set(), answer)
             self._settle(parked)
-            if self._lost and not parked.over:
+            if self.lost and not parked.over:
                 self._leave(parked)
-                parked.finish(requests.LOST, 0, [self._lost])
+                parked.finish(requests.LOST, 0, [self.lost])
             if parked.over:
                 return None
             if deadline < math.inf:
@@ -124,10 +128,10 @@ class Table:
 
     def lose(self, why: str) -> None:
         """Answer every request that waits, now or later, with the rank that went before it had set its keys."""
-        self._lost = self._lost or why.encode()  # the first to go makes the others give up
+        self.lost = self.lost or why.encode()  # the first to go makes the others give up
         for waiting in list(self._parked.values()):
             for parked in waiting:
-                parked.finish(requests.LOST, 0, [self._lost])
+                parked.finish(requests.LOST, 0, [self.lost])
         self._parked.clear()
 
     # -- requests --------------------------------------------------------------------------------------

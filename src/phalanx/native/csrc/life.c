@@ -44,11 +44,15 @@ int phx_all_seen(const phx_comm *comm, uint32_t *by, uint32_t *whom)
     *by = *whom = PHX_NOBODY;
     for (uint32_t p = 0; p < comm->size; p++) {
         uint32_t found = atomic_load_explicit(&comm->places[p].sees, memory_order_acquire);
-        if (!found && lost(comm, p))
-            found = atomic_load_explicit(&comm->places[p].sees, memory_order_acquire); /* its last act, perhaps */
         if (!found) {
-            *by = p;
-            return lost(comm, p) ? PHX_PEER_LOST : PHX_UNDER_WAY;
+            /* Once: a rank may look, meet the others and leave in order between two questions. */
+            const int gone = lost(comm, p);
+            if (gone)
+                found = atomic_load_explicit(&comm->places[p].sees, memory_order_acquire); /* its last act, perhaps */
+            if (!found) {
+                *by = p;
+                return gone ? PHX_PEER_LOST : PHX_UNDER_WAY;
+            }
         }
         if (found >= UNSEEN && *whom == PHX_NOBODY) {
             *by = p;

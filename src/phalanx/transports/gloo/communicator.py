@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import (
 )
 
 from phalanx.errors import ClosedError, PhalanxError, RankError
+from phalanx.system.awake import wait_awake
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.reductions import FLOATS, OP_NAMES, reducible
 
@@ -173,7 +174,7 @@ class _GlooMessage(Message):
     def _await(self, timeout_s: float | None) -> None:
         if timeout_s:
             self.expect()
-            self._done.wait(timeout_s)
+            wait_awake(self._done.wait, timeout_s)
         else:
             self._wait_inside()
 

@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
 from phalanx.native.core import NOBODY, Status, library
+from phalanx.system.awake import AwakeClock
 from phalanx.transports.shm.tuning import Tuning
 
 __all__ = ["NotOneHost", "join_segment"]
@@ -204,9 +205,9 @@ def _see_each_other(comm: int, descriptor: int, rank: int, timeout_s: float) -> 
     """
     core, by, whom = library(), ctypes.c_uint32(), ctypes.c_uint32()
     core.phx_look(comm, descriptor)
-    started = time.monotonic()
+    clock = AwakeClock()
     while (status := core.phx_all_seen(comm, ctypes.byref(by), ctypes.byref(whom))) != Status.OK:
-        waited_s = time.monotonic() - started
+        waited_s = clock.now()
         unseen = core.phx_sees(comm, by.value) == 0
         if status == Status.PEER_LOST or waited_s > (min(SIGHT_S, timeout_s) if unseen else timeout_s):
             raise InitializationError(f"rank {rank}: rank {by.value} of the group ended while the ranks met")
