@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.spellings import translate
 
 OWN = {"-n": True, "--ranks": True, "-m": False, "-q": False, "-x": True, "-H": True, "--hosts": True, "--grace": True}
+OWN |= dict.fromkeys(("--hostfile", "--ppn", "--bind", "--interface", "--stdin", "--device"), True)
 TARGET = ["train.py", "--nproc-per-node", "9", "-hosts"]  # what stands after the target is its own
 
 
@@ -35,6 +37,15 @@ TARGET = ["train.py", "--nproc-per-node", "9", "-hosts"]  # what stands after th
         ("-n4 -qm", "-n4 -qm"),
         ("--shutdown-timeout 9", "--grace 9"),
         ("-q -n 2 -m", "-q -n 2 -m"),
+        ("-n=4 --n 4", "-n 4 -n 4"),
+        ("-genv A=1 --env B 2 -genv=C 3", "-x A=1 -x B=2 -x C=3"),
+        ("--iface lo --prepend-rank --genvall -l", "--interface lo"),
+        ("-host a:1 -perhost 2 -N 2 -hostlist b", "--hosts a:1 --ppn 2 --ppn 2 --hosts b"),
+        ("-s 1 -stdin 2 --stdin 0", "--stdin 1 --stdin 2 --stdin 0"),
+        ("--output tag --display-map --bind-to-core", "--bind core"),
+        ("--tee 0 -r 0", ""),
+        ("--num_cpu_threads_per_process 3 --same_network", "-x OMP_NUM_THREADS=3"),
+        ("--mpirun_hostfile nodes -binding core", "--hostfile nodes --bind core"),
     ],
 )
 def test_what_means_the_same_is_accepted(theirs: str, ours: str) -> None:
@@ -46,7 +57,30 @@ def test_what_is_not_needed_is_accepted_with_a_note(theirs: str) -> None:
     ours, (note,) = translate([*theirs.split(), *TARGET], OWN)
     assert ours == TARGET
     assert "is not needed" in note
+    assert "on a free port" in note
     assert theirs.partition(" ")[0].partition("=")[0] in note
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        ("--monitor-interval 5", "told at once"),
+        ("--role trainer", "the same role"),
+        ("--start_method=spawn", "--no-preload"),
+        ("-genvlist A,B", "every variable"),
+        ("--start-timeout 60", "waits"),
+    ],
+)
+def test_the_note_says_why_just_this_is_not_needed(theirs: str, reason: str) -> None:
+    ours, (note,) = translate([*theirs.split(), *TARGET], OWN)
+    assert ours == TARGET
+    assert reason in note
+    assert "port" not in note
+
+
+def test_the_name_of_this_machine_is_an_address_of_it() -> None:
+    ours, (note,) = translate([f"--master_addr={socket.gethostname()}", *TARGET], OWN)
+    assert (ours, "is not needed" in note) == (TARGET, True)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +95,17 @@ def test_what_is_not_needed_is_accepted_with_a_note(theirs: str) -> None:
         ("--gpu_ids 0,1", "-x CUDA_VISIBLE_DEVICES"),
         ("-wdir /tmp", "cd there first"),
         ("--map-by node", "--mpi 'mpirun"),
+        ("--mca btl self", "--mpi 'mpiexec"),
+        ("-genvnone", "env -i"),
+        ("--output dir=logs", "tee"),
+        ("-outfile-pattern=%r", "tee"),
+        ("--tee 3", "tee"),
+        ("--fsdp_sharding_strategy 1", "Phalanx works under it"),
+        ("--mixed_precision bf16", "ACCELERATE_MIXED_PRECISION"),
+        ("--fusion-threshold-mb 32", "horovodrun"),
+        ("--min-num-proc 2", "fixed"),
+        ("--timeout 60", "timeout SECONDS phalanx run"),
+        ("-c 4", "-n says how many"),
         ("--rnks 3", "did you mean --ranks?"),
         ("--nproc_per_nod 3", "did you mean -n?"),
         ("--frobnicate", "phalanx run --help"),

@@ -125,15 +125,15 @@ class _Run(click.Command):
     "--no-preload",
     is_flag=True,
     help="Let each rank import torch for itself, a second or two later, in place of once for all. Needed by a script "
-    "that sets variables which torch reads while it is imported.",
+    "that sets variables which torch reads only while it is imported; a note names them.",
 )
 @click.option(
     "--stdin",
     "reader",
     type=int,
     metavar="RANK",
-    help="The rank that reads standard input, also from a terminal.  [default: 0, and no rank from a terminal, "
-    "but with -n 1]",
+    help="The rank that reads standard input, also from a terminal.  [default: 0 reads a pipe or a file; a terminal is "
+    "read only with -n 1]",
 )
 @click.option(
     "--debug",
@@ -165,7 +165,7 @@ class _Run(click.Command):
 @click.option(
     "--address",
     metavar="ADDR",
-    help="With --mpi: this host's address on the network of the ranks, if phalanx finds another one.",
+    help="With --mpi: this host's address on the network of the ranks, if phalanx would choose another one.",
 )
 @click.option(
     "--replace",
@@ -176,7 +176,7 @@ class _Run(click.Command):
 @click.option(
     "--interface",
     metavar="NAME",
-    help="The network interface, on every host, over which ranks talk (ib0), if phalanx finds another one.",
+    help="The network interface, on every host, over which ranks talk (ib0), if phalanx would choose another one.",
 )
 @click.option(
     "--memory",
@@ -236,8 +236,9 @@ def run(
 
     A script joins the others with phalanx.init(), or with torch.distributed.init_process_group(), which needs no
     arguments: each rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and the other variables that torchrun sets. So
-    scripts written for torchrun run unchanged, and torchrun's options for one machine are understood. Python scripts
-    are forked from one process that has imported torch: starting many takes little longer than starting one.
+    scripts written for torchrun run unchanged. Options of torchrun, mpiexec, accelerate launch and horovodrun that mean
+    the same as one of these are understood. Python scripts are forked from one process that has imported torch:
+    starting many takes little longer than starting one.
 
     Every line of output is marked with its rank. If a rank fails, one block says which, why and where, and the others
     are ended. Ctrl-C ends the job and says where each rank was; a second one kills at once. Ctrl-\\ only prints the

@@ -3,12 +3,16 @@
 Users come with a command line for another launcher. An option of it that means the same here is accepted; one that asks
 for what happens anyway is accepted and ignored; for every other one the error says how the same is done here. Only the
 words before the target are looked at, because those after it belong to the target.
+
+Names are written without their dashes, because mpiexec takes each with one dash or with two, and with hyphens, because
+torchrun and accelerate take those and underscores.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import socket
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import LaunchError
@@ -17,96 +21,135 @@ __all__ = ["translate"]
 
 # Options that mean the same as one of ours, with a value.
 _SAME = {
-    "-n": ("--nproc-per-node", "-np", "--np", "--num-proc", "--num-processes", "--ntasks"),
-    "--ppn": ("-ppn", "-perhost", "--perhost", "--npernode", "-npernode", "-N", "--ntasks-per-node"),
-    "--hosts": ("-hosts", "-host", "--host"),
-    "--hostfile": ("-hostfile", "-machinefile", "--machinefile", "-f"),
-    "--interface": ("-iface", "--network-interface", "--network-interfaces"),
-    "--bind": ("--bind-to", "-bind-to"),
-    "--grace": ("--shutdown-timeout",),
+    "-n": ("nproc-per-node", "np", "num-proc", "num-processes", "ntasks"),
+    "--ppn": ("perhost", "npernode", "N", "ntasks-per-node"),
+    "--hosts": ("host", "hostlist"),
+    "--hostfile": ("machinefile", "f", "mpirun-hostfile"),
+    "--interface": ("iface", "network-interface", "network-interfaces"),
+    "--bind": ("bind-to", "binding"),
+    "--stdin": ("s",),
+    "--grace": ("shutdown-timeout",),
 }
 # Options without a value, and what they are here; empty for those that ask for what happens anyway.
 _FLAGS = {
-    "--module": ("-m",),
-    "--cpu": ("--device", "cpu"),
+    "module": ("-m",),
+    "cpu": ("--device", "cpu"),
+    "bind-to-core": ("--bind", "core"),
     **dict.fromkeys(
         (
-            "--standalone",
-            "--no-python",
-            "--run-path",
-            "--use-env",
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "-oversubscribe",
-            "--tag-output",
-            "-tag-output",
-            "-prepend-rank",
-            "-genvall",
-            "-envall",
-            "--multi-gpu",
-            "--gloo",
+            "standalone",
+            "no-python",
+            "run-path",
+            "use-env",
+            "allow-run-as-root",
+            "oversubscribe",
+            "tag-output",
+            "prepend-rank",
+            "l",
+            "label",
+            "genvall",
+            "envall",
+            "display-map",
+            "print-rank-map",
+            "multi-gpu",
+            "same-network",
+            "gloo",
+            "disable-cache",
         ),
         (),
     ),
 }
-# Options with a variable and its value as two words.
-_VARIABLES = ("-genv", "-env")
+# Options with a variable and its value, as two words or as one with an equals sign.
+_VARIABLES = ("genv", "env")
+# Options whose value is that of a variable.
+_AS_VARIABLE = {"num-cpu-threads-per-process": "OMP_NUM_THREADS"}
 _HOSTS_REMEDY = (
     "phalanx run starts ranks on this machine, or with an MPI launcher on several: --mpi mpiexec -H h1:4,h2:4; under "
     "torchrun, srun or mpiexec the same script runs unchanged"
 )
 _RESTART_REMEDY = "phalanx run starts a job once; start it again where it fails: until phalanx run …; do sleep 1; done"
+_NO_LOGS = "phalanx run writes no log files; it marks every line with its rank: phalanx run … 2>&1 | tee job.log"
 # Options with a value that asks for what happens anyway, the values that do, and the remedy for the others.
 _DEFAULTS = {
-    "--nnodes": (("1", "1:1"), _HOSTS_REMEDY),
-    "--num-machines": (("1",), _HOSTS_REMEDY),
-    "--node-rank": (("0",), _HOSTS_REMEDY),
-    "--machine-rank": (("0",), _HOSTS_REMEDY),
-    "--max-restarts": (("0",), _RESTART_REMEDY),
+    "nnodes": (("1", "1:1"), _HOSTS_REMEDY),
+    "num-machines": (("1",), _HOSTS_REMEDY),
+    "node-rank": (("0",), _HOSTS_REMEDY),
+    "machine-rank": (("0",), _HOSTS_REMEDY),
+    "max-restarts": (("0",), _RESTART_REMEDY),
+    "output": (("tag", "TAG"), _NO_LOGS),
+    **dict.fromkeys(("r", "redirects", "t", "tee"), (("0",), _NO_LOGS)),
 }
 # Options with the address at which ranks meet. Here the launcher chooses it.
-_ADDRESSES = ("--master-addr", "--main-process-ip", "--rdzv-endpoint")
+_ADDRESSES = ("master-addr", "main-process-ip", "rdzv-endpoint")
 _LOOPBACK = ("", "localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
-# Options with a value that nothing here needs.
-_NEEDLESS = (
-    "--master-port",
-    "--main-process-port",
-    "--rdzv-backend",
-    "--rdzv-id",
-    "--rdzv-conf",
-    "--local-addr",
-    "--monitor-interval",
-    "--start-method",
-    "--start-timeout",
-    "--role",
-    "--signals-to-handle",
-    "--event-log-handler",
+_MEETING = "phalanx run chooses where its ranks meet, on a free port"
+# Options with a value that nothing here needs, and why.
+_NEEDLESS = {
+    **dict.fromkeys(
+        ("master-port", "main-process-port", "rdzv-backend", "rdzv-id", "rdzv-conf", "local-addr"), _MEETING
+    ),
+    "monitor-interval": "phalanx run is told at once that a rank has ended",
+    "start-method": "Python ranks are forked; with --no-preload each is a new process",
+    "start-timeout": "phalanx run waits for its ranks until they have started, or one has failed",
+    "role": "all ranks of phalanx run have the same role",
+    "signals-to-handle": "phalanx run passes signals on to the ranks anyway",
+    "event-log-handler": "phalanx run keeps no log of events",
+    **dict.fromkeys(("genvlist", "envlist"), "ranks have every variable of this environment"),
+}
+_OWN_LAUNCHER = (
+    "is for a launcher of its own kind, which reads more than this; start it by that, Phalanx works under it"
 )
-_NO_LOGS = "phalanx run writes no log files; it marks every line with its rank: phalanx run … 2>&1 | tee job.log"
-_ACCELERATES = "belongs to Accelerate, which reads it from the environment: -x ACCELERATE_…=…"
-_OWN_LAUNCHER = "is for accelerate launch; start it by that, Phalanx works under it too"
+_HOROVODS = "belongs to Horovod's own engine; start such a script by horovodrun, Phalanx works under it too"
 _PLACEMENT = "placing is up to the MPI launcher: --mpi 'mpirun --map-by …'"
+_LAUNCHERS_OWN = "give it to the MPI launcher: --mpi 'mpiexec …'"
+_ELASTIC = "the number of ranks is fixed: -n N"
+_SHOWN = "--dry-run shows what would be started, and with --json the cores of each rank"
+_TIMES = "mark the lines by another program: phalanx run … 2>&1 | ts"
 # Options that have no counterpart, and how the same is done here.
 _OTHERWISE = {
-    **dict.fromkeys(("--log-dir", "-r", "--redirects", "-t", "--tee", "--output-filename", "--logs-specs"), _NO_LOGS),
-    **dict.fromkeys(("-outfile-pattern", "-errfile-pattern"), _NO_LOGS),
-    **dict.fromkeys(("-wdir", "--wdir", "-wd", "--chdir"), "ranks run in the directory of phalanx run: cd there first"),
-    "--rank": "phalanx run starts all ranks itself, and -n says how many",
+    **dict.fromkeys(("log-dir", "output-filename", "output-directory", "logs-specs"), _NO_LOGS),
+    **dict.fromkeys(("outfile", "outfile-pattern", "errfile", "errfile-pattern"), _NO_LOGS),
+    "merge-stderr-to-stdout": "phalanx run … 2>&1 does the same",
+    **dict.fromkeys(("timestamp-output", "prepend-timestamp", "prefix-timestamp"), _TIMES),
+    "prefix-output-with-timestamp": _TIMES,
+    **dict.fromkeys(("wdir", "gwdir", "wd", "chdir"), "ranks run in the directory of phalanx run: cd there first"),
+    **dict.fromkeys(("genvnone", "envnone"), 'leave variables out before: env -i PATH="$PATH" phalanx run …'),
+    "rank": "phalanx run starts all ranks itself, and -n says how many",
+    "c": "-n says how many ranks to start; --bind core gives each its share of the cores",
     **dict.fromkeys(
-        ("--local-ranks-filter", "--duplicate-stdout-filters", "--duplicate-stderr-filters"),
+        ("local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters"),
         "every line is marked with its rank: phalanx run … | grep '^.rank 0.'",
     ),
-    "--virtual-local-rank": "give each rank its own device in the script: phalanx.init().device",
-    "--numa-binding": "you mean --bind numa",
-    "--mixed-precision": _ACCELERATES,
-    "--dynamo-backend": _ACCELERATES,
-    "--gpu-ids": "you mean -x CUDA_VISIBLE_DEVICES=0,1",
-    **dict.fromkeys(("--config-file", "--use-deepspeed", "--use-fsdp"), _OWN_LAUNCHER),
-    **dict.fromkeys(("--map-by", "-map-by", "--rank-by", "-rank-by"), _PLACEMENT),
-    **dict.fromkeys(("-p", "--ssh-port", "--ssh-identity-file"), "give it to the MPI launcher: --mpi 'mpiexec …'"),
-    **dict.fromkeys(("-v", "--verbose"), "--dry-run shows what would be started"),
-    **dict.fromkeys(("--min-np", "--max-np", "--host-discovery-script"), "the number of ranks is fixed: -n N"),
+    "virtual-local-rank": "give each rank its own device in the script: phalanx.init().device",
+    **dict.fromkeys(("numa-binding", "enable-cpu-affinity"), "you mean --bind numa, the cores of one NUMA node"),
+    "gpu-ids": "you mean -x CUDA_VISIBLE_DEVICES=0,1",
+    "mixed-precision": "Accelerate reads it from the environment: -x ACCELERATE_MIXED_PRECISION=bf16",
+    **dict.fromkeys(
+        ("dynamo-mode", "dynamo-use-fullgraph", "dynamo-use-dynamic", "dynamo-use-regional-compilation"),
+        "Accelerate reads it from the environment: -x ACCELERATE_DYNAMO_MODE=default, and so on",
+    ),
+    "dynamo-backend": "Accelerate reads it from the environment: -x ACCELERATE_DYNAMO_BACKEND=INDUCTOR",
+    **dict.fromkeys(("config-file", "tpu", "use-deepspeed", "use-fsdp", "use-megatron-lm"), _OWN_LAUNCHER),
+    **dict.fromkeys(("use-parallelism-config", "zero-stage", "gradient-accumulation-steps"), _OWN_LAUNCHER),
+    **dict.fromkeys(("gradient-clipping", "downcast-bf16", "main-training-function", "jsrun"), _OWN_LAUNCHER),
+    **dict.fromkeys(("map-by", "rank-by", "rankfile", "rankmap", "rr", "grr", "membind"), _PLACEMENT),
+    **dict.fromkeys(("use-hwthread-cpus", "gpus-per-proc", "binding-args"), _PLACEMENT),
+    **dict.fromkeys(("p", "ssh-port", "i", "ssh-identity-file", "mpi-args", "tcp"), _LAUNCHERS_OWN),
+    **dict.fromkeys(("mca", "prtemca", "pmixmca", "prefix", "launcher", "launcher-exec", "bootstrap"), _LAUNCHERS_OWN),
+    **dict.fromkeys(("rmk", "nolocal", "localhost", "usize", "tune", "gtool"), _LAUNCHERS_OWN),
+    **dict.fromkeys(("configfile", "app"), "a job here has one program for all ranks, which may ask for its rank"),
+    **dict.fromkeys(("v", "verbose", "display", "report-bindings"), _SHOWN),
+    **dict.fromkeys(("version", "V"), "phalanx --version prints it"),
+    "timeout": "limit the job by another program: timeout SECONDS phalanx run …",
+    "xterm": "--debug RANK hands this terminal to a rank",
+    **dict.fromkeys(("min-np", "min-num-proc", "max-np", "max-num-proc", "host-discovery-script"), _ELASTIC),
+    **dict.fromkeys(("slots-per-host", "elastic-timeout", "reset-limit", "blacklist-cooldown-range"), _ELASTIC),
+    **dict.fromkeys(("fusion-threshold-mb", "cycle-time-ms", "cache-capacity", "autotune", "log-level"), _HOROVODS),
+    **dict.fromkeys(("timeline-filename", "no-stall-check", "hierarchical-allreduce"), _HOROVODS),
+    **dict.fromkeys(("num-nccl-streams", "thread-affinity", "gloo-timeout-seconds"), _HOROVODS),
 }
+# How the names of whole groups of options begin: those of accelerate for other engines.
+_FAMILIES = ("deepspeed-", "zero3-", "offload-", "fsdp-", "megatron-lm-", "parallelism-config-", "fp8-", "tpu-", "aws-")
 _OURS = {theirs: ours for ours, names in _SAME.items() for theirs in names}
 # A one-letter option with its value, or several flags, in one word.
 _JOINED = re.compile(r"-n(\d+|auto|gpu|cpu)|-[Hx][^=].*|-[qm]{2,}")
@@ -125,38 +168,38 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
     Raises:
         LaunchError: an option is neither ours nor means the same; the message says what to write.
     """
+    undashed = {option.lstrip("-"): option for option in own}
     left = list(words)
     found: list[str] = []
     notes: list[str] = []
     while left and left[0].startswith("-") and left[0] not in ("-", "--"):
         word = left.pop(0)
         name, given, value = word.partition("=")
-        if name in own:
-            found.append(word)
-            if own[name] and not given and left:
-                found.append(left.pop(0))
-            continue
-        # torchrun and accelerate take their options with underscores too.
-        plain = name.replace("_", "-") if name.startswith("--") else name
-        if plain in own:
-            found.append(plain + given + value)
-            if own[plain] and not given and left:
+        plain = name.lstrip("-").replace("_", "-")
+        option = name if name in own else undashed.get(plain)
+        if option is not None:
+            found.append(option)
+            if given and option.startswith("--"):
+                found[-1] += given + value
+            elif given:
+                found.append(value)
+            elif own[option] and left:
                 found.append(left.pop(0))
         elif plain in _FLAGS:
             found += _FLAGS[plain]
-        elif plain in _VARIABLES and not given:
-            variable, value = _take(name, left), _take(name, left)
-            found += ["-x", f"{variable}={value}"]
-        elif plain in _OURS or plain in _DEFAULTS or plain in _ADDRESSES or plain in _NEEDLESS:
+        elif plain in _VARIABLES:
+            variable = value if given else _take(name, left)
+            found += ["-x", variable if "=" in variable else f"{variable}={_take(name, left)}"]
+        elif plain in _OURS or plain in _AS_VARIABLE or plain in _DEFAULTS or plain in _ADDRESSES or plain in _NEEDLESS:
             ours, note = _with_value(name, plain, value if given else _take(name, left))
             found += ours
             notes += note
-        elif plain in _OTHERWISE:
-            raise LaunchError(f"no such option {name}; {_OTHERWISE[plain]}")
+        elif plain in _OTHERWISE or plain.startswith(_FAMILIES):
+            raise LaunchError(f"no such option {name}; {_OTHERWISE.get(plain, _OWN_LAUNCHER)}")
         elif _JOINED.fullmatch(word):
             found.append(word)
         else:
-            raise LaunchError(f"no such option {name}; {_nearest(plain, own)}")
+            raise LaunchError(f"no such option {name}; {_nearest(plain, undashed)}")
     return found + left, notes
 
 
@@ -170,19 +213,21 @@ def _with_value(name: str, plain: str, value: str) -> tuple[list[str], list[str]
     """Our words for an option with a value, and the note that it is not needed."""
     if plain in _OURS:
         return [_OURS[plain], value], []
+    if plain in _AS_VARIABLE:
+        return ["-x", f"{_AS_VARIABLE[plain]}={value}"], []
     if plain in _DEFAULTS:
         values, remedy = _DEFAULTS[plain]
         if value not in values:
             raise LaunchError(f"no such option {name} {value}; {remedy}")
         return [], []
-    host = value.rpartition(":")[0] if plain == "--rdzv-endpoint" and ":" in value else value
-    if plain in _ADDRESSES and host not in _LOOPBACK:
+    host = value.rpartition(":")[0] if plain == "rdzv-endpoint" and ":" in value else value
+    if plain in _ADDRESSES and host not in (*_LOOPBACK, socket.gethostname()):
         raise LaunchError(f"no such option {name} {value}; {_HOSTS_REMEDY}")
-    return [], [f"{name} {value} is not needed: phalanx run chooses where its ranks meet, on a free port"]
+    return [], [f"{name} {value} is not needed: {_NEEDLESS.get(plain, _MEETING)}"]
 
 
-def _nearest(name: str, own: Mapping[str, bool]) -> str:
-    known = [*own, *_OURS, *_FLAGS, *_DEFAULTS, *_ADDRESSES, *_NEEDLESS, *_OTHERWISE]
-    near = difflib.get_close_matches(name, known, 1, 0.7)
-    meant = f"did you mean {_OURS.get(near[0], near[0])}? " if near else ""
+def _nearest(plain: str, undashed: Mapping[str, str]) -> str:
+    known = [*undashed, *_OURS, *_FLAGS, *_VARIABLES, *_AS_VARIABLE, *_DEFAULTS, *_ADDRESSES, *_NEEDLESS, *_OTHERWISE]
+    near = difflib.get_close_matches(plain, known, 1, 0.7)
+    meant = f"did you mean {undashed.get(near[0]) or _OURS.get(near[0], f'--{near[0]}')}? " if near else ""
     return f"{meant}phalanx run --help lists all; options of the script come after the script"
