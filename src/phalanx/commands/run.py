@@ -254,8 +254,8 @@ def run(
 
     --replace gloo: every program that asks torch for gloo gets Phalanx's shared memory, without a change of the
     program: init_process_group("gloo") or "cpu:gloo,cuda:nccl", torch's own default for the CPU,
-    new_group(backend="gloo"), Hugging Face Trainer, Accelerate, Lightning. torch.distributed.get_backend() then says
-    phalanx. PHALANX_REPLACE=gloo in the environment does the same, also under torchrun and other launchers. nccl cannot
+    new_group(backend="gloo"), Hugging Face Trainer, Accelerate, Lightning. torch.distributed.get_backend() still says
+    gloo. PHALANX_REPLACE=gloo in the environment does the same, also under torchrun and other launchers. nccl cannot
     be replaced.
 
     OMP_NUM_THREADS is each rank's share of the cores unless you set it.
