@@ -17,10 +17,12 @@ import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from phalanx.c10d.hooked import HookedProcessGroup
 from phalanx.c10d.quick import missing, quicken
 from phalanx.errors import ClosedError, CollectiveMismatch, PeerLost
+from phalanx.group import Group, Session
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there are quick methods")
 
@@ -163,6 +165,20 @@ def test_tensors_whose_data_mean_something_else_are_left_to_python(size: int) ->
         return counts
 
     assert on_ranks(body, size) == [[1] * 4] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_sum_of_a_number_that_torch_negates_when_it_reads_it_is_right(size: int) -> None:
+    """It is the imaginary part of a conjugate on one rank, and a number of its own on the others."""
+
+    def body(place: Member) -> list[float]:
+        joined(place)
+        number = torch.tensor(2 + 3j).conj().imag if place.rank else torch.tensor(-3.0)
+        dist.all_reduce(number)
+        dist.destroy_process_group()
+        return number.tolist()
+
+    assert on_ranks(body, size) == [-3.0 * size] * size
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -393,3 +409,30 @@ def test_a_group_with_hooks_of_torchs_keeps_its_own_methods() -> None:
     communicator: Any = None
     quicken(group, communicator)
     assert vars(group) == {}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_mode_for_torchs_functions_sees_the_worlds_calls_as_those_of_torch_distributed(size: int) -> None:
+    class Seeing(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    def body(place: Member) -> list[str]:
+        group = joined(place)
+        world = Group(group, range(size), Session(frozenset({"cpu"})))
+        tensor, other = torch.full((2,), float(place.rank)), torch.zeros(2)
+        after, before = (place.rank + 1) % size, (place.rank - 1) % size
+        with Seeing() as mode:
+            world.all_reduce(tensor)
+            world.send(tensor, after)
+            world.recv(other, before)
+        assert tensor.tolist() == other.tolist() == [sum(range(size))] * 2
+        dist.destroy_process_group()
+        return [name for name in mode.seen if name in ("all_reduce", "send", "recv")]
+
+    assert on_ranks(body, size, timeout_s=60) == [["all_reduce", "send", "recv"]] * size

@@ -111,6 +111,7 @@ def _module() -> ModuleType | str:
         _code_of(dist.recv),
         DoneWork,
         DoneWork([]),
+        torch._C._len_torch_function_stack,
     )
     for which, (kind, has_op, has_root) in enumerate(_OPTIONS):
         layout = _layout(module, kind, has_op, has_root)

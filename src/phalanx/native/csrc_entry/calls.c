@@ -88,6 +88,9 @@ static PyObject *all_reduce(entry *self, PyObject *object, const struct entry_te
 PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
+    const int seen = entry_is_seen_by_functions();
+    if (seen)
+        return seen < 0 ? NULL : PyBool_FromLong(0);
     const int plain = nargs == 1 ? read_tensor(self, args[0], &tensor) : 0;
     PyObject *result = plain <= 0 ? ENTRY_NOT_ENTERED(plain) : all_reduce(self, args[0], &tensor, 0);
     if (result != Py_None)

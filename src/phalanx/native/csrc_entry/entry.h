@@ -43,6 +43,7 @@ struct entry_process {
     uint32_t ops[ENTRY_OPS];        /* the core's number of each operation of torch's */
     PyObject *profiling, *modes;    /* the dictionaries with the flags that say whether somebody watches calls */
     PyObject *send_code, *recv_code; /* of torch's functions that wait for the message */
+    PyObject *function_modes;        /* counts this thread's modes for torch's functions */
     PyObject *done_work, *done;     /* the class of handles of messages that are done, and one for nobody to keep */
     PyObject *is_profiling, *in_mode, *busy, *unheard, *ended, *comm; /* interned names */
 };
@@ -85,6 +86,10 @@ extern uint64_t entry_forks;
 
 /* Whether a profiler or a mode of torch's wants to see the calls of this process. */
 int entry_is_watched(void);
+
+/* Whether a mode for torch's functions is active on this thread: it is to see the call of torch.distributed that a quick
+ * call of world's replaces. 1, 0, or -1 with an exception. */
+int entry_is_seen_by_functions(void);
 
 /* Take the group's lock for a call here and now. Returns 1; 0 if the call is not for the entry: the group is closed or
  * inherited, an operation is queued or under way, or somebody watches; -1 with an exception. */

@@ -11,6 +11,16 @@ int entry_is_watched(void)
     return profiling != Py_False || in_mode != Py_False; /* also if a flag has gone */
 }
 
+int entry_is_seen_by_functions(void)
+{
+    PyObject *count = PyObject_CallNoArgs(entry_process.function_modes);
+    if (!count)
+        return -1;
+    const long modes = PyLong_AsLong(count);
+    Py_DECREF(count);
+    return modes < 0 ? -1 : modes > 0;
+}
+
 static int give_back(entry *self)
 {
     PyObject *released = PyObject_CallNoArgs(self->release);

@@ -41,12 +41,14 @@ static int may_move(entry *self, int64_t peer)
 }
 
 /* Returns 1 if the message has been sent; 0 if it is for Python; -1 with an exception. The caller holds the tensor. */
-static int send_now(entry *self, const struct entry_tensor *tensor, uint32_t peer, uint32_t tag)
+static int send_now(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t peer, uint32_t tag)
 {
     int sent;
     phx_comm *comm = open_mailbox(self);
     if (!comm)
         return PyErr_Occurred() ? -1 : 0;
+    if (!entry_unchanged(&entry_process.tensors, object, tensor))
+        return 0;
     if (tensor->nbytes <= INSIDE_PYTHON)
         return entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
     if (enter(self))
@@ -65,6 +67,8 @@ static int64_t receive(entry *self, PyObject *object, const struct entry_tensor 
     phx_comm *comm = open_mailbox(self);
     if (!comm)
         return PyErr_Occurred() ? -1 : -2;
+    if (!entry_unchanged(&entry_process.tensors, object, tensor))
+        return -2;
     if (enter(self))
         return -1;
     phx_message *message = entry_process.core.recv(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
@@ -75,8 +79,8 @@ static int64_t receive(entry *self, PyObject *object, const struct entry_tensor 
         entry_process.core.message_free(comm, message);
     } else if (message) {
         /* The message is Python's now: it finds the same status, raises the error for it, and gives the message back. */
-        PyObject *raised = PyObject_CallFunction(self->fail_message, "KOI", (unsigned long long)(uintptr_t)message, object,
-                                                 peer);
+        const unsigned long long handle = (uintptr_t)message;
+        PyObject *raised = PyObject_CallFunction(self->fail_message, "KOI", handle, object, peer);
         if (raised) {
             Py_DECREF(raised);
             PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
@@ -110,9 +114,12 @@ PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
     int64_t peer, tag;
     if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) || peer == self->rank)
         return ENTRY_NOT_ME;
+    const int seen = entry_is_seen_by_functions();
+    if (seen)
+        return ENTRY_NOT_ENTERED(seen < 0 ? -1 : 0);
     int done = entry_read(&entry_process.tensors, NULL, args[0], &tensor);
     if (done == 1)
-        done = entry_unchanged(&entry_process.tensors, args[0], &tensor) ? send_now(self, &tensor, (uint32_t)peer, (uint32_t)tag) : 0;
+        done = send_now(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
     return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
 }
 
@@ -123,11 +130,12 @@ PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
     int64_t peer, tag;
     if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) || peer == self->rank)
         return ENTRY_NOT_ME;
+    const int seen = entry_is_seen_by_functions();
+    if (seen)
+        return ENTRY_NOT_ENTERED(seen < 0 ? -1 : 0);
     const int plain = entry_read(&entry_process.tensors, NULL, args[0], &tensor);
     if (plain != 1)
         return ENTRY_NOT_ENTERED(plain);
-    if (!entry_unchanged(&entry_process.tensors, args[0], &tensor))
-        return ENTRY_NOT_ME;
     const int64_t source = receive(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
     return source >= 0 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(source == -1 ? -1 : 0);
 }
@@ -159,7 +167,7 @@ PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs)
     int done = entry_read_only_one(NULL, args[0], &object, &tensor);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
-    done = entry_unchanged(&entry_process.tensors, object, &tensor) ? send_now(self, &tensor, (uint32_t)peer, (uint32_t)tag) : 0;
+    done = send_now(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
     Py_DECREF(object);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
@@ -181,9 +189,7 @@ PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs)
     const int plain = entry_read_only_one(NULL, args[0], &object, &tensor);
     if (plain != 1)
         return ENTRY_NOT_ENTERED(plain);
-    int64_t source = -2;
-    if (entry_unchanged(&entry_process.tensors, object, &tensor))
-        source = receive(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
+    const int64_t source = receive(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
     Py_DECREF(object);
     if (source < 0)
         return ENTRY_NOT_ENTERED(source == -1 ? -1 : 0);

@@ -190,11 +190,11 @@ static PyObject *set_up(PyObject *module, PyObject *args)
 {
     struct entry_process *process = &entry_process;
     PyObject *dtypes, *ops, *tensor, *parameter, *is_neg, *shape_word, *profiling, *modes, *is_inside;
-    PyObject *send, *recv, *done_work, *done;
+    PyObject *send, *recv, *done_work, *done, *function_modes;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!OOOOO!O!OOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensor, &parameter, &is_neg,
+    if (!PyArg_ParseTuple(args, "O!O!OOOOO!O!OOOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensor, &parameter, &is_neg,
                           &shape_word, &PyDict_Type, &profiling, &PyDict_Type, &modes, &is_inside, &send, &recv,
-                          &done_work, &done))
+                          &done_work, &done, &function_modes))
         return NULL;
     struct entry_tensors *tensors = &process->tensors;
     tensors->ndtypes = 0;
@@ -210,7 +210,7 @@ static PyObject *set_up(PyObject *module, PyObject *args)
     if (PyErr_Occurred())
         return NULL;
     PyObject *held[] = {tensor, parameter, is_neg, shape_word, profiling, modes, is_inside,
-                        send, recv, done_work, done};
+                        send, recv, done_work, done, function_modes};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++)
         Py_INCREF(held[i]); /* for as long as the process lives */
     tensors->kinds[0] = tensor;
@@ -224,6 +224,7 @@ static PyObject *set_up(PyObject *module, PyObject *args)
     process->recv_code = recv;
     process->done_work = done_work;
     process->done = done;
+    process->function_modes = function_modes;
     Py_RETURN_NONE;
 }
 
