@@ -69,6 +69,8 @@ class Group(ValueCalls, Turns):
         self._session = session
         session.groups.add(self)
         self._sum_in_place: Callable[[torch.Tensor], bool] | None = getattr(process_group, "sum_in_place", None)
+        self._send_now: Callable[..., bool] | None = getattr(process_group, "send_now", None)
+        self._recv_now: Callable[..., bool] | None = getattr(process_group, "recv_now", None)
         self.ranks = tuple(ranks)
         self._subgroups = 0  # how many were made of this group; it is part of their names
         self.rank: int = process_group.rank()
@@ -86,10 +88,15 @@ class Group(ValueCalls, Turns):
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send ``tensor`` to rank ``dst``; returns when it may be reused."""
-        dist.send(tensor, group=self._use(tensor), tag=tag, group_dst=self._other(dst))
+        quick = self._send_now  # as in all_reduce
+        if quick is None or not quick(tensor, dst, tag):
+            dist.send(tensor, group=self._use(tensor), tag=tag, group_dst=self._other(dst))
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
         """Receive into ``tensor`` from rank ``src``, or from the rank that sends first; returns the sender's rank."""
+        quick = self._recv_now
+        if src is not None and quick is not None and quick(tensor, src, tag):
+            return src
         group = self._use(tensor)
         if src is not None:
             dist.recv(tensor, group=group, tag=tag, group_src=self._other(src))
@@ -354,7 +361,7 @@ class Group(ValueCalls, Turns):
         return torch.device("cpu" if "cpu" in types else min(types))
 
     def _let_go(self) -> None:
-        self._process_group = self._sum_in_place = None
+        self._process_group = self._sum_in_place = self._send_now = self._recv_now = None
 
     def _member(self, rank: int) -> int:
         if not 0 <= rank < self.size:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +17,12 @@ import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
-from phalanx.c10d.quick import missing
-from phalanx.errors import ClosedError, CollectiveMismatch
+from phalanx.c10d.hooked import HookedProcessGroup
+from phalanx.c10d.quick import missing, quicken
+from phalanx.errors import ClosedError, CollectiveMismatch, PeerLost
+from phalanx.group import Group, Session
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing() or "there are quick methods")
 
@@ -162,6 +168,20 @@ def test_tensors_whose_data_mean_something_else_are_left_to_python(size: int) ->
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_the_sum_of_a_number_that_torch_negates_when_it_reads_it_is_right(size: int) -> None:
+    """It is the imaginary part of a conjugate on one rank, and a number of its own on the others."""
+
+    def body(place: Member) -> list[float]:
+        joined(place)
+        number = torch.tensor(2 + 3j).conj().imag if place.rank else torch.tensor(-3.0)
+        dist.all_reduce(number)
+        dist.destroy_process_group()
+        return number.tolist()
+
+    assert on_ranks(body, size) == [-3.0 * size] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_errors_are_those_of_python_and_name_the_line(size: int) -> None:
     """Also for a broadcast's root, which has returned from the call that did not match."""
 
@@ -255,3 +275,164 @@ def test_calls_from_c_plus_plus_reach_the_group(size: int) -> None:
         return counted.count > 0
 
     assert on_ranks(body, size, timeout_s=60) == [True] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_messages_that_are_waited_for_are_quick_and_right(size: int) -> None:
+    def body(place: Member) -> list[Any]:
+        group = joined(place)
+        after, before = (place.rank + 1) % size, (place.rank - 1) % size
+        got: list[Any] = []
+        with Counted(group, "send") as sends, Counted(group, "recv") as receives:
+            for length in (0, 1, 5, 3000):  # the last is copied without the interpreter's lock
+                tensor = torch.full((length,), float(place.rank))
+                dist.send(tensor, after, tag=length)
+                received = torch.empty(length)
+                got.append(dist.recv(received, before, tag=length))
+                assert received.tolist() == [float(before)] * length
+            assert group.send_now(torch.tensor([7, place.rank]), after, 2**40 + 1)
+            number = torch.zeros(2, dtype=torch.int64)
+            assert group.recv_now(number, before, 1)
+            assert number.tolist() == [7, before]
+        got.append((sends.count, receives.count))
+        dist.destroy_process_group()
+        return got
+
+    assert on_ranks(body, size, timeout_s=60) == [[(rank - 1) % size] * 4 + [(0, 0)] for rank in range(size)]
+
+
+def test_messages_that_are_not_plain_go_to_python() -> None:
+    def body(place: Member) -> bool:
+        group = joined(place)
+        other = 1 - place.rank
+        forms = [torch.arange(8.0)[::2], torch.tensor(2 + 3j).conj().imag, torch.ones(2, dtype=torch.int8)]
+        for tensor in forms:
+            with Counted(group, "send") as sends, Counted(group, "recv") as receives:
+                dist.send(tensor, other)
+                received = torch.zeros(8, dtype=tensor.dtype)[: 2 * tensor.numel() : 2].view_as(tensor)
+                dist.recv(received, other)
+            assert torch.equal(received, tensor)
+            assert (sends.count, receives.count) == (1, tensor.numel() != 1 or tensor.dtype != torch.float32)
+        # Handles that the caller keeps have their tensors, and may be waited for later.
+        mine, theirs = torch.full((3,), float(place.rank)), torch.zeros(3)
+        work, sent = dist.irecv(theirs, other), dist.isend(mine, other)
+        assert work is not None
+        assert sent is not None
+        assert sent.result()[0] is mine
+        assert work.wait()
+        assert theirs.tolist() == [float(other)] * 3
+        # Any source, a message to oneself, and ranks and tensors that are refused.
+        dist.send(mine, other)
+        assert dist.recv(theirs) == other
+        assert not group.send_now(mine, place.rank, 0)
+        assert not group.recv_now(mine, 2, 0)
+        assert not group.recv_now(mine, None, 0)
+        for call in (dist.send, dist.recv):
+            with pytest.raises(ValueError, match="rank"):
+                call(mine, 2)
+        dist.destroy_process_group()
+        return True
+
+    assert on_ranks(body, 2, timeout_s=60) == [True] * 2
+
+
+def test_a_message_that_does_not_fit_and_one_whose_sender_leaves_raise_as_in_python() -> None:
+    def body(place: Member) -> list[str]:
+        joined(place)
+        texts = []
+        second: Any = dist.new_group()
+        if place.rank:
+            dist.send(torch.ones(3), 0)
+            dist.destroy_process_group(second)
+            with contextlib.suppress(CollectiveMismatch):
+                dist.destroy_process_group()
+        else:
+            for group, length in ((None, 4), (second, 2)):
+                with pytest.raises((CollectiveMismatch, PeerLost)) as caught:
+                    dist.recv(torch.zeros(length), 1, group=group)
+                texts.append(f"{type(caught.value).__name__}: {caught.value}")
+            dist.destroy_process_group()
+        return texts
+
+    mismatch, lost = on_ranks(body, 2, timeout_s=60)[0]
+    assert mismatch.startswith("CollectiveMismatch")
+    assert "recv from rank 1, float32[4]" in mismatch
+    assert "test_quick.py:" in mismatch
+    assert lost.startswith("PeerLost")
+    assert "recv from rank 1, float32[2]" in lost
+
+
+def test_a_receive_ends_when_another_thread_closes_the_group() -> None:
+    def body(place: Member) -> bool:
+        joined(place)
+        group: Any = dist.new_group()
+        ended: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                dist.recv(torch.zeros(2), 1 - place.rank, group=group)
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        time.sleep(0.05)
+        dist.destroy_process_group(group)
+        thread.join(30)
+        dist.destroy_process_group()
+        return [type(error) for error in ended] in ([ClosedError], [PeerLost])
+
+    assert on_ranks(body, 2, timeout_s=60) == [True] * 2
+
+
+def test_a_group_that_is_dropped_is_collected_with_all_that_its_methods_hold() -> None:
+    def body(place: Member) -> list[bool]:
+        joined(place)
+        group: Any = dist.new_group()
+        tensor = torch.ones(2)
+        dist.broadcast(tensor, 0, group=group)  # the communicator remembers it by the methods' common part
+        kept = [weakref.ref(group._progress), weakref.ref(group._communicator)]
+        group.queued = group.allreduce  # a cycle through one of the methods
+        group._progress.group = group
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        dist.destroy_process_group()
+        return [reference() is None for reference in kept]
+
+    assert on_ranks(body, 2, timeout_s=60) == [[True, True]] * 2
+
+
+def test_a_group_with_hooks_of_torchs_keeps_its_own_methods() -> None:
+    """Methods of the group itself would come before those of its class, which call the hooks."""
+    group = HookedProcessGroup.__new__(HookedProcessGroup)
+    communicator: Any = None
+    quicken(group, communicator)
+    assert vars(group) == {}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_mode_for_torchs_functions_sees_the_worlds_calls_as_those_of_torch_distributed(size: int) -> None:
+    class Seeing(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    def body(place: Member) -> list[str]:
+        group = joined(place)
+        world = Group(group, range(size), Session(frozenset({"cpu"})))
+        tensor, other = torch.full((2,), float(place.rank)), torch.zeros(2)
+        after, before = (place.rank + 1) % size, (place.rank - 1) % size
+        with Seeing() as mode:
+            world.all_reduce(tensor)
+            world.send(tensor, after)
+            world.recv(other, before)
+        assert tensor.tolist() == other.tolist() == [sum(range(size))] * 2
+        dist.destroy_process_group()
+        return [name for name in mode.seen if name in ("all_reduce", "send", "recv")]
+
+    assert on_ranks(body, size, timeout_s=60) == [["all_reduce", "send", "recv"]] * size

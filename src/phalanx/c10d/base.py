@@ -210,6 +210,14 @@ class BaseProcessGroup(dist.ProcessGroup):
         write_back = [] if buffer is tensor else [tensor, buffer]
         return self._message(self._communicator.recv(buffer, src, tag), tensors, write_back)
 
+    def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
+        """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""
+        return False
+
+    def recv_now(self, tensor: torch.Tensor, src: int, tag: int) -> bool:
+        """Receive it and return True, or do nothing; for ``Group.recv``, likewise."""
+        return False
+
     @by_device()
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
         return BaseProcessGroup.recv(self, tensors, None, tag)

@@ -69,9 +69,10 @@ class Collectives(BaseProcessGroup):
         """All-reduce one tensor here and now, if it is of the usual kind: True. Else do nothing: False.
 
         ``allreduce`` does this for most calls, and ``Group.all_reduce`` calls it directly, without torch's own checks.
-        While somebody watches it does nothing, since torch's dispatcher must then see the call.
+        While somebody watches it does nothing, since torch's dispatcher, or a mode for torch's functions, must then see
+        the call.
         """
-        if is_watched() or not self._summable(tensor):
+        if is_watched() or torch._C._len_torch_function_stack() or not self._summable(tensor):
             return False
         progress = self._progress
         with progress.running:
@@ -88,7 +89,8 @@ class Collectives(BaseProcessGroup):
 
     def _summable(self, tensor: torch.Tensor) -> bool:
         """Whether the communicator can sum the tensor as it is."""
-        return tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse and tensor.is_contiguous()
+        usual = tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse
+        return usual and tensor.is_contiguous() and not tensor.is_neg()
 
     @by_device()
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:

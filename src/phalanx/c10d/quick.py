@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
-from types import ModuleType
+from inspect import unwrap
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch._C import _distributed_c10d as types
 from torch.autograd import profiler
 from torch.utils import _python_dispatch
 
+from phalanx.c10d.hooked import HookedProcessGroup
+from phalanx.c10d.messages import DoneWork
 from phalanx.native.core import addresses, quick_entry
 from phalanx.transports.reductions import OP_NAMES, reducible
 from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS, SharedMemoryCommunicator, text_of_call
@@ -28,7 +31,19 @@ from phalanx.watch.calls import shape_word
 
 __all__ = ["missing", "quicken"]
 
-_FUNCTIONS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "barrier")
+_FUNCTIONS = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather",
+    "barrier",
+    "send_now",
+    "recv",
+    "message_wait",
+    "message_source",
+    "message_free",
+)
 # In the order of enum entry_option_class (native/csrc_entry/entry.h). Then: has it an operation, has it a root.
 _OPTIONS = (
     (types.AllreduceOptions, True, False),
@@ -44,8 +59,8 @@ _SIGNED_64 = 8
 def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
     """Give a process group its quick methods, if there can be any. They find by themselves that the group is closed."""
     entry_module = _module()
-    if isinstance(entry_module, str):
-        return
+    if isinstance(entry_module, str) or isinstance(group, HookedProcessGroup):
+        return  # torch's hooks are to see every call
     progress = group._progress
     entry = entry_module.Entry(group, communicator.handle, communicator.rank, communicator.size, progress, communicator)
 
@@ -91,12 +106,23 @@ def _module() -> ModuleType | str:
         vars(profiler),
         vars(_python_dispatch),
         inside,
+        # How the group's method learns that its caller waits for the message, and lets nobody else have the handle.
+        _code_of(dist.send),
+        _code_of(dist.recv),
+        DoneWork,
+        DoneWork([]),
+        torch._C._len_torch_function_stack,
     )
     for which, (kind, has_op, has_root) in enumerate(_OPTIONS):
         layout = _layout(module, kind, has_op, has_root)
         if layout is not None:
             module.set_options(which, kind, *layout)
     return module
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType:
+    code: CodeType = unwrap(function).__code__
+    return code
 
 
 def _dtypes(module: Any) -> list[tuple[int, ...]]:

@@ -5,13 +5,6 @@
  * them again and words them. So what this file does is a subset of c10d/process_group.py, call for call. */
 #include "entry.h"
 
-#define UNLOCKED(status, call)                                                                                         \
-    do {                                                                                                               \
-        PyThreadState *state = PyEval_SaveThread();                                                                    \
-        (status) = (call);                                                                                             \
-        PyEval_RestoreThread(state);                                                                                   \
-    } while (0)
-
 /* The end of a call: give the group back, or raise the error for the core's status. */
 static PyObject *finish(entry *self, int status, const char *name, PyObject *tensor, int op, int64_t root)
 {
@@ -52,56 +45,54 @@ static int read_tensor(entry *self, PyObject *object, struct entry_tensor *out)
     return entry_read(&entry_process.tensors, &self->shapes, object, out);
 }
 
-/* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while the lock is awaited, so the
- * caller gets a reference of its own. */
-static int read_only_one(entry *self, PyObject *list, PyObject **object, struct entry_tensor *out)
+int entry_read_only_one(struct entry_shapes *shapes, PyObject *list, PyObject **object, struct entry_tensor *out)
 {
     if (!PyList_CheckExact(list) || PyList_Size(list) != 1)
         return 0;
     *object = PyList_GetItem(list, 0);
-    return read_tensor(self, *object, out);
+    Py_INCREF(*object);
+    const int plain = entry_read(&entry_process.tensors, shapes, *object, out);
+    if (plain != 1)
+        Py_DECREF(*object);
+    return plain;
 }
 
-/* Enter with a tensor that is then held, because another thread may run until the lock is taken. */
-static int enter_with(entry *self, PyObject *object, struct entry_tensor *tensor)
+static int read_only_one(entry *self, PyObject *list, PyObject **object, struct entry_tensor *out)
 {
-    const char *data = tensor->data;
-    const uint64_t nbytes = tensor->nbytes;
-    Py_INCREF(object);
-    int entered = entry_enter(self);
-    if (entered > 0) {
-        /* Another thread may have resized the tensor meanwhile. */
-        const int plain = read_tensor(self, object, tensor);
-        if (plain != 1 || tensor->data != data || tensor->nbytes != nbytes)
-            entered = entry_leave(self) || plain < 0 ? -1 : 0;
-    }
-    if (entered <= 0)
-        Py_DECREF(object);
+    return entry_read_only_one(&self->shapes, list, object, out);
+}
+
+/* Enter with a tensor, which the caller holds: another thread may run until the lock is taken, and resize it. */
+static int enter_with(entry *self, PyObject *object, const struct entry_tensor *tensor)
+{
+    const int entered = entry_enter(self);
+    if (entered > 0 && !entry_unchanged(&entry_process.tensors, object, tensor))
+        return entry_leave(self) ? -1 : 0;
     return entered;
 }
 
-#define NOT_ENTERED(entered) ((entered) < 0 ? NULL : ENTRY_NOT_ME)
-
-static PyObject *all_reduce(entry *self, PyObject *object, struct entry_tensor *tensor, int op)
+/* The caller holds the tensor. */
+static PyObject *all_reduce(entry *self, PyObject *object, const struct entry_tensor *tensor, int op)
 {
     int status;
     if (op < 0 || op >= ENTRY_OPS || !(tensor->ops >> op & 1))
         return ENTRY_NOT_ME;
     const int entered = enter_with(self, object, tensor);
     if (entered <= 0)
-        return NOT_ENTERED(entered);
-    UNLOCKED(status, entry_process.core.all_reduce(self->comm, tensor->data, tensor->data, tensor->count,
+        return ENTRY_NOT_ENTERED(entered);
+    ENTRY_UNLOCKED(status, entry_process.core.all_reduce(self->comm, tensor->data, tensor->data, tensor->count,
                                                    tensor->reduced, entry_process.ops[op], tensor->shape_word));
-    PyObject *result = finish(self, status, "all_reduce", object, op, -1);
-    Py_DECREF(object);
-    return result;
+    return finish(self, status, "all_reduce", object, op, -1);
 }
 
 PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
+    const int seen = entry_is_seen_by_functions();
+    if (seen)
+        return seen < 0 ? NULL : PyBool_FromLong(0);
     const int plain = nargs == 1 ? read_tensor(self, args[0], &tensor) : 0;
-    PyObject *result = plain <= 0 ? NOT_ENTERED(plain) : all_reduce(self, args[0], &tensor, 0);
+    PyObject *result = plain <= 0 ? ENTRY_NOT_ENTERED(plain) : all_reduce(self, args[0], &tensor, 0);
     if (result != Py_None)
         return result;
     Py_DECREF(result);
@@ -117,7 +108,11 @@ PyObject *entry_all_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
     if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_ALL_REDUCE_OPTIONS], args[1], &op, &root))
         return ENTRY_NOT_ME;
     const int plain = read_only_one(self, args[0], &object, &tensor);
-    return plain <= 0 ? NOT_ENTERED(plain) : all_reduce(self, object, &tensor, op);
+    if (plain <= 0)
+        return ENTRY_NOT_ENTERED(plain);
+    PyObject *result = all_reduce(self, object, &tensor, op);
+    Py_DECREF(object);
+    return result;
 }
 
 PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
@@ -130,13 +125,14 @@ PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
         return ENTRY_NOT_ME;
     const int plain = read_only_one(self, args[0], &object, &tensor);
     if (plain <= 0)
-        return NOT_ENTERED(plain);
-    if (op >= ENTRY_OPS || !(tensor.ops >> op & 1) || root < 0 || root >= self->size)
-        return ENTRY_NOT_ME;
-    const int entered = enter_with(self, object, &tensor);
-    if (entered <= 0)
-        return NOT_ENTERED(entered);
-    UNLOCKED(status, entry_process.core.reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
+        return ENTRY_NOT_ENTERED(plain);
+    const int served = op < ENTRY_OPS && tensor.ops >> op & 1 && root >= 0 && root < self->size;
+    const int entered = served ? enter_with(self, object, &tensor) : 0;
+    if (entered <= 0) {
+        Py_DECREF(object);
+        return ENTRY_NOT_ENTERED(entered);
+    }
+    ENTRY_UNLOCKED(status, entry_process.core.reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
                                                entry_process.ops[op], (uint32_t)root, tensor.shape_word));
     if (!status && root != self->rank)
         (void)note_unheard(self, "reduce", object, op, root);
@@ -155,11 +151,13 @@ PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs)
         return ENTRY_NOT_ME;
     const int plain = root < 0 || root >= self->size ? 0 : read_only_one(self, args[0], &object, &tensor);
     if (plain <= 0)
-        return NOT_ENTERED(plain);
+        return ENTRY_NOT_ENTERED(plain);
     const int entered = enter_with(self, object, &tensor);
-    if (entered <= 0)
-        return NOT_ENTERED(entered);
-    UNLOCKED(status, entry_process.core.broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
+    if (entered <= 0) {
+        Py_DECREF(object);
+        return ENTRY_NOT_ENTERED(entered);
+    }
+    ENTRY_UNLOCKED(status, entry_process.core.broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
                                                   tensor.shape_word));
     if (!status && (root == self->rank || self->size > 2))
         (void)note_unheard(self, "broadcast", object, -1, root);
@@ -183,19 +181,15 @@ static int read_whole_and_part(entry *self, PyObject *whole, PyObject *part, str
     return at >= start + of_whole->nbytes || at + of_part->nbytes <= start || at == start + self->rank * of_part->nbytes;
 }
 
-/* Enter with both, and fill in the addresses of the parts. */
-static int enter_with_both(entry *self, PyObject *whole, PyObject *part, struct entry_tensor *of_whole,
-                           struct entry_tensor *of_part)
+/* Enter with both, which the caller holds, and fill in the addresses of the parts. */
+static int enter_with_both(entry *self, PyObject *whole, PyObject *part, const struct entry_tensor *of_whole,
+                           const struct entry_tensor *of_part)
 {
     const int entered = enter_with(self, whole, of_whole);
     if (entered <= 0)
         return entered;
-    const int plain = read_whole_and_part(self, whole, part, of_whole, of_part);
-    if (plain != 1) {
-        Py_DECREF(whole);
-        return entry_leave(self) || plain < 0 ? -1 : 0;
-    }
-    Py_INCREF(part);
+    if (!entry_unchanged(&entry_process.tensors, part, of_part))
+        return entry_leave(self) ? -1 : 0;
     for (uint32_t rank = 0; rank < self->size; rank++)
         self->pointers[rank] = of_whole->data + rank * of_part->nbytes;
     return 1;
@@ -211,13 +205,10 @@ PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs)
     const int plain = read_whole_and_part(self, args[0], args[1], &whole, &part);
     const int entered = plain == 1 ? enter_with_both(self, args[0], args[1], &whole, &part) : plain;
     if (entered <= 0)
-        return NOT_ENTERED(entered);
-    UNLOCKED(status, entry_process.core.all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
+        return ENTRY_NOT_ENTERED(entered);
+    ENTRY_UNLOCKED(status, entry_process.core.all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
                                                    part.shape_word));
-    PyObject *result = finish(self, status, "all_gather", args[1], -1, -1);
-    Py_DECREF(args[0]);
-    Py_DECREF(args[1]);
-    return result;
+    return finish(self, status, "all_gather", args[1], -1, -1);
 }
 
 PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t nargs)
@@ -229,19 +220,16 @@ PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t na
         return ENTRY_NOT_ME;
     const int plain = read_whole_and_part(self, args[1], args[0], &whole, &part);
     if (plain <= 0)
-        return NOT_ENTERED(plain);
+        return ENTRY_NOT_ENTERED(plain);
     if (op >= ENTRY_OPS || !(part.ops >> op & 1))
         return ENTRY_NOT_ME;
     const int entered = enter_with_both(self, args[1], args[0], &whole, &part);
     if (entered <= 0)
-        return NOT_ENTERED(entered);
-    UNLOCKED(status, entry_process.core.reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
+        return ENTRY_NOT_ENTERED(entered);
+    ENTRY_UNLOCKED(status, entry_process.core.reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
                                                        part.count, part.reduced, entry_process.ops[op],
                                                        part.shape_word));
-    PyObject *result = finish(self, status, "reduce_scatter", args[0], op, -1);
-    Py_DECREF(args[0]);
-    Py_DECREF(args[1]);
-    return result;
+    return finish(self, status, "reduce_scatter", args[0], op, -1);
 }
 
 PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs)
@@ -252,7 +240,7 @@ PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs)
         return ENTRY_NOT_ME;
     const int entered = entry_enter(self);
     if (entered <= 0)
-        return NOT_ENTERED(entered);
-    UNLOCKED(status, entry_process.core.barrier(self->comm));
+        return ENTRY_NOT_ENTERED(entered);
+    ENTRY_UNLOCKED(status, entry_process.core.barrier(self->comm));
     return finish(self, status, "barrier", Py_None, -1, -1);
 }

@@ -15,6 +15,11 @@ struct entry_core {
     __typeof__(&phx_broadcast) broadcast;
     __typeof__(&phx_all_gather) all_gather;
     __typeof__(&phx_barrier) barrier;
+    __typeof__(&phx_send_now) send_now;
+    __typeof__(&phx_recv) recv;
+    __typeof__(&phx_message_wait) message_wait;
+    __typeof__(&phx_message_source) message_source;
+    __typeof__(&phx_message_free) message_free;
 };
 
 enum entry_option_class {
@@ -37,7 +42,10 @@ struct entry_process {
     struct entry_options options[ENTRY_OPTION_CLASSES];
     uint32_t ops[ENTRY_OPS];        /* the core's number of each operation of torch's */
     PyObject *profiling, *modes;    /* the dictionaries with the flags that say whether somebody watches calls */
-    PyObject *is_profiling, *in_mode, *busy, *unheard; /* interned names */
+    PyObject *send_code, *recv_code; /* of torch's functions that wait for the message */
+    PyObject *function_modes;        /* counts this thread's modes for torch's functions */
+    PyObject *done_work, *done;     /* the class of handles of messages that are done, and one for nobody to keep */
+    PyObject *is_profiling, *in_mode, *busy, *unheard, *ended, *comm; /* interned names */
 };
 
 /* The call of a group that other ranks may not have confirmed (transports/shm/communicator.py says which these are). */
@@ -63,6 +71,7 @@ typedef struct {
     PyObject *progress, *queue; /* c10d/progress.py */
     PyObject *acquire, *release;
     PyObject *fail;         /* raises the error for a status */
+    PyObject *mailbox, *inside, *fail_message; /* transports/shm/mailbox.py; raises the error for a message */
     PyObject *communicator; /* its `_unheard` gets `explain` when `last` is the latest such call */
     PyObject *explain;
     struct entry_unheard last;
@@ -75,6 +84,13 @@ extern struct entry_process entry_process;
 /* How often this process or an ancestor was forked: counted in the child, by its only thread. */
 extern uint64_t entry_forks;
 
+/* Whether a profiler or a mode of torch's wants to see the calls of this process. */
+int entry_is_watched(void);
+
+/* Whether a mode for torch's functions is active on this thread: it is to see the call of torch.distributed that a quick
+ * call of world's replaces. 1, 0, or -1 with an exception. */
+int entry_is_seen_by_functions(void);
+
 /* Take the group's lock for a call here and now. Returns 1; 0 if the call is not for the entry: the group is closed or
  * inherited, an operation is queued or under way, or somebody watches; -1 with an exception. */
 int entry_enter(entry *self);
@@ -82,8 +98,31 @@ int entry_enter(entry *self);
 /* Give it back. An exception that is set stays set. Returns -1 with an exception if there is one. */
 int entry_leave(entry *self);
 
+/* Make the type of the methods, once. Returns -1 with an exception. */
+int entry_make_methods(void);
+
+/* Returns a new dictionary of the group's quick methods. */
+PyObject *entry_methods(PyObject *object, PyObject *ignored);
+
+/* Free an object of one of the module's types, without what it holds. */
+void entry_free_object(PyObject *self);
+
 /* What a quick call returns that was not made: `Py_NotImplemented` without a reference. */
 #define ENTRY_NOT_ME Py_NotImplemented
+
+#define ENTRY_NOT_ENTERED(entered) ((entered) < 0 ? NULL : ENTRY_NOT_ME)
+
+/* A call of the core, with the interpreter's lock given up. */
+#define ENTRY_UNLOCKED(status, call)                                                                                         \
+    do {                                                                                                               \
+        PyThreadState *state = PyEval_SaveThread();                                                                    \
+        (status) = (call);                                                                                             \
+        PyEval_RestoreThread(state);                                                                                   \
+    } while (0)
+
+/* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while other threads run, so with 1
+ * the caller gets a reference of its own. */
+int entry_read_only_one(struct entry_shapes *shapes, PyObject *list, PyObject **object, struct entry_tensor *out);
 
 /* The quick calls: each returns a new reference; NULL with an exception; or ENTRY_NOT_ME. */
 PyObject *entry_sum(entry *self, PyObject *const *args, Py_ssize_t nargs);
@@ -93,5 +132,9 @@ PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t nargs);
 PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs);
 
 #endif

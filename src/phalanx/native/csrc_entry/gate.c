@@ -4,11 +4,21 @@
 struct entry_process entry_process;
 uint64_t entry_forks;
 
-static int is_watched(void)
+int entry_is_watched(void)
 {
     PyObject *profiling = PyDict_GetItemWithError(entry_process.profiling, entry_process.is_profiling);
     PyObject *in_mode = PyDict_GetItemWithError(entry_process.modes, entry_process.in_mode);
     return profiling != Py_False || in_mode != Py_False; /* also if a flag has gone */
+}
+
+int entry_is_seen_by_functions(void)
+{
+    PyObject *count = PyObject_CallNoArgs(entry_process.function_modes);
+    if (!count)
+        return -1;
+    const long modes = PyLong_AsLong(count);
+    Py_DECREF(count);
+    return modes < 0 ? -1 : modes > 0;
 }
 
 static int give_back(entry *self)
@@ -20,20 +30,24 @@ static int give_back(entry *self)
 
 int entry_enter(entry *self)
 {
-    if (self->forks != entry_forks || PyObject_Size(self->queue) != 0 || is_watched())
+    if (self->forks != entry_forks || PyObject_Size(self->queue) != 0 || entry_is_watched())
         return 0;
     PyObject *taken = PyObject_CallNoArgs(self->acquire); /* may run signal handlers, and wait for another thread */
     if (!taken)
         return -1;
     Py_DECREF(taken);
     PyObject *busy = PyObject_GetAttr(self->progress, entry_process.busy);
-    const int idle = busy == Py_False && PyObject_Size(self->queue) == 0;
+    /* A signal handler that ran while the lock was awaited may have forked, and this be the child. */
+    const int idle = busy == Py_False && PyObject_Size(self->queue) == 0 && self->forks == entry_forks;
     Py_XDECREF(busy);
-    if (!busy)
-        PyErr_Clear();
     if (idle && PyObject_SetAttr(self->progress, entry_process.busy, Py_True) == 0)
         return 1;
-    return give_back(self) || PyErr_Occurred() ? -1 : 0;
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    const int failed = give_back(self);
+    if (kind)
+        PyErr_Restore(kind, value, trace);
+    return kind || failed ? -1 : 0;
 }
 
 int entry_leave(entry *self)

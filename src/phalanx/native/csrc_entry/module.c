@@ -7,143 +7,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
-#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-#include <structmember.h>
 
 #include "entry.h"
 
-/* -- a group's method -------------------------------------------------------------------------------------------------- */
-
-typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
-#define HAVE_VECTORCALL (1UL << 11)                             /* Py_TPFLAGS_HAVE_VECTORCALL, not in 3.10's limited API */
-#define NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1)))) /* PyVectorcall_NARGS, likewise */
-
-typedef PyObject *(*quick_call)(entry *, PyObject *const *, Py_ssize_t);
-
-/* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
- * C++ one in its place where C++ asks for the group's. */
-typedef struct {
-    PyObject ob_base;
-    vectorcall vectorcall;
-    entry *entry;
-    quick_call quick;
-    PyObject *name; /* also that of the method in Python, which does all that the quick one does not */
-} method;
-
-static const struct {
-    const char *name;
-    quick_call quick;
-} METHODS[] = {
-    {"sum_in_place", entry_sum},
-    {"allreduce", entry_all_reduce},
-    {"reduce", entry_reduce},
-    {"broadcast", entry_broadcast},
-    {"_allgather_base", entry_all_gather},
-    {"all_gather_single", entry_all_gather},
-    {"_reduce_scatter_base", entry_reduce_scatter},
-    {"reduce_scatter_single", entry_reduce_scatter},
-    {"barrier", entry_barrier},
-};
-
-/* Call the class's own method. */
-static PyObject *call_python(method *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
-{
-    PyObject *group = PyWeakref_GetObject(self->entry->group); /* borrowed */
-    if (!group || group == Py_None) {
-        PyErr_SetString(PyExc_ReferenceError, "the process group of this method no longer exists");
-        return NULL;
-    }
-    Py_INCREF(group);
-    const Py_ssize_t named = names ? PyTuple_Size(names) : 0;
-    PyObject *function = PyObject_GetAttr((PyObject *)Py_TYPE(group), self->name);
-    PyObject *given = PyTuple_New(nargs + 1), *keywords = named ? PyDict_New() : NULL, *result = NULL;
-    if (!function || !given || (named && !keywords))
-        goto done;
-    Py_INCREF(group);
-    PyTuple_SetItem(given, 0, group);
-    for (Py_ssize_t i = 0; i < nargs; i++) {
-        Py_INCREF(args[i]);
-        PyTuple_SetItem(given, i + 1, args[i]);
-    }
-    for (Py_ssize_t i = 0; i < named; i++)
-        if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i), args[nargs + i]))
-            goto done;
-    result = PyObject_Call(function, given, keywords);
-done:
-    Py_XDECREF(function);
-    Py_XDECREF(given);
-    Py_XDECREF(keywords);
-    Py_DECREF(group);
-    return result;
-}
-
-static PyObject *method_vectorcall(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
-{
-    method *self = (method *)object;
-    const Py_ssize_t nargs = NARGS(flagged), named = names ? PyTuple_Size(names) : 0;
-    /* torch.distributed gives the options by position, except for a barrier's. */
-    const int usual = !named || (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "opts") == 0);
-    PyObject *result = usual ? self->quick(self->entry, args, nargs + named) : ENTRY_NOT_ME;
-    return result == ENTRY_NOT_ME ? call_python(self, args, nargs, names) : result;
-}
-
-static PyObject *method_call(PyObject *object, PyObject *args, PyObject *keywords)
-{
-    const Py_ssize_t nargs = PyTuple_Size(args), named = keywords ? PyDict_Size(keywords) : 0;
-    PyObject **all = malloc((size_t)(nargs + named + 1) * sizeof *all), *names = named ? PyTuple_New(named) : NULL;
-    PyObject *result = NULL, *name, *value;
-    Py_ssize_t at = 0, i = 0;
-    if (!all || (named && !names)) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    for (Py_ssize_t n = 0; n < nargs; n++)
-        all[n] = PyTuple_GetItem(args, n);
-    while (named && PyDict_Next(keywords, &at, &name, &value)) {
-        Py_INCREF(name);
-        PyTuple_SetItem(names, i, name);
-        all[nargs + i++] = value;
-    }
-    result = method_vectorcall(object, all, (size_t)nargs, names);
-done:
-    free(all);
-    Py_XDECREF(names);
-    return result;
-}
-
-static void free_object(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
-    Py_DECREF(type);
-}
-
-static void method_dealloc(PyObject *object)
-{
-    method *self = (method *)object;
-    Py_XDECREF((PyObject *)self->entry);
-    Py_XDECREF(self->name);
-    free_object(object);
-}
-
-static PyMemberDef method_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(method, vectorcall), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-static PyType_Slot method_slots[] = {
-    {Py_tp_dealloc, method_dealloc},
-    {Py_tp_call, method_call},
-    {Py_tp_members, method_members},
-    {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
-    {0, NULL},
-};
-static PyType_Spec method_spec = {
-    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | HAVE_VECTORCALL, method_slots,
-};
-static PyTypeObject *method_type, *entry_type;
+static PyTypeObject *entry_type;
 
 /* -- a group's entry --------------------------------------------------------------------------------------------------- */
 
@@ -157,6 +26,9 @@ static int entry_traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->acquire);
     Py_VISIT(self->release);
     Py_VISIT(self->fail);
+    Py_VISIT(self->mailbox);
+    Py_VISIT(self->inside);
+    Py_VISIT(self->fail_message);
     Py_VISIT(self->communicator);
     Py_VISIT(self->explain);
     Py_VISIT(self->last.tensor_kind);
@@ -175,12 +47,12 @@ static void entry_dealloc(PyObject *object)
     entry *self = (entry *)object;
     PyObject_GC_UnTrack(object);
     PyObject *held[] = {self->group, self->progress, self->queue, self->acquire, self->release, self->fail,
-                        self->communicator, self->explain, self->last.site.code, self->last.site.instruction,
+                        self->mailbox, self->inside, self->fail_message, self->communicator, self->explain, self->last.site.code, self->last.site.instruction,
                         self->last.tensor_kind};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++)
         Py_XDECREF(held[i]);
     free(self->pointers);
-    free_object(object);
+    entry_free_object(object);
 }
 
 static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -210,11 +82,15 @@ static PyObject *entry_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     self->acquire = running ? PyObject_GetAttrString(running, "acquire") : NULL;
     self->release = running ? PyObject_GetAttrString(running, "release") : NULL;
     self->fail = PyObject_GetAttrString(communicator, "_fail");
+    self->mailbox = PyObject_GetAttrString(communicator, "_mailbox");
+    self->inside = self->mailbox ? PyObject_GetAttrString(self->mailbox, "inside") : NULL;
+    self->fail_message = self->mailbox ? PyObject_GetAttrString(self->mailbox, "fail_recv") : NULL;
     self->pointers = calloc(size, sizeof *self->pointers);
     for (int i = 0; i < ENTRY_SHAPES; i++)
         self->shapes.known[i].ndim = -1;
     Py_XDECREF(running);
-    if (self->group && self->queue && self->acquire && self->release && self->fail && self->pointers)
+    if (self->group && self->queue && self->acquire && self->release && self->fail && self->fail_message &&
+        self->inside && PyList_CheckExact(self->inside) && self->pointers)
         return (PyObject *)self;
     Py_DECREF(self);
     return PyErr_Occurred() ? NULL : PyErr_NoMemory();
@@ -239,27 +115,6 @@ static PyObject *entry_last(PyObject *object, PyObject *ignored)
     PyObject *code = last->site.code ? last->site.code : Py_None;
     PyObject *instruction = last->site.instruction ? last->site.instruction : Py_None;
     return Py_BuildValue("(OOsOiL)", code, instruction, last->name, last->tensor_kind, last->op, (long long)last->root);
-}
-
-static PyObject *entry_methods(PyObject *object, PyObject *ignored)
-{
-    PyObject *all = PyDict_New();
-    (void)ignored;
-    for (size_t i = 0; all && i < sizeof METHODS / sizeof *METHODS; i++) {
-        allocfunc allocate = (allocfunc)PyType_GetSlot(method_type, Py_tp_alloc);
-        method *made = (method *)allocate(method_type, 0);
-        if (made) {
-            Py_INCREF(object);
-            made->vectorcall = method_vectorcall;
-            made->entry = (entry *)object;
-            made->quick = METHODS[i].quick;
-            made->name = PyUnicode_InternFromString(METHODS[i].name);
-        }
-        if (!made || !made->name || PyDict_SetItemString(all, METHODS[i].name, (PyObject *)made))
-            Py_CLEAR(all);
-        Py_XDECREF((PyObject *)made);
-    }
-    return all;
 }
 
 static PyMethodDef entry_defs[] = {
@@ -298,7 +153,14 @@ static int set_core(PyObject *functions)
     core->broadcast = (__typeof__(core->broadcast))address(functions, "phx_broadcast");
     core->all_gather = (__typeof__(core->all_gather))address(functions, "phx_all_gather");
     core->barrier = (__typeof__(core->barrier))address(functions, "phx_barrier");
-    if (core->all_reduce && core->reduce && core->reduce_scatter && core->broadcast && core->all_gather && core->barrier)
+    core->send_now = (__typeof__(core->send_now))address(functions, "phx_send_now");
+    core->recv = (__typeof__(core->recv))address(functions, "phx_recv");
+    core->message_wait = (__typeof__(core->message_wait))address(functions, "phx_message_wait");
+    core->message_source = (__typeof__(core->message_source))address(functions, "phx_message_source");
+    core->message_free = (__typeof__(core->message_free))address(functions, "phx_message_free");
+    if (core->all_reduce && core->reduce && core->reduce_scatter && core->broadcast && core->all_gather &&
+        core->barrier && core->send_now && core->recv && core->message_wait && core->message_source &&
+        core->message_free)
         return 0;
     if (!PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "the address of a function of the core is missing");
@@ -328,9 +190,11 @@ static PyObject *set_up(PyObject *module, PyObject *args)
 {
     struct entry_process *process = &entry_process;
     PyObject *dtypes, *ops, *tensor, *parameter, *is_neg, *shape_word, *profiling, *modes, *is_inside;
+    PyObject *send, *recv, *done_work, *done, *function_modes;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!O!OOOOO!O!O", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensor, &parameter, &is_neg,
-                          &shape_word, &PyDict_Type, &profiling, &PyDict_Type, &modes, &is_inside))
+    if (!PyArg_ParseTuple(args, "O!O!OOOOO!O!OOOOOO", &PyList_Type, &dtypes, &PyList_Type, &ops, &tensor, &parameter, &is_neg,
+                          &shape_word, &PyDict_Type, &profiling, &PyDict_Type, &modes, &is_inside, &send, &recv,
+                          &done_work, &done, &function_modes))
         return NULL;
     struct entry_tensors *tensors = &process->tensors;
     tensors->ndtypes = 0;
@@ -345,7 +209,8 @@ static PyObject *set_up(PyObject *module, PyObject *args)
         process->ops[i] = (uint32_t)PyLong_AsUnsignedLong(PyList_GetItem(ops, i));
     if (PyErr_Occurred())
         return NULL;
-    PyObject *held[] = {tensor, parameter, is_neg, shape_word, profiling, modes, is_inside};
+    PyObject *held[] = {tensor, parameter, is_neg, shape_word, profiling, modes, is_inside,
+                        send, recv, done_work, done, function_modes};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++)
         Py_INCREF(held[i]); /* for as long as the process lives */
     tensors->kinds[0] = tensor;
@@ -355,6 +220,11 @@ static PyObject *set_up(PyObject *module, PyObject *args)
     process->profiling = profiling;
     process->modes = modes;
     process->codes.is_inside = is_inside;
+    process->send_code = send;
+    process->recv_code = recv;
+    process->done_work = done_work;
+    process->done = done;
+    process->function_modes = function_modes;
     Py_RETURN_NONE;
 }
 
@@ -390,7 +260,7 @@ static PyObject *bytes_of(PyObject *module, PyObject *options)
 
 static PyMethodDef functions[] = {
     {"set_exchange", set_exchange, METH_VARARGS, "set_exchange(capsule, addresses): torch's exchange, the core's functions."},
-    {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, Parameter, is_neg, shape_word, profiling, modes, is_inside)"},
+    {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, ...): see c10d/quick.py"},
     {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, no timeout)"},
     {"dtype_of", dtype_of, METH_O, "dtype_of(tensor): its dtype as DLPack's (code, bits, lanes)."},
     {"bytes_of", bytes_of, METH_O, "bytes_of(options): the C++ object behind one of pybind11's, as bytes."},
@@ -414,14 +284,15 @@ PyMODINIT_FUNC PyInit_entry(void)
     PyObject *module = PyModule_Create(&definition);
     if (!module)
         return NULL;
-    method_type = (PyTypeObject *)PyType_FromSpec(&method_spec);
     entry_type = (PyTypeObject *)PyType_FromSpec(&entry_spec);
     entry_process.is_profiling = PyUnicode_InternFromString("_is_profiler_enabled");
     entry_process.in_mode = PyUnicode_InternFromString("_is_in_torch_dispatch_mode");
     entry_process.busy = PyUnicode_InternFromString("busy");
     entry_process.unheard = PyUnicode_InternFromString("_unheard");
+    entry_process.ended = PyUnicode_InternFromString("ended");
+    entry_process.comm = PyUnicode_InternFromString("comm");
     entry_process.tensors.shape = PyUnicode_InternFromString("shape");
-    if (!method_type || !entry_type || pthread_atfork(NULL, NULL, count_fork) ||
+    if (entry_make_methods() || !entry_type || pthread_atfork(NULL, NULL, count_fork) ||
         PyModule_AddObject(module, "Entry", (PyObject *)entry_type) || PyModule_AddIntConstant(module, "ABI", PHX_ABI)) {
         Py_DECREF(module);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();

@@ -1,7 +1,8 @@
 /* Reading a tensor's metadata, and telling plain tensors from others. */
 #include "tensor.h"
 
-#define CPU 1 /* kDLCPU */
+#define CPU 1   /* kDLCPU */
+#define FLOAT 2 /* kDLFloat */
 
 static int is_contiguous(const struct dl_tensor *tensor)
 {
@@ -26,7 +27,7 @@ static const struct entry_dtype *find_dtype(const struct entry_tensors *tensors,
 }
 
 /* The number by which ranks compare shapes. Python computes it, so that there is one rule for it, and it is kept. */
-static int word_of_shape(const struct entry_tensors *tensors, struct entry_shapes *shapes, PyObject *object,
+static int word_of_shape(const struct entry_tensors *tensors, struct entry_shapes *shapes,
                          const struct dl_tensor *tensor, uint64_t *word)
 {
     uint64_t place = (uint64_t)tensor->ndim;
@@ -40,7 +41,14 @@ static int word_of_shape(const struct entry_tensors *tensors, struct entry_shape
         *word = shapes->known[index].word;
         return 0;
     }
-    PyObject *shape = PyObject_GetAttr(object, tensors->shape);
+    int64_t dims[ENTRY_DIMS] = {0}; /* a copy, since another thread may resize the tensor while Python runs */
+    const int32_t ndim = tensor->ndim;
+    PyObject *shape = PyTuple_New(ndim);
+    for (int32_t d = 0; d < ndim; d++) {
+        dims[d] = tensor->shape[d];
+        if (shape && PyTuple_SetItem(shape, d, PyLong_FromLongLong(dims[d])))
+            Py_CLEAR(shape);
+    }
     PyObject *number = shape ? PyObject_CallFunctionObjArgs(tensors->shape_word, shape, NULL) : NULL;
     Py_XDECREF(shape);
     if (!number)
@@ -49,48 +57,75 @@ static int word_of_shape(const struct entry_tensors *tensors, struct entry_shape
     Py_DECREF(number);
     if (*word == (uint64_t)-1 && PyErr_Occurred())
         return -1;
-    shapes->known[index].ndim = tensor->ndim;
-    for (int32_t d = 0; d < tensor->ndim; d++)
-        shapes->known[index].dims[d] = tensor->shape[d];
+    shapes->known[index].ndim = ndim;
+    for (int32_t d = 0; d < ndim; d++)
+        shapes->known[index].dims[d] = dims[d];
     shapes->known[index].word = *word;
     return 0;
+}
+
+/* What DLPack says of a tensor, without a call of Python's: 1, or 0 if it is not plain. */
+static int describe(const struct entry_tensors *tensors, PyObject *object, struct dl_tensor *tensor,
+                    struct entry_tensor *out)
+{
+    PyObject *kind = (PyObject *)Py_TYPE(object);
+    if (kind != tensors->kinds[0] && kind != tensors->kinds[1])
+        return 0;
+    if (tensors->exchange->tensor_from_object(object, tensor)) {
+        PyErr_Clear(); /* sparse, on another device, of a dtype that DLPack does not know */
+        return 0;
+    }
+    const struct entry_dtype *dtype = find_dtype(tensors, tensor->dtype);
+    if (tensor->device.type != CPU || !dtype || tensor->ndim > ENTRY_DIMS || !is_contiguous(tensor))
+        return 0;
+    uint64_t count = 1;
+    for (int32_t d = 0; d < tensor->ndim; d++)
+        count *= (uint64_t)tensor->shape[d];
+    out->data = tensor->data + tensor->byte_offset;
+    out->count = count;
+    out->nbytes = count * tensor->dtype.bits / 8;
+    out->reduced = dtype->reduced;
+    out->copied = dtype->copied;
+    out->ops = dtype->ops;
+    out->shape_word = 0;
+    return tensor->data || !count; /* else a tensor without memory of its own */
+}
+
+/* Whether torch negates the tensor's data when it reads them: the imaginary part of a conjugate has a bit for that. Of
+ * several numbers it is not contiguous, and complex numbers have parts of these dtypes only. 1, 0, or -1. */
+static int is_negative(const struct entry_tensors *tensors, PyObject *object, const struct dl_tensor *tensor,
+                       uint64_t count)
+{
+    if (count != 1 || tensor->dtype.code != FLOAT)
+        return 0;
+    PyObject *negative = PyObject_CallFunctionObjArgs(tensors->is_neg, object, NULL);
+    Py_XDECREF(negative);
+    return negative ? negative != Py_False : -1;
 }
 
 int entry_read(const struct entry_tensors *tensors, struct entry_shapes *shapes, PyObject *object,
                struct entry_tensor *out)
 {
-    PyObject *kind = (PyObject *)Py_TYPE(object);
-    if (kind != tensors->kinds[0] && kind != tensors->kinds[1])
-        return 0;
     struct dl_tensor tensor;
-    if (tensors->exchange->tensor_from_object(object, &tensor)) {
-        PyErr_Clear(); /* sparse, on another device, of a dtype that DLPack does not know */
+    if (!describe(tensors, object, &tensor, out))
         return 0;
-    }
-    const struct entry_dtype *dtype = find_dtype(tensors, tensor.dtype);
-    if (tensor.device.type != CPU || !dtype || tensor.ndim > ENTRY_DIMS || !is_contiguous(&tensor))
+    const int negative = is_negative(tensors, object, &tensor, out->count);
+    if (negative)
+        return negative < 0 ? -1 : 0;
+    if (!shapes)
+        return 1;
+    /* Its shape may have gone meanwhile, with another thread that resized it. */
+    if (!describe(tensors, object, &tensor, out))
         return 0;
-    uint64_t count = 1;
-    for (int32_t d = 0; d < tensor.ndim; d++)
-        count *= (uint64_t)tensor.shape[d];
-    out->data = tensor.data + tensor.byte_offset;
-    out->count = count;
-    out->nbytes = count * tensor.dtype.bits / 8;
-    out->reduced = dtype->reduced;
-    out->copied = dtype->copied;
-    out->ops = dtype->ops;
-    if (!tensor.data && count)
-        return 0; /* a tensor without memory of its own */
-    if (count == 1) {
-        /* The imaginary part of a conjugate has a bit that negates it. Longer ones are not contiguous. */
-        PyObject *negative = PyObject_CallFunctionObjArgs(tensors->is_neg, object, NULL);
-        if (!negative)
-            return -1;
-        Py_DECREF(negative);
-        if (negative != Py_False)
-            return 0;
-    }
-    return word_of_shape(tensors, shapes, object, &tensor, &out->shape_word) ? -1 : 1;
+    return word_of_shape(tensors, shapes, &tensor, &out->shape_word) ? -1 : 1;
+}
+
+int entry_unchanged(const struct entry_tensors *tensors, PyObject *object, const struct entry_tensor *read)
+{
+    struct dl_tensor tensor;
+    struct entry_tensor now;
+    return describe(tensors, object, &tensor, &now) && now.data == read->data && now.nbytes == read->nbytes &&
+           now.copied == read->copied;
 }
 
 PyObject *entry_dtype_of(const struct entry_tensors *tensors, PyObject *object)

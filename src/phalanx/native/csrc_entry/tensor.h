@@ -72,9 +72,14 @@ struct entry_shapes {
     } known[ENTRY_SHAPES];
 };
 
-/* Returns 1 if `object` is a plain tensor, which `out` then describes; 0 if it is anything else; -1 with an exception. */
+/* Returns 1 if `object` is a plain tensor, which `out` then describes; 0 if it is anything else; -1 with an exception.
+ * Other threads may run meanwhile. Without `shapes` there will be no word of the shape. */
 int entry_read(const struct entry_tensors *tensors, struct entry_shapes *shapes, PyObject *object,
                struct entry_tensor *out);
+
+/* Whether the tensor still has the memory and the shape that were read, and no other thread has resized it. No other
+ * thread runs meanwhile, so the answer holds until the interpreter's lock is given up. */
+int entry_unchanged(const struct entry_tensors *tensors, PyObject *object, const struct entry_tensor *tensor);
 
 /* Returns a new tuple (code, bits, lanes) of a tensor's dtype, or NULL with an exception. */
 PyObject *entry_dtype_of(const struct entry_tensors *tensors, PyObject *object);

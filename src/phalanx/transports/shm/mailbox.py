@@ -86,6 +86,10 @@ class Mailbox:
         finally:
             inside.pop()
 
+    def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
+        """Raise the error of a receive that the core has ended, and give it back."""
+        SharedMemoryMessage(self, handle, tensor, "recv from", peer).wait()
+
     def rest(self) -> None:
         """Move messages along, and sleep until one may be done."""
         inside = self.inside

@@ -1,0 +1,198 @@
+/* The quick messages: a send that is done at once, and a receive whose caller waits for it.
+ *
+ * Messages do not take the group's lock: any thread may send and receive beside a collective. Who closes the group waits
+ * for the threads that are in the mailbox's list `inside` (transports/shm/mailbox.py). */
+#include "entry.h"
+
+#define INSIDE_PYTHON 4096 /* bytes that are copied so fast that giving up the interpreter's lock would take longer */
+
+/* The core's handle of the group if messages can be moved; NULL if not, or with an exception. What it returns is good for
+ * as long as this thread keeps the interpreter's lock, or is in the list. */
+static phx_comm *open_mailbox(entry *self)
+{
+    PyObject *ended = PyObject_GetAttr(self->mailbox, entry_process.ended);
+    PyObject *comm = ended ? PyObject_GetAttr(self->mailbox, entry_process.comm) : NULL;
+    const int open = ended == Py_False && comm;
+    phx_comm *found = open ? PyLong_AsVoidPtr(comm) : NULL;
+    Py_XDECREF(ended);
+    Py_XDECREF(comm);
+    return found;
+}
+
+static int enter(entry *self)
+{
+    return PyList_Append(self->inside, Py_None);
+}
+
+/* An exception that is set stays set. */
+static void leave(entry *self)
+{
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    const Py_ssize_t last = PyList_Size(self->inside) - 1;
+    if (last < 0 || PyList_SetSlice(self->inside, last, last + 1, NULL))
+        PyErr_Clear();
+    PyErr_Restore(kind, value, trace);
+}
+
+static int may_move(entry *self, int64_t peer)
+{
+    return peer >= 0 && peer < self->size && self->forks == entry_forks && !entry_is_watched();
+}
+
+/* Returns 1 if the message has been sent; 0 if it is for Python; -1 with an exception. The caller holds the tensor. */
+static int send_now(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t peer, uint32_t tag)
+{
+    int sent;
+    phx_comm *comm = open_mailbox(self);
+    if (!comm)
+        return PyErr_Occurred() ? -1 : 0;
+    if (!entry_unchanged(&entry_process.tensors, object, tensor))
+        return 0;
+    if (tensor->nbytes <= INSIDE_PYTHON)
+        return entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
+    if (enter(self))
+        return -1;
+    ENTRY_UNLOCKED(sent, entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag));
+    leave(self);
+    return sent;
+}
+
+/* Receive, and wait for it. Returns the sender's rank; -2 if the call is for Python; -1 with an exception. The caller
+ * holds the tensor. */
+static int64_t receive(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t peer, uint32_t tag)
+{
+    int status = PHX_OK;
+    int64_t source = -1;
+    phx_comm *comm = open_mailbox(self);
+    if (!comm)
+        return PyErr_Occurred() ? -1 : -2;
+    if (!entry_unchanged(&entry_process.tensors, object, tensor))
+        return -2;
+    if (enter(self))
+        return -1;
+    phx_message *message = entry_process.core.recv(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
+    if (message)
+        ENTRY_UNLOCKED(status, entry_process.core.message_wait(comm, message, 0));
+    if (message && !status) {
+        source = entry_process.core.message_source(message);
+        entry_process.core.message_free(comm, message);
+    } else if (message) {
+        /* The message is Python's now: it finds the same status, raises the error for it, and gives the message back. */
+        const unsigned long long handle = (uintptr_t)message;
+        PyObject *raised = PyObject_CallFunction(self->fail_message, "KOI", handle, object, peer);
+        if (raised) {
+            Py_DECREF(raised);
+            PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
+        }
+    }
+    leave(self);
+    return message ? source : -2;
+}
+
+/* A rank or a tag: 1, or 0 if it is not a plain integer, or a large one. */
+static int read_number(PyObject *object, int64_t *number)
+{
+    if (!PyLong_CheckExact(object))
+        return 0;
+    *number = PyLong_AsLongLong(object);
+    if (*number != -1 || !PyErr_Occurred())
+        return 1;
+    PyErr_Clear();
+    return 0;
+}
+
+static int read_peer_and_tag(PyObject *const *args, int64_t *peer, int64_t *tag)
+{
+    return read_number(args[0], peer) && read_number(args[1], tag);
+}
+
+/* send_now(tensor, dst, tag): whether it has been sent. */
+PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    int64_t peer, tag;
+    if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) || peer == self->rank)
+        return ENTRY_NOT_ME;
+    const int seen = entry_is_seen_by_functions();
+    if (seen)
+        return ENTRY_NOT_ENTERED(seen < 0 ? -1 : 0);
+    int done = entry_read(&entry_process.tensors, NULL, args[0], &tensor);
+    if (done == 1)
+        done = send_now(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
+    return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
+}
+
+/* recv_now(tensor, src, tag): whether it has been received. */
+PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    int64_t peer, tag;
+    if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) || peer == self->rank)
+        return ENTRY_NOT_ME;
+    const int seen = entry_is_seen_by_functions();
+    if (seen)
+        return ENTRY_NOT_ENTERED(seen < 0 ? -1 : 0);
+    const int plain = entry_read(&entry_process.tensors, NULL, args[0], &tensor);
+    if (plain != 1)
+        return ENTRY_NOT_ENTERED(plain);
+    const int64_t source = receive(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
+    return source >= 0 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(source == -1 ? -1 : 0);
+}
+
+/* Whether the caller's caller is `waits`, which is torch's function that waits for the message that its helper starts. */
+static int is_called_by(PyObject *waits)
+{
+    PyObject *helper = (PyObject *)PyEval_GetFrame(); /* borrowed */
+    PyObject *caller = helper ? PyObject_GetAttrString(helper, "f_back") : NULL;
+    if (!caller || caller == Py_None) {
+        Py_XDECREF(caller);
+        PyErr_Clear();
+        return 0;
+    }
+    PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)caller);
+    Py_DECREF(code);
+    Py_DECREF(caller);
+    return code == waits;
+}
+
+/* The group's send([tensor], dst, tag). */
+PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    PyObject *object;
+    int64_t peer, tag;
+    if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer))
+        return ENTRY_NOT_ME;
+    int done = entry_read_only_one(NULL, args[0], &object, &tensor);
+    if (done != 1)
+        return ENTRY_NOT_ENTERED(done);
+    done = send_now(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
+    Py_DECREF(object);
+    if (done != 1)
+        return ENTRY_NOT_ENTERED(done);
+    if (!is_called_by(entry_process.send_code)) /* its caller may ask the handle for the tensors */
+        return PyObject_CallFunctionObjArgs(entry_process.done_work, args[0], NULL);
+    Py_INCREF(entry_process.done);
+    return entry_process.done;
+}
+
+/* The group's recv([tensor], src, tag), if torch's recv() is what calls it: then nothing can happen before the wait. */
+PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    struct entry_tensor tensor;
+    PyObject *object;
+    int64_t peer, tag;
+    if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) ||
+        !is_called_by(entry_process.recv_code))
+        return ENTRY_NOT_ME;
+    const int plain = entry_read_only_one(NULL, args[0], &object, &tensor);
+    if (plain != 1)
+        return ENTRY_NOT_ENTERED(plain);
+    const int64_t source = receive(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
+    Py_DECREF(object);
+    if (source < 0)
+        return ENTRY_NOT_ENTERED(source == -1 ? -1 : 0);
+    Py_INCREF(entry_process.done);
+    return entry_process.done;
+}

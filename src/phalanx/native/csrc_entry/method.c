@@ -1,0 +1,177 @@
+/* A group's methods: each does the usual call in C and hands all others to the class's own method. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <structmember.h>
+
+#include "entry.h"
+
+typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+#define HAVE_VECTORCALL (1UL << 11)                             /* Py_TPFLAGS_HAVE_VECTORCALL, not in 3.10's limited API */
+#define NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1)))) /* PyVectorcall_NARGS, likewise */
+
+typedef PyObject *(*quick_call)(entry *, PyObject *const *, Py_ssize_t);
+
+/* An object of its own and not a built-in function: pybind11 takes a built-in for its own method, and would call the
+ * C++ one in its place where C++ asks for the group's. */
+typedef struct {
+    PyObject ob_base;
+    vectorcall vectorcall;
+    entry *entry;
+    quick_call quick;
+    PyObject *name; /* also that of the method in Python, which does all that the quick one does not */
+} method;
+
+static const struct {
+    const char *name;
+    quick_call quick;
+} METHODS[] = {
+    {"sum_in_place", entry_sum},
+    {"allreduce", entry_all_reduce},
+    {"reduce", entry_reduce},
+    {"broadcast", entry_broadcast},
+    {"_allgather_base", entry_all_gather},
+    {"all_gather_single", entry_all_gather},
+    {"_reduce_scatter_base", entry_reduce_scatter},
+    {"reduce_scatter_single", entry_reduce_scatter},
+    {"barrier", entry_barrier},
+    {"send_now", entry_send_now},
+    {"recv_now", entry_recv_now},
+    {"send", entry_send},
+    {"recv", entry_recv},
+};
+
+/* Call the class's own method. */
+static PyObject *call_python(method *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    PyObject *group = PyWeakref_GetObject(self->entry->group); /* borrowed */
+    if (!group || group == Py_None) {
+        PyErr_SetString(PyExc_ReferenceError, "the process group of this method no longer exists");
+        return NULL;
+    }
+    Py_INCREF(group);
+    const Py_ssize_t named = names ? PyTuple_Size(names) : 0;
+    PyObject *function = PyObject_GetAttr((PyObject *)Py_TYPE(group), self->name);
+    PyObject *given = PyTuple_New(nargs + 1), *keywords = named ? PyDict_New() : NULL, *result = NULL;
+    if (!function || !given || (named && !keywords))
+        goto done;
+    Py_INCREF(group);
+    PyTuple_SetItem(given, 0, group);
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        Py_INCREF(args[i]);
+        PyTuple_SetItem(given, i + 1, args[i]);
+    }
+    for (Py_ssize_t i = 0; i < named; i++)
+        if (PyDict_SetItem(keywords, PyTuple_GetItem(names, i), args[nargs + i]))
+            goto done;
+    result = PyObject_Call(function, given, keywords);
+done:
+    Py_XDECREF(function);
+    Py_XDECREF(given);
+    Py_XDECREF(keywords);
+    Py_DECREF(group);
+    return result;
+}
+
+static PyObject *method_vectorcall(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
+{
+    method *self = (method *)object;
+    const Py_ssize_t nargs = NARGS(flagged), named = names ? PyTuple_Size(names) : 0;
+    /* torch.distributed gives the options by position, except for a barrier's. */
+    const int usual = !named || (named == 1 && PyUnicode_CompareWithASCIIString(PyTuple_GetItem(names, 0), "opts") == 0);
+    PyObject *result = usual ? self->quick(self->entry, args, nargs + named) : ENTRY_NOT_ME;
+    return result == ENTRY_NOT_ME ? call_python(self, args, nargs, names) : result;
+}
+
+static PyObject *method_call(PyObject *object, PyObject *args, PyObject *keywords)
+{
+    const Py_ssize_t nargs = PyTuple_Size(args), named = keywords ? PyDict_Size(keywords) : 0;
+    PyObject **all = malloc((size_t)(nargs + named + 1) * sizeof *all), *names = named ? PyTuple_New(named) : NULL;
+    PyObject *result = NULL, *name, *value;
+    Py_ssize_t at = 0, i = 0;
+    if (!all || (named && !names)) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t n = 0; n < nargs; n++)
+        all[n] = PyTuple_GetItem(args, n);
+    while (named && PyDict_Next(keywords, &at, &name, &value)) {
+        Py_INCREF(name);
+        PyTuple_SetItem(names, i, name);
+        all[nargs + i++] = value;
+    }
+    result = method_vectorcall(object, all, (size_t)nargs, names);
+done:
+    free(all);
+    Py_XDECREF(names);
+    return result;
+}
+
+void entry_free_object(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static int method_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT((PyObject *)((method *)object)->entry);
+    return 0;
+}
+
+static void method_dealloc(PyObject *object)
+{
+    method *self = (method *)object;
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF((PyObject *)self->entry);
+    Py_XDECREF(self->name);
+    entry_free_object(object);
+}
+
+static PyMemberDef method_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(method, vectorcall), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot method_slots[] = {
+    {Py_tp_dealloc, method_dealloc},
+    {Py_tp_traverse, method_traverse}, /* a queued call may hold the group, and is held by its queue */
+    {Py_tp_call, method_call},
+    {Py_tp_members, method_members},
+    {Py_tp_doc, "A method of one process group that does the usual call in C and hands all others to the class's."},
+    {0, NULL},
+};
+static PyType_Spec method_spec = {
+    "phalanx.native.entry.Method", sizeof(method), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | HAVE_VECTORCALL, method_slots,
+};
+static PyTypeObject *method_type;
+
+int entry_make_methods(void)
+{
+    method_type = (PyTypeObject *)PyType_FromSpec(&method_spec);
+    return method_type ? 0 : -1;
+}
+
+PyObject *entry_methods(PyObject *object, PyObject *ignored)
+{
+    PyObject *all = PyDict_New();
+    (void)ignored;
+    for (size_t i = 0; all && i < sizeof METHODS / sizeof *METHODS; i++) {
+        allocfunc allocate = (allocfunc)PyType_GetSlot(method_type, Py_tp_alloc);
+        method *made = (method *)allocate(method_type, 0);
+        if (made) {
+            Py_INCREF(object);
+            made->vectorcall = method_vectorcall;
+            made->entry = (entry *)object;
+            made->quick = METHODS[i].quick;
+            made->name = PyUnicode_InternFromString(METHODS[i].name);
+        }
+        if (!made || !made->name || PyDict_SetItemString(all, METHODS[i].name, (PyObject *)made))
+            Py_CLEAR(all);
+        Py_XDECREF((PyObject *)made);
+    }
+    return all;
+}
