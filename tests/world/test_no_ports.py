@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -84,7 +85,7 @@ def trains(member: Member) -> None:
 
 def shards(member: Member) -> None:
     model = torch.nn.Linear(4, 6)
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (member.size,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (member.size,)))
     model(torch.ones(1, 4)).sum().backward()
 
 
