@@ -19,9 +19,9 @@ from tests.support.ranks import Member, on_ranks, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 import phalanx
+from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
-from phalanx.transports.gloo.engine import LocalGloo
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
@@ -107,8 +107,8 @@ class Lost(PrefixStore):
         raise RuntimeError("the store is gone")
 
 
-def no_gloo(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("no gloo")
+def not_made(*_: Any) -> None:
+    raise RuntimeError("not made")
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -122,8 +122,8 @@ def test_a_meeting_that_fails_leaves_nothing_mapped(size: int) -> None:
         with pytest.raises(RuntimeError, match="the store is gone"):
             SharedMemoryCommunicator(Lost("x", store), member.rank, member.size, SOON)
         after = held()
-        pytest.MonkeyPatch().setattr(LocalGloo, "meet", no_gloo)
-        with pytest.raises(RuntimeError, match="no gloo"):
+        pytest.MonkeyPatch().setattr(create, "quicken", not_made)
+        with pytest.raises(RuntimeError, match="not made"):
             create_process_group(store, member.rank, member.size, SOON, "group", [])
         return after[0] - before[0], after[1] - before[1], mapped() - before[0]
 

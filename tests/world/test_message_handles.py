@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import ClosedError, CollectiveMismatch, RankError
 from phalanx.transports.gloo.communicator import GlooCommunicator
-from phalanx.transports.gloo.engine import lazy_gloo
+from phalanx.transports.gloo.engine import AttachedGloo, GlooOnDemand, lazy_gloo
 
 SIZES = [2, 3]
 
@@ -283,8 +283,11 @@ def test_a_message_that_another_thread_finishes_wakes_its_waiter_at_once() -> No
 
 
 def over_gloo(place: Member) -> tuple[PhalanxProcessGroup, ProcessGroupGloo]:
-    gloo = lazy_gloo(place.store(), place.rank, place.size, timedelta(seconds=20), one_host=True)
-    return PhalanxProcessGroup("phalanx", GlooCommunicator(gloo), gloo, "test"), gloo
+    def make(timeout: timedelta) -> AttachedGloo:
+        return lazy_gloo(place.store(), place.rank, place.size, timeout, one_host=True)
+
+    gloo = GlooOnDemand(make, timedelta(seconds=20))
+    return PhalanxProcessGroup("phalanx", GlooCommunicator(gloo.get()), gloo, "test"), gloo.get()
 
 
 def test_an_empty_message_from_any_rank_arrives_over_gloo() -> None:

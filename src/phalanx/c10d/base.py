@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
+from torch._C._distributed_c10d import Backend, FakeProcessGroup, Store
 from torch.distributed.distributed_c10d import GroupName
 
 from phalanx.c10d.backward import BackwardPasses, current_pass
@@ -28,6 +28,7 @@ from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
 from phalanx.errors import BackendError, PhalanxError
 from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.layout import DTYPES
 
 __all__ = ["BaseProcessGroup"]
@@ -53,7 +54,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self,
         name: str,
         communicator: Communicator,
-        gloo: ProcessGroupGloo,
+        gloo: GlooOnDemand,
         group_name: str,
         store: Store | None = None,
         split: Callable[[list[int], timedelta, str], dist.ProcessGroup] | None = None,
@@ -69,7 +70,12 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._messages = Messages(group_name, communicator)
         self._gloo = gloo
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._attached = gloo.made is not None
+        # torch keeps a group's name in its backends, so there is always one, for a device that is never asked for.
+        name_holder = FakeProcessGroup._create_internal(self._rank, self._size)
+        self._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.UNDEFINED, name_holder)
+        # Without a backend torch learns only that the group serves CPU tensors.
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo.made)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self._set_group_name(GroupName(group_name))
         compare_at_exit(self)
@@ -86,9 +92,50 @@ class BaseProcessGroup(dist.ProcessGroup):
         return self._communicator.engine
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of every operation that starts from now on. torch's own method reaches the attached Gloo only."""
-        super().set_timeout(timeout)
+        """The timeout of every operation that starts from now on. torch's own method would reach its backends only."""
+        self._gloo.set_timeout(timeout)
         self._communicator.set_timeout(timeout)
+
+    def attach(self) -> None:
+        """Give torch the attached Gloo group, for calls that reach no method of this one; it is made now, and listens.
+
+        Two threads may do so at once: torch keeps what it is given twice.
+        """
+        if not self._attached:
+            self.serve(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo.get())
+            self._attached = True
+
+    def serve(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Backend) -> None:
+        """Give torch a backend for ``device``; it has the group's name and description afterwards, as all have."""
+        name, description = self.group_name, self.group_desc
+        self._register_backend(device, kind, backend)
+        self._set_group_name(name)
+        self._set_group_desc(description)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [device for device in super()._device_types if device.type != "meta"]
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        if device.type == "cpu":
+            self.attach()
+        return super()._get_backend(device)
+
+    def _backend_id(self, backend_type: dist.ProcessGroup.BackendType) -> int:
+        self.attach()
+        return super()._backend_id(backend_type)
+
+    def _set_sequence_number_for_group(self) -> None:
+        self.attach()
+        super()._set_sequence_number_for_group()
+
+    def _get_sequence_number_for_group(self) -> int:
+        self.attach()
+        number: int = super()._get_sequence_number_for_group()  # type: ignore[misc]
+        return number
+
+    def _has_hooks(self) -> bool:
+        return self._attached and super()._has_hooks()
 
     def get_group_store(self) -> Store:
         """The store in which the group's ranks met. Python cannot give it to torch's own constructor.
@@ -136,7 +183,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         name = group_name or f"{self.group_name}:split:{self._splits}"
         if self._rank not in ranks:
             return None
-        group = self._split(list(ranks), timeout or self._gloo.options._timeout, name)
+        group = self._split(list(ranks), timeout or self._gloo.timeout, name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split")
         return group
 
@@ -181,7 +228,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         """``body`` with another timeout than the group's, which counts from when the operation begins to run."""
 
         def run() -> None:
-            own = self._gloo.options._timeout
+            own = self._gloo.timeout
             self._communicator.set_timeout(timeout)
             try:
                 body()
@@ -251,7 +298,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         """
         if self._progress.inherited:
             # Gloo's destructor would wait for threads that are not in this process.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo.made))
             return
         if self._progress.interrupted():
             self.abort()

@@ -53,7 +53,9 @@ class Collectives(BaseProcessGroup):
         if usual and self.sum_in_place(tensors[0]):
             return None
         if any(tensor.layout != torch.strided for tensor in tensors):
-            return self._start(opts.asyncOp, tensors, lambda: self._gloo.allreduce(tensors, opts).wait(), urgent=True)
+            return self._start(
+                opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
+            )
         reals, op, factor = self._check.reduction("all_reduce", tensors, reduce_op)
         body = self._communicator.all_reduce
 
@@ -361,7 +363,7 @@ class Collectives(BaseProcessGroup):
         Raises:
             CollectiveTimeout: a rank did not come in time. The group cannot be used afterwards.
         """
-        if timeout is None or timeout == self._gloo.options._timeout:
+        if timeout is None or timeout == self._gloo.timeout:
             self._progress.run(self._communicator.barrier)
         else:
             self._progress.run(self._within(timeout, self._communicator.barrier))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx import settings
 from phalanx.c10d.hooked import group_class
@@ -15,7 +15,7 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.communicator import GlooCommunicator
-from phalanx.transports.gloo.engine import AttachedGloo, LocalGloo, lazy_gloo
+from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
@@ -55,7 +55,7 @@ def create_process_group(
         world_ranks = [ranks[member] if ranks else member for member in members]
         return create_process_group(own, members.index(rank), len(members), timeout, name, world_ranks, backend)
 
-    def group_of(communicator: Communicator, gloo: AttachedGloo) -> PhalanxProcessGroup:
+    def group_of(communicator: Communicator, gloo: GlooOnDemand) -> PhalanxProcessGroup:
         arguments = (backend, communicator, gloo, group_name, store, split)
         if not torch.accelerator.is_available():
             return group_class()(*arguments)
@@ -64,34 +64,31 @@ def create_process_group(
         member = Membership(own, rank, size, timeout, group_name, ranks)
         return MixedProcessGroup(member, *arguments)
 
+    def gloo_in(meeting_point: Store, one_host: bool = True) -> GlooOnDemand:
+        return GlooOnDemand(lambda timeout: lazy_gloo(meeting_point, rank, size, timeout, one_host=one_host), timeout)
+
     communicator: Communicator
-    local = LocalGloo(rank, size, timeout)
     if size == 1:
-        return group_of(SoloCommunicator(), local.meet([local.card()]))
+        return group_of(SoloCommunicator(), gloo_in(HashStore()))
+    # Gloo's keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
+    # a failed attempt to make one.
     try:
-        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout, card=local.card)
+        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
     except NotOneHost as reason:
-        local.shutdown()
-        # The keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
-        # a failed attempt to make one.
-        gloo = lazy_gloo(PrefixStore(f"gloo/{reason.meeting}", own), rank, size, timeout, one_host=False)
-        communicator = GlooCommunicator(gloo)
+        gloo = gloo_in(PrefixStore(f"gloo/{reason.meeting}", own), one_host=False)
+        communicator = GlooCommunicator(gloo.get())
         if rank == 0:
             warnings.warn(
                 f"backend {backend!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
                 stacklevel=2,
             )
         return group_of(communicator, gloo)
-    except BaseException:
-        local.shutdown()
-        raise
     try:
-        gloo = local.meet(communicator.cards)
+        gloo = gloo_in(PrefixStore(f"gloo/{communicator.meeting}", own))
         gloo.on_timeout = communicator.set_timeout
         group = group_of(communicator, gloo)
         quicken(group, communicator)
         return group
     except BaseException:
         communicator.close()
-        local.shutdown()
         raise

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError
-from phalanx.transports.gloo.engine import lazy_gloo
+from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start
 from phalanx.transports.mpi.store import MpiStore
@@ -74,7 +74,8 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     key = f"{runtime.notices.world}/{group_name}/{zlib.crc32(str(members).encode())}"
     communicator = MpiCommunicator(runtime, comm, members, key, timeout)
     store = MpiStore(comm) if comm.size > 1 else HashStore()
-    gloo = lazy_gloo(store, comm.rank, comm.size, timeout, one_host=runtime.one_host(members))
+    one_host = runtime.one_host(members)
+    gloo = GlooOnDemand(lambda limit: lazy_gloo(store, comm.rank, comm.size, limit, one_host=one_host), timeout)
     gloo.on_timeout = communicator.set_timeout
     group = MpiProcessGroup(NAME, communicator, gloo, group_name)
     group.store = store

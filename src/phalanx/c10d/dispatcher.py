@@ -7,16 +7,19 @@ understands every form of the arguments. So a call that needs any of that goes o
 dispatches an operation ``c10d::…``, and below all modes and subclasses, at the key BackendSelect, a kernel of this
 module takes the operation back to the group that began it. A plain call never comes here: it takes 20 µs.
 
-The kernels are registered when the first call needs them. They take back what a group of ours has sent on this way, on
-the same thread; whatever else comes (other backends' groups, an operation that a traced graph calls by itself) goes on
-to the backend that torch has chosen. Which way a rank's call goes may differ from rank to rank (often one alone runs a
-profiler): both end in the same operation. Checked on torch 2.13.0.
+The kernels take back what a group of ours has sent on this way, on the same thread. Whatever else comes goes on to the
+backend that torch has chosen. Where that is the Gloo of one of our groups, it is made now: C++ has called a method that
+Python cannot override, or a program an operation of ``torch.ops.c10d``. A kernel makes the calls of other backends'
+groups slower, too, so the kernels are registered late: those of the operations that C++ may begin (``CPP``) with the
+first group, the others when a call needs them or a group is boxed, as an argument of an operation. Which way a rank's
+call goes may differ from rank to rank (often one alone runs a profiler): both end in the same operation. Checked on
+torch 2.13.0.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,11 +28,12 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as types
 
+from phalanx.c10d.base import BaseProcessGroup
 from phalanx.c10d.messages import DoneWork
 from phalanx.c10d.watched import is_watched, recorded
 from phalanx.errors import ArgumentError
 
-__all__ = ["OPERATIONS", "UNSET", "Dispatched", "front"]
+__all__ = ["OPERATIONS", "UNSET", "Dispatched", "front", "watch_all", "watch_calls_of_cpp"]
 
 UNSET: timedelta = types.AllreduceOptions().timeout  # the timeout in options that nobody has given one
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, int))
@@ -96,6 +100,21 @@ OPERATIONS: dict[str, Dispatched] = {
     "recv": Dispatched("recv", "recv_", ("tensors", "src", "tag"), None),
     "recv_anysource": Dispatched("recv", "recv_any_source_", ("tensors", "tag"), None),
 }
+
+# The operations behind those virtual methods of torch's ProcessGroup that a Python class cannot override.
+CPP = frozenset(
+    (
+        "_allgather_base_",
+        "_reduce_scatter_base_",
+        "allgather_coalesced_",
+        "alltoall_",
+        "gather_",
+        "monitored_barrier_",
+        "recv_any_source_",
+        "reduce_",
+        "scatter_",
+    )
+)
 
 
 def front(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +202,7 @@ class _Flight:
         self._before: _Flight | None = None
 
     def __enter__(self) -> _Flight:
-        _register_kernels()
+        watch_all()
         self._before, _here.flight = _here.flight, self
         return self
 
@@ -210,43 +229,70 @@ def _reduce_op(arguments: Sequence[Any]) -> Any:
     return dist.ReduceOp(dist.ReduceOp.SUM)
 
 
-# Written once, under the lock, by the thread that registers the kernels; read without it.
-_library: torch.library.Library | None = None
-_registering = threading.Lock()
+class _Kernels:
+    """The kernels that are registered.
+
+    ``_library`` and ``_watched`` are written under ``_lock``; ``complete`` is set last, and read without it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._library = torch.library.Library("c10d", "IMPL")
+        self._watched: set[str] = set()
+        self.complete = False
+
+    def register(self, operations: Iterable[str]) -> None:
+        with self._lock:
+            for operation in operations:
+                if operation not in self._watched and hasattr(torch.ops.c10d, operation):
+                    self._watched.add(operation)
+                    self._library.impl(operation, _kernel(operation), "BackendSelect", with_keyset=True)
 
 
-def _register_kernels() -> None:
-    global _library
-    if _library is not None:
-        return
-    with _registering:
-        if _library is not None:
-            return
-        library = torch.library.Library("c10d", "IMPL")
-        by_operation: dict[str, list[str]] = {}
-        for name, known in OPERATIONS.items():
-            if known.operation and hasattr(torch.ops.c10d, known.operation):
-                by_operation.setdefault(known.operation, []).append(name)
-        for operation, names in by_operation.items():
-            library.impl(operation, _kernel(operation, names[0]), "BackendSelect", with_keyset=True)
-        _library = library
+_kernels = _Kernels()
+_names: dict[str, str] = {}  # the first method of each operation
+for _name, _known in OPERATIONS.items():
+    _names.setdefault(_known.operation, _name)
+_names.pop("")
 
 
-def _kernel(operation: str, name: str) -> Callable[..., Any]:
+def watch_calls_of_cpp() -> None:
+    """Register the kernels of the operations that C++ may begin for a group of ours without calling its methods."""
+    _kernels.register(CPP)
+
+
+def watch_all() -> None:
+    """Register the kernels of all operations."""
+    if not _kernels.complete:
+        _kernels.register((*_names, *CPP))
+        _kernels.complete = True
+
+
+def _kernel(operation: str) -> Callable[..., Any]:
     overload: Any = getattr(torch.ops.c10d, operation).default
     schema = overload._schema
     names = [argument.name for argument in schema.arguments]
+    position = names.index("process_group")
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    known = OPERATIONS[name]
+    name = _names.get(operation)
 
     def kernel(keyset: Any, *given: Any, **named: Any) -> Any:
-        values = {**defaults, **dict(zip(names, given, strict=False)), **named}
-        arguments, flight = [values[argument] for argument in known.arguments], _here.flight
-        ours = flight is not None and dist.ProcessGroup.unbox(values["process_group"]) is flight.group
-        # A tensor without data, meta or fake, is none of ours: torch knows what comes of it.
-        if flight is None or not ours or any(tensor.is_meta for tensor in _tensors(arguments)):
+        group: Any = dist.ProcessGroup.unbox(given[position] if position < len(given) else named["process_group"])
+        if not isinstance(group, BaseProcessGroup):
             return overload.redispatch(keyset & _BELOW, *given, **named)
-        group = flight.group
+        flight = _here.flight
+        # A tensor without data, meta or fake, is none of ours: torch knows what comes of it.
+        tensors = _tensors((*given, *named.values()))
+        here = not any(tensor.is_meta for tensor in tensors)
+        if name is None or flight is None or group is not flight.group or not here:
+            if here and all(tensor.is_cpu for tensor in tensors):
+                group.attach()
+            return overload.redispatch(keyset & _BELOW, *given, **named)
+        return take_back(name, flight, {**defaults, **dict(zip(names, given, strict=False)), **named})
+
+    def take_back(name: str, flight: _Flight, values: dict[str, Any]) -> Any:
+        known = OPERATIONS[name]
+        group, arguments = flight.group, [values[argument] for argument in known.arguments]
         opts = None if known.options is None else _options(known.options, values, flight.reduce_op)
         _here.flight = None  # whatever the operation calls goes its own way
         try:

@@ -103,6 +103,9 @@ class HookedProcessGroup(PhalanxProcessGroup):
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
 
+    def attach(self) -> None:
+        """Nothing to do: torch has this group's own backend, and calls it in Gloo's place."""
+
     def sum_in_place(self, tensor: torch.Tensor) -> bool:
         """As without hooks, but not for ``Group.all_reduce``, which calls it directly: it goes by the hooks."""
         return self._own.serving and super().sum_in_place(tensor)

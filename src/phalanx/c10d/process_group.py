@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from phalanx.c10d.collectives import Collectives
-from phalanx.c10d.dispatcher import front
+from phalanx.c10d.dispatcher import front, watch_all, watch_calls_of_cpp
 from phalanx.c10d.uncompiled import uncompiled
 
 __all__ = ["PhalanxProcessGroup"]
@@ -24,6 +26,15 @@ class PhalanxProcessGroup(Collectives):
     ``reduce_scatter_tensor_coalesced``): torch's own methods of these names call the newer ones, and those would, from
     C++, come back to an older one.
     """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        watch_calls_of_cpp()
+
+    def boxed(self) -> torch.ScriptObject:
+        """This group as an argument of an operation of torch's library ``c10d``, called by itself."""
+        watch_all()
+        return super().boxed()
 
     allreduce: Any = front("allreduce", Collectives.allreduce)
     allreduce_coalesced: Any = front("allreduce_coalesced", Collectives.allreduce_coalesced)

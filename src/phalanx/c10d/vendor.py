@@ -72,7 +72,7 @@ class MixedProcessGroup(PhalanxProcessGroup):
             member = self._member
             name = _name(self, device, member)
             found, kind = _make(name, PrefixStore(f"vendor/{device.type}", member.store), member)
-            self._register_backend(torch.device(device.type), kind, found)
+            self.serve(torch.device(device.type), kind, found)
             self._vendors[device.type] = found
         return found
 

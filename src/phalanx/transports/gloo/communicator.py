@@ -1,7 +1,7 @@
 """Gloo, which torch brings: the network transport of groups that do not live on one host.
 
 Every process group also has one attached, for sparse tensors and for the C++ virtuals that cannot be overridden from
-Python. It connects to a peer when it first has something to send to it.
+Python. It is made when it is first used, and connects to a peer when it first has something to send to it.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Making a Gloo group: which address it listens on, and when it connects."""
+"""Making a Gloo group: when it is made, which address it listens on, and when it connects."""
 
 from __future__ import annotations
 
-import base64
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from phalanx.errors import InitializationError
+from phalanx.errors import ClosedError
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_address
 
-__all__ = ["AttachedGloo", "LocalGloo", "lazy_gloo"]
+__all__ = ["AttachedGloo", "GlooOnDemand", "lazy_gloo"]
 
 # For this many times the timeout Gloo waits for a rank that should connect to this one (its ``Pair::waitUntil``).
 CONNECT_FACTOR = 5
@@ -61,37 +61,70 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
     return gloo
 
 
-class LocalGloo:
-    """A Gloo group of ranks that meet in another way, so that it leaves no keys in their store.
+class GlooOnDemand:
+    """A Gloo group that is made when it is first used: until then this process has none of its ports and threads.
 
-    Gloo publishes an address when it is made, and reads the others' when it first connects.
+    ``_made``, ``_ended`` and ``timeout`` are written under ``_lock``, which a signal handler can take again; they are
+    also read without it, because each is one reference that Python reads whole.
 
     Args:
-        rank, size, timeout: as for :func:`lazy_gloo`; it listens on loopback.
+        make: makes it, given its timeout; every rank of the group finds the others in the same place.
+        timeout: for connecting and for every operation.
+
+    Attributes:
+        timeout: the one that holds now.
+        on_timeout: called with the new timeout if somebody changes Gloo's; set once, before the group is used.
     """
 
-    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
-        self._place = rank, size, timeout
-        self._store = HashStore()
-        self._prefix = ""
-        self._gloo: AttachedGloo | None = None
+    def __init__(self, make: Callable[[timedelta], AttachedGloo], timeout: timedelta) -> None:
+        self._make = make
+        self._made: AttachedGloo | None = None
+        self._ended = False
+        self._lock = threading.RLock()
+        self.timeout = timeout
+        self.on_timeout: Callable[[timedelta], None] | None = None
 
-    def card(self) -> str:
-        """Make the group, and return this rank's address, for :meth:`meet` on the other ranks."""
-        self._gloo = lazy_gloo(self._store, *self._place, one_host=True)
-        (own,) = self._store.list_keys()
-        self._prefix = own.removesuffix(str(self._place[0]))
-        return base64.b64encode(self._store.get(own)).decode()
+    @property
+    def made(self) -> AttachedGloo | None:
+        """The Gloo group, if it has been used."""
+        return self._made
 
-    def meet(self, cards: Sequence[str]) -> AttachedGloo:
-        """The group, with the addresses of all its ranks, in order. Call :meth:`card` before."""
-        if self._gloo is None:
-            raise InitializationError("the ranks have met without an address of this one: card() was not called")
-        for rank, card in enumerate(cards):
-            self._store.set(f"{self._prefix}{rank}", base64.b64decode(card))  # type: ignore[arg-type]
-        return self._gloo
+    def get(self) -> AttachedGloo:
+        """The Gloo group, made now if this is its first use. It waits for no other rank.
+
+        Raises:
+            ClosedError: its process group was destroyed or aborted.
+        """
+        with self._lock:
+            if self._ended:
+                raise ClosedError("a process group was used after it had been destroyed or aborted")
+            if self._made is None:
+                self._made = self._make(self.timeout)
+                self._made.on_timeout = self._changed
+            return self._made
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of operations that start from now on; ``on_timeout`` is not called."""
+        with self._lock:
+            self.timeout = timeout
+            if self._made is not None:
+                ProcessGroupGloo._set_default_timeout(self._made, timeout)
 
     def shutdown(self) -> None:
-        """End the group, if it has been made: the ranks did not meet, or not on one host."""
-        if self._gloo is not None:
-            self._gloo.shutdown()
+        """End it if it was made, and never make it."""
+        with self._lock:
+            self._ended = True
+            if self._made is not None:
+                self._made.shutdown()
+
+    def abort(self) -> None:
+        """Abort it if it was made, and never make it."""
+        with self._lock:
+            self._ended = True
+            if self._made is not None:
+                self._made.abort()
+
+    def _changed(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        if self.on_timeout is not None:
+            self.on_timeout(timeout)
