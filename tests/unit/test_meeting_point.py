@@ -252,9 +252,11 @@ def test_a_stranger_on_the_first_port_learns_no_key_and_holds_up_the_search_for_
     asked: list[tuple[int, float]] = []
     heard: list[bytes] = []
 
-    def noted(where: tuple[str, int], key: Key, claim: Claim, patience_s: float, source: str) -> tuple[Line, Verdict]:
-        asked.append((where[1], patience_s))
-        return connect(where, key, claim, patience_s, source)
+    of_rank_0: list[tuple[int, float]] = []
+
+    def noted(where: tuple[str, int], key: Key, who: Claim, patience_s: float, *source: str) -> tuple[Line, Verdict]:
+        (asked if who.rank else of_rank_0).append((where[1], patience_s))
+        return connect(where, key, who, patience_s, *source)
 
     def attend(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -265,6 +267,7 @@ def test_a_stranger_on_the_first_port_learns_no_key_and_holds_up_the_search_for_
                         heard.append(data)
 
     monkeypatch.setattr("phalanx.rendezvous.search.connect", noted)
+    monkeypatch.setattr("phalanx.rendezvous.opening.connect", noted)
     with socket.create_server(("127.0.0.1", ports[0])) as stranger:
         attending = threading.Thread(target=attend, args=(stranger,))
         attending.start()
@@ -279,6 +282,7 @@ def test_a_stranger_on_the_first_port_learns_no_key_and_holds_up_the_search_for_
     stores[1].set("a", "b")
     assert stores[0].get("a") == b"b"
     assert max(patience_s for port, patience_s in asked if port == ports[0]) < 1
+    assert [(port, patience_s < 0.5) for port, patience_s in of_rank_0] == [(ports[0], True)]
     at = [number for number, (port, _) in enumerate(asked) if port == ports[0]]
     for one, next_one in itertools.pairwise(at):  # in between, every other port has its turn
         assert {port for port, _ in asked[one + 1 : next_one]} == set(ports[1:])
