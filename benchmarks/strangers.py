@@ -57,6 +57,7 @@ dist.destroy_process_group()
 """
 NOBODY = 65534
 SILENT = 1200
+FORMS = ("phalanx run", "a derived port")
 STORE_REQUESTS = [b"\0" + struct.pack("=I", 0x3C85F7CE) + code for code in (b"\1", b"\7", b"\21")]
 WORDS = [*STORE_REQUESTS, b"GET / HTTP/1.1\r\n\r\n", GREETING + b"x" * 64 + b"\xff" * 4, b"\0" * 5000]
 CLAIMS = [
@@ -193,20 +194,24 @@ def main() -> None:
     """Time both forms of job without and with the stranger, in turns."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--form", choices=FORMS, action="append", help="the form of job; both by default")
+    options = parser.parse_args()
+    rounds = options.rounds
     if os.geteuid() != 0:
         sys.exit("only root can start a process of another user")
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(SCRIPT)
-        for form in ("phalanx run", "a derived port"):
+        for form in options.form or FORMS:
             alone_s, attacked_s = [], []
             for _ in range(rounds):
                 alone_s.append(time_once(form, str(script), attacked=False))
                 attacked_s.append(time_once(form, str(script), attacked=True))
             one, other = statistics.median(alone_s), statistics.median(attacked_s)
             print(
-                f"{form}: {one:.2f} s, attacked {other:.2f} s, so {other - one:+.2f} s (median of {rounds})", flush=True
+                f"{form}: {one:.2f} s ({min(alone_s):.2f} to {max(alone_s):.2f}), attacked {other:.2f} s "
+                f"({min(attacked_s):.2f} to {max(attacked_s):.2f}), so {other - one:+.2f} s (median of {rounds})",
+                flush=True,
             )
 
 
