@@ -65,7 +65,7 @@ def test_a_checkpoint_that_takes_long_is_finished_after_sigterm(launcher: Launch
     assert outcome.err_text == "phalanx: SIGTERM: all 2 ranks have been ended\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_job_that_hangs_says_where_when_it_is_ended(launcher: Launcher, signum: int) -> None:
     job = launcher.start("-n", "3", launcher.script(HANG, "hang.py"))
     job.read_lines(3)
@@ -125,7 +125,7 @@ def test_sigquit_harms_no_program_that_is_not_python(launcher: Launcher) -> None
     assert job.finish().code == 143
 
 
-@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.long)])
 def test_user_signals_are_passed_on_to_the_ranks_and_to_no_worker(launcher: Launcher, signum: int) -> None:
     script = launcher.script(f"""
         import os, signal, subprocess, time

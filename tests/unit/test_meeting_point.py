@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import socket
 import threading
@@ -22,7 +24,11 @@ from phalanx.place.readers import Finding
 from phalanx.rendezvous.meet import Broadcast, leave, meet
 from phalanx.rendezvous.meeting_point import HIGHEST, LOWEST, derived_ports, meeting_point
 from phalanx.store.claim import Claim, Verdict
+from phalanx.store.client import connect
 from phalanx.store.seats import Seats
+from phalanx.wire.dial import Line
+from phalanx.wire.key import Key
+from phalanx.wire.proof import GREETING
 
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -234,6 +240,54 @@ def test_ranks_meet_at_the_first_free_port_and_pass_by_what_listens_on_the_other
     for mine, theirs, word in ((0, 1, "b"), ("other 0", "other 1", "c")):
         stores[mine].set("a", word)
         assert stores[theirs].get("a") == word.encode()
+
+
+@pytest.mark.parametrize("greeting", [b"", GREETING + b"x" * 32], ids=["silent", "greets"])
+def test_a_stranger_on_the_first_port_learns_no_key_and_holds_up_the_search_for_less_than_a_second(
+    monkeypatch: pytest.MonkeyPatch, meetings: Meetings, greeting: bytes
+) -> None:
+    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports("a stranger's"))
+    monkeypatch.setenv("PHALANX_KEY", "the key of this very job")
+    ports = derived_ports("a stranger's")
+    asked: list[tuple[int, float]] = []
+    heard: list[bytes] = []
+
+    of_rank_0: list[tuple[int, float]] = []
+
+    def noted(where: tuple[str, int], key: Key, who: Claim, patience_s: float, *source: str) -> tuple[Line, Verdict]:
+        (asked if who.rank else of_rank_0).append((where[1], patience_s))
+        return connect(where, key, who, patience_s, *source)
+
+    def attend(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as sock:
+                    sock.sendall(greeting)
+                    while data := sock.recv(4096):
+                        heard.append(data)
+
+    monkeypatch.setattr("phalanx.rendezvous.search.connect", noted)
+    monkeypatch.setattr("phalanx.rendezvous.opening.connect", noted)
+    with socket.create_server(("127.0.0.1", ports[0])) as stranger:
+        attending = threading.Thread(target=attend, args=(stranger,))
+        attending.start()
+        meetings.start(replace(HERE, rank=1))  # rank 0 is late
+        until = time.monotonic() + 60
+        while [port for port, _ in asked].count(ports[0]) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        meetings.start(HERE)
+        stores = meetings.join()
+        stranger.shutdown(socket.SHUT_RDWR)
+        attending.join(20)
+    stores[1].set("a", "b")
+    assert stores[0].get("a") == b"b"
+    assert max(patience_s for port, patience_s in asked if port == ports[0]) < 1
+    assert [(port, patience_s < 0.5) for port, patience_s in of_rank_0] == [(ports[0], True)]
+    at = [number for number, (port, _) in enumerate(asked) if port == ports[0]]
+    for one, next_one in itertools.pairwise(at):  # in between, every other port has its turn
+        assert {port for port, _ in asked[one + 1 : next_one]} == set(ports[1:])
+    assert (b"".join(heard) == b"") == (greeting == b"")
+    assert b"the key of this very job" not in b"".join(heard)
 
 
 def _listens(port: int) -> bool:

@@ -25,12 +25,14 @@ from phalanx.wire.proof import Address, NoProof, WrongKey
 from phalanx.wire.sockets import listen
 from phalanx.words import tell
 
-__all__ = ["REMIND_S", "open_store", "serve", "wait_for_all"]
+__all__ = ["FIRST_ANSWER_S", "REMIND_S", "open_store", "serve", "wait_for_all"]
 
 # How often rank 0 prints which ranks are missing, and another rank where it searches for rank 0.
 REMIND_S = 5.0
 # How long to wait for an answer from the process that holds rank 0's port.
 ANSWER_S = 2.0
+# The same for each of several ports: any program may have taken it, and what does not answer is passed by.
+FIRST_ANSWER_S = 0.25
 PAUSE_S = 0.2
 
 
@@ -115,7 +117,7 @@ def _listen(
                     return listen(address, port)
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
-                        trouble = _ask_holder(address, port, key, claim) or trouble
+                        trouble = _ask_holder(point, address, port, key, claim) or trouble
                         break
                     if error.errno != errno.EADDRNOTAVAIL:
                         raise InitializationError(f"rank 0 cannot listen on {address} port {port}: {error}") from error
@@ -129,7 +131,7 @@ def _listen(
         time.sleep(PAUSE_S)
 
 
-def _ask_holder(address: str, port: int, key: Key, claim: Claim) -> str:
+def _ask_holder(point: MeetingPoint, address: str, port: int, key: Key, claim: Claim) -> str:
     """Ask the process that holds rank 0's port whether it is an earlier attempt of this job, which will end.
 
     Returns:
@@ -139,7 +141,7 @@ def _ask_holder(address: str, port: int, key: Key, claim: Claim) -> str:
         InitializationError: the process is rank 0 of this job, and refuses this one.
     """
     try:
-        line, verdict = connect((address, port), key, claim, ANSWER_S)
+        line, verdict = connect((address, port), key, claim, ANSWER_S if point.fixed else FIRST_ANSWER_S)
     except (OSError, NoProof, WrongKey):
         return ""
     line.close()

@@ -17,7 +17,7 @@ from phalanx.errors import InitializationError
 from phalanx.place.place import Place
 from phalanx.rendezvous.addresses import Unresolved, addresses_of_rank_0, source_address
 from phalanx.rendezvous.meeting_point import MeetingPoint
-from phalanx.rendezvous.opening import REMIND_S
+from phalanx.rendezvous.opening import FIRST_ANSWER_S, REMIND_S
 from phalanx.store.claim import Claim
 from phalanx.store.client import Connections, JobStore, connect
 from phalanx.system.awake import AwakeClock
@@ -32,9 +32,9 @@ __all__ = ["find_store"]
 
 # How long to wait for the greeting of whatever accepted the connection, where only rank 0 should listen.
 ANSWER_S = 2.0
-# The same where the port is one of several, and any program may have taken it: the first time, and later. So a stranger
-# who listens there and says nothing delays the meeting by less than a second.
-FIRST_ANSWER_S, LATER_ANSWER_S = 0.25, 0.75
+# The same where the port is one of several, and has been silent before; the first time it is FIRST_ANSWER_S. So a
+# stranger who listens there and says nothing delays the meeting by less than a second.
+LATER_ANSWER_S = 0.75
 # The pause between two rounds is an eighth of the time that the search has taken, within these limits: it delays the
 # meeting by little, and ranks that wait for a long time do not flood rank 0's host.
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
