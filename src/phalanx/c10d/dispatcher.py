@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as types
 
 from phalanx.c10d.messages import DoneWork
-from phalanx.c10d.watched import is_watched, recorded
+from phalanx.c10d.nested_lists import StandIns
+from phalanx.c10d.watched import around, is_watched, recorded
 from phalanx.errors import ArgumentError
 
 __all__ = ["OPERATIONS", "UNSET", "Dispatched", "front"]
@@ -246,13 +247,18 @@ def _kernel(operation: str, name: str) -> Callable[..., Any]:
         # A tensor without data, meta or fake, is none of ours: torch knows what comes of it.
         if flight is None or not ours or any(tensor.is_meta for tensor in _tensors(arguments)):
             return overload.redispatch(keyset & _BELOW, *given, **named)
-        group = flight.group
+        group, stand_ins = flight.group, StandIns(known.arguments, arguments)
         opts = None if known.options is None else _options(known.options, values, flight.reduce_op)
         _here.flight = None  # whatever the operation calls goes its own way
+        before = around.wraps
+        if stand_ins.any_filled:
+            around.wraps = (*before, stand_ins.writing_back)
         try:
-            work = _start(group, name, getattr(type(group), name).__wrapped__, arguments, opts)
+            work = _start(group, name, getattr(type(group), name).__wrapped__, stand_ins.arguments, opts)
         finally:
-            _here.flight = flight
+            _here.flight, around.wraps = flight, before
+        if not values.get("async_op"):
+            stand_ins.write_back()
         work = DoneWork(_tensors(arguments)) if work is None else work
         flight.works.append(work)
         boxed = work.boxed()
