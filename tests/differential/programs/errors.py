@@ -68,7 +68,7 @@ def after_the_end(member: Member) -> Any:
     return again, raised(lambda: dist.all_reduce(ones())), raised(dist.get_rank), dist.is_initialized()
 
 
-@program(alone=True)
+@program(alone=True, long=(3, 5))
 def a_rank_that_does_not_come(member: Member) -> Any:
     group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=2))
     if member.rank == member.size - 1:
@@ -76,7 +76,7 @@ def a_rank_that_does_not_come(member: Member) -> Any:
     return raised(lambda: dist.all_reduce(ones(), group=group), gives="summed")
 
 
-@program(alone=True)
+@program(alone=True, long=(3, 5))
 def a_message_that_does_not_come(member: Member) -> Any:
     group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=2))
     if member.rank:
@@ -84,7 +84,7 @@ def a_message_that_does_not_come(member: Member) -> Any:
     return raised(lambda: dist.recv(ones(), 1, group=group))
 
 
-@program(alone=True)
+@program(alone=True, long=(3, 5))
 def a_wait_with_a_timeout(member: Member) -> Any:
     if member.rank == member.size - 1:
         return "elsewhere"
@@ -101,7 +101,7 @@ def a_timeout_of_the_call(member: Member) -> Any:
     return raised(lambda: group.allreduce([ones()], timeout=timedelta(seconds=1)).wait(), gives="summed")
 
 
-@program(alone=True)
+@program(alone=True, long=(3, 5))
 def another_operation(member: Member) -> Any:
     group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=3))
     tensor = ones()

@@ -295,7 +295,7 @@ def unusual_message(member: Member, make: Make) -> Any:
     return raised(lambda: _seen(send_and_receive(tensor)))
 
 
-@program(alone=True, cases={"with_gaps": with_gaps, "transposed": transposed}, differs="Tensors with gaps")
+@program(alone=True, cases={"with_gaps": with_gaps, "transposed": transposed}, differs="Tensors with gaps", long=(3, 5))
 def message_with_gaps(member: Member, make: Make) -> Any:
     tensor = make(numbers(member))
     return raised(lambda: send_and_receive(tensor))
