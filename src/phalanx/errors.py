@@ -31,6 +31,7 @@ __all__ = [
     "PhalanxError",
     "RankError",
     "ReentryError",
+    "UnsupportedTensor",
 ]
 
 
@@ -149,6 +150,14 @@ class ArgumentError(PhalanxError, ValueError):
             f"{items} items are left of epoch {epoch}, too few for a step of {ranks} ranks. Resume with at most "
             f"{items} ranks, or leave them out: loader.set_epoch({epoch + 1})"
         )
+
+
+class UnsupportedTensor(ArgumentError, NotImplementedError):
+    """A tensor whose elements do not lie in memory one by one: sparse, compressed, quantized.
+
+    A ``NotImplementedError``, because that is what torch's dispatcher raises for the same call over Gloo. Convert the
+    tensor (``to_dense()``, ``dequantize()``), or move its parts, which are plain tensors.
+    """
 
 
 class BackendError(PhalanxError):

@@ -56,7 +56,7 @@ def program(
     *,
     cases: Mapping[str, Any] | Sequence[str] = (),
     sizes: Sequence[int] = SIZES,
-    long: Sequence[int] = (),
+    long: Sequence[int] = (5,),
     tolerance: float = 0.0,
     alone: bool = False,
     differs: str | Mapping[str, str] = "",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +20,8 @@ __all__ = ["Broke", "run_programs"]
 GROUP_TIMEOUT_S = 60.0
 PATIENCE_S = 120.0
 # Gloo's ranks sometimes fail to connect to each other, when a port that one has read is not listened on any more.
-JOINS = 3
+ATTEMPTS = 3
+UNCONNECTED = "Gloo connectFullMesh failed"
 
 
 class Broke(str):
@@ -43,18 +43,14 @@ def run_programs(backend: str, size: int, programs: Sequence[Program]) -> dict[s
 
 
 def _run(ranks: Pool, program: Program) -> list[Any] | Broke:
-    try:
-        for _ in range(JOINS):
-            if not ranks.running:
-                with contextlib.suppress(AssertionError):
-                    ranks.do(_nothing)
-        return [pickle.loads(value) for value in ranks.do(_perform, program.name)]
-    except AssertionError as error:
-        return Broke(error)
-
-
-def _nothing(member: Member) -> None:
-    pass
+    for _ in range(ATTEMPTS):
+        try:
+            return [pickle.loads(value) for value in ranks.do(_perform, program.name)]
+        except AssertionError as error:
+            broke = Broke(error)
+            if UNCONNECTED not in broke:
+                break
+    return broke
 
 
 def _perform(member: Member, name: str) -> bytes:

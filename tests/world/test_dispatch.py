@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout
+from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, UnsupportedTensor
 
 SIZES = (1, 2, 3)
 MAX = dist.ReduceOp.MAX
@@ -99,6 +99,84 @@ def test_the_result_of_a_functional_collective_is_waited_for_and_unwrapped(size:
             assert both[1].tolist() == [mean] * 4
 
     in_world(body, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_subclass_in_a_list_is_unwrapped_where_the_plain_tensor_beside_it_is_not(size: int) -> None:
+    """torch's dispatcher does not look into lists of lists, which these collectives have."""
+
+    def pending(tensor: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(tensor, "avg", group())  # type: ignore[no-any-return]
+
+    def body(place: Member) -> None:
+        n, rank = place.size, place.rank
+        everyone = [[float(other + 1)] * 4 for other in range(n)]
+        for later in (False, True):
+
+            def end(work: dist.Work | None) -> None:
+                if work is not None:
+                    work.wait()
+
+            outputs = [pending(torch.zeros(4)) for _ in range(n)]
+            end(dist.all_gather(outputs, mine(place), async_op=later))
+            assert [t.tolist() for t in outputs] == everyone
+
+            pairs = [TwoTensor(torch.zeros(4), torch.ones(4)) for _ in range(n)]
+            end(dist.all_gather(pairs, mine(place), async_op=later))
+            assert [(t.a.tolist(), t.b.tolist()) for t in pairs] == [(one, one) for one in everyone]
+
+            outputs = [pending(torch.zeros(4)) for _ in range(n)]
+            end(dist.gather(mine(place), outputs if rank == 0 else None, dst=0, async_op=later))
+            assert [t.tolist() for t in outputs] == (everyone if rank == 0 else [[0.0] * 4] * n)
+
+            part, given = torch.zeros(4), [pending(torch.full((4,), float(other))) for other in range(n)]
+            end(dist.scatter(part, given if rank == 0 else None, src=0, async_op=later))
+            assert part.tolist() == [float(rank)] * 4
+
+            end(dist.reduce_scatter(part, given, async_op=later))
+            assert part.tolist() == [float(n * rank)] * 4
+        with pytest.raises(UnsupportedTensor, match="TwoTensor in a list"):
+            dist.reduce_scatter(torch.zeros(4), [TwoTensor(torch.ones(4), torch.ones(4))] * n)
+
+    in_world(body, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_conjugated_views_are_reduced_beside_plain_tensors(size: int) -> None:
+    def body(place: Member) -> None:
+        n, rank = place.size, place.rank
+        sum_of_all = complex(n, n - 2)
+        plain = torch.full((n,), complex(1, 1))
+        given = plain.conj() if rank == 0 else plain  # a view that torch conjugates when it reads it
+        dist.reduce(given, 0)  # dist.all_reduce refuses such views by itself
+        assert given.tolist() == [sum_of_all if rank == 0 else complex(1, 1)] * n
+        parts = torch.zeros(2, dtype=torch.complex64).conj()
+        source = torch.full((n,), complex(1, 1)).conj()
+        dist.reduce_scatter_tensor(parts[:1], source)
+        dist.reduce_scatter(parts[1:], list(source.chunk(n)))
+        assert parts.tolist() == [complex(n, -n)] * 2
+
+    in_world(body, size)
+
+
+def test_other_layouts_are_refused_before_any_rank_is_asked() -> None:
+    def body(place: Member) -> None:
+        values = torch.ones(2, 3)
+        quantized = torch.quantize_per_tensor(values, 1.0, 0, torch.quint8)
+        for tensor in (values.to_sparse(), values.to_sparse_csr(), quantized):
+            for call in (
+                lambda tensor=tensor: dist.broadcast(tensor, 0),
+                lambda tensor=tensor: dist.reduce(tensor, 0),
+                lambda tensor=tensor: dist.all_gather([tensor] * place.size, tensor),
+                lambda tensor=tensor: dist.all_to_all([tensor] * place.size, [tensor] * place.size),
+                lambda tensor=tensor: dist.send(tensor, 1 - place.rank),
+            ):
+                with pytest.raises(UnsupportedTensor, match=rf"rank {place.rank} gave one of"):
+                    call()
+        dist.all_reduce(values)
+        assert values.tolist() == [[2.0] * 3] * 2
+
+    in_world(body, 2)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.c10d.stand_ins import as_it_is
-from phalanx.errors import ArgumentError, DeviceMismatch, RankError
+from phalanx.errors import ArgumentError, DeviceMismatch, RankError, UnsupportedTensor
 from phalanx.transports.contract import Communicator
 from phalanx.transports.layout import same_size
 
@@ -18,6 +18,7 @@ __all__ = ["SUM", "Checks"]
 SUM = dist.ReduceOp.SUM.value
 _SUMS = (SUM, dist.ReduceOp.AVG.value)
 _PREMUL_SUM = dist.ReduceOp.PREMUL_SUM.value
+_STRIDED = torch.strided
 _OP_NAMES = {op.value: name for name, op in dist.ReduceOp.RedOpType.__members__.items()}
 
 
@@ -34,17 +35,29 @@ class Checks:
         self._rank, self._size = communicator.rank, communicator.size
 
     def on_cpu(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors of an accelerator.
+        """Refuse tensors whose elements do not lie one by one in the memory of this process.
 
         Raises:
             DeviceMismatch: a tensor is on another device than the CPU.
+            UnsupportedTensor: a tensor is sparse, compressed or quantized.
         """
         for tensor in tensors:
+            if tensor.is_cpu and tensor.layout is _STRIDED and not tensor.is_quantized:
+                continue
             if not tensor.is_cpu:
                 raise DeviceMismatch(
                     f"backend {self._name!r} moves CPU tensors; rank {self._rank} gave one on {tensor.device}. Move it "
                     f"with .cpu(), or use the device's own backend"
                 )
+            if tensor.is_quantized:
+                raise UnsupportedTensor(
+                    f"backend {self._name!r} moves no quantized tensors, whose scales the other ranks would not learn; "
+                    f"rank {self._rank} gave one of {tensor.dtype}. Move its .int_repr(), or call .dequantize()"
+                )
+            raise UnsupportedTensor(
+                f"backend {self._name!r} takes strided tensors, and sparse COO ones in all_reduce; rank {self._rank} "
+                f"gave one of the layout {tensor.layout}. Call .to_dense(), or move its indices and its values"
+            )
 
     def one(self, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """The list, if it holds one tensor: c10d's lists are for several devices of one rank.
@@ -63,11 +76,12 @@ class Checks:
             Whether the memory of all of them is in order, so that a communicator can take the list as it is.
 
         Raises:
-            ArgumentError, DeviceMismatch: the list is too long or short, or a tensor does not fit ``like``.
+            ArgumentError: the list is too long or short, or a tensor does not fit ``like``.
+            DeviceMismatch, UnsupportedTensor: as :meth:`on_cpu`.
         """
         dtype, count, fits, contiguous = like.dtype, like.numel(), len(tensors) == self._size, True
         for tensor in tensors:
-            if not tensor.is_cpu:
+            if not tensor.is_cpu or tensor.layout is not _STRIDED:
                 self.on_cpu(tensors)
             fits &= tensor.dtype == dtype and tensor.numel() == count
             contiguous &= as_it_is(tensor)
@@ -121,27 +135,25 @@ class Checks:
         if rank is not None and not 0 <= rank < self._size:
             raise RankError.not_in_group(rank, self._size)
 
-    def reduction(
-        self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any
-    ) -> tuple[list[torch.Tensor], int, float | None]:
-        """The tensors as real numbers, the operation's number, and the factor of a pre-multiplied sum.
+    def reduction(self, name: str, tensors: Sequence[torch.Tensor], reduce_op: Any) -> tuple[int, float | None]:
+        """The operation's number, and the factor of a pre-multiplied sum; the transport is given real numbers.
 
         Raises:
-            ArgumentError, DeviceMismatch: the transport cannot reduce a tensor by that operation.
+            ArgumentError, DeviceMismatch, UnsupportedTensor: the transport cannot reduce a tensor by that operation.
         """
         op, factor = int(reduce_op.op.value), None
         if op == _PREMUL_SUM:
             op, factor = SUM, reduce_op.__getstate__()[1]
         self.on_cpu(tensors)
-        reals = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        for tensor, real in zip(tensors, reals, strict=True):
-            if not self._communicator.can_reduce(real.dtype, op) or (tensor.is_complex() and op not in _SUMS):
+        for tensor in tensors:
+            is_complex, dtype = tensor.is_complex(), tensor.dtype
+            if not self._communicator.can_reduce(dtype.to_real(), op) or (is_complex and op not in _SUMS):
                 raise ArgumentError(
-                    f"{name}: {_OP_NAMES.get(op, op)} of {tensor.dtype} is not supported by backend {self._name!r}"
+                    f"{name}: {_OP_NAMES.get(op, op)} of {dtype} is not supported by backend {self._name!r}"
                 )
-            if factor is not None and torch.result_type(real, factor) != real.dtype:
+            if factor is not None and torch.result_type(tensor, factor) != dtype:
                 raise ArgumentError(
-                    f"{name}: PREMUL_SUM of {tensor.dtype} with the factor {factor!r} gives "
-                    f"{torch.result_type(real, factor)}, which the tensor cannot hold"
+                    f"{name}: PREMUL_SUM of {dtype} with the factor {factor!r} gives "
+                    f"{torch.result_type(tensor, factor)}, which the tensor cannot hold"
                 )
-        return reals, op, factor
+        return op, factor

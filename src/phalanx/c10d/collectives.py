@@ -25,6 +25,7 @@ from phalanx.c10d.stand_ins import (
     apart,
     apart_from_whole,
     as_it_is,
+    as_real,
     dense,
     disjoint,
     in_place,
@@ -52,18 +53,18 @@ class Collectives(BaseProcessGroup):
         usual = reduce_op == dist.ReduceOp.SUM and len(tensors) == 1 and not opts.asyncOp
         if usual and self.sum_in_place(tensors[0]):
             return None
-        if any(tensor.layout != torch.strided for tensor in tensors):
+        if any(tensor.is_sparse for tensor in tensors):
             return self._start(
                 opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
             )
-        reals, op, factor = self._check.reduction("all_reduce", tensors, reduce_op)
+        op, factor = self._check.reduction("all_reduce", tensors, reduce_op)
         body = self._communicator.all_reduce
 
         def reduce_each() -> None:
-            for tensor in reals:
+            for tensor in tensors:
                 if factor is not None:
                     tensor.detach().mul_(factor)
-                in_place(tensor, lambda buffer: body(buffer, op))
+                in_place(tensor, lambda buffer: body(as_real(buffer), op))
 
         return self._start(opts.asyncOp, tensors, reduce_each)
 
@@ -91,8 +92,8 @@ class Collectives(BaseProcessGroup):
 
     def _summable(self, tensor: torch.Tensor) -> bool:
         """Whether the communicator can sum the tensor as it is."""
-        usual = tensor.dtype in self._summed and tensor.is_cpu and not tensor.is_sparse
-        return usual and tensor.is_contiguous() and not tensor.is_neg()
+        strided = tensor.is_cpu and tensor.layout is torch.strided  # others may not know whether they are contiguous
+        return strided and tensor.dtype in self._summed and tensor.is_contiguous() and not tensor.is_neg()
 
     @by_device()
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
@@ -103,12 +104,13 @@ class Collectives(BaseProcessGroup):
         root = opts.rootRank
         if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
             return self._progress.run(self._communicator.reduce, tensors[0], root, SUM)
-        (tensor,), op, factor = self._check.reduction("reduce", self._check.one("reduce", tensors), opts.reduceOp)
+        (tensor,) = self._check.one("reduce", tensors)
+        op, factor = self._check.reduction("reduce", tensors, opts.reduceOp)
 
         def reduce_one() -> None:
             # A tensor that is scaled needs a stand-in: those of the ranks that are not the root stay as they are.
             source = dense(tensor) if factor is None else dense(tensor) * factor
-            self._communicator.reduce(source, root, op)
+            self._communicator.reduce(as_real(source), root, op)
             if self._rank == root and source.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(source)
 
@@ -117,8 +119,8 @@ class Collectives(BaseProcessGroup):
     @by_device()
     def reduce_scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
         name = "reduce_scatter"
-        (output,), op, factor = self._check.reduction(name, self._check.one(name, outputs), opts.reduceOp)
-        inputs = [torch.view_as_real(t) if t.is_complex() else t for t in input_lists[0]]
+        (output,), inputs = self._check.one(name, outputs), input_lists[0]
+        op, factor = self._check.reduction(name, outputs, opts.reduceOp)
         self._check.one_per_rank(name, inputs, output)
         return self._start(opts.asyncOp, outputs, lambda: self._reduce_blocks(output, inputs, op, factor))
 
@@ -137,14 +139,13 @@ class Collectives(BaseProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> Any:
         name = "reduce_scatter_single"
-        reals, op, factor = self._check.reduction(name, outputs, opts.reduceOp)
-        sources = [torch.view_as_real(t) if t.is_complex() else t for t in inputs]
-        self._check.on_cpu(sources)
-        for output, source in zip(reals, sources, strict=True):
+        op, factor = self._check.reduction(name, outputs, opts.reduceOp)
+        self._check.on_cpu(inputs)
+        for output, source in zip(outputs, inputs, strict=True):
             self._check.multiple(name, source, output)
 
         def reduce_each() -> None:
-            for output, source in zip(reals, sources, strict=True):
+            for output, source in zip(outputs, inputs, strict=True):
                 self._reduce_parts(output, source, op, factor)
 
         return self._start(opts.asyncOp, outputs, reduce_each)
@@ -156,7 +157,7 @@ class Collectives(BaseProcessGroup):
 
         def reduce(buffers: Sequence[torch.Tensor]) -> None:
             given = blocks if apart(buffers[0], blocks, self._rank) else [block.clone() for block in blocks]
-            self._communicator.reduce_scatter(buffers[0], given, op)
+            self._communicator.reduce_scatter(as_real(buffers[0]), [as_real(block) for block in given], op)
 
         into([output], reduce)
 
@@ -165,7 +166,7 @@ class Collectives(BaseProcessGroup):
 
         def reduce(buffers: Sequence[torch.Tensor]) -> None:
             parts = given if apart_from_whole(buffers[0], given, self._rank) else given.clone()
-            self._communicator.reduce_scatter_single(buffers[0], parts, op)
+            self._communicator.reduce_scatter_single(as_real(buffers[0]), as_real(parts), op)
 
         into([output], reduce)
 

@@ -30,7 +30,8 @@ from torch._C import _distributed_c10d as types
 
 from phalanx.c10d.base import BaseProcessGroup
 from phalanx.c10d.messages import DoneWork
-from phalanx.c10d.watched import is_watched, recorded
+from phalanx.c10d.nested_lists import StandIns
+from phalanx.c10d.watched import around, is_watched, recorded
 from phalanx.errors import ArgumentError
 
 __all__ = ["OPERATIONS", "UNSET", "Dispatched", "front", "watch_all", "watch_calls_of_cpp"]
@@ -292,13 +293,19 @@ def _kernel(operation: str) -> Callable[..., Any]:
 
     def take_back(name: str, flight: _Flight, values: dict[str, Any]) -> Any:
         known = OPERATIONS[name]
-        group, arguments = flight.group, [values[argument] for argument in known.arguments]
+        arguments = [values[argument] for argument in known.arguments]
+        group, stand_ins = flight.group, StandIns(known.arguments, arguments)
         opts = None if known.options is None else _options(known.options, values, flight.reduce_op)
         _here.flight = None  # whatever the operation calls goes its own way
+        before = around.wraps
+        if stand_ins.any_filled:
+            around.wraps = (*before, stand_ins.writing_back)
         try:
-            work = _start(group, name, getattr(type(group), name).__wrapped__, arguments, opts)
+            work = _start(group, name, getattr(type(group), name).__wrapped__, stand_ins.arguments, opts)
         finally:
-            _here.flight = flight
+            _here.flight, around.wraps = flight, before
+        if not values.get("async_op"):
+            stand_ins.write_back()
         work = DoneWork(_tensors(arguments)) if work is None else work
         flight.works.append(work)
         boxed = work.boxed()

@@ -6,7 +6,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["all_dense", "apart", "apart_from_whole", "as_it_is", "dense", "disjoint", "in_place", "into", "separate"]
+__all__ = [
+    "all_dense",
+    "apart",
+    "apart_from_whole",
+    "as_it_is",
+    "as_real",
+    "dense",
+    "disjoint",
+    "in_place",
+    "into",
+    "separate",
+]
 
 
 def as_it_is(tensor: torch.Tensor) -> bool:
@@ -14,6 +25,11 @@ def as_it_is(tensor: torch.Tensor) -> bool:
     negates or conjugates when it reads it.
     """
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as real numbers: a communicator sums no complex ones. The tensor must be as it is in memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

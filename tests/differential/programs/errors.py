@@ -30,7 +30,6 @@ REFUSED: dict[str, Callable[[int, int], Any]] = {
     "reduce_scatter of too few inputs": lambda r, n: dist.reduce_scatter(ones(), [ones()] * (n - 1)),
     "reduce_scatter_tensor too large": lambda r, n: dist.reduce_scatter_tensor(ones(), ones(3 * n + 1)),
     "all_to_all of too few outputs": lambda r, n: dist.all_to_all([ones()] * (n - 1), [ones()] * n),
-    "all_to_all_single of uneven sizes": lambda r, n: dist.all_to_all_single(ones(3 * n + 1), ones(3 * n + 1)),
     "all_to_all_single of another dtype": lambda r, n: dist.all_to_all_single(ones(n, torch.int32), ones(n)),
     "broadcast from a rank that is not there": lambda r, n: dist.broadcast(ones(), src=n),
     "broadcast from a negative rank": lambda r, n: dist.broadcast(ones(), src=-2),
@@ -55,7 +54,23 @@ REFUSED: dict[str, Callable[[int, int], Any]] = {
 }
 
 
-@program(cases=REFUSED, differs={"all_to_all_single of uneven sizes": UNEVEN})
+def exchange_of_uneven_sizes(member: Member) -> Any:
+    count = 3 * member.size + 1
+    answer = raised(lambda: dist.all_to_all_single(ones(count), ones(count)))
+    return answer if type(answer).__name__ == "Raised" else None
+
+
+@program(sizes=(2,), differs=UNEVEN)
+def uneven_sizes_of_bytes_that_divide(member: Member) -> Any:
+    return exchange_of_uneven_sizes(member)
+
+
+@program(sizes=(3, 5))
+def uneven_sizes(member: Member) -> Any:
+    return exchange_of_uneven_sizes(member)
+
+
+@program(cases=REFUSED)
 def refused(member: Member, call: Callable[[int, int], Any]) -> Any:
     answer = raised(lambda: call(member.rank, member.size))
     return answer if type(answer).__name__ == "Raised" else None
@@ -68,7 +83,7 @@ def after_the_end(member: Member) -> Any:
     return again, raised(lambda: dist.all_reduce(ones())), raised(dist.get_rank), dist.is_initialized()
 
 
-@program(alone=True)
+@program(alone=True, long=(3, 5))
 def a_rank_that_does_not_come(member: Member) -> Any:
     group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=2))
     if member.rank == member.size - 1:
@@ -76,7 +91,7 @@ def a_rank_that_does_not_come(member: Member) -> Any:
     return raised(lambda: dist.all_reduce(ones(), group=group), gives="summed")
 
 
-@program(alone=True)
+@program(alone=True, long=(3, 5))
 def a_message_that_does_not_come(member: Member) -> Any:
     group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=2))
     if member.rank:
@@ -84,7 +99,7 @@ def a_message_that_does_not_come(member: Member) -> Any:
     return raised(lambda: dist.recv(ones(), 1, group=group))
 
 
-@program(alone=True)
+@program(alone=True, long=(3, 5))
 def a_wait_with_a_timeout(member: Member) -> Any:
     if member.rank == member.size - 1:
         return "elsewhere"
@@ -101,7 +116,7 @@ def a_timeout_of_the_call(member: Member) -> Any:
     return raised(lambda: group.allreduce([ones()], timeout=timedelta(seconds=1)).wait(), gives="summed")
 
 
-@program(alone=True)
+@program(alone=True, long=(3, 5))
 def another_operation(member: Member) -> Any:
     group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=3))
     tensor = ones()
