@@ -162,7 +162,10 @@ def test_gloo_is_made_where_it_is_needed(size: int, program: Callable[[Member], 
         dist.destroy_process_group()
         return right
 
-    assert on_ranks(body, size) == [(True, 1)] * size
+    outcomes = on_ranks(body, size)
+    # torch 2.15 lets a group serve this call itself.
+    needed = [1] if program is not into_a_given_tensor else [0, 1]
+    assert outcomes in [[(True, number)] * size for number in needed]
 
 
 def test_idle_connections_do_not_end_a_job() -> None:

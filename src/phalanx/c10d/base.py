@@ -71,12 +71,14 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._gloo = gloo
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
         self._attached = gloo.made is not None
-        # torch keeps a group's name in its backends, so there is always one, for a device that is never asked for.
-        name_holder = FakeProcessGroup._create_internal(self._rank, self._size)
-        self._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.UNDEFINED, name_holder)
-        # Without a backend torch learns only that the group serves CPU tensors.
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo.made)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        if gloo.made is None:
+            self._hold_name()
+        if gloo.made is not None or "cpu" not in {device.type for device in self._device_types}:
+            # Without a backend torch learns only that the group serves CPU tensors.
+            self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo.made)
+        kinds = dist.ProcessGroup.BackendType
+        held = not self._attached and hasattr(FakeProcessGroup, "Options")
+        self._set_default_backend(kinds.UNDEFINED if held else kinds.GLOO)
         self._set_group_name(GroupName(group_name))
         compare_at_exit(self)
 
@@ -103,7 +105,23 @@ class BaseProcessGroup(dist.ProcessGroup):
         """
         if not self._attached:
             self.serve(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo.get())
+            self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             self._attached = True
+
+    def _hold_name(self) -> None:
+        """Give torch a backend for the group's name, which it keeps in its backends. It does nothing else.
+
+        torch 2.15 asks for one of each device when a group is made, and has one that raises in every collective. The
+        older one does not raise, so it is for a device that is never asked for.
+        """
+        fake: Any = FakeProcessGroup
+        arguments, device = [self._rank, self._size], "meta"
+        if hasattr(fake, "Options"):
+            options, device = fake.Options(), "cpu"
+            options.error_on_collective = True
+            arguments.append(options)
+        holder = fake._create_internal(*arguments)
+        self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.UNDEFINED, holder)
 
     def serve(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Backend) -> None:
         """Give torch a backend for ``device``; it has the group's name and description afterwards, as all have."""
