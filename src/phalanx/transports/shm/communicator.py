@@ -59,11 +59,9 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
             those of rank 0.
-        card: makes a text of this rank for the others; called while the ranks meet.
 
     Attributes:
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
-        cards: the cards of all ranks.
 
     Raises:
         NotOneHost: a rank cannot make or open the segment; the message says which and why.
@@ -77,7 +75,6 @@ class SharedMemoryCommunicator(Communicator):
         size: int,
         timeout: timedelta,
         tuning: Tuning | None = None,
-        card: Callable[[], str] = str,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -92,7 +89,7 @@ class SharedMemoryCommunicator(Communicator):
         spin = 100 if size <= cores else 50
         poll = self._signals.callback
         tuning = tuning or load_tuning()
-        self._comm, self.meeting, self.cards = join_segment(store, rank, size, timeout, tuning, spin, poll, card)
+        self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning, spin, poll)
         self._mailbox = Mailbox(self._comm, self._signals, self._explain)
         self.set_timeout(timeout)
         tell_how_the_script_ends()

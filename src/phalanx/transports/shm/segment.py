@@ -33,7 +33,7 @@ from phalanx.transports.shm.tuning import Tuning
 
 __all__ = ["NotOneHost", "join_segment"]
 
-_Outcome = tuple[str, str, list[str]]
+_Outcome = tuple[str, str]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
 
 OUTCOME_GRACE = timedelta(seconds=5)
@@ -62,8 +62,7 @@ def join_segment(
     tuning: Tuning,
     spin: int,
     poll: Callable[[], int],
-    card: Callable[[], str] = str,
-) -> tuple[int, str, list[str]]:
+) -> tuple[int, str]:
     """Rank 0 offers a segment, every rank tries to attach, and all act on the one outcome that rank 0 publishes.
 
     Args:
@@ -71,11 +70,10 @@ def join_segment(
         rank, size: this process's place in the group.
         timeout: for all of them to come.
         tuning, spin, poll: for the core.
-        card: makes a text of this rank for the others; called when the meeting is under way.
 
     Returns:
-        The core's handle of this rank's view of the segment, the name of the meeting (equal on every rank, and of no
-        other meeting), and the cards of all ranks.
+        The core's handle of this rank's view of the segment, and the name of the meeting (equal on every rank, and of
+        no other meeting).
 
     Raises:
         NotOneHost: some rank, perhaps rank 0 itself, could not make or attach the segment.
@@ -89,7 +87,7 @@ def join_segment(
             descriptor, reason = _make_segment(size, tuning, cookie)
             if not reason:
                 comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            missing, apart, cards = _offer(store, size, timeout, descriptor, cookie.hex(), reason, card)
+            missing, apart = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
         else:
             _wait(store, "offer", timeout, f"rank 0 did not come to a group of {size} ranks")
             pid, number, name = json.loads(store.get("offer"))
@@ -98,11 +96,11 @@ def join_segment(
                 descriptor, reason = _reach(pid, number)
                 if not reason:
                     comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            store.set(f"{name}/answer/{rank}", json.dumps([reason, card()]))
+            store.set(f"{name}/answer/{rank}", json.dumps(reason))
             # Wait longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
             outcome = f"{name}/outcome"
             _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
-            missing, apart, cards = json.loads(store.get(outcome))
+            missing, apart = json.loads(store.get(outcome))
         if missing:
             raise InitializationError(f"rank {rank}: {missing}")
         if apart:
@@ -121,7 +119,7 @@ def join_segment(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    return comm, cookie.hex(), cards
+    return comm, cookie.hex()
 
 
 def _offer(
@@ -131,22 +129,21 @@ def _offer(
     descriptor: int,
     name: str,
     reason: str,
-    card: Callable[[], str],
 ) -> _Outcome:
     """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
 
     Returns:
         The outcome: why the group was not made (ranks did not come, or rank 0 gave up), and which ranks came but could
-        not attach, both empty when all is well; and the cards of all ranks.
+        not attach; both empty when all is well.
     """
     try:
         store.set("offer", json.dumps([_own_pid(), descriptor, name]))
-        outcome = _collect_answers(store, size, timeout, name, (reason, card()))
+        outcome = _collect_answers(store, size, timeout, name, reason)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
         # reach, they find that themselves.
         with contextlib.suppress(RuntimeError):
-            _publish(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", "", []))
+            _publish(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", ""))
         raise
     _publish(store, name, outcome)
     return outcome
@@ -220,8 +217,8 @@ def _see_each_other(comm: int, descriptor: int, rank: int, timeout_s: float) -> 
     )
 
 
-def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, answer: tuple[str, str]) -> _Outcome:
-    """The outcome, given rank 0's own answer: why it cannot attach, and its card."""
+def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, answer: str) -> _Outcome:
+    """The outcome, given rank 0's own answer: why it cannot attach."""
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
     try:
         store.wait(list(keys.values()), timeout)  # one deadline for all of them
@@ -235,12 +232,12 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
                 f"{names} did not come within {timeout.total_seconds():.0f} s. Was each rank started, and does each "
                 f"create the same groups in the same order?"
             )
-            return late, "", []
+            return late, ""
     answers = [answer, *(json.loads(store.get(key)) for key in keys.values())]
     for key in keys.values():
         store.delete_key(key)
-    apart = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text)
-    return "", apart, [card for _, card in answers]
+    apart = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(answers) if text)
+    return "", apart
 
 
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
