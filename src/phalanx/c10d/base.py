@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, FakeProcessGroup, Store
 from torch.distributed.distributed_c10d import GroupName
 
+from phalanx import settings
 from phalanx.c10d.backward import BackwardPasses, current_pass
 from phalanx.c10d.by_device import by_device
 from phalanx.c10d.checks import SUM, Checks
@@ -83,6 +84,10 @@ class BaseProcessGroup(dist.ProcessGroup):
         compare_at_exit(self)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        # For C++ alone. Where it reads gloo, DDP's logger takes the group's backend for a ProcessGroupGloo.
+        return settings.BACKEND if self._backend_name == "gloo" else self._backend_name
+
+    def _get_backend_name(self) -> str:
         return self._backend_name
 
     def name(self) -> str:

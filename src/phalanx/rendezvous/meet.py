@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch.distributed import DistError
 
 from phalanx.errors import InitializationError
 from phalanx.place.place import Place
@@ -79,7 +80,12 @@ def tell_meeting(store: Store, *, begins: bool) -> None:
     know its clients.
     """
     if isinstance(store, JobStore):
-        store.meeting(begins)
+        try:
+            store.meeting(begins)
+        except DistError:
+            # Rank 0 may have all that it needs before this rank has told so, and be gone.
+            if begins:
+                raise
 
 
 def leave(store: Store) -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import difflib
 import re
-import socket
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import LaunchError
+from phalanx.system.host import machine_name
 
 __all__ = ["translate"]
 
@@ -221,7 +221,7 @@ def _with_value(name: str, plain: str, value: str) -> tuple[list[str], list[str]
             raise LaunchError(f"no such option {name} {value}; {remedy}")
         return [], []
     host = value.rpartition(":")[0] if plain == "rdzv-endpoint" and ":" in value else value
-    if plain in _ADDRESSES and host not in (*_LOOPBACK, socket.gethostname()):
+    if plain in _ADDRESSES and host not in (*_LOOPBACK, machine_name()):
         raise LaunchError(f"no such option {name} {value}; {_HOSTS_REMEDY}")
     return [], [f"{name} {value} is not needed: {_NEEDLESS.get(plain, _MEETING)}"]
 
