@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -51,3 +53,23 @@ def test_an_operation_may_take_nearly_the_whole_timeout(late: int, ranks: list[G
         ranks[late].all_reduce(tensors[late], SUM)
         early.join()
     assert [tensor.item() for tensor in tensors] == [4.0, 4.0]
+
+
+def test_a_gloo_group_goes_with_its_last_user_and_not_when_garbage_is_collected() -> None:
+    """Its threads must be gone before the interpreter ends: one that asks for it later aborts the process."""
+    told: list[timedelta] = []
+    on_demand = engine.GlooOnDemand(
+        lambda timeout: engine.lazy_gloo(HashStore(), 0, 1, timeout, one_host=True), timedelta(seconds=5)
+    )
+    on_demand.on_timeout = told.append
+    on_demand.get()._set_default_timeout(timedelta(seconds=7))
+    assert (told, on_demand.timeout) == ([timedelta(seconds=7)], timedelta(seconds=7))
+    made = weakref.ref(on_demand.get())
+    gc.collect()
+    gc.disable()
+    try:
+        on_demand.shutdown()
+        del on_demand
+        assert made() is None
+    finally:
+        gc.enable()

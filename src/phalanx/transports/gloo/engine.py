@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -100,7 +101,9 @@ class GlooOnDemand:
                 raise ClosedError("a process group was used after it had been destroyed or aborted")
             if self._made is None:
                 self._made = self._make(self.timeout)
-                self._made.on_timeout = self._changed
+                # Weakly: a Gloo group that lives until garbage is collected has threads when the interpreter ends, and
+                # one that then asks for the interpreter aborts the process.
+                self._made.on_timeout = _weakly(self._changed)
             return self._made
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -128,3 +131,15 @@ class GlooOnDemand:
         self.timeout = timeout
         if self.on_timeout is not None:
             self.on_timeout(timeout)
+
+
+def _weakly(method: Callable[[timedelta], None]) -> Callable[[timedelta], None]:
+    """Calls the method as long as its object exists, which this does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(timeout: timedelta) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(timeout)
+
+    return call
