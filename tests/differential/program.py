@@ -28,7 +28,7 @@ class Program:
         name: its module and function, with the case in brackets if the function has cases.
         run: the function.
         sizes: the worlds in which it runs.
-        long: the worlds of these in which it takes too long for every run of the suite.
+        long: the worlds of these in which it takes too long for every run of the suite; make conformance runs them.
         tolerance: how far a number may differ, relative to it and absolutely; 0 where both must be exact.
         alone: whether it ends or breaks its world, so that it needs one of its own.
         differs: the heading in docs/conformance.md of the entry that says why the values differ; empty if they must be

@@ -19,7 +19,7 @@ _outcomes: dict[tuple[str, int], dict[str, list[Any] | Broke]] = {}
 
 
 def case(program: Program, size: int) -> Any:
-    marks = [pytest.mark.long] if size in program.long else []
+    marks = [pytest.mark.conformance] if size in program.long else []
     return pytest.param(program, size, id=f"{program.name}-{size}", marks=marks)
 
 
