@@ -83,7 +83,18 @@ def install(version: str, size_gb: float, folder: Path) -> str:
 
 def test(python: Path, jobs: int, arguments: list[str]) -> tuple[int, str]:
     """Run the tests; pytest's exit status and its last line."""
-    command = [str(python), "-m", "pytest", "-n", str(jobs), "--dist", "loadfile", "-m", "not long and not conformance", *arguments]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-n",
+        str(jobs),
+        "--dist",
+        "loadfile",
+        "-m",
+        "not long and not conformance",
+        *arguments,
+    ]
     environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
     last = ""
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as running:
