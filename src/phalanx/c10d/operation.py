@@ -77,7 +77,7 @@ class Operation:
                 return True
             if self._done_event is None:
                 self._done_event = threading.Event()
-        # Not in slices where there is no limit: there is no time to be counted.
+        # Without a limit no time is counted, so the wait need not wake up to count it.
         return self._done_event.wait() if timeout_s is None else wait_awake(self._done_event.wait, timeout_s, clock)
 
     def future(self) -> torch.futures.Future[Any]:

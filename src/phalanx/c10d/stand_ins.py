@@ -21,8 +21,9 @@ __all__ = [
 
 
 def as_it_is(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are what lies in its memory, in order: it has no gaps, and is no view that torch
-    negates or conjugates when it reads it.
+    """Whether the bytes in the tensor's memory are its elements, in order.
+
+    They are not if the tensor has gaps, or is a view that torch negates or conjugates when it reads it.
     """
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 

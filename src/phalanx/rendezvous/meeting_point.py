@@ -3,8 +3,8 @@
 A launcher may give an address and a port, or only a list of nodes, or nothing. Where it gives no port, ports are
 derived from a text that only this job has. So all ranks try the same ports in the same order, and need not communicate
 to know them; rank 0 takes the first that is free. If the launcher does not name the job and all ranks are on one host,
-the process that started them identifies the job. If there is no meeting point and MPI can be used, rank 0 binds any
-port and announces it by a broadcast (``meet_by_broadcast`` in ``meet.py``).
+the job is named after the process that started them. If there is no meeting point and MPI can be used, rank 0 listens
+on any free port and announces it by a broadcast (``meet_by_broadcast`` in ``meet.py``).
 """
 
 from __future__ import annotations

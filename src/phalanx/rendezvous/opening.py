@@ -135,7 +135,7 @@ def _ask_holder(point: MeetingPoint, address: str, port: int, key: Key, claim: C
     """Ask the process that holds rank 0's port whether it is an earlier attempt of this job, which will end.
 
     Returns:
-        What there is to wait for, for people; empty if there is no reason to wait.
+        The reason to wait, as it is shown to the user; empty if there is none.
 
     Raises:
         InitializationError: the process is rank 0 of this job, and refuses this one.

@@ -237,7 +237,7 @@ static PyObject *set_options(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "iOiiiiiL", &which, &kind, &asynchronous, &timeout, &op, &root, &part, &no_timeout))
         return NULL;
     if (which < 0 || which >= ENTRY_OPTION_CLASSES) {
-        PyErr_SetString(PyExc_ValueError, "there is no such class of options");
+        PyErr_SetString(PyExc_ValueError, "set_options: the number is not one of enum entry_option_class");
         return NULL;
     }
     Py_INCREF(kind);
