@@ -72,14 +72,12 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._gloo = gloo
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
         self._attached = gloo.made is not None
-        if gloo.made is None:
-            self._hold_name()
-        if gloo.made is not None or "cpu" not in {device.type for device in self._device_types}:
-            # Without a backend torch learns only that the group serves CPU tensors.
-            self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo.made)
         kinds = dist.ProcessGroup.BackendType
-        held = not self._attached and hasattr(FakeProcessGroup, "Options")
-        self._set_default_backend(kinds.UNDEFINED if held else kinds.GLOO)
+        if self._attached:
+            self._register_backend(torch.device("cpu"), kinds.GLOO, gloo.made)
+        else:
+            self._hold_name()
+        self._set_default_backend(kinds.GLOO if self._attached else kinds.UNDEFINED)
         self._set_group_name(GroupName(group_name))
         compare_at_exit(self)
 
@@ -114,19 +112,15 @@ class BaseProcessGroup(dist.ProcessGroup):
             self._attached = True
 
     def _hold_name(self) -> None:
-        """Give torch a backend for the group's name, which it keeps in its backends. It does nothing else.
+        """Give torch a backend for the group's name, which it keeps in its backends. Each collective of it raises.
 
-        torch 2.15 asks for one of each device when a group is made, and has one that raises in every collective. The
-        older one does not raise, so it is for a device that is never asked for.
+        torch 2.15 asks for a backend of each device when a group is made.
         """
         fake: Any = FakeProcessGroup
-        arguments, device = [self._rank, self._size], "meta"
-        if hasattr(fake, "Options"):
-            options, device = fake.Options(), "cpu"
-            options.error_on_collective = True
-            arguments.append(options)
-        holder = fake._create_internal(*arguments)
-        self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.UNDEFINED, holder)
+        options = fake.Options()
+        options.error_on_collective = True
+        holder = fake._create_internal(self._rank, self._size, options)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.UNDEFINED, holder)
 
     def serve(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Backend) -> None:
         """Give torch a backend for ``device``; it has the group's name and description afterwards, as all have."""

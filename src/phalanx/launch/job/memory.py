@@ -7,7 +7,8 @@ and clears it. On virtual machines these page faults cost several times what cop
 There are two ways to pay less, both with the allocator that torch uses anyway:
 
 - *Huge pages* (``huge``, the default): torch's CPU allocator asks for pages of 2 MiB in place of 4 KiB for large
-  tensors (its variable ``THP_MEM_ALLOC_ENABLE``), so there are about ten times fewer faults. The memory still goes back.
+  tensors (its variable ``THP_MEM_ALLOC_ENABLE``), so there are about ten times fewer faults. Freed memory still goes
+  back.
 - *Keeping it* (``keep``): huge pages, and malloc serves large blocks from its heap and keeps them when they are freed
   (glibc's variables ``MALLOC_MMAP_MAX_`` and ``MALLOC_TRIM_THRESHOLD_``). A rank whose tensors change their sizes
   from step to step then fragments its heap, and its peak resident size grows by a third, so this is not the default.
