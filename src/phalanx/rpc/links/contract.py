@@ -1,0 +1,79 @@
+"""The contract between the agent of a process (``rpc/agent.py``) and a way to another process.
+
+There are two ways: shared memory between processes of one host, and a proven TCP connection. A link belongs to exactly
+two processes, in their present incarnations; when one of them ends, the link ends, and another is made for the next.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from phalanx.rpc.message import Message
+
+__all__ = ["Link", "Receiver"]
+
+
+class Receiver(Protocol):
+    """The side of the agent: a link calls these from threads of its own."""
+
+    def deliver(self, link: Link, message: Message, *, may_block: bool) -> None:
+        """A message has come.
+
+        Args:
+            link: where it came from.
+            message: the message. Its memory belongs to the agent from now on.
+            may_block: whether another thread takes over the receiving if this call takes long, so that the agent may run
+                what the message asks for on this thread. Otherwise the call returns soon.
+        """
+
+    def ended(self, link: Link, why: str) -> None:
+        """The other process is gone, or the way to it. The link calls this once, after the last message.
+
+        Args:
+            link: the link.
+            why: how that was noticed, for people: ``its process has ended``, ``the connection was reset``.
+        """
+
+
+class Link(ABC):
+    """A way to one other process.
+
+    Messages of up to ``SMALL_BYTES`` overtake larger ones that are on their way. Among the small ones, and among the
+    large ones, the order is kept, and each arrives once. All methods may be called from any thread.
+    """
+
+    SMALL_BYTES = 64 * 1024
+
+    name: str  # which way it is, for people: ``shared memory``, ``tcp``
+
+    @abstractmethod
+    def send(self, message: Message, timeout_s: float) -> None:
+        """Send a message. When this returns, its memory may be changed.
+
+        It waits while the other process is slow and as much is under way as the link holds (back-pressure).
+
+        Raises:
+            LinkEnded: the link has ended.
+            TimeoutError: the other process took nothing for ``timeout_s`` seconds. The message will not arrive.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the link. What was sent before arrives; the other side is told at once."""
+
+    def wait(self, done: Callable[[], bool], call: int, timeout_s: float) -> None:
+        """Receive on this thread, in place of the link's own, until the answer to one call has been delivered.
+
+        This only makes a waiting caller quicker: the default does nothing, and the caller then sleeps.
+
+        Args:
+            done: whether the answer has been delivered.
+            call: the number of the call.
+            timeout_s: how long to do so at most. It may return before.
+        """
+
+
+class LinkEnded(Exception):
+    """The other process is gone, or the way to it. Its text says how that was noticed."""
