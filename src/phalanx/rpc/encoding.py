@@ -10,10 +10,12 @@ __all__ = ["decode", "encode"]
 
 
 def encode(value: Any) -> tuple[bytes, list[memoryview]]:
+    """The value as it is sent."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return head, [buffer.raw() for buffer in buffers]
 
 
 def decode(head: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    """The value that was sent."""
     return pickle.loads(head, buffers=buffers)
