@@ -166,8 +166,8 @@ class UnsupportedTensor(ArgumentError, NotImplementedError):
 class EncodingError(PhalanxError):
     """A value cannot be sent to another worker, or what has arrived is not a value.
 
-    Raised on the sending side before anything is sent, with the part of the value that is to blame, and on the receiving
-    side, where it says whether the message is damaged or this process lacks what the value is made of.
+    Raised on the sending side before anything is sent, with the part of the value that is to blame, and on the
+    receiving side, where it says whether the message is damaged or this process lacks what the value is made of.
     """
 
     @classmethod
