@@ -65,12 +65,18 @@ PHX_API phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, uin
 /* Attach to a channel that the process `pid` has made. NULL with errno set if that cannot be. */
 PHX_API phx_rpc_link *phx_rpc_accept(phx_rpc_hub *hub, uint32_t pid, int fd, const uint8_t *cookie, int place_fd,
                                      const uint8_t *place_cookie);
-/* The other process has attached to a channel of this one: receive from it. PHX_OK, or PHX_SYSTEM with errno set. */
+/* The other process has attached to a channel of this one. PHX_OK, or PHX_SYSTEM with errno set. */
 PHX_API int phx_rpc_confirm(phx_rpc_link *link);
+/* Receive from a link from now on. PHX_OK, or PHX_SYSTEM with errno set. */
+PHX_API int phx_rpc_begin(phx_rpc_link *link);
 /* End a link. What has been sent arrives; nothing is received any more. */
 PHX_API void phx_rpc_end(phx_rpc_link *link);
 /* Give the handle back. */
 PHX_API void phx_rpc_drop(phx_rpc_link *link);
+/* Why a link has ended (enum phx_rpc_end). */
+PHX_API uint32_t phx_rpc_why(phx_rpc_link *link);
+/* This process's pid, as those that accept its offers must be told it. */
+PHX_API uint32_t phx_rpc_pid(void);
 /* The other process's pid; how long ago its hub and its interpreter showed that they run. */
 PHX_API uint32_t phx_rpc_facts(phx_rpc_link *link, uint64_t *alive_ns, uint64_t *python_ns);
 

@@ -106,8 +106,7 @@ void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits);
 
 /* Note why a link ends, and have its threads look. */
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why);
-/* Begin to receive from a link, with the hub's lock held: 0, or -1 with errno set. Cease to. */
-int phx_rpc_list(phx_rpc_link *link);
+/* Cease to receive from a link, with the hub's lock held. */
 void phx_rpc_unlist(phx_rpc_link *link);
 
 void phx_rpc_unref(phx_rpc_hub *hub);

@@ -129,19 +129,6 @@ static int meet(phx_rpc_link *link, uint32_t pid, int place_fd, const uint8_t *p
     return -1;
 }
 
-int phx_rpc_list(phx_rpc_link *link)
-{
-    phx_rpc_hub *hub = link->hub;
-    if (hub->count == PHX_RPC_LINKS || atomic_load(&hub->shut)) {
-        errno = EMFILE;
-        return -1;
-    }
-    hub->links[hub->count++] = link;
-    link->listed = 1;
-    phx_rpc_hold(link);
-    return 0;
-}
-
 void phx_rpc_unlist(phx_rpc_link *link)
 {
     phx_rpc_hub *hub = link->hub;
@@ -154,13 +141,22 @@ void phx_rpc_unlist(phx_rpc_link *link)
         }
 }
 
-static int list(phx_rpc_link *link)
+int phx_rpc_begin(phx_rpc_link *link)
 {
-    pthread_mutex_lock(&link->hub->lock);
-    const int listed = phx_rpc_list(link);
-    pthread_mutex_unlock(&link->hub->lock);
-    phx_rpc_call_up(link->hub, PHX_RPC_SERVERS);
-    return listed;
+    phx_rpc_hub *hub = link->hub;
+    if (!phx_rpc_mine(hub))
+        return PHX_PEER_LOST;
+    pthread_mutex_lock(&hub->lock);
+    const int room = hub->count < PHX_RPC_LINKS && !atomic_load(&hub->shut) && !link->listed && !link->told;
+    if (room) {
+        hub->links[hub->count++] = link;
+        link->listed = 1;
+        phx_rpc_hold(link);
+    }
+    pthread_mutex_unlock(&hub->lock);
+    phx_rpc_call_up(hub, PHX_RPC_SERVERS);
+    errno = EMFILE;
+    return room ? PHX_OK : PHX_SYSTEM;
 }
 
 phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, uint64_t slab_bytes, int *fd)
@@ -202,7 +198,7 @@ phx_rpc_link *phx_rpc_accept(phx_rpc_hub *hub, uint32_t pid, int number, const u
     if (!link)
         return NULL;
     say_who(link);
-    if (meet(link, pid, place_fd, place_cookie) == 0 && list(link) == 0)
+    if (meet(link, pid, place_fd, place_cookie) == 0)
         return link;
     reason = errno;
     phx_rpc_drop(link);
@@ -218,7 +214,7 @@ int phx_rpc_confirm(phx_rpc_link *link)
         return PHX_SYSTEM;
     }
     memcpy(cookie, link->other->place_cookie, sizeof cookie);
-    return meet(link, link->other->pid, link->other->fd, cookie) == 0 && list(link) == 0 ? PHX_OK : PHX_SYSTEM;
+    return meet(link, link->other->pid, link->other->fd, cookie) == 0 ? PHX_OK : PHX_SYSTEM;
 }
 
 static void empty(struct phx_rpc_inbox *inbox)
@@ -288,4 +284,14 @@ uint32_t phx_rpc_facts(phx_rpc_link *link, uint64_t *alive_ns, uint64_t *python_
     *alive_ns = now > alive ? now - alive : 0;
     *python_ns = now > python ? now - python : 0;
     return link->pid;
+}
+
+uint32_t phx_rpc_why(phx_rpc_link *link)
+{
+    return atomic_load(&link->ended);
+}
+
+uint32_t phx_rpc_pid(void)
+{
+    return phx_own_pid();
 }
