@@ -18,7 +18,7 @@
 #include <unistd.h>
 
 #define SPIN_NS 50000ull
-#define ASIDE_BYTES 67108864u /* a thread that waits sets no more aside in one lane */
+#define ASIDE_BYTES 67108864u /* when so much has been set aside in one lane, a thread that waits sets no more aside */
 #define LARGEST (1ull << 44)
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
@@ -84,12 +84,18 @@ static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_reco
     return image->nbytes >= sizeof *image && image->nbytes <= block.nbytes;
 }
 
+/* How much private memory a message takes that was set aside. */
+static uint64_t takes_aside(const struct phx_rpc_item *item)
+{
+    return sizeof *item + (item->box.block >= PHX_RPC_INLINE ? item->box.nbytes : 0);
+}
+
 static void append(struct phx_rpc_inbox *inbox, struct phx_rpc_item *item)
 {
     item->next = NULL;
     *inbox->last = item;
     inbox->last = &item->next;
-    inbox->aside += sizeof *item + (item->box.block == PHX_RPC_INLINE ? item->box.nbytes : 0);
+    inbox->aside += takes_aside(item);
     inbox->notices += item->image.kind == PHX_RPC_NOTICE;
 }
 
@@ -99,7 +105,7 @@ static void take_out(struct phx_rpc_inbox *inbox, struct phx_rpc_item **at)
     *at = item->next;
     if (inbox->last == &item->next)
         inbox->last = at;
-    inbox->aside -= sizeof *item + (item->box.block == PHX_RPC_INLINE ? item->box.nbytes : 0);
+    inbox->aside -= takes_aside(item);
     inbox->notices -= item->image.kind == PHX_RPC_NOTICE;
     free(item);
 }
@@ -208,7 +214,7 @@ static enum step look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struc
             return NOTHING;
         const int there = phx_rpc_peek(&inbox->in, &record, &bytes);
         if (there > 0 && lane == PHX_RPC_BULK_LANE && (record.type == PHX_RPC_FIRST || record.type == PHX_RPC_MORE))
-            return piece(hub, link, inbox, &record, bytes);
+            return inbox->aside > ASIDE_BYTES ? NOTHING : piece(hub, link, inbox, &record, bytes);
         if (there < 0 || (there && !describe(link, lane, &record, bytes, &news, &image)))
             phx_rpc_ends(link, PHX_RPC_DAMAGED);
         if (there <= 0 || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
