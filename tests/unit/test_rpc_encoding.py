@@ -505,3 +505,33 @@ def test_a_device_that_is_not_here_is_named() -> None:
 
     with pytest.raises(EncodingError, match=r"cuda:97.*tensor\.cpu\(\)"):
         carried(Elsewhere())
+
+
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE is None, reason="no accelerator here")
+def test_tensors_of_an_accelerator_come_back_to_it() -> None:
+    base = torch.arange(24.0, device=DEVICE).view(4, 6)
+    parameter = torch.nn.Parameter(base.clone())
+    for sent in (base, base.t(), base[1:3], base[:, 1], base[:0], base.to_sparse(), torch.complex(base, base).conj()):
+        assert_same(sent, carried(sent))
+    assert_same(parameter, carried(parameter))
+    whole, part = carried((base, base[2]))
+    whole.zero_()
+    assert part.tolist() == [0] * 6
+    _, buffers = encode((base[0], base[3]))
+    assert sum(buffer.nbytes for buffer in buffers) < 2 * (24 + 16)
+
+
+def test_a_default_device_changes_nothing() -> None:
+    sent = [torch.empty(0, 2), MATRIX, MATRIX.t(), SPARSE.to_sparse(), SPARSE.to_sparse_csr(), PLAIN["a column"]]
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        got = carried(sent)
+    finally:
+        torch.set_default_device(before)
+    for one, other in zip(sent, got, strict=True):
+        assert_same(one, other)
