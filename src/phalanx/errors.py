@@ -17,6 +17,7 @@ __all__ = [
     "PROCESS_LIMIT_HINT",
     "ArgumentError",
     "BackendError",
+    "CallTimeout",
     "CheckpointError",
     "ClosedError",
     "CollectiveMismatch",
@@ -32,6 +33,7 @@ __all__ = [
     "RankError",
     "ReentryError",
     "UnsupportedTensor",
+    "WorkerLost",
 ]
 
 
@@ -298,6 +300,54 @@ class CollectiveTimeout(PhalanxError):
     def remedy() -> str:
         """How to wait longer."""
         return "A longer timeout is set with phalanx.init(timeout_s=...) or init_process_group(timeout=...)"
+
+
+class WorkerLost(PeerLost):
+    """Another worker went while this process waited for it, or was gone when it was called.
+
+    What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new worker,
+    and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
+
+    Attributes:
+        worker: its name.
+        rank, pid, host: where it was; the rank is -1 if it had none.
+        incarnation: which of the workers that had its name it was.
+        asked: what it was asked, for people.
+        elapsed_s: for how long this process had waited, in seconds.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: str = "",
+        rank: int = -1,
+        pid: int = 0,
+        host: str = "",
+        incarnation: int = 0,
+        asked: str = "",
+        elapsed_s: float = 0.0,
+    ) -> None:
+        super().__init__(message, group_rank=rank, pid=pid)
+        self.worker, self.rank, self.host, self.incarnation = worker, rank, host, incarnation
+        self.asked, self.elapsed_s = asked, elapsed_s
+
+
+class CallTimeout(PhalanxError, TimeoutError):
+    """Another worker did not answer a call in time.
+
+    The call may still run there; it was told that nobody waits. Give the call more time (``timeout_s=``), or find out
+    what the worker does.
+
+    Attributes:
+        worker: its name.
+        asked: what it was asked, for people.
+        timeout_s: how long the call could take, in seconds.
+    """
+
+    def __init__(self, message: str, *, worker: str = "", asked: str = "", timeout_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.worker, self.asked, self.timeout_s = worker, asked, timeout_s
 
 
 class CheckpointError(PhalanxError):

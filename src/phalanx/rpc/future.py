@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Future"]
+__all__ = ["Cancelled", "Future"]
 
 T = TypeVar("T")
+
+
+class Cancelled(Exception):
+    """The call was given up with ``cancel()``."""
 
 
 class Future(Generic[T]):
@@ -17,16 +23,26 @@ class Future(Generic[T]):
     Callbacks run on the thread that completes the future, or at once if it is complete.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        help_on: Callable[[Callable[[], bool], float], None] | None = None,
+        cancel: Callable[[], None] | None = None,
+    ) -> None:
+        """A future that is not complete.
+
+        Args:
+            help_on: receives messages on the waiting thread until the function that it is given says that this is
+                done, or for so many seconds; it may return before.
+            cancel: tells the callee that nobody waits any more.
+        """
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Future[T]], None]] = []
+        self._sleepers: list[threading.Lock] = []
         self._lock = threading.Lock()
-        self._waiters: threading.Condition | None = None
-        # Set by the agent: how to receive on the waiting thread, and how to cancel.
-        self._help: Callable[[float], None] | None = None
-        self._cancel: Callable[[], bool] | None = None
+        self._help_on = help_on
+        self._cancel = cancel
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
@@ -41,29 +57,89 @@ class Future(Generic[T]):
 
         Raises:
             TimeoutError: nothing came in that time.
+            Cancelled: the call was given up.
             Exception: whatever the call raised.
         """
-        raise NotImplementedError
+        if not self._done:
+            until = None if timeout_s is None else time.monotonic() + timeout_s
+            if self._help_on is not None:
+                self._help_on(self.done, threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
+            if not self._done and not self._sleep(until):
+                raise TimeoutError(f"the call has not returned within {timeout_s:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def _sleep(self, until: float | None) -> bool:
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        with self._lock:
+            if self._done:
+                return True
+            self._sleepers.append(sleeper)
+        timeout = -1.0 if until is None else max(0.0, until - time.monotonic())
+        return sleeper.acquire(timeout=timeout) or self._done
 
     def then(self, function: Callable[[T], Any]) -> Future[Any]:
         """A future of what ``function`` makes of the value. An error is handed on, without a call."""
-        raise NotImplementedError
+        following: Future[Any] = Future(self._help_on, self._cancel)
+
+        def follow(this: Future[T]) -> None:
+            if this._error is not None:
+                following.set_exception(this._error)
+                return
+            try:
+                following.set_result(function(this._value))  # type: ignore[arg-type]
+            except BaseException as error:  # noqa: BLE001 - it is the waiting thread's
+                following.set_exception(error)
+
+        self.add_done_callback(follow)
+        return following
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Have ``callback`` called with this future when it is complete."""
-        raise NotImplementedError
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
 
     def cancel(self) -> bool:
         """Give up the call: what has not begun will not, and what has begun is told. Whether it was still under way."""
-        raise NotImplementedError
+        given_up = self._complete(None, Cancelled("the call was given up with cancel()"))
+        if given_up and self._cancel is not None:
+            self._cancel()
+        return given_up
 
-    def set_result(self, value: T) -> None:
-        """Complete it. Nothing happens if it is complete."""
-        raise NotImplementedError
+    def set_result(self, value: T) -> bool:
+        """Complete it. Whether it was not complete before; else nothing changes."""
+        return self._complete(value, None)
 
-    def set_exception(self, error: BaseException) -> None:
-        """Complete it with an error. Nothing happens if it is complete."""
-        raise NotImplementedError
+    def set_exception(self, error: BaseException) -> bool:
+        """Complete it with an error. Whether it was not complete before; else nothing changes."""
+        return self._complete(None, error)
+
+    def _complete(self, value: T | None, error: BaseException | None) -> bool:
+        with self._lock:
+            if self._done:
+                return False
+            self._value, self._error, self._done = value, error, True
+            sleepers, self._sleepers = self._sleepers, []
+            callbacks, self._callbacks = self._callbacks, []
+        for sleeper in sleepers:
+            sleeper.release()
+        for callback in callbacks:
+            callback(self)
+        return True
 
     def __await__(self) -> Generator[Any, None, T]:
-        raise NotImplementedError
+        if not self._done:
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()
+
+            def wake(_: Future[T]) -> None:
+                loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+
+            self.add_done_callback(wake)
+            yield from waiter
+        return self.wait(0)

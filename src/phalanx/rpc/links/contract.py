@@ -12,7 +12,7 @@ from typing import Protocol
 
 from phalanx.rpc.message import Message
 
-__all__ = ["Link", "Receiver"]
+__all__ = ["Link", "LinkEnded", "Receiver"]
 
 
 class Receiver(Protocol):

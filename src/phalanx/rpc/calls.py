@@ -1,0 +1,122 @@
+"""The calls of this process that are under way: who is asked, until when, and what the caller waits for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.rpc.future import Future
+from phalanx.rpc.links.contract import Link
+from phalanx.rpc.members import Member
+from phalanx.watch.call_site import CallSite, text_of
+
+__all__ = ["Call", "Calls"]
+
+
+@dataclass(eq=False)
+class Call:
+    """A request without an answer yet.
+
+    Attributes:
+        number: unique in this process.
+        to: who is asked.
+        asked: what, for people.
+        until: the time of ``time.monotonic`` at which the caller gives up.
+        timeout_s: how long that was.
+        future: gets the answer.
+        link: the way that the request took, once it has been sent.
+        site: where the program made the call.
+        began: when.
+    """
+
+    number: int
+    to: Member
+    asked: str
+    until: float
+    timeout_s: float
+    future: Future[Any]
+    site: CallSite | None
+    link: Link | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def describe(self) -> str:
+        """The call for people: ``add (train.py:12), 3.1 s ago``."""
+        where = text_of(self.site)
+        return f"{self.asked}{f' ({where})' if where else ''}, {time.monotonic() - self.began:.1f} s ago"
+
+
+class Calls:
+    """All of them, with one thread that ends those whose time is over.
+
+    Args:
+        late: is called with each of these, which is no longer in the table.
+    """
+
+    def __init__(self, late: Callable[[Call], None]) -> None:
+        self._late = late
+        self._calls: dict[int, Call] = {}
+        self._numbers = itertools.count(1)
+        self._changed = threading.Condition()
+        self._next = math.inf
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def number(self) -> int:
+        """A number that no other call of this process has."""
+        return next(self._numbers)
+
+    def add(self, call: Call) -> None:
+        """Enter a call, before it is sent."""
+        self._calls[call.number] = call
+        if call.until < self._next:
+            with self._changed:
+                self._next = min(self._next, call.until)
+                if self._thread is None and not self._closed:
+                    self._thread = threading.Thread(target=self._watch, name="phalanx-rpc-timeouts", daemon=True)
+                    self._thread.start()
+                self._changed.notify()
+
+    def take(self, number: int) -> Call | None:
+        """Remove a call, for whoever completes it; None if somebody has done so."""
+        return self._calls.pop(number, None)
+
+    def take_all(self, link: Link | None = None, to: Member | None = None) -> list[Call]:
+        """Remove all calls that took a link, or were for a member; all if neither is given."""
+        chosen = [
+            call
+            for call in list(self._calls.values())
+            if (link is None or call.link is link) and (to is None or call.to.incarnation == to.incarnation)
+        ]
+        return [call for call in chosen if self.take(call.number) is not None]
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _watch(self) -> None:
+        while True:
+            with self._changed:
+                if self._closed:
+                    return
+                if self._next > time.monotonic():
+                    self._changed.wait(min(max(0.0, self._next - time.monotonic()), 3600.0))
+                if self._closed:
+                    return
+                now = time.monotonic()
+                if self._next > now:
+                    continue
+                self._next = math.inf
+            over = [call for call in list(self._calls.values()) if call.until <= now]
+            for call in over:
+                if self.take(call.number) is not None:
+                    self._late(call)
+            left = min((call.until for call in list(self._calls.values())), default=math.inf)
+            with self._changed:
+                self._next = min(self._next, left)

@@ -1,0 +1,82 @@
+"""The threads on which a worker runs what others ask for.
+
+There are as many as there is to do at the same time: a handler may call another worker, whose handler calls back, so a
+fixed number of threads could all wait for each other. A thread that has had nothing to do for ``IDLE_S`` ends.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.errors import PROCESS_LIMIT_HINT
+from phalanx.words import tell
+
+__all__ = ["Handlers"]
+
+IDLE_S = 30.0
+# A limit on mistakes, such as a function that calls itself on another worker for ever.
+MOST = 1024
+
+
+class Handlers:
+    """The threads of one agent."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = self._threads = 0
+        self._closed = False
+
+    def run(self, task: Callable[..., None], *arguments: Any) -> None:
+        """Run ``task(*arguments)`` on a thread soon. It must not raise."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._idle > 0:
+                self._idle -= 1  # taken, though it does not know yet
+                starts = False
+            else:
+                starts = self._threads < MOST
+                self._threads += starts
+        self._tasks.put((task, arguments))
+        if starts:
+            try:
+                threading.Thread(target=self._work, name="phalanx-rpc-handler", daemon=True).start()
+            except RuntimeError as error:
+                with self._lock:
+                    self._threads -= 1
+                    last = not self._threads
+                if last:
+                    tell(f"warning: a worker cannot start a thread for what others ask of it ({error}); {PROCESS_LIMIT_HINT}")
+
+    def close(self) -> None:
+        """Let idle threads end; busy ones end when they are done."""
+        with self._lock:
+            self._closed = True
+            threads = self._threads
+        for _ in range(threads):
+            self._tasks.put(None)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                taken = self._tasks.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if self._idle > 0:
+                        self._idle -= 1
+                        self._threads -= 1
+                        return
+                continue  # a task is on its way to this thread
+            if taken is None:
+                return
+            task, arguments = taken
+            task(*arguments)
+            del taken, task, arguments  # else the thread would keep a caller's tensors
+            with self._lock:
+                if self._threads >= MOST and not self._tasks.empty():
+                    continue
+                self._idle += 1

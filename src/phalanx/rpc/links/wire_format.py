@@ -1,0 +1,98 @@
+"""Messages as frames of a proven connection: small ones whole, large ones in pieces that let small ones pass.
+
+    frame    length, kind, number, body, digest
+    SMALL    a whole message: its layout, its head, its buffers
+    LARGE    the layout and the head of a message whose buffers follow in pieces
+    PIECE    the next bytes of the buffers of the large message that is on its way
+    DROP     the large message that is on its way ends here: its sender's time is over
+    END      the sender leaves in order, and this is the last frame
+
+Only one large message is on its way in each direction, so its pieces need no number. The digest is the session's
+(``wire/session.py``), so nobody on the way can add, change, drop or repeat a frame.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+
+from phalanx.rpc.message import Kind, Message
+from phalanx.wire.framing import Malformed
+
+__all__ = [
+    "DROP",
+    "END",
+    "LARGE",
+    "LONGEST_FRAME",
+    "PIECE",
+    "PIECE_BYTES",
+    "SMALL",
+    "Layout",
+    "layout_of",
+    "pieces_of",
+]
+
+SMALL, LARGE, PIECE, DROP, END = 1, 2, 3, 4, 5
+PIECE_BYTES = 1 << 16
+# A head is small: what is large travels beside it. Without a limit a broken length would reserve any amount of memory.
+LONGEST_FRAME = 1 << 30
+_MOST_BUFFERS = 1 << 16
+_FIXED = struct.Struct("!BQHII")  # kind, call, bytes of the service's name, number of buffers, bytes of the head
+_SIZE = struct.Struct("!Q")
+
+
+class Layout:
+    """What precedes the head of a message: everything but its bytes.
+
+    Attributes:
+        kind, call, service: of the message.
+        head_nbytes: the length of its head.
+        sizes: the lengths of its buffers.
+    """
+
+    def __init__(self, kind: Kind, call: int, service: str, head_nbytes: int, sizes: Sequence[int]) -> None:
+        self.kind, self.call, self.service = kind, call, service
+        self.head_nbytes = head_nbytes
+        self.sizes = sizes
+
+    def encode(self) -> bytes:
+        """The layout as it is sent."""
+        name = self.service.encode()
+        fixed = _FIXED.pack(self.kind, self.call, len(name), len(self.sizes), self.head_nbytes)
+        return fixed + name + struct.pack(f"!{len(self.sizes)}Q", *self.sizes)
+
+    @staticmethod
+    def decode(data: memoryview) -> tuple[Layout, int]:
+        """The layout at the start of ``data``, and where it ends.
+
+        Raises:
+            Malformed: these bytes are not a layout.
+        """
+        if len(data) < _FIXED.size:
+            raise Malformed("a message without a layout")
+        kind, call, name_nbytes, count, head_nbytes = _FIXED.unpack_from(data)
+        end = _FIXED.size + name_nbytes + count * _SIZE.size
+        if count > _MOST_BUFFERS or end > len(data):
+            raise Malformed(f"a layout of {end} bytes in a frame of {len(data)}")
+        try:
+            service = bytes(data[_FIXED.size : _FIXED.size + name_nbytes]).decode()
+            layout = Layout(Kind(kind), call, service, head_nbytes, struct.unpack_from(f"!{count}Q", data, end - 8 * count))
+        except ValueError as error:
+            raise Malformed(f"a layout that cannot be read: {error}") from error
+        if end + head_nbytes > len(data):
+            raise Malformed(f"a head of {head_nbytes} bytes in a frame of {len(data)}")
+        return layout, end
+
+
+def layout_of(message: Message) -> Layout:
+    """The layout of a message."""
+    sizes = [buffer.nbytes for buffer in message.buffers]
+    return Layout(message.kind, message.call, message.service, len(message.head), sizes)
+
+
+def pieces_of(buffers: Sequence[memoryview], nbytes: int = PIECE_BYTES) -> Iterator[memoryview]:
+    """The buffers' bytes in pieces of at most ``nbytes``. No piece has bytes of two buffers."""
+    for buffer in buffers:
+        view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        for start in range(0, len(view), nbytes):
+            yield view[start : start + nbytes]

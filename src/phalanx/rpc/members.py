@@ -1,0 +1,188 @@
+"""The workers of a job, in its store: who there is, and at which address.
+
+Every process that joins takes the next number, its *incarnation*, and writes an entry under it, which never changes. A
+name points to the incarnation that bears it. Entries are kept in this process once they have been read, so only what is
+new costs a request to the store.
+
+Keys: ``count``, the last number; ``entry/N``; ``name/NAME``, the number of its bearer; ``gone/N``, why an incarnation is
+no more: written by itself when it leaves, or by the first worker that found it lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from torch._C._distributed_c10d import Store
+
+from phalanx.errors import ArgumentError, InitializationError, RankError
+from phalanx.system.host import this_host
+from phalanx.wire.key import Key
+
+__all__ = ["Member", "Members", "shared_key"]
+
+_NAME = re.compile(r"[A-Za-z0-9_:.@-]{1,127}")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker, in its present incarnation.
+
+    Attributes:
+        name: unique among the living workers of the job.
+        rank: its rank in the world, or its number in torch's API; -1 for a worker that is no rank.
+        host, pid: where it is, for people.
+        incarnation: a number that no other worker of this job has had, and no earlier one of this name.
+        address, port: where it accepts connections.
+    """
+
+    name: str
+    rank: int
+    host: str
+    pid: int
+    incarnation: int
+    address: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        where = f"pid {self.pid} on {self.host}"
+        return f"{self.name} ({where})" if self.rank < 0 else f"{self.name} (rank {self.rank}, {where})"
+
+
+def shared_key(store: Store, job: Key) -> Key:
+    """The key of the workers' connections: from the job's, and a secret that the first worker has put into the store.
+
+    Under a launcher that gives no key, whoever can read the store can join; with one, nobody else can.
+    """
+    own = secrets.token_hex(32)
+    found = store.compare_set("key", "", own)
+    return Key(job.secret + found, job.source or "the job's store")
+
+
+class Members:
+    """The directory of workers, as this process knows it. Safe to use from several threads.
+
+    Args:
+        store: the job's store, with a prefix of RPC's own.
+        is_there: whether a worker of this entry answers; for a name that is taken.
+    """
+
+    def __init__(self, store: Store, is_there: Callable[[Member], bool]) -> None:
+        self._store = store
+        self._is_there = is_there
+        self._lock = threading.Lock()
+        self._entries: dict[int, Member] = {}
+        self._gone: dict[int, str] = {}
+        self._bearers: dict[str | int, int] = {}
+        self._seen = 0  # all entries up to this number have been read
+
+    def join(self, name: str, rank: int, pid: int, address: str, port: int) -> Member:
+        """Enter this process under a name.
+
+        Raises:
+            ArgumentError: the name has characters that names may not have.
+            InitializationError: another living worker has the name.
+        """
+        if not _NAME.fullmatch(name):
+            raise ArgumentError(
+                f"{name!r} is not a worker's name: letters, digits and _ : . @ -, at most 127 of them"
+            )
+        incarnation = int(self._store.add("count", 1))
+        me = Member(name, rank, this_host().name, pid, incarnation, address, port)
+        self._store.set(f"entry/{incarnation}", json.dumps(asdict(me)))
+        before = ""
+        while True:
+            bearer = self._store.compare_set(f"name/{name}", before, str(incarnation)).decode()
+            if bearer == str(incarnation):
+                return me
+            earlier = self._entry(int(bearer))
+            if earlier is not None and not self.gone(earlier) and self._is_there(earlier):
+                self.leave(me, "refused")
+                raise InitializationError(
+                    f"a worker is called {name} already: {earlier}. Give each its own name: rpc.init(name=...)"
+                )
+            before = bearer
+
+    def leave(self, member: Member, why: str) -> None:
+        """Say that an incarnation is no more. The first reason stays."""
+        with self._lock:
+            self._gone.setdefault(member.incarnation, why)
+        self._store.compare_set(f"gone/{member.incarnation}", "", why)
+
+    def gone(self, member: Member) -> str:
+        """Why this incarnation is no more; empty if it is not known to be gone."""
+        with self._lock:
+            known = self._gone.get(member.incarnation, "")
+        if known:
+            return known
+        key = f"gone/{member.incarnation}"
+        if self._store.check([key]):
+            known = self._store.get(key).decode()
+            with self._lock:
+                self._gone[member.incarnation] = known
+        return known
+
+    def find(self, to: str | int) -> Member:
+        """The newest worker of a name or a rank, which may be gone.
+
+        Raises:
+            RankError: there has been none.
+        """
+        with self._lock:
+            known = self._entries.get(self._bearers.get(to, 0))
+            if known is not None and known.incarnation not in self._gone:
+                return known
+        member = self._bearer(to) if isinstance(to, str) else self._of_rank(to)
+        if member is None:
+            names = ", ".join(sorted({member.name for member in self.all()})) or "nobody"
+            what = f"no worker is called {to!r}" if isinstance(to, str) else f"no worker has the rank {to}"
+            raise RankError(f"{what}; there are: {names}")
+        with self._lock:
+            self._bearers[to] = member.incarnation
+        return member
+
+    def all(self) -> list[Member]:
+        """All workers that are not known to be gone, by rank and name."""
+        self.refresh()
+        with self._lock:
+            entries = list(self._entries.values())
+        living = [member for member in entries if not self.gone(member)]
+        return sorted(living, key=lambda member: (member.rank < 0, member.rank, member.name))
+
+    def refresh(self) -> list[Member]:
+        """Read the entries that are new in the store; return them."""
+        count = int(self._store.add("count", 0))
+        new = []
+        for number in range(self._seen + 1, count + 1):
+            member = self._entry(number)
+            if member is None:
+                break  # it is being written; the next look finds it
+            new.append(member)
+            self._seen = number
+        return new
+
+    def _bearer(self, name: str) -> Member | None:
+        key = f"name/{name}"
+        return self._entry(int(self._store.get(key))) if self._store.check([key]) else None
+
+    def _of_rank(self, rank: int) -> Member | None:
+        self.refresh()
+        with self._lock:
+            found = [member for member in self._entries.values() if member.rank == rank]
+        living = [member for member in found if not self.gone(member)]
+        return max(living or found, key=lambda member: member.incarnation, default=None)
+
+    def _entry(self, number: int) -> Member | None:
+        with self._lock:
+            known = self._entries.get(number)
+        key = f"entry/{number}"
+        if known is not None or not self._store.check([key]):
+            return known
+        member = Member(**json.loads(self._store.get(key)))
+        with self._lock:
+            self._entries[number] = member
+        return member
