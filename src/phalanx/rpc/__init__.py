@@ -1,0 +1,29 @@
+"""Calls between processes: functions on other workers, objects that live there, and gradients that flow back.
+
+import phalanx
+from phalanx import rpc
+
+with phalanx.init() as world:
+    rpc.init()
+    print(rpc.call("worker1", torch.add, torch.ones(2), 1))
+    rpc.shutdown()
+"""
+
+from phalanx.rpc.failure import RemoteError, RemoteTraceback
+from phalanx.rpc.future import Cancelled, Future
+from phalanx.rpc.members import Member
+from phalanx.rpc.session import init, shutdown
+from phalanx.rpc.verbs import call, each, start
+
+__all__ = [
+    "Cancelled",
+    "Future",
+    "Member",
+    "RemoteError",
+    "RemoteTraceback",
+    "call",
+    "each",
+    "init",
+    "shutdown",
+    "start",
+]

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -78,12 +78,22 @@ class Agent:
         key: the job's key.
         address: the address of this host at which the others reach it.
         timeout_s: how long a call may take by default, in seconds.
+        equip: register services; they are called before other workers can find this one.
 
     Attributes:
         me: this worker.
     """
 
-    def __init__(self, store: Store, name: str, rank: int, key: Key, address: str, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        key: Key,
+        address: str,
+        timeout_s: float = 60.0,
+        equip: Sequence[Callable[[Agent], None]] = (),
+    ) -> None:
         self.timeout_s = timeout_s
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -101,6 +111,8 @@ class Agent:
         self._network = Network(address, shared_key(store, key), self._welcome)
         try:
             self.serve(CANCEL, self._on_cancel, quick=True)
+            for register in equip:
+                register(self)
             self._network.start()
             self.me = self._members.join(name, rank, self._pid, address, self._network.port)
         except BaseException:
@@ -120,6 +132,14 @@ class Agent:
     def members(self) -> list[Member]:
         """All living workers, by rank and name."""
         return self._members.all()
+
+    def say_done(self) -> None:
+        """Tell the others that this worker needs them no more, and is there until they need it no more."""
+        self._members.say_done(self.me)
+
+    def is_done(self, member: Member) -> bool:
+        """Whether that worker has said so."""
+        return self._members.is_done(member)
 
     def serve(self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False) -> None:
         """Let other workers ask for a service.
@@ -330,7 +350,7 @@ class Agent:
         for watcher in list(self._watchers):
             try:
                 watcher(peer, how)
-            except Exception as error:  # noqa: BLE001 - others are still to be told
+            except Exception as error:
                 tell(f"warning: what watches the workers failed for {peer}: {error!r}")
 
     def _found_gone(self, member: Member, why: str) -> None:
@@ -416,7 +436,7 @@ class Agent:
             return  # the caller has given up
         try:
             value = decode(message.head, message.buffers)
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:
             call.future.set_exception(error)
             return
         if message.kind is Kind.FAILURE:
@@ -434,7 +454,7 @@ class Agent:
                 raise PhalanxError(f"{self.me} serves nothing called {message.service!r}")
             incoming = Incoming(peer, given_up.is_set if given_up is not None else bool)
             result = service.handler(incoming, decode(message.head, message.buffers))
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
+        except BaseException as error:
             if asks:
                 self._answer(link, peer, message.call, error, failed=True)
             return
@@ -450,7 +470,7 @@ class Agent:
     def _answer_later(self, link: Link, peer: Member, number: int, future: Future[Any]) -> None:
         try:
             self._answer(link, peer, number, future.wait(0))
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
+        except BaseException as error:
             self._answer(link, peer, number, error, failed=True)
 
     def _answer(self, link: Link, peer: Member, number: int, value: Any, *, failed: bool = False) -> None:
@@ -459,7 +479,7 @@ class Agent:
             return
         try:
             head, buffers = encode(Failure.of(value) if failed else value)
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:
             failed = True
             head, buffers = encode(Failure.of(error))
         kind = Kind.FAILURE if failed else Kind.ANSWER

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from dataclasses import dataclass
-from typing import Any
 
 from phalanx.rpc.encoding import decode, encode
 from phalanx.rpc.members import Member
@@ -67,14 +67,14 @@ class Failure:
 
     def rebuilt(self, where: Member) -> BaseException:
         """The exception for the caller, who asked ``where``."""
-        error: Any = None
+        error: BaseException | None = None
         if self.pickled:
             with contextlib.suppress(Exception):
                 error = decode(self.pickled, ())
         if not isinstance(error, BaseException):
             error = RemoteError(f"{self.type_name}: {self.text}", self.type_name)
         note = f"raised on {where}"
-        if hasattr(error, "add_note"):
+        if sys.version_info >= (3, 11):
             error.add_note(note)
         error.__cause__ = RemoteTraceback(f"On {where}:\n{self.traceback}")
         return error

@@ -90,7 +90,7 @@ class Future(Generic[T]):
                 return
             try:
                 following.set_result(function(this._value))  # type: ignore[arg-type]
-            except BaseException as error:  # noqa: BLE001 - it is the waiting thread's
+            except BaseException as error:
                 following.set_exception(error)
 
         self.add_done_callback(follow)
@@ -137,8 +137,12 @@ class Future(Generic[T]):
             loop = asyncio.get_running_loop()
             waiter = loop.create_future()
 
+            def settle() -> None:
+                if not waiter.done():
+                    waiter.set_result(None)
+
             def wake(_: Future[T]) -> None:
-                loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+                loop.call_soon_threadsafe(settle)
 
             self.add_done_callback(wake)
             yield from waiter

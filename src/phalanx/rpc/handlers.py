@@ -50,7 +50,9 @@ class Handlers:
                     self._threads -= 1
                     last = not self._threads
                 if last:
-                    tell(f"warning: a worker cannot start a thread for what others ask of it ({error}); {PROCESS_LIMIT_HINT}")
+                    tell(
+                        f"warning: a worker cannot start a thread for what others ask of it ({error}); {PROCESS_LIMIT_HINT}"
+                    )
 
     def close(self) -> None:
         """Let idle threads end; busy ones end when they are done."""

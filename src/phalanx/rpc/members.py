@@ -5,7 +5,8 @@ name points to the incarnation that bears it. Entries are kept in this process o
 new costs a request to the store.
 
 Keys: ``count``, the last number; ``entry/N``; ``name/NAME``, the number of its bearer; ``gone/N``, why an incarnation is
-no more: written by itself when it leaves, or by the first worker that found it lost.
+no more: written by itself when it leaves, or by the first worker that found it lost; ``done/N``, that it makes no more
+calls.
 """
 
 from __future__ import annotations
@@ -88,9 +89,7 @@ class Members:
             InitializationError: another living worker has the name.
         """
         if not _NAME.fullmatch(name):
-            raise ArgumentError(
-                f"{name!r} is not a worker's name: letters, digits and _ : . @ -, at most 127 of them"
-            )
+            raise ArgumentError(f"{name!r} is not a worker's name: letters, digits and _ : . @ -, at most 127 of them")
         incarnation = int(self._store.add("count", 1))
         me = Member(name, rank, this_host().name, pid, incarnation, address, port)
         self._store.set(f"entry/{incarnation}", json.dumps(asdict(me)))
@@ -125,6 +124,14 @@ class Members:
             with self._lock:
                 self._gone[member.incarnation] = known
         return known
+
+    def say_done(self, member: Member) -> None:
+        """Note that a worker has no more calls to make, and waits until the others have none."""
+        self._store.set(f"done/{member.incarnation}", "1")
+
+    def is_done(self, member: Member) -> bool:
+        """Whether :meth:`say_done` was called for it."""
+        return bool(self._store.check([f"done/{member.incarnation}"]))
 
     def find(self, to: str | int) -> Member:
         """The newest worker of a name or a rank, which may be gone.

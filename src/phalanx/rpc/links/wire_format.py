@@ -76,7 +76,9 @@ class Layout:
             raise Malformed(f"a layout of {end} bytes in a frame of {len(data)}")
         try:
             service = bytes(data[_FIXED.size : _FIXED.size + name_nbytes]).decode()
-            layout = Layout(Kind(kind), call, service, head_nbytes, struct.unpack_from(f"!{count}Q", data, end - 8 * count))
+            layout = Layout(
+                Kind(kind), call, service, head_nbytes, struct.unpack_from(f"!{count}Q", data, end - 8 * count)
+            )
         except ValueError as error:
             raise Malformed(f"a layout that cannot be read: {error}") from error
         if end + head_nbytes > len(data):

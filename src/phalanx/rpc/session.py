@@ -1,0 +1,195 @@
+"""Becoming a worker, and leaving: ``rpc.init()`` and ``rpc.shutdown()``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from phalanx import world as worlds
+from phalanx.errors import ClosedError, InitializationError
+from phalanx.place.arguments import place_with
+from phalanx.rpc.agent import Agent
+from phalanx.rpc.members import Member
+from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
+from phalanx.wire.key import job_key
+from phalanx.words import tell
+
+__all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown"]
+
+# How often the store is asked whether others have come or are done.
+_LOOK_S = 0.02
+_TELL_S = 5.0
+_NEWEST = "phalanx/rpc/newest"  # the latest attempt of the job, for workers that no launcher told
+
+_agent: Agent | None = None
+# What the rooms of RPC do with a new agent: they register their services.
+_equip: list[Callable[[Agent], None]] = []
+
+
+def on_init(equip: Callable[[Agent], None]) -> None:
+    """Have ``equip`` called with every agent of this process before other workers can find it."""
+    _equip.append(equip)
+
+
+def agent() -> Agent:
+    """This process's agent.
+
+    Raises:
+        ClosedError: it is no worker.
+    """
+    if _agent is None:
+        raise ClosedError("this process is not a worker: call rpc.init() first, on every rank that calls or is called")
+    return _agent
+
+
+def current() -> Agent | None:
+    """This process's agent, or None."""
+    return _agent
+
+
+def begin(store: Store, name: str, rank: int, address: str, timeout_s: float) -> Agent:
+    """Make this process a worker in a store. ``init`` and torch's ``init_rpc`` call it.
+
+    Raises:
+        InitializationError: it is a worker already, or another has its name.
+    """
+    global _agent
+    if _agent is not None:
+        raise InitializationError(
+            f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
+        )
+    _agent = Agent(store, name, rank, job_key(), address, timeout_s, equip=_equip)
+    return _agent
+
+
+def init(
+    name: str | None = None,
+    *,
+    timeout_s: float = 60.0,
+    wait_s: float = 300.0,
+    join: str | None = None,
+) -> Member:
+    """Become a worker, so that others can call functions here and this process can call them.
+
+    Every rank of the world may call it, after ``phalanx.init()`` or ``init_process_group``; it returns when all ranks of
+    the world have. A process that is no rank, such as a parameter server that was started by itself, names the job's
+    store and may come and go at any time.
+
+    Args:
+        name: this worker's name, which no other living worker has; ``worker{rank}`` by default.
+        timeout_s: how long a call may take, unless it says otherwise, in seconds.
+        wait_s: how long to wait for the other ranks, in seconds.
+        join: ``host:port`` of the job's store (MASTER_ADDR and MASTER_PORT of its ranks), for a process that is no rank.
+
+    Returns:
+        This worker: its name, rank, host, pid and incarnation.
+
+    Raises:
+        InitializationError: it is a worker already, the name is taken, or ranks did not come in time.
+    """
+    if join is not None:
+        if name is None:
+            raise InitializationError("a worker that is no rank needs a name: rpc.init(name, join=...)")
+        store, address = _foreign_store(join, wait_s)
+        return begin(store, name, -1, address, timeout_s).me
+    store, rank, size, one_host = _world_store()
+    address = own_address(one_host=one_host)
+    made = begin(_of_attempt(store, rank), name or f"worker{rank}", rank, address, timeout_s)
+    try:
+        _wait(
+            lambda: sorted(set(range(size)) - {member.rank for member in made.members()}),
+            wait_s,
+            "for rpc.init() of",
+        )
+    except BaseException:
+        shutdown(wait=False)
+        raise
+    return made.me
+
+
+def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
+    """Stop being a worker. Does nothing if this process is none.
+
+    Args:
+        wait: first wait until every rank of the world has called this, or is gone: until then the others may still call
+            this worker. A worker that is no rank does not wait.
+        timeout_s: how long to wait, in seconds; then it leaves all the same, and says who had not come.
+    """
+    global _agent
+    made = _agent
+    if made is None:
+        return
+    try:
+        if wait and made.me.rank >= 0:
+            made.say_done()
+            try:
+                _wait(
+                    lambda: sorted(m.rank for m in made.members() if m.rank >= 0 and not made.is_done(m)),
+                    timeout_s,
+                    "for",
+                )
+            except InitializationError as error:
+                tell(f"warning: rpc.shutdown() ends without the others: {error}")
+    finally:
+        _agent = None
+        made.close()
+
+
+def own_address(*, one_host: bool) -> str:
+    """The address at which others reach this process.
+
+    Args:
+        one_host: whether all of them are on this host.
+    """
+    chosen = chosen_interface()
+    if chosen is not None:
+        return chosen[1][0]
+    return LOOPBACK if one_host else outward_address()
+
+
+def _wait(missing: Callable[[], list[int]], timeout_s: float, what: str) -> None:
+    began = told = time.monotonic()
+    while late := missing():
+        now = time.monotonic()
+        names = ", ".join(map(str, late[:8])) + (", …" if len(late) > 8 else "")
+        if now - began > timeout_s:
+            raise InitializationError(f"waited {timeout_s:g} s {what} rank {names}")
+        if now - told > _TELL_S:
+            told = now
+            tell(f"waiting {what} rank {names}")
+        time.sleep(_LOOK_S)
+
+
+def _of_attempt(store: Store, rank: int) -> Store:
+    """The part of a world's store in which its workers meet. Each attempt of a launcher has its own."""
+    attempt = place_with(None, None, None, None).attempt
+    if rank == 0:
+        store.set(_NEWEST, str(attempt))
+    return PrefixStore(f"phalanx/rpc/{attempt}", store)
+
+
+def _world_store() -> tuple[Store, int, int, bool]:
+    """The store of this process's world, its rank, the world's size, and whether all ranks are on this host."""
+    if not dist.is_initialized():
+        return HashStore(), 0, 1, True
+    world = worlds._world
+    one_host = world is not None and world.num_nodes == 1
+    store = worlds._store if worlds._store is not None else dist.distributed_c10d._get_default_store()
+    return store, dist.get_rank(), dist.get_world_size(), one_host
+
+
+def _foreign_store(join: str, wait_s: float) -> tuple[Store, str]:
+    host, _, port = join.rpartition(":")
+    if not host or not port.isdecimal():
+        raise InitializationError(f"join={join!r} is not HOST:PORT")
+    try:
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait_s))
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise InitializationError(f"the job's store at {join} cannot be reached: {error}") from error
+    attempt = store.get(_NEWEST).decode()
+    local = all(is_loopback(found) for found in resolve(host))
+    return PrefixStore(f"phalanx/rpc/{attempt}", store), own_address(one_host=local)

@@ -1,0 +1,158 @@
+"""Calling functions on other workers: ``rpc.call``, ``rpc.start``, ``rpc.each``."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from functools import cache
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from phalanx.errors import WorkerLost
+from phalanx.rpc import session, streams
+from phalanx.rpc.agent import Agent, Incoming
+from phalanx.rpc.encoding import encode
+from phalanx.rpc.future import Future
+from phalanx.rpc.members import Member
+
+__all__ = ["CALL", "Asked", "call", "each", "name_of", "perform", "start"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CALL = "call"
+_PAUSE_S = 0.1
+
+
+class Asked(NamedTuple):
+    """A call as it travels: the function and its arguments."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def call(
+    to: str | int | Member,
+    function: Callable[..., T],
+    *args: Any,
+    timeout_s: float | None = None,
+    retry: bool = False,
+    **kwargs: Any,
+) -> T:
+    """Call a function on another worker, and wait for what it returns.
+
+    Args:
+        to: the worker's name, rank, or ``Member``; this process itself is allowed.
+        function: a function that both processes can import, or any that cloudpickle can send. If it is ``async``, it is
+            awaited there. If it is a generator, the caller gets an iterator of its items, and holds it back by its pace.
+        args, kwargs: its arguments. Tensors are not pickled; the function gets copies.
+        timeout_s: how long it may take, in seconds; ``rpc.init(timeout_s=...)`` by default, infinity for no limit.
+        retry: whether the call may run twice: if the worker is lost, it is called again as soon as a worker has come
+            back under its name. Without it the function runs at most once.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        Exception: what the function raised, with the remote traceback as its cause.
+        WorkerLost: the worker is gone; the function may have run, or not.
+        CallTimeout: no answer came in time.
+        EncodingError: an argument cannot be sent.
+    """
+    if not retry:
+        return start(to, function, *args, timeout_s=timeout_s, **kwargs).wait()
+    allowed = session.agent().timeout_s if timeout_s is None else timeout_s
+    until = time.monotonic() + allowed
+    while True:
+        try:
+            return start(to, function, *args, timeout_s=until - time.monotonic(), **kwargs).wait()
+        except WorkerLost:
+            if time.monotonic() + _PAUSE_S >= until:
+                raise
+            time.sleep(_PAUSE_S)
+
+
+def start(
+    to: str | int | Member, function: Callable[..., T], *args: Any, timeout_s: float | None = None, **kwargs: Any
+) -> Future[T]:
+    """Begin a call, and return at once with a future of what it returns. See :func:`call`.
+
+    The arguments may be changed when this returns. The errors of the call are raised by ``future.wait()``.
+    """
+    asked = Asked(function, args, kwargs)
+    return session.agent().request(to, CALL, asked, timeout_s, asked=name_of(function)).then(streams.received)
+
+
+def each(
+    group: Iterable[str | int | Member] | None,
+    function: Callable[..., T],
+    *args: Any,
+    timeout_s: float | None = None,
+    **kwargs: Any,
+) -> list[Future[T]]:
+    """Begin the same call on several workers; the arguments are encoded once.
+
+    Args:
+        group: the workers; all others if None.
+        function, args, kwargs, timeout_s: see :func:`call`.
+
+    Returns:
+        A future for each worker, in their order.
+    """
+    agent = session.agent()
+    if group is None:
+        group = [member for member in agent.members() if member != agent.me]
+    head, buffers = encode(Asked(function, args, kwargs))
+    name = name_of(function)
+    futures = [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name) for to in group]
+    return [future.then(streams.received) for future in futures]
+
+
+def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function for another worker: its value, a future of it, or the stream of its items."""
+    result = function(*args, **kwargs)
+    if inspect.iscoroutine(result):
+        return _await(result)
+    if isinstance(result, (Iterator, AsyncIterator)) and (inspect.isgenerator(result) or inspect.isasyncgen(result)):
+        return streams.offer(incoming.peer, result, event_loop)
+    return result
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's name for people."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+@cache
+def event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop on which this process awaits what others ask for; it has a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="phalanx-rpc-asyncio", daemon=True).start()
+    return loop
+
+
+def _await(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    async def run() -> None:
+        try:
+            future.set_result(await coroutine)
+        except BaseException as error:
+            future.set_exception(error)
+
+    asyncio.run_coroutine_threadsafe(run(), event_loop())
+    return future
+
+
+def _on_call(incoming: Incoming, asked: Asked) -> Any:
+    return perform(incoming, *asked)
+
+
+def _equip(agent: Agent) -> None:
+    agent.serve(CALL, _on_call)
+
+
+session.on_init(_equip)
