@@ -11,6 +11,7 @@ Decisions.
   group, the title of the rank table and ``World.backend`` say what serves it.
 - Only names are replaced, never classes: a program that makes a ``ProcessGroupGloo`` itself, as our groups do for the
   operations that they leave to Gloo, gets Gloo.
+- ``rpc`` is torch's RPC, which has no backends of its own to choose: ``torch.distributed.rpc`` then runs over Phalanx.
 - nccl, xccl and the like are not replaced. They move tensors between devices; Phalanx's transport moves CPU tensors.
   CUDA tensors in a group that asked for gloo go over Gloo, as they would have (``vendor.py``).
 
@@ -25,22 +26,25 @@ from collections.abc import Mapping
 from phalanx import settings
 from phalanx.errors import ArgumentError
 
-__all__ = ["REPLACEABLE", "names_to_replace", "replaces"]
+__all__ = ["BACKENDS", "OTHERS", "REPLACEABLE", "names_to_replace", "replaces"]
 
-REPLACEABLE = ("gloo", "mpi")
-_CHOICES = " or ".join(REPLACEABLE)
+BACKENDS = ("gloo", "mpi")
+# What is not a backend: the module that stands in for it when it is imported. By name, because RPC is built on this room.
+OTHERS = {"rpc": "phalanx.rpc.torch_api"}
+REPLACEABLE = (*BACKENDS, *OTHERS)
+_CHOICES = ", ".join(BACKENDS) + " or rpc"
 _VENDORS = ("nccl", "xccl", "hccl", "ucc", "rccl", "cncl", "mccl")
 
 
 def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str, ...]:
-    """The backends that ``text`` lists, separated by commas; none if it is empty.
+    """The names that ``text`` lists, separated by commas; none if it is empty.
 
     Args:
-        text: ``gloo``, ``mpi`` or ``gloo,mpi``; upper case is as good.
+        text: ``gloo``, ``mpi``, ``rpc``, or several as ``gloo,rpc``; upper case is as good.
         source: the option or variable that says so, for the error.
 
     Raises:
-        ArgumentError: a name is not that of a backend that Phalanx can stand in for.
+        ArgumentError: a name is not one that Phalanx can stand in for.
     """
     names = tuple(dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip()))
     for name in names:
@@ -51,7 +55,7 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
             )
         if name not in REPLACEABLE:
             raise ArgumentError(
-                f"{source} {text}: {name!r} is not a backend that Phalanx stands in for; choose {_CHOICES}"
+                f"{source} {text}: {name!r} is not what Phalanx stands in for; choose {_CHOICES}"
             )
     return names
 
