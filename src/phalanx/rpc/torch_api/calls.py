@@ -259,7 +259,7 @@ def answer(started: OwnFuture[Any]) -> Any:
         raise RpcTimeout.of(error) from None
 
 
-def usable(user: User, what: str) -> None:
+def usable(user: User, what: str, on_it: str = " on it") -> None:
     """Refuse to use a reference whose value was never made, or that was given up.
 
     Raises:
@@ -268,7 +268,7 @@ def usable(user: User, what: str) -> None:
     if user.failure is not None:
         raise user.failure
     if user.deleted:
-        raise PhalanxError(f"{user} has been deleted. Cannot call {what} on it after deletion.")
+        raise PhalanxError(f"{user.in_errors()} has been deleted. Cannot call {what}{on_it} after deletion.")
 
 
 STAND_INS: dict[str, Callable[..., Any]] = {

@@ -91,6 +91,10 @@ class User:
     def __str__(self) -> str:
         return f"UserRRef(RRefId = {self.identity}, ForkId = {self.fork})"
 
+    def in_errors(self) -> str:
+        """The reference as torch writes it in errors."""
+        return f"UserRRef(rref_id={self.identity}, fork_id={self.fork})"
+
     def give_up(self) -> None:
         """Have the owner told that this reference is no more, once."""
         if not self.deleted:
@@ -168,7 +172,7 @@ class References:
     def hand_on(self, reference: Owned | User) -> Forked:
         """A reference as it travels; called while a message is made, and :meth:`sent_to` says for whom."""
         if isinstance(reference, User) and reference.deleted:
-            raise PhalanxError(f"{reference} has been deleted. Cannot call fork an UserRRef after deletion.")
+            raise PhalanxError(f"{reference.in_errors()} has been deleted. Cannot call fork an UserRRef after deletion.")
         fork = self.new_identity()
         with self._changed:
             if isinstance(reference, Owned):
@@ -278,9 +282,7 @@ class References:
         verb, *rest = message
         if verb == FORKED:
             identity, fork = rest
-            with self._changed:
-                if identity not in self._values:
-                    raise PhalanxError(f"{incoming.peer} refers to a value that {self.me.name} no longer has: {identity}")
+            with self._changed:  # the call that makes the value may come later
                 self._forks.setdefault(identity, {})[fork] = incoming.peer.incarnation
         elif verb == ACCEPTED:
             with self._changed:
@@ -385,9 +387,8 @@ class References:
     def leaks(self) -> list[str]:
         """The references of others to values of this process, in words."""
         with self._changed:
-            return [
-                f"Leaking RRef {identity} with fork Id {fork}" for identity, forks in self._forks.items() for fork in forks
-            ]
+            held = [(identity, fork) for identity, forks in self._forks.items() for fork in forks]
+        return [f"Leaking RRef {identity} with fork Id {fork}" for identity, fork in held]
 
     def close(self) -> None:
         """End the thread, and all that is kept for others."""

@@ -64,7 +64,7 @@ class PyRRef:
     def local_value(self) -> Any:
         if not isinstance(self._reference, Owned):
             raise PhalanxError(
-                f"For {self}, can't call localValue() on user {current.agent().get_worker_info()}. Call it on owner "
+                f"For {self._reference.in_errors()}, can't call localValue() on user {current.agent().get_worker_info()}. Call it on owner "
                 f"{self.owner()}"
             )
         value = self._reference.value.wait()
@@ -115,6 +115,8 @@ class PyRRef:
         self._profiling = future
 
     def _serialize(self) -> tuple[Any, ...]:
+        if isinstance(self._reference, User):
+            calls.usable(self._reference, "fork an UserRRef", on_it="")
         return tuple(map(tuple, current.agent().references.hand_on(self._reference)))
 
     @staticmethod

@@ -100,7 +100,10 @@ class Service:
         if call.kind == BUILTIN:
             function, _ = torch._C._jit_get_operation(call.name)
             return function(*args, **kwargs)
-        result = script_function(call.name, args, kwargs)(*args, **kwargs)
+        try:
+            result = script_function(call.name, args, kwargs)(*args, **kwargs)
+        except torch.jit.Error as error:  # not a RuntimeError, which torch's API promises
+            raise PhalanxError(str(error)) from error
         if not call.asynchronous:
             return result
         if not isinstance(result, torch._C.Future):

@@ -54,6 +54,8 @@ class TensorPipeAgent:
         self._reverse_device_maps, self._devices = dict(reverse_device_maps), list(devices)
         self.timeout_s = float(opts.rpc_timeout)
         self._infos: dict[str, Any] = {}
+        self.leaks: list[str] = []
+        _agree_on_membership(store, bool(world_size))
         if world_size:
             self._infos = _names_of_all(store, name, worker_id, world_size, self.timeout_s)
         one_host = False
@@ -183,6 +185,7 @@ class TensorPipeAgent:
             with self._lock:
                 busy = self._calls
             round_ += 1
+            self.leaks = self.references.leaks()  # now, before the others may leave, which frees what they hold
             if not self._meet(f"join/{self._joins}/{round_}", busy, until):
                 return
 
@@ -215,6 +218,21 @@ class TensorPipeAgent:
         self.references.close()
         session.shutdown(wait=False)
         self.pool.close()
+
+
+def _agree_on_membership(store: Store, is_static: bool) -> None:
+    """Refuse a worker that joins a static group later, or without a world size.
+
+    Raises:
+        InitializationError: this worker's group is of the other kind.
+    """
+    mine = "static" if is_static else "dynamic"
+    found = store.compare_set("phalanx/membership", "", mine).decode()
+    if found != mine:
+        raise InitializationError(
+            "RPC group mixes statically and dynamically initialized members which is not supported. "
+            f"The first worker made a {found} group; give init_rpc a world_size on all workers or on none"
+        )
 
 
 def _names_of_all(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> dict[str, Any]:
@@ -269,7 +287,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: datetime.timedelta = date
 
 
 def _destroy_rref_context(ignore_leaks: bool) -> None:
-    leaks = current.agent().references.leaks()
+    leaks = current.agent().leaks
     if leaks and not ignore_leaks:
         raise PhalanxError(
             "; ".join(leaks) + ". Detected RRef Leaks during shutdown. This usually occurs when the application code "
