@@ -32,7 +32,7 @@ BACKENDS = ("gloo", "mpi")
 # What is not a backend: the module that stands in for it when it is imported. By name, because RPC is built on this room.
 OTHERS = {"rpc": "phalanx.rpc.torch_api"}
 REPLACEABLE = (*BACKENDS, *OTHERS)
-_CHOICES = ", ".join(BACKENDS) + " or rpc"
+
 _VENDORS = ("nccl", "xccl", "hccl", "ucc", "rccl", "cncl", "mccl")
 
 
@@ -51,11 +51,12 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
         if name in _VENDORS:
             raise ArgumentError(
                 f"{source} {text}: {name} moves tensors between devices, and Phalanx itself moves CPU tensors. "
-                f"Keep {name} for the device (of cpu:gloo,cuda:nccl only gloo is replaced), and replace {_CHOICES}"
+                f"Keep {name} for the device (of cpu:gloo,cuda:nccl only gloo is replaced), and replace {' or '.join(BACKENDS)}"
             )
         if name not in REPLACEABLE:
             raise ArgumentError(
-                f"{source} {text}: {name!r} is not what Phalanx stands in for; choose {_CHOICES}"
+                f"{source} {text}: {name!r} is not something that Phalanx stands in for; choose "
+                f"{', '.join(BACKENDS)} or {' or '.join(OTHERS)}"
             )
     return names
 

@@ -6,41 +6,32 @@ Importing this has ``torch.distributed.rpc`` itself run over Phalanx in this pro
 well. ``phalanx run --replace rpc`` does the same for a script that does not know Phalanx.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed.rpc as _torch_rpc
+
 from phalanx.rpc.torch_api.install import install
 
 install()
-
-from torch.distributed.rpc import (  # noqa: E402
-    BackendType,
-    RRef,
-    TensorPipeRpcBackendOptions,
-    WorkerInfo,
-    backend_registry,
-    functions,
-    get_rpc_timeout,
-    get_worker_info,
-    init_rpc,
-    is_available,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shutdown,
-)
 
 __all__ = [
     "BackendType",
     "RRef",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
-    "backend_registry",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
     "install",
-    "is_available",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_torch_rpc, name)

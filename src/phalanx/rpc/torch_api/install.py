@@ -16,7 +16,7 @@ import torch.distributed.rpc as torch_rpc
 from torch._C import _distributed_rpc as own
 from torch.distributed.rpc import api
 
-from phalanx.rpc.torch_api import calls, current, futures, profiling, torch_agent
+from phalanx.rpc.torch_api import calls, current, futures, gathering, profiling, torch_agent
 from phalanx.rpc.torch_api.rref import PyRRef, RRef
 
 __all__ = ["install"]
@@ -65,4 +65,5 @@ def install() -> None:
                 setattr(module, name, new)
     del kept
     profiling.follow_profiles()
+    gathering.count_lost()
     assert torch_rpc.RRef is RRef

@@ -16,7 +16,7 @@ from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Member
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
-from phalanx.rpc.torch_api import current
+from phalanx.rpc.torch_api import current, gathering
 from phalanx.rpc.torch_api.references import References
 from phalanx.rpc.torch_api.service import Service
 from phalanx.words import tell
@@ -68,6 +68,8 @@ class TensorPipeAgent:
         self._lock = threading.Condition()
         self._calls = 0  # of this worker, under way
         self._joins = 0
+        self.lost: set[str] = set()  # the names of workers that went without shutdown()
+        self.phalanx.on_change(self._on_change)
         self.references = References(self.phalanx, worker_id)
         self._service = Service(self)
         if world_size:  # nobody calls a worker that is not in the directory yet, or serves nothing
@@ -163,6 +165,11 @@ class TensorPipeAgent:
             self._lock.notify_all()
 
     # Ends
+
+    def _on_change(self, member: Member, how: str) -> None:
+        if how == "lost":
+            self.lost.add(member.name)
+            gathering.lost(self.me.name, member.name)
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until all workers of a static group are here and no call is under way.
