@@ -170,7 +170,9 @@ def main() -> int:
                 running.remove(test)
                 outcomes.append(outcome)
                 if outcome.status != "skip":
-                    print(f"{outcome.status}  {outcome.duration_s:6.2f} s  {outcome.name}  {outcome.reason}", flush=True)
+                    print(
+                        f"{outcome.status}  {outcome.duration_s:6.2f} s  {outcome.name}  {outcome.reason}", flush=True
+                    )
     return report(options.agent, outcomes)
 
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agent", "is_set", "reset", "start", "started"]
 
-_NOT_SET = (
-    "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
-)
+_NOT_SET = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 
 _agent: Any = None
 _changed = threading.Condition()

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-import torch.distributed.rpc as torch_rpc
+from torch._C import _distributed_autograd as own_autograd
 from torch._C import _distributed_rpc as own
 from torch.distributed.rpc import api
 
@@ -36,7 +36,9 @@ def install() -> None:
     if own._is_current_rpc_agent_set():
         from phalanx.errors import InitializationError
 
-        raise InitializationError("torch's own RPC is running in this process: import phalanx.rpc.torch_api before init_rpc")
+        raise InitializationError(
+            "torch's own RPC is running in this process: import phalanx.rpc.torch_api before init_rpc"
+        )
     _done = True
     stand_ins: dict[str, Any] = {
         **calls.STAND_INS,
@@ -51,19 +53,24 @@ def install() -> None:
         "_set_and_start_rpc_agent": current.start,
         "_reset_current_rpc_agent": current.reset,
     }
-    replaced: dict[int, Any] = {id(getattr(own, name)): new for name, new in stand_ins.items()}
-    replaced[id(api.RRef)] = RRef
-    replaced[id(torch.futures.wait_all)] = futures.wait_all
-    # The old objects must live as long as their ids are looked up.
-    kept = [getattr(own, name) for name in stand_ins] + [api.RRef, torch.futures.wait_all]
+    pairs = [(getattr(own, name), new) for name, new in stand_ins.items()]
+    pairs += [(getattr(own_autograd, name), new) for name, new in _autograd_names().items()]
+    pairs += [(api.RRef, RRef), (torch.futures.wait_all, futures.wait_all)]
+    replaced = {id(old): new for old, new in pairs}  # pairs keeps the old objects, and with them their ids, alive
     RRef.__module__, RRef.__qualname__ = api.__name__, "RRef"
-    for module in [own, *(module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch")]:
+    for module in [own, own_autograd, *(module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch")]:
         held = getattr(module, "__dict__", {})
         for name, value in list(held.items()):
             new = replaced.get(id(value))
             if new is not None:
                 setattr(module, name, new)
-    del kept
     profiling.follow_profiles()
     gathering.count_lost()
-    assert torch_rpc.RRef is RRef
+
+
+def _autograd_names() -> dict[str, Any]:
+    try:
+        from phalanx.rpc.torch_api.autograd_names import STAND_INS
+    except ImportError:
+        return {}
+    return STAND_INS

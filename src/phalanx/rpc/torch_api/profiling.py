@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import profiler_legacy
 
-__all__ = ["Event", "Flags", "RemoteProfilerManager", "Sent", "follow_profiles", "global_profiler", "profiled", "sending"]
+__all__ = [
+    "Event",
+    "Flags",
+    "RemoteProfilerManager",
+    "Sent",
+    "follow_profiles",
+    "global_profiler",
+    "profiled",
+    "sending",
+]
 
 REMOTE = "#remote_op: "
 _here = threading.local()
@@ -56,7 +65,9 @@ class Event:
     @classmethod
     def of(cls, event: Any, start: Any) -> Event:
         """A copy of one of torch's events, or of one of these, with its time since ``start``."""
-        return cls({name: getattr(event, name)() for name in cls._COPIED}, start.cpu_elapsed_us(event), event.is_remote())
+        return cls(
+            {name: getattr(event, name)() for name in cls._COPIED}, start.cpu_elapsed_us(event), event.is_remote()
+        )
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
         if name.startswith("__") or name not in self._COPIED:

@@ -172,7 +172,9 @@ class References:
     def hand_on(self, reference: Owned | User) -> Forked:
         """A reference as it travels; called while a message is made, and :meth:`sent_to` says for whom."""
         if isinstance(reference, User) and reference.deleted:
-            raise PhalanxError(f"{reference.in_errors()} has been deleted. Cannot call fork an UserRRef after deletion.")
+            raise PhalanxError(
+                f"{reference.in_errors()} has been deleted. Cannot call fork an UserRRef after deletion."
+            )
         fork = self.new_identity()
         with self._changed:
             if isinstance(reference, Owned):
@@ -356,7 +358,9 @@ class References:
         """
         found = self._agent.member(worker.name)
         if found.incarnation != worker.incarnation:
-            raise PhalanxError(f"{worker.name} has come back as another process, {found}: what the earlier one held is lost")
+            raise PhalanxError(
+                f"{worker.name} has come back as another process, {found}: what the earlier one held is lost"
+            )
         return found
 
     def give_all_up(self, timeout_s: float) -> list[str]:

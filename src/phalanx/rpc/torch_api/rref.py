@@ -103,7 +103,9 @@ class PyRRef:
 
     def _get_future(self) -> Future[Any]:
         if self._creation is None:
-            raise PhalanxError("Future that corresponds to the creation of this RRef on the remote node has not been set.")
+            raise PhalanxError(
+                "Future that corresponds to the creation of this RRef on the remote node has not been set."
+            )
         return self._creation
 
     def _get_profiling_future(self) -> Future[Any]:
