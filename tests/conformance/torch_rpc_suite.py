@@ -1,8 +1,8 @@
 """torch's own tests of RPC, remote references and distributed autograd, over Phalanx or over torch's TensorPipe agent.
 
-torch ships them inside its wheel, as classes without an agent that a fixture completes. Those that are tied to no agent,
-and those written for TensorPipe's options, 436 in all, run here over either agent; CUDA's and those of the agent that
-injects faults are left out, because they need the C++ classes they test.
+torch ships them inside its wheel, as classes without an agent that a fixture completes. Those that are tied to no
+agent, and those written for TensorPipe's options, 436 in all, run here over either agent. CUDA's are left out, and so
+are those of the agent that injects faults, because they test that agent's C++.
 
     python -m tests.conformance.torch_rpc_suite
     python -m tests.conformance.torch_rpc_suite --agent tensorpipe -k rref --jobs 2
@@ -14,6 +14,7 @@ Every test runs in a process of its own, which forks the test's ranks. Ends with
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -61,7 +62,7 @@ def cases() -> dict[str, unittest.TestCase]:
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
     rpc_utils.SpawnHelper._spawn_processes = fork  # type: ignore[method-assign]
-    classes = rpc_utils.generate_tests(
+    classes: dict[str, Any] = rpc_utils.generate_tests(
         "", TensorPipeRpcAgentTestFixture, rpc_utils.GENERIC_TESTS + rpc_utils.TENSORPIPE_TESTS, __name__
     )
     loader = unittest.TestLoader()
@@ -135,10 +136,8 @@ def _in_child(case: unittest.TestCase, log: Path, writer: int) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # nothing is left of it
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # nothing is left of it
 
 
 def main() -> int:

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.rpc import functions
-
 from tests.support.ranks import Member, run_ranks, values
+from torch.distributed.rpc import functions
 
 WAIT_S = 60.0
 
@@ -39,16 +38,19 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def owned_values() -> int:
-    from torch.distributed.rpc import _rref_context_get_debug_info
+def debug_info() -> dict[str, str]:
+    from torch.distributed import rpc
 
-    return int(_rref_context_get_debug_info()["num_owner_rrefs"])
+    found: dict[str, str] = rpc._rref_context_get_debug_info()  # type: ignore[attr-defined]
+    return found
+
+
+def owned_values() -> int:
+    return int(debug_info()["num_owner_rrefs"])
 
 
 def forks() -> int:
-    from torch.distributed.rpc import _rref_context_get_debug_info
-
-    return int(_rref_context_get_debug_info()["num_forks"])
+    return int(debug_info()["num_forks"])
 
 
 def add_rank(rank: int, number: int = 1) -> int:
@@ -235,7 +237,7 @@ def test_a_call_that_takes_too_long_says_so_in_torchs_words(size: int) -> None:
         assert text.startswith("RPC ran for more than set timeout (200 ms)")
 
 
-@functions.async_execution
+@functions.async_execution  # type: ignore[untyped-decorator]
 def later(to: str, number: int) -> Any:
     from torch.distributed import rpc
 

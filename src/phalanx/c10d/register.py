@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
 from phalanx.errors import InitializationError
+from phalanx.words import tell
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -58,7 +59,14 @@ def replace_as_asked() -> None:
             replace_backends(os.environ[settings.REPLACE], _create)
             for name, module in OTHERS.items():
                 if replaces(name):
-                    importlib.import_module(module)
+                    _stand_in(name, module)
+
+
+def _stand_in(name: str, module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        tell(f"warning: {settings.REPLACE}={name} has no effect, torch's own {name} is used: {error}")
 
 
 def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND) -> dist.ProcessGroup:

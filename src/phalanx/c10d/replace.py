@@ -29,7 +29,7 @@ from phalanx.errors import ArgumentError
 __all__ = ["BACKENDS", "OTHERS", "REPLACEABLE", "names_to_replace", "replaces"]
 
 BACKENDS = ("gloo", "mpi")
-# What is not a backend: the module that stands in for it when it is imported. By name, because RPC is built on this room.
+# What is not a backend: the module whose import stands in for it. By name, because RPC is built on this room.
 OTHERS = {"rpc": "phalanx.rpc.torch_api"}
 REPLACEABLE = (*BACKENDS, *OTHERS)
 
@@ -51,7 +51,8 @@ def names_to_replace(text: str, *, source: str = settings.REPLACE) -> tuple[str,
         if name in _VENDORS:
             raise ArgumentError(
                 f"{source} {text}: {name} moves tensors between devices, and Phalanx itself moves CPU tensors. "
-                f"Keep {name} for the device (of cpu:gloo,cuda:nccl only gloo is replaced), and replace {' or '.join(BACKENDS)}"
+                f"Keep {name} for the device (of cpu:gloo,cuda:nccl only gloo is replaced), and replace "
+                f"{' or '.join(BACKENDS)}"
             )
         if name not in REPLACEABLE:
             raise ArgumentError(

@@ -2,8 +2,8 @@
 
     import phalanx.rpc.torch_api as rpc
 
-Importing this has ``torch.distributed.rpc`` itself run over Phalanx in this process, so libraries that import it do so as
-well. ``phalanx run --replace rpc`` does the same for a script that does not know Phalanx.
+Importing this has ``torch.distributed.rpc`` itself run over Phalanx in this process, so libraries that import it do
+so as well. ``phalanx run --replace rpc`` does the same for a script that does not know Phalanx.
 """
 
 from __future__ import annotations

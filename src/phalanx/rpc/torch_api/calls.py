@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._C import _distributed_rpc as own
-from torch.distributed.rpc import internal
 from torch.futures import Future
 
 from phalanx.errors import CallTimeout, PhalanxError, WorkerLost
@@ -19,12 +17,15 @@ from phalanx.rpc.torch_api import current, profiling
 from phalanx.rpc.torch_api.edges import unwrap, wrap
 from phalanx.rpc.torch_api.futures import CallFuture, RpcTimeout
 from phalanx.rpc.torch_api.references import Identity, User
+from phalanx.rpc.torch_api.torch_names import autograd as torch_autograd
+from phalanx.rpc.torch_api.torch_names import cpp, internal
+from phalanx.rpc.torch_api.torchscript import check_arguments
 
 __all__ = ["Answer", "Call", "backward", "call", "fetch"]
 
 CALL, FETCH, BACKWARD = "torch.call", "torch.fetch", "torch.backward"
 BUILTIN, PYTHON, SCRIPT = "builtin", "python", "script"
-UNSET = own._UNSET_RPC_TIMEOUT
+UNSET = cpp._UNSET_RPC_TIMEOUT
 
 
 class Call(NamedTuple):
@@ -60,7 +61,7 @@ class Answer(NamedTuple):
 
 
 def seconds(timeout: float) -> float:
-    """torch's timeout in ours: 0 stands for no limit, and a negative one for the default."""
+    """Torch's timeout in ours: 0 stands for no limit, and a negative one for the default."""
     timeout = current.agent().timeout_s if timeout < 0 else timeout
     return timeout or math.inf
 
@@ -161,6 +162,7 @@ def _invoke_rpc_python_udf(
 def _invoke_rpc_torchscript(
     dst: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, asynchronous: bool
 ) -> Future[Any]:
+    check_arguments(name, args, kwargs)
     payload, tensors = internal.serialize((args, kwargs))
     to = current.agent().get_worker_info(dst)
     return call(to, SCRIPT, name, payload, tensors, timeout, asynchronous=asynchronous)
@@ -180,6 +182,7 @@ def _invoke_remote_python_udf(
 def _invoke_remote_torchscript(
     dst: str, name: str, timeout: float, asynchronous: bool, *args: Any, **kwargs: Any
 ) -> Any:
+    check_arguments(name, args, kwargs)
     payload, tensors = internal.serialize((args, kwargs))
     return _remote(current.agent().get_worker_info(dst), SCRIPT, name, payload, tensors, timeout, asynchronous)
 
@@ -234,7 +237,7 @@ def fetch(user: User, timeout: float) -> Any:
     agent = current.agent()
     member = agent.references.member(user.owner)
     name = f"to_here#({agent.me.name})->({member.name})"
-    scope = torch.autograd.profiler.record_function(name) if torch.autograd._profiler_enabled() else None
+    scope = torch_autograd.profiler.record_function(name) if torch_autograd._profiler_enabled() else None
     with scope or contextlib.nullcontext():
         _, autograd = wrap(member, [])
         started = agent.phalanx.request(member, FETCH, (user.identity, autograd), seconds(timeout), asked="to_here()")

@@ -1,11 +1,12 @@
 """torch's futures over Phalanx's.
 
-A call's answer is turned into its value by the thread that waits for it, if there is one: that saves a change of threads.
-Else a thread of the pool does it, never the one that receives messages, because the user's callbacks may wait.
+A call's answer is turned into its value by the thread that waits for it, if there is one, which saves a change of
+threads. Else a thread of the pool does it, never the one that receives messages, because the user's callbacks may wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,10 +56,8 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
         """See :class:`torch.futures.Future`."""
         if not super().done():
             self._waiting += 1  # a hint: where it is missed, two threads come to _complete, and one of them does it
-            try:
+            with contextlib.suppress(Exception):  # _complete raises it where it belongs
                 self._call.wait()
-            except Exception:  # noqa: BLE001, S110 - _complete raises it where it belongs
-                pass
             self._complete()
         return super().wait()
 
@@ -73,9 +72,9 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
             value = self._finish(self._call.wait(0))
         except CallTimeout as error:
             self.set_exception(RpcTimeout.of(error))
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:
             self.set_exception(error)
-        except BaseException as error:  # noqa: BLE001 - torch's futures take no other errors
+        except BaseException as error:
             self.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         else:
             self.set_result(value)
@@ -98,7 +97,7 @@ def wait_all(futures: Sequence[Any]) -> list[Any]:
         error = None
         try:
             future.value()
-        except BaseException as raised:  # noqa: BLE001 - the waiting thread raises it
+        except BaseException as raised:
             error = raised
         with changed:
             left -= 1

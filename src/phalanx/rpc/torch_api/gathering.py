@@ -1,17 +1,16 @@
 """Workers that are lost, in torch's ``_all_gather``, by which ``init_rpc`` and ``shutdown`` wait for all workers.
 
-There the worker of the first name waits for a message of each other worker, without a limit in ``shutdown``: for ever, if
-one was killed. Here a lost worker counts as one that came with nothing. The first worker then tells the others, and
-raises because the lost one cannot be told.
+There the worker of the first name waits for a message of each other worker, in ``shutdown`` without a limit, and so for
+ever if one was killed. Here a lost worker counts as one that came with nothing. The first worker then tells the others,
+and raises because the lost one cannot be told.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.rpc import api
-
 from phalanx.rpc.torch_api import current
+from phalanx.rpc.torch_api.torch_names import api
 from phalanx.words import tell
 
 __all__ = ["count_lost", "lost"]
@@ -32,7 +31,7 @@ def count_lost() -> None:
 
 
 def _add_lost(gather: Any, sequence_id: str, names: set[str]) -> None:
-    gone = getattr(current.agent(), "lost", set())
+    gone: set[str] = getattr(current.agent(), "lost", set())
     with api._all_gather_dict_lock:
         for name in sorted(gone & names):
             states = api._all_gather_sequence_id_to_states.get(sequence_id)

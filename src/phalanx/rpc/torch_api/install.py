@@ -12,12 +12,11 @@ import sys
 from typing import Any
 
 import torch
-from torch._C import _distributed_autograd as own_autograd
-from torch._C import _distributed_rpc as own
-from torch.distributed.rpc import api
 
+from phalanx.errors import InitializationError
 from phalanx.rpc.torch_api import calls, current, futures, gathering, profiling, torch_agent
 from phalanx.rpc.torch_api.rref import PyRRef, RRef
+from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd
 
 __all__ = ["install"]
 
@@ -33,9 +32,7 @@ def install() -> None:
     global _done
     if _done:
         return
-    if own._is_current_rpc_agent_set():
-        from phalanx.errors import InitializationError
-
+    if cpp._is_current_rpc_agent_set():
         raise InitializationError(
             "torch's own RPC is running in this process: import phalanx.rpc.torch_api before init_rpc"
         )
@@ -53,12 +50,13 @@ def install() -> None:
         "_set_and_start_rpc_agent": current.start,
         "_reset_current_rpc_agent": current.reset,
     }
-    pairs = [(getattr(own, name), new) for name, new in stand_ins.items()]
-    pairs += [(getattr(own_autograd, name), new) for name, new in _autograd_names().items()]
+    pairs = [(getattr(cpp, name), new) for name, new in stand_ins.items()]
+    pairs += [(getattr(cpp_autograd, name), new) for name, new in _autograd_names().items()]
     pairs += [(api.RRef, RRef), (torch.futures.wait_all, futures.wait_all)]
     replaced = {id(old): new for old, new in pairs}  # pairs keeps the old objects, and with them their ids, alive
     RRef.__module__, RRef.__qualname__ = api.__name__, "RRef"
-    for module in [own, own_autograd, *(module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch")]:
+    of_torch = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
+    for module in [cpp, cpp_autograd, *of_torch]:
         held = getattr(module, "__dict__", {})
         for name, value in list(held.items()):
             new = replaced.get(id(value))

@@ -1,9 +1,9 @@
 """torch's legacy profiler across calls: what ran on the callee appears in the caller's profile.
 
-While ``torch.autograd.profiler_legacy.profile`` is on, a call asks the callee to profile what it runs. The answer brings
-the events back, and they join the caller's when the profile ends, named ``KEY#remote_op: NAME`` as torch names them. torch
-does this in C++, where its events can be merged; here they become plain objects with the same methods, which is all that
-torch's parser asks of them.
+While ``torch.autograd.profiler_legacy.profile`` is on, a call asks the callee to profile what it runs. The answer
+brings the events back, and they join the caller's when the profile ends, named ``KEY#remote_op: NAME`` as torch names
+them. torch does this in C++, where its events can be merged; here they become plain objects with the same methods,
+which is all that torch's parser asks of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler_legacy
+
+from phalanx.rpc.torch_api.torch_names import autograd, profiler_legacy
 
 __all__ = [
     "Event",
@@ -31,6 +32,10 @@ __all__ = [
 
 REMOTE = "#remote_op: "
 _here = threading.local()
+_COPIED = (
+    *("kind", "name", "handle", "node_id", "thread_id", "fwd_thread_id", "shapes", "stack", "scope", "sequence_nr"),
+    *("flops", "is_async", "cpu_memory_usage", "cuda_memory_usage"),
+)
 
 
 class Flags(NamedTuple):
@@ -44,9 +49,7 @@ class Flags(NamedTuple):
 
     def config(self) -> Any:
         """The profiler's configuration in C++."""
-        return torch.autograd.ProfilerConfig(  # type: ignore[attr-defined]
-            torch.autograd.ProfilerState.CPU, *self, torch._C._profiler._ExperimentalConfig()
-        )
+        return autograd.ProfilerConfig(autograd.ProfilerState.CPU, *self, torch._C._profiler._ExperimentalConfig())
 
 
 @dataclass
@@ -57,20 +60,13 @@ class Event:
     at_us: float
     remote: bool = False
 
-    _COPIED = (
-        "kind name handle node_id thread_id fwd_thread_id shapes stack scope sequence_nr flops is_async "
-        "cpu_memory_usage cuda_memory_usage"
-    ).split()
-
     @classmethod
     def of(cls, event: Any, start: Any) -> Event:
         """A copy of one of torch's events, or of one of these, with its time since ``start``."""
-        return cls(
-            {name: getattr(event, name)() for name in cls._COPIED}, start.cpu_elapsed_us(event), event.is_remote()
-        )
+        return cls({name: getattr(event, name)() for name in _COPIED}, start.cpu_elapsed_us(event), event.is_remote())
 
     def __getattr__(self, name: str) -> Callable[[], Any]:
-        if name.startswith("__") or name not in self._COPIED:
+        if name.startswith("__") or name not in _COPIED:
             raise AttributeError(name)
         value = self.fields[name]
         return lambda: value
@@ -131,7 +127,7 @@ def sending() -> Sent | None:
     """The call that this thread makes now, if it is profiled."""
     key, _here.key = getattr(_here, "key", None), None
     profile = getattr(_here, "profile", None)
-    if key is None or profile is None or not torch.autograd._profiler_enabled():
+    if key is None or profile is None or not autograd._profiler_enabled():
         return None
     return Sent(profile, key)
 
@@ -171,16 +167,14 @@ def profiled(flags: Flags | None) -> Iterator[list[list[Event]]]:
     if flags is None:
         yield events
         return
-    profile = profiler_legacy.profile()
     own = _Profile(flags)
     outer, _here.profile = getattr(_here, "profile", None), own
-    torch.autograd._enable_profiler_legacy(flags.config())
+    autograd._enable_profiler_legacy(flags.config())
     try:
         yield events
     finally:
-        records = torch.autograd._disable_profiler_legacy()
+        records = autograd._disable_profiler_legacy()
         _here.profile = outer
-        del profile
         kept = [[e for e in thread if e.fields["name"] not in ("__start_profile", "__stop_profile")]
                 for thread in _merged(records, own.remote)]  # fmt: skip
         for thread in kept:
@@ -190,7 +184,7 @@ def profiled(flags: Flags | None) -> Iterator[list[list[Event]]]:
 
 
 class _GlobalProfiler:
-    """The profiles of everything that this worker runs for others; the innermost collects, and hands on when it ends."""
+    """The profiles of everything that this worker runs for others; each collects while it is on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -215,11 +209,11 @@ class _GlobalProfiler:
         if not profiles:
             yield
             return
-        torch.autograd._enable_profiler_legacy(profiles[-1][0])
+        autograd._enable_profiler_legacy(profiles[-1][0])
         try:
             yield
         finally:
-            records = torch.autograd._disable_profiler_legacy()
+            records = autograd._disable_profiler_legacy()
             with self._lock:
                 for _, events in profiles:
                     events.append(records)

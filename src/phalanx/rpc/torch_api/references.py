@@ -22,6 +22,7 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from phalanx.errors import ClosedError, PhalanxError
@@ -227,7 +228,7 @@ class References:
         failure = None
         try:
             done.wait(0)
-        except Exception as error:  # noqa: BLE001 - whoever uses the reference gets it
+        except Exception as error:
             failure = error
         self.confirm(user, failure)
         self._tell(parent, (ACCEPTED, user.fork))
@@ -385,7 +386,7 @@ class References:
                 late.append("values of this worker that others still refer to")
         return late
 
-    def _wait(self, done: Any, until: float) -> bool:
+    def _wait(self, done: Callable[[], bool], until: float) -> bool:
         return self._changed.wait_for(done, max(0.0, until - time.monotonic()))
 
     def leaks(self) -> list[str]:

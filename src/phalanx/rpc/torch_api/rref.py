@@ -10,20 +10,18 @@ import inspect
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch._C import _distributed_rpc as own
-from torch.distributed.rpc import api, internal
-from torch.distributed.rpc.rref_proxy import RRefProxy
 from torch.futures import Future
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc.torch_api import calls, current
 from phalanx.rpc.torch_api.references import Forked, Identity, Owned, Owner, User
+from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd, internal, rref_proxy
 
 __all__ = ["PyRRef", "RRef"]
 
 T = TypeVar("T")
-UNSET = own._UNSET_RPC_TIMEOUT
-_TorchRRef = own.PyRRef
+UNSET = cpp._UNSET_RPC_TIMEOUT
+_TorchRRef = cpp.PyRRef
 
 _NEEDS_TENSOR = "RRef should contain a tensor for .backward()"
 
@@ -56,17 +54,15 @@ class PyRRef:
     def owner(self) -> Any:
         if isinstance(self._reference, Owned):
             return current.agent().get_worker_info()
-        return own.WorkerInfo(self._reference.owner.name, self._reference.owner.rank)
+        return cpp.WorkerInfo(self._reference.owner.name, self._reference.owner.rank)
 
     def owner_name(self) -> str:
         return str(self.owner().name)
 
     def local_value(self) -> Any:
         if not isinstance(self._reference, Owned):
-            raise PhalanxError(
-                f"For {self._reference.in_errors()}, can't call localValue() on user {current.agent().get_worker_info()}. Call it on owner "
-                f"{self.owner()}"
-            )
+            where = f"user {current.agent().get_worker_info()}. Call it on owner {self.owner()}"
+            raise PhalanxError(f"For {self._reference.in_errors()}, can't call localValue() on {where}")
         value = self._reference.value.wait()
         internal._handle_exception(value)
         return value
@@ -76,14 +72,14 @@ class PyRRef:
             return self.local_value()
         return calls.fetch(self._reference, timeout)
 
-    def rpc_sync(self, timeout: float = UNSET) -> RRefProxy:
-        return RRefProxy(self, api.rpc_sync, timeout)
+    def rpc_sync(self, timeout: float = UNSET) -> Any:
+        return rref_proxy.RRefProxy(self, api.rpc_sync, timeout)
 
-    def rpc_async(self, timeout: float = UNSET) -> RRefProxy:
-        return RRefProxy(self, api.rpc_async, timeout)
+    def rpc_async(self, timeout: float = UNSET) -> Any:
+        return rref_proxy.RRefProxy(self, api.rpc_async, timeout)
 
-    def remote(self, timeout: float = UNSET) -> RRefProxy:
-        return RRefProxy(self, api.remote, timeout)
+    def remote(self, timeout: float = UNSET) -> Any:
+        return rref_proxy.RRefProxy(self, api.remote, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         if isinstance(self._reference, Owned):
@@ -162,6 +158,4 @@ def backward(value: Any, context: int, retain_graph: bool) -> None:
     if context == -1:
         torch.autograd.backward([value], retain_graph=retain_graph)
         return
-    import torch.distributed.autograd as dist_autograd
-
-    dist_autograd.backward(context, [value], retain_graph)
+    cpp_autograd.backward(context, [value], retain_graph)

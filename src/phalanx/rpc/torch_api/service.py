@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import torch
-from torch.distributed.rpc import internal
 
 from phalanx.errors import ClosedError, PhalanxError
 from phalanx.rpc.agent import Incoming, Member
@@ -15,6 +14,7 @@ from phalanx.rpc.torch_api import current, profiling
 from phalanx.rpc.torch_api.calls import BACKWARD, BUILTIN, CALL, FETCH, PYTHON, Answer, Call
 from phalanx.rpc.torch_api.edges import running_in, unwrap, wrap
 from phalanx.rpc.torch_api.references import Identity, Owned
+from phalanx.rpc.torch_api.torch_names import internal
 from phalanx.rpc.torch_api.torchscript import script_function
 
 __all__ = ["Service"]
@@ -56,8 +56,7 @@ class Service:
             try:
                 result = self._run(call, tensors)
                 if call.profile is not None and isinstance(result, OwnFuture):
-                    settled = result.wait()  # on this thread, whose profile it belongs to
-                    result = settled
+                    result = result.wait()  # on this thread, whose profile it belongs to
             except Exception as error:
                 if owned is not None:
                     owned.value.set_exception(error)
@@ -66,8 +65,7 @@ class Service:
                 raise
             if isinstance(result, OwnFuture):
                 return result.then(lambda value: self._finish(peer, call, owned, value, events))
-            made = self._finish(peer, call, owned, result, events)
-        return made
+            return self._finish(peer, call, owned, result, events)
 
     def _value_for(self, peer: Member, call: Call) -> Owned | None:
         if call.into is None:
@@ -101,7 +99,7 @@ class Service:
             function, _ = torch._C._jit_get_operation(call.name)
             return function(*args, **kwargs)
         try:
-            result = script_function(call.name, args, kwargs)(*args, **kwargs)
+            result = script_function(call.name)(*args, **kwargs)
         except torch.jit.Error as error:  # not a RuntimeError, which torch's API promises
             raise PhalanxError(str(error)) from error
         if not call.asynchronous:
@@ -122,7 +120,7 @@ class Service:
         def done(future: Any) -> None:
             try:
                 later.set_result(future.value())
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except Exception as error:
                 text = f"On {self._agent.get_worker_info()}:\n{error!r}"
                 later.set_result(internal.RemoteException(text, type(error)))
 
@@ -154,13 +152,13 @@ class Service:
                 value = done.wait(0)
                 with running_in(autograd):
                     answer.set_result(tuple(self._encoded(incoming.peer, value, [])))
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except Exception as error:
                 answer.set_exception(error)
 
         def found(done: OwnFuture[Owned]) -> None:
             try:
                 done.wait(0).value.add_done_callback(encode)
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except Exception as error:
                 answer.set_exception(error)
 
         self._agent.references.find(Identity(*identity)).add_done_callback(found)

@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from torch._C import _distributed_rpc as own
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.errors import InitializationError, PhalanxError, RankError
 from phalanx.rpc import session
@@ -19,6 +18,7 @@ from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.torch_api import current, gathering
 from phalanx.rpc.torch_api.references import References
 from phalanx.rpc.torch_api.service import Service
+from phalanx.rpc.torch_api.torch_names import cpp
 from phalanx.words import tell
 
 __all__ = ["TensorPipeAgent"]
@@ -48,7 +48,7 @@ class TensorPipeAgent:
         reverse_device_maps: Any,
         devices: Any,
     ) -> None:
-        own.WorkerInfo(name, worker_id)  # checks the name
+        cpp.WorkerInfo(name, worker_id)  # checks the name
         self._store, self._options = store, opts
         self._world_size = world_size
         self._reverse_device_maps, self._devices = dict(reverse_device_maps), list(devices)
@@ -74,12 +74,12 @@ class TensorPipeAgent:
         self._service = Service(self)
         if world_size:  # nobody calls a worker that is not in the directory yet, or serves nothing
             there = PrefixStore("phalanx/there", store)
-            there.set(str(worker_id), b"")
+            there.set(str(worker_id), "")
             _wait_for(there, range(world_size), self.timeout_s)
         else:
             for member in self.phalanx.members():
-                self._infos[member.name] = own.WorkerInfo(member.name, member.rank)
-        self._infos[name] = own.WorkerInfo(name, worker_id)
+                self._infos[member.name] = cpp.WorkerInfo(member.name, member.rank)
+        self._infos[name] = cpp.WorkerInfo(name, worker_id)
 
     # What torch asks
 
@@ -87,7 +87,7 @@ class TensorPipeAgent:
         """The name and number of a worker; of this one by default."""
         if who is None:
             return self._infos[self.me.name]
-        if isinstance(who, own.WorkerInfo):
+        if isinstance(who, cpp.WorkerInfo):
             return who
         if isinstance(who, str):
             found = self._infos.get(who)
@@ -258,7 +258,7 @@ def _names_of_all(store: Store, name: str, rank: int, world_size: int, timeout_s
             raise InitializationError(
                 f"RPC worker name {other_name} is not unique: the workers {found[other_name].id} and {other} have it"
             )
-        found[other_name] = own.WorkerInfo(other_name, other)
+        found[other_name] = cpp.WorkerInfo(other_name, other)
     return found
 
 

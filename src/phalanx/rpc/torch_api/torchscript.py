@@ -1,4 +1,4 @@
-"""Script functions on the callee: found by their qualified names, and called from Python.
+"""Script functions: found by their qualified names, checked by the caller, and called from Python on the callee.
 
 What TorchScript does in C++ cannot be had: calls made from inside of a script function, and remote references as its
 arguments, go to the C++ agent that Phalanx stands in for.
@@ -6,21 +6,32 @@ arguments, go to the C++ agent that Phalanx stands in for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from phalanx.errors import PhalanxError
+from phalanx.rpc.torch_api.torch_names import jit
 
-__all__ = ["script_function"]
+__all__ = ["check_arguments", "script_function"]
 
 
-def script_function(name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> Callable[..., Any]:
+def script_function(name: str) -> Any:
     """The script function of this qualified name.
 
     Raises:
-        PhalanxError: this process has none, or the arguments hold remote references.
+        PhalanxError: this process has none.
+    """
+    function = jit._state._python_cu.find_function(name)
+    if function is None:
+        raise PhalanxError(f"attempted to get undefined function {name}: this worker's program has not defined it")
+    return function
+
+
+def check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a call of a script function before it is sent.
+
+    Raises:
+        PhalanxError: the arguments hold remote references, or do not fit the function's.
     """
     from phalanx.rpc.torch_api.rref import PyRRef
 
@@ -29,8 +40,18 @@ def script_function(name: str, args: Iterable[Any], kwargs: dict[str, Any]) -> C
             f"the script function {name} takes an RRef, which TorchScript can only hold if torch's own agent made it. "
             f"Pass the value, make it a Python function, or run this program without --replace rpc"
         )
-    function = torch.jit._state._python_cu.find_function(name)  # type: ignore[attr-defined]
-    if function is None:
-        raise PhalanxError(f"attempted to get undefined function {name}: this worker's program has not defined it")
-    found: Callable[..., Any] = function
-    return found
+    schema = script_function(name).schema
+    known = [argument.name for argument in schema.arguments]
+    if len(args) > len(known):
+        raise PhalanxError(
+            f"{schema.name}() expected at most {len(known)} argument(s) but received {len(args)} argument(s). "
+            f"Declaration: {schema}"
+        )
+    for key in kwargs:
+        if key not in known:
+            raise PhalanxError(f"Unknown keyword argument '{key}' for {schema.name}(). Declaration: {schema}")
+    for argument in schema.arguments[len(args) :]:
+        if argument.name not in kwargs and not argument.has_default_value():
+            raise PhalanxError(
+                f"{schema.name}() is missing value for argument '{argument.name}'. Declaration: {schema}"
+            )
