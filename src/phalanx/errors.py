@@ -28,6 +28,7 @@ __all__ = [
     "InitializationError",
     "LaunchError",
     "LauncherEnvironmentError",
+    "ObjectLost",
     "PeerFailed",
     "PeerLost",
     "PhalanxError",
@@ -166,8 +167,8 @@ class UnsupportedTensor(ArgumentError, NotImplementedError):
 class EncodingError(PhalanxError):
     """A value cannot be sent to another worker, or what has arrived is not a value.
 
-    Raised on the sending side before anything is sent, with the part of the value that is to blame, and on the receiving
-    side, where it says whether the message is damaged or this process lacks what the value is made of.
+    Raised on the sending side before anything is sent, with the part of the value that is to blame, and on the
+    receiving side, where it says whether the message is damaged or this process lacks what the value is made of.
     """
 
     @classmethod
@@ -358,8 +359,8 @@ class CollectiveTimeout(PhalanxError):
 class WorkerLost(PeerLost):
     """Another worker went while this process waited for it, or was gone when it was called.
 
-    What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new worker,
-    and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
+    What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new
+    worker, and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
 
     Attributes:
         worker: its name.
@@ -384,6 +385,13 @@ class WorkerLost(PeerLost):
         super().__init__(message, group_rank=rank, pid=pid)
         self.worker, self.rank, self.host, self.incarnation = worker, rank, host, incarnation
         self.asked, self.elapsed_s = asked, elapsed_s
+
+
+class ObjectLost(WorkerLost):
+    """A remote object is gone with the worker that had it, or was let go of.
+
+    A worker that comes back under the same name is a new one and has none of the old one's objects: make it again.
+    """
 
 
 class CallTimeout(PhalanxError, TimeoutError):

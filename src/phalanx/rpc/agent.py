@@ -23,6 +23,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import CallTimeout, ClosedError, PhalanxError, WorkerLost
+from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
 from phalanx.rpc.encoding import decode, encode
 from phalanx.rpc.failure import Failure
@@ -46,7 +47,8 @@ __all__ = ["Agent", "Incoming", "Member"]
 DIAL_S = 10.0
 # How many calls one worker may have under way at another; a further one waits for an answer.
 MOST_CALLS = 4096
-CANCEL = "cancel"
+# The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it.
+CANCEL, RECEIPT = "cancel", "receipt"
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,11 @@ class Agent:
         self._peers: dict[Link, Member] = {}
         self._dialling: dict[int, threading.Lock] = {}
         self._serving: dict[tuple[int, int], threading.Event] = {}  # requests under way here: set if given up
+        self._kept: dict[tuple[int, int], list[Any]] = {}  # what the receivers of answers rely on
         self._room: dict[int, threading.Semaphore] = {}
         self._services: dict[str, _Service] = {}
         self._watchers: list[Callable[[Member, str], None]] = []
+        self._at_end: list[Callable[[], None]] = []
         self._closed = False
         self._calls = Calls(self._give_up)
         self._handlers = Handlers()
@@ -111,6 +115,7 @@ class Agent:
         self._network = Network(address, shared_key(store, key), self._welcome)
         try:
             self.serve(CANCEL, self._on_cancel, quick=True)
+            self.serve(RECEIPT, self._on_receipt, quick=True)
             for register in equip:
                 register(self)
             self._network.start()
@@ -137,9 +142,10 @@ class Agent:
         """Tell the others that this worker needs them no more, and is there until they need it no more."""
         self._members.say_done(self.me)
 
-    def is_done(self, member: Member) -> bool:
-        """Whether that worker has said so."""
-        return self._members.is_done(member)
+    def not_done(self, members: Sequence[Member]) -> list[int]:
+        """The ranks of those workers that are still there and have not said so."""
+        waited_for = [member for member in members if not self._members.is_done(member)]
+        return [member.rank for member in waited_for if not self._members.gone(member)]
 
     def serve(self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False) -> None:
         """Let other workers ask for a service.
@@ -155,6 +161,10 @@ class Agent:
     def on_change(self, callback: Callable[[Member, str], None]) -> None:
         """Have ``callback`` called with a member and ``left`` or ``lost``, when the link to it ends."""
         self._watchers.append(callback)
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called when this worker stops being one, after its last call."""
+        self._at_end.append(callback)
 
     def request(
         self,
@@ -182,8 +192,9 @@ class Agent:
             EncodingError: the value cannot be sent.
         """
         self._require_open()
-        head, buffers = encode(value)
-        return self.request_encoded(to, service, head, buffers, timeout_s, asked=asked)
+        with in_transit.sending() as kept:
+            head, buffers = encode(value)
+        return self.request_encoded(to, service, head, buffers, timeout_s, asked=asked, kept=kept)
 
     def request_encoded(
         self,
@@ -194,8 +205,9 @@ class Agent:
         timeout_s: float | None = None,
         *,
         asked: str = "",
+        kept: Sequence[Any] = (),
     ) -> Future[Any]:
-        """:meth:`request` with a value that has been encoded, as for many workers."""
+        """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``in_transit.py``."""
         self._require_open()
         member = self.member(to)
         allowed = self.timeout_s if timeout_s is None else timeout_s
@@ -205,6 +217,8 @@ class Agent:
         call = Call(number, member, asked or service, until, allowed, future, capture())
         future._help_on = partial(self._help, call)
         future._cancel = partial(self._cancel, call)
+        if kept:
+            future.companions = kept
         self._calls.add(call)
         try:
             link = call.link = self._link_to(member, until)
@@ -257,6 +271,8 @@ class Agent:
         self._handlers.close()
         for call in self._calls.take_all():
             call.future.set_exception(ClosedError(f"rpc.shutdown() ended a call: {call.describe()}"))
+        for callback in self._at_end:
+            callback()
 
     # Links
 
@@ -341,6 +357,9 @@ class Agent:
         for (incarnation, _), given_up in list(self._serving.items()):
             if incarnation == peer.incarnation:
                 given_up.set()
+        for key in list(self._kept):
+            if key[0] == peer.incarnation:
+                self._kept.pop(key, None)
         self._handlers.run(self._tell_of, peer, why)
 
     def _tell_of(self, peer: Member, why: str) -> None:
@@ -382,8 +401,8 @@ class Agent:
     def _give_up(self, call: Call) -> None:
         call.future.set_exception(
             CallTimeout(
-                f"{call.to} did not answer within {call.timeout_s:g} s: {call.describe()}. Is it slow, stopped, or waiting "
-                f"for this worker? Give it more time with timeout_s=...",
+                f"{call.to} did not answer within {call.timeout_s:g} s: {call.describe()}. Is it slow, stopped, or "
+                f"waiting for this worker? Give it more time with timeout_s=...",
                 worker=call.to.name,
                 asked=call.asked,
                 timeout_s=call.timeout_s,
@@ -401,8 +420,8 @@ class Agent:
     def _lost(self, call: Call, why: str) -> WorkerLost:
         to = call.to
         return WorkerLost(
-            f"{to} is gone ({why}) while this worker waited for {call.describe()}. Look at that worker's own output for "
-            f"the cause",
+            f"{to} is gone ({why}) while this worker waited for {call.describe()}. Look at that worker's own output "
+            f"for the cause",
             worker=to.name,
             rank=to.rank,
             pid=to.pid,
@@ -417,7 +436,7 @@ class Agent:
     def deliver(self, link: Link, message: Message, *, may_block: bool) -> None:
         """See :class:`~phalanx.rpc.links.contract.Receiver`."""
         if message.kind in (Kind.ANSWER, Kind.FAILURE):
-            self._take_answer(message)
+            self._take_answer(link, message)
             return
         peer = self._peers.get(link)
         service = self._services.get(message.service)
@@ -430,19 +449,38 @@ class Agent:
         else:
             self._handlers.run(self._serve, link, peer, service, message)
 
-    def _take_answer(self, message: Message) -> None:
+    def _take_answer(self, link: Link, message: Message) -> None:
         call = self._calls.take(message.call)
-        if call is None:
-            return  # the caller has given up
+        if call is None:  # the caller has given up
+            if message.service == RECEIPT:
+                self._send_receipt(link, message.call)
+            return
         try:
-            value = decode(message.head, message.buffers)
+            with in_transit.receiving() as to_settle:
+                value = decode(message.head, message.buffers)
         except Exception as error:
             call.future.set_exception(error)
             return
-        if message.kind is Kind.FAILURE:
+        if message.service == RECEIPT:
+            self._handlers.run(self._settle_answer, link, call, value, to_settle)
+        elif message.kind is Kind.FAILURE:
             call.future.set_exception(value.rebuilt(call.to))
         else:
             call.future.set_result(value)
+
+    def _settle_answer(self, link: Link, call: Call, value: Any, to_settle: list[Callable[[], None]]) -> None:
+        for settle in to_settle:
+            settle()
+        self._send_receipt(link, call.number)
+        call.future.set_result(value)
+
+    def _send_receipt(self, link: Link, number: int) -> None:
+        head, buffers = encode(number)
+        with contextlib.suppress(LinkEnded, OSError):
+            link.send(Message(Kind.NOTICE, 0, RECEIPT, head, buffers), self.timeout_s)
+
+    def _on_receipt(self, incoming: Incoming, number: int) -> None:
+        self._kept.pop((incoming.peer.incarnation, number), None)
 
     def _serve(self, link: Link, peer: Member, service: _Service | None, message: Message) -> None:
         given_up = self._serving.get((peer.incarnation, message.call))
@@ -453,7 +491,11 @@ class Agent:
             if service is None:
                 raise PhalanxError(f"{self.me} serves nothing called {message.service!r}")
             incoming = Incoming(peer, given_up.is_set if given_up is not None else bool)
-            result = service.handler(incoming, decode(message.head, message.buffers))
+            with in_transit.receiving() as to_settle:
+                value = decode(message.head, message.buffers)
+            for settle in to_settle:
+                settle()
+            result = service.handler(incoming, value)
         except BaseException as error:
             if asks:
                 self._answer(link, peer, message.call, error, failed=True)
@@ -477,15 +519,19 @@ class Agent:
         given_up = self._serving.pop((peer.incarnation, number), None)
         if given_up is None or given_up.is_set():
             return
+        kept: list[Any] = []
         try:
-            head, buffers = encode(Failure.of(value) if failed else value)
+            with in_transit.sending() as kept:
+                head, buffers = encode(Failure.of(value) if failed else value)
         except Exception as error:
             failed = True
             head, buffers = encode(Failure.of(error))
         kind = Kind.FAILURE if failed else Kind.ANSWER
+        if kept:
+            self._kept[peer.incarnation, number] = kept
         with contextlib.suppress(LinkEnded):
             try:
-                link.send(Message(kind, number, "", head, buffers), math.inf)
+                link.send(Message(kind, number, RECEIPT if kept else "", head, buffers), math.inf)
             except TimeoutError as error:
                 tell(f"warning: {peer} takes no answers: {error}")
 

@@ -65,6 +65,9 @@ def _with_cloudpickle() -> tuple[Callable[..., pickle.Pickler], Callable[[], Tab
     import cloudpickle
 
     class ClosurePickler(cloudpickle.Pickler):  # type: ignore[misc]
+        # Pickle's own attribute, which cloudpickle's class has hidden by a table of that name.
+        dispatch_table = pickle.Pickler.dispatch_table
+
         def reducer_override(self, obj: Any) -> Any:
             if _of_script(obj):
                 return NotImplemented

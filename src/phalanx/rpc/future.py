@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Cancelled", "Future"]
@@ -43,6 +43,7 @@ class Future(Generic[T]):
         self._lock = threading.Lock()
         self._help_on = help_on
         self._cancel = cancel
+        self.companions: Sequence[Any] = ()  # what has to live until it is complete
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
@@ -123,7 +124,7 @@ class Future(Generic[T]):
         with self._lock:
             if self._done:
                 return False
-            self._value, self._error, self._done = value, error, True
+            self._value, self._error, self._done, self.companions = value, error, True, ()
             sleepers, self._sleepers = self._sleepers, []
             callbacks, self._callbacks = self._callbacks, []
         for sleeper in sleepers:

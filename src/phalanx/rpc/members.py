@@ -4,9 +4,9 @@ Every process that joins takes the next number, its *incarnation*, and writes an
 name points to the incarnation that bears it. Entries are kept in this process once they have been read, so only what is
 new costs a request to the store.
 
-Keys: ``count``, the last number; ``entry/N``; ``name/NAME``, the number of its bearer; ``gone/N``, why an incarnation is
-no more: written by itself when it leaves, or by the first worker that found it lost; ``done/N``, that it makes no more
-calls.
+Keys: ``count``, the last number; ``entry/N``; ``name/NAME``, the number of its bearer; ``done/N``, that it makes no
+more calls; ``gone/N``, why an incarnation is no more, written by itself when it leaves, or by the first worker that
+found it lost.
 """
 
 from __future__ import annotations

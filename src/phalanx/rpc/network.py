@@ -1,6 +1,7 @@
 """The thread that accepts connections from other workers and reads all of them.
 
-Who connects proves the key first (``wire/door.py``); then it says who it is, and the agent answers whether it is welcome.
+Who connects proves the key first (``wire/door.py``). Then it says who it is, and the agent answers whether it is
+welcome.
 """
 
 from __future__ import annotations

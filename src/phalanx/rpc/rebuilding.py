@@ -16,22 +16,14 @@ import torch
 
 from phalanx.errors import EncodingError
 
-__all__ = [
-    "CONJUGATE",
-    "DTYPES",
-    "DTYPE_NAMES",
-    "NEGATIVE",
-    "REQUIRES_GRAD",
-    "contiguous",
-    "device_here",
-    "memory",
-    "strided",
-]
+__all__ = ["CONJUGATE", "DTYPES", "DTYPE_NAMES", "NEGATIVE", "PACKED", "REQUIRES_GRAD", "contiguous", "device_here"]
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+# A tensor of these needs a scale: without one, torch's own methods read where there is nothing.
+QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 # More than one element in a byte, so strides and offsets do not say where one is.
 PACKED = frozenset({torch.quint4x2, torch.quint2x4})
 
@@ -110,8 +102,8 @@ def quantized(
     dtype: str,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
-    scale: float | torch.Tensor,
-    zero_point: int | torch.Tensor,
+    scale: Any,
+    zero_point: Any,
     axis: int | None,
 ) -> torch.Tensor:
     """A quantized tensor.
@@ -123,7 +115,7 @@ def quantized(
         scale, zero_point: one number each, or a tensor of one for each index along ``axis``.
         axis: None for one scale.
     """
-    element = _dtype(dtype)
+    element = _dtype(dtype, quantized=True)
     _check_extent(None, element, 0, shape, stride)
     if isinstance(scale, torch.Tensor) and isinstance(zero_point, torch.Tensor):
         if type(axis) is not int or not 0 <= axis < len(shape):
@@ -144,7 +136,7 @@ def quantized(
             raise EncodingError.damaged(f"{storage.nbytes()} bytes for a tensor that takes {own.nbytes()}")
         own.copy_(storage)
         return tensor
-    offset = content.storage_offset()
+    offset = int(content.storage_offset())
     _check_extent(storage, element, offset, shape, stride)
     return tensor.set_(storage, offset, shape, stride)
 
@@ -187,7 +179,8 @@ def untyped_storage(content: torch.Tensor) -> torch.UntypedStorage:
 
 def typed_storage(storage: torch.UntypedStorage, dtype: str) -> torch.TypedStorage:
     """A storage of elements of a dtype."""
-    return torch.TypedStorage(wrap_storage=storage, dtype=_dtype(dtype), _internal=True)
+    of_quantized = DTYPES.get(dtype) in QUANTIZED
+    return torch.TypedStorage(wrap_storage=storage, dtype=_dtype(dtype, quantized=of_quantized), _internal=True)  # type: ignore[no-untyped-call]
 
 
 def set_attributes(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> None:
@@ -209,10 +202,10 @@ def device_here(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str) -> torch.dtype:
+def _dtype(name: str, *, quantized: bool = False) -> torch.dtype:
     dtype = DTYPES.get(name) if type(name) is str else None
-    if dtype is None:
-        raise EncodingError.damaged(f"a tensor of the dtype {name!r}, which torch {torch.__version__} does not know")
+    if dtype is None or (dtype in QUANTIZED) != quantized:
+        raise EncodingError.damaged(f"a tensor of the dtype {name!r}, which torch {torch.__version__} does not have")
     return dtype
 
 

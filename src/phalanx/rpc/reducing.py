@@ -25,7 +25,7 @@ from phalanx.rpc.rebuilding import CONJUGATE, DTYPE_NAMES, NEGATIVE, PACKED, REQ
 __all__ = ["Reduced", "Reducer", "Region", "Table", "memory_of", "regions_in_common"]
 
 Reduced: TypeAlias = tuple[Any, ...]
-Reducer: TypeAlias = Callable[[Any], Any]
+Reducer: TypeAlias = "Callable[[Any], Any]"
 
 # Stands in the pickle for the memory of a tensor. It must be writable, or pickle would mark what arrives as read-only.
 MARK = pickle.PickleBuffer(bytearray(1))
@@ -40,6 +40,10 @@ _READ_AND_WRITE = 0x200
 _memoryview_at = ctypes.pythonapi.PyMemoryView_FromMemory
 _memoryview_at.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
 _memoryview_at.restype = ctypes.py_object
+
+
+# Elements are copied as these, because torch copies no element of some dtypes (int1, for instance).
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class _Held(np.ndarray[Any, Any]):
@@ -125,8 +129,8 @@ class Table(dict[type, Reducer]):
         self.spans: list[Span] = []
 
     def __missing__(self, kind: type) -> Reducer:
-        usual = _USUAL.get(kind)
-        if usual is not None:
+        reducer: Reducer
+        if (usual := _USUAL.get(kind)) is not None:
             reducer = usual.__get__(self)
         elif issubclass(kind, type):
             raise KeyError(kind)  # a class of classes: pickle refers to those by name
@@ -182,7 +186,7 @@ class Table(dict[type, Reducer]):
     def _unusual(self, tensor: torch.Tensor) -> Reduced:
         """A tensor that is not a plain one of the CPU."""
         if tensor.is_meta or tensor.is_nested:
-            return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[return-value]
+            return _by_itself(tensor)
         flags = _flags(tensor)
         bare = tensor.detach()
         if tensor.layout is torch.sparse_coo:
@@ -196,7 +200,7 @@ class Table(dict[type, Reducer]):
             return _empty(tensor, flags)
         if tensor.is_quantized:
             return _quantized(tensor)
-        low, span = tensor.storage_offset() * tensor.itemsize, _span(tensor)
+        low, span = int(tensor.storage_offset()) * tensor.itemsize, _span(tensor)
         _check_memory(tensor, span)
         space = tensor.untyped_storage()._cdata
         region = self._region(space, low, tensor.itemsize)
@@ -223,8 +227,8 @@ class Table(dict[type, Reducer]):
 
     def _untyped_storage(self, storage: torch.UntypedStorage) -> Reduced:
         if storage.device.type == "meta":
-            return _by_itself(storage)  # type: ignore[no-any-return]
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            return _by_itself(storage)
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return rebuilding.untyped_storage, (content,)
 
     def _typed_storage(self, storage: torch.TypedStorage) -> Reduced:
@@ -242,7 +246,7 @@ _USUAL: dict[type, Any] = {
     torch.TypedStorage: Table._typed_storage,
     Region: Table._memory,
 }
-_by_itself = operator.methodcaller("__reduce_ex__", pickle.HIGHEST_PROTOCOL)
+_by_itself: Callable[[Any], Reduced] = operator.methodcaller("__reduce_ex__", pickle.HIGHEST_PROTOCOL)
 
 
 def _first_of(reducer: Reducer, otherwise: Reducer) -> Reducer:
@@ -256,7 +260,8 @@ def _first_of(reducer: Reducer, otherwise: Reducer) -> Reducer:
 def _content(source: Source) -> memoryview:
     if not isinstance(source, torch.Tensor):
         return memory_of(*source)
-    host = source.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = source.detach().resolve_conj().resolve_neg()
+    host = plain.view(_SAME_SIZE[plain.itemsize]).cpu().contiguous()
     return memory_of(host, host.data_ptr(), host.nbytes)
 
 

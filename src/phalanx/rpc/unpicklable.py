@@ -15,6 +15,22 @@ from phalanx.errors import EncodingError, PhalanxError
 
 __all__ = ["explained"]
 
+# Things that belong to one process.
+_OF_THIS_PROCESS = (
+    type(threading.Lock()),
+    type(threading.RLock()),
+    threading.Thread,
+    threading.Event,
+    threading.Condition,
+    io.IOBase,
+    socket.socket,
+    types.GeneratorType,
+    types.CoroutineType,
+    types.AsyncGeneratorType,
+    types.FrameType,
+    types.TracebackType,
+)
+
 DEEPEST = 50  # levels; a path longer than this says no more
 
 
@@ -38,13 +54,18 @@ def explained(
     seen = {id(value)}
     for depth in range(DEEPEST):
         parts = zip(names, value, strict=False) if depth == 0 and names else _parts(part, path)
-        for next_path, next_part in parts:
-            if id(next_part) not in seen and (why := attempt(next_part)) is not None:
-                break
-        else:
+        found = next(
+            (
+                (where, item, why)
+                for where, item in parts
+                if id(item) not in seen and (why := attempt(item)) is not None
+            ),
+            None,
+        )
+        if found is None:
             break
-        seen.add(id(next_part))
-        path, part, error = next_path, next_part, why
+        path, part, error = found
+        seen.add(id(part))
     if isinstance(error, PhalanxError):
         return EncodingError(f"{path} cannot be sent: {error}")
     kind = f"{type(part).__module__}.{type(part).__qualname__}".removeprefix("builtins.")
@@ -59,8 +80,8 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield f"{path}[{key!r:.50}]", item
             yield f"a key of {path}", key
-    elif hasattr(value, "_fields") and isinstance(value, tuple):
-        yield from ((f"{path}.{name}", item) for name, item in zip(value._fields, value, strict=False))
+    elif isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):
+        yield from ((f"{path}.{name}", item) for name, item in zip(fields, value, strict=False))
     elif isinstance(value, (list, tuple)):
         yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, (set, frozenset)):
@@ -80,7 +101,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             if name in value.__globals__:
                 yield f"the global {name} of {path}", value.__globals__[name]
         return
-    elif isinstance(value, type):
+    elif isinstance(value, (type, *_OF_THIS_PROCESS)):
         return
     yield from _state(value, path)
 
@@ -98,23 +119,6 @@ def _state(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     for attributes in state if isinstance(state, tuple) else (state,):
         if isinstance(attributes, Mapping):
             yield from ((f"{path}.{name}", item) for name, item in attributes.items())
-
-
-# Things that belong to one process.
-_OF_THIS_PROCESS = (
-    type(threading.Lock()),
-    type(threading.RLock()),
-    threading.Thread,
-    threading.Event,
-    threading.Condition,
-    io.IOBase,
-    socket.socket,
-    types.GeneratorType,
-    types.CoroutineType,
-    types.AsyncGeneratorType,
-    types.FrameType,
-    types.TracebackType,
-)
 
 
 def _remedy(part: Any, has_cloudpickle: bool) -> str:
