@@ -32,7 +32,9 @@ def request(
     if contexts.current() is None:
         return agent.request(to, service, value, timeout_s, asked=asked)
     member = agent.member(to)
-    return agent.request(member, service + _IN_CONTEXT, _Carried(_arrive, agent.me, member, value), timeout_s, asked=asked)
+    return agent.request(
+        member, service + _IN_CONTEXT, _Carried(_arrive, agent.me, member, value), timeout_s, asked=asked
+    )
 
 
 def serve(
