@@ -115,6 +115,10 @@ def test_synchronous_training_is_that_of_one_process(size: int, servers: int) ->
 happened: set[str] = set()
 
 
+def say(event: str) -> None:
+    happened.add(event)
+
+
 def wait_for(event: str) -> None:
     """Return when something has happened in this process."""
     until = time.monotonic() + PATIENCE_S
@@ -164,7 +168,7 @@ def test_a_quick_trainer_is_ahead_of_a_slow_one_as_far_as_the_mode_allows(mode: 
         model = model_of(0)
         settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.01, "mode": mode, **staleness}
         with rpc.parameters(model, on=["worker2"], **settings) as trained:
-            rpc.call(1 - member.rank, happened.add, "come")
+            rpc.call(1 - member.rank, say, "come")
             wait_for("come")
             if member.rank:
                 rpc.call(0, wait_for, "ahead")
@@ -259,7 +263,7 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
             until_there(member.folder / "back")
             train(trained, model, 3, 0)
             trained.close()
-            rpc.call("server", happened.add, "over")
+            rpc.call("server", say, "over")
             return trained.steps
         if member.rank == 2:
             train(trained, model, 2, 1)
@@ -299,7 +303,7 @@ def test_a_server_that_comes_back_restores_its_shard(kept: bool, tmp_path: Path)
         optimizing = optimizer(plain.parameters(), lr=0.05)
         for step in range(6):
             if step == 3:
-                rpc.call("mortal", happened.add, "over")
+                rpc.call("mortal", say, "over")
                 until_there(member.folder / "died")
             for one in (model, plain):
                 one.zero_grad()
@@ -309,7 +313,7 @@ def test_a_server_that_comes_back_restores_its_shard(kept: bool, tmp_path: Path)
             optimizing.step()
         trained.close()
         for server in ("other", "mortal"):
-            rpc.call(server, happened.add, "over")
+            rpc.call(server, say, "over")
         return same(model, [parameter.detach() for parameter in plain.parameters()])
 
     outcomes = run_ranks(body, 4)
@@ -325,7 +329,7 @@ def test_a_server_that_does_not_come_back_is_named() -> None:
             die(member)
         model = model_of(0)
         trained = rpc.parameters(model, on=["server"], optimizer=torch.optim.SGD, lr=0.1, restore_s=0.5)
-        rpc.call("server", happened.add, "over")
+        rpc.call("server", say, "over")
         until_there(member.folder / "died")
         with pytest.raises(WorkerLost, match="server"):
             train(trained, model, 1, 0)
