@@ -97,9 +97,11 @@ int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
     void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block, 0);
     if (!place)
         return PHX_UNDER_WAY;
+    struct phx_rpc_image image; /* once it is published, the block may be released and used again */
+    memcpy(&image, link->slab.data + block.at, sizeof image);
     memcpy(place, &block, sizeof block);
     phx_rpc_publish(out, sizeof block);
-    ring_for(link, (const struct phx_rpc_image *)(link->slab.data + block.at));
+    ring_for(link, &image);
     return PHX_OK;
 }
 
