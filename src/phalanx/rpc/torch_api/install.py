@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from phalanx.errors import InitializationError
-from phalanx.rpc.torch_api import calls, current, futures, gathering, profiling, torch_agent
+from phalanx.rpc.torch_api import current, futures, gathering, invoking, profiling, torch_agent
 from phalanx.rpc.torch_api.rref import PyRRef, RRef
 from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd
 
@@ -38,7 +38,7 @@ def install() -> None:
         )
     _done = True
     stand_ins: dict[str, Any] = {
-        **calls.STAND_INS,
+        **invoking.STAND_INS,
         **torch_agent.STAND_INS,
         "TensorPipeAgent": torch_agent.TensorPipeAgent,
         "PyRRef": PyRRef,

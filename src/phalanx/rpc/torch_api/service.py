@@ -10,7 +10,7 @@ import torch
 from phalanx.errors import ClosedError, PhalanxError
 from phalanx.rpc.agent import Incoming, Member
 from phalanx.rpc.future import Future as OwnFuture
-from phalanx.rpc.torch_api import current, profiling
+from phalanx.rpc.torch_api import current, profiling, rref
 from phalanx.rpc.torch_api.calls import BACKWARD, BUILTIN, CALL, FETCH, PYTHON, Answer, Call
 from phalanx.rpc.torch_api.edges import running_in, unwrap, wrap
 from phalanx.rpc.torch_api.references import Identity, Owned
@@ -165,8 +165,6 @@ class Service:
         return answer
 
     def _backward(self, incoming: Incoming, message: tuple[Any, ...]) -> None:
-        from phalanx.rpc.torch_api import rref
-
         self._started()
         identity, context, retain_graph = message
         owned = self._agent.references.find(Identity(*identity)).wait()
