@@ -116,12 +116,12 @@ def test_a_sparse_tensor_arrives_equal(layout: str) -> None:
     sent = {
         "coo": lambda: SPARSE.to_sparse(),
         "hybrid": lambda: SPARSE.to_sparse(1),
-        "uncoalesced": lambda: torch.sparse_coo_tensor([[1, 1, 0]], [1.0, 2.0, 3.0], (4,)),
+        "uncoalesced": lambda: torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.ones(3), (4,)),
         "csr": lambda: SPARSE.to_sparse_csr(),
         "csc": lambda: SPARSE.to_sparse_csc(),
         "bsr": lambda: SPARSE.to_sparse_bsr((2, 2)),
         "bsc": lambda: SPARSE.to_sparse_bsc((2, 2)),
-        "empty": lambda: torch.sparse_coo_tensor(size=(3, 4)),
+        "empty": lambda: torch.zeros(3, 4).to_sparse(),
     }[layout]()
     got = carried(sent)
     assert_same(sent, got)
@@ -302,7 +302,7 @@ def test_tensors_that_overlap_do_so_on_the_other_side(order: tuple[int, ...]) ->
     base = torch.arange(40.0)
     views = [base, base[10:20], base.view(4, 10)[:, 3], base[11:].view(torch.int32)]
     sent = [views[index] for index in order]
-    head, buffers = encode(sent)
+    _, buffers = encode(sent)
     assert sum(buffer.nbytes for buffer in buffers) == base.nbytes
     got = carried(sent)
     for one, other in zip(got, sent, strict=True):
@@ -364,7 +364,7 @@ def test_a_large_tensor_is_sent_and_received_where_it_lies() -> None:
 
 
 def test_buffers_keep_their_tensor_and_received_tensors_their_buffer() -> None:
-    class Held(np.ndarray):  # type: ignore[type-arg]
+    class Held(np.ndarray):
         pass
 
     tensor = torch.arange(1000.0)
@@ -481,7 +481,7 @@ def test_what_is_cut_short_or_wrong_is_one_kind_of_error() -> None:
     value = {"a": torch.arange(5.0), "b": bytes(300_000), "c": np.arange(3), "d": Batch(torch.ones(2), [1])}
     head, buffers = encode(value)
     buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
-    for end in (*range(0, 60), *range(60, len(head), 7)):
+    for end in (*range(60), *range(60, len(head), 7)):
         with pytest.raises(EncodingError):
             decode(head[:end], buffers)
     for wrong in (buffers[1:], buffers[:-1], [*buffers, buffers[0]], buffers[::-1], [], [None] * len(buffers)):
@@ -505,3 +505,33 @@ def test_a_device_that_is_not_here_is_named() -> None:
 
     with pytest.raises(EncodingError, match=r"cuda:97.*tensor\.cpu\(\)"):
         carried(Elsewhere())
+
+
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE is None, reason="no accelerator here")
+def test_tensors_of_an_accelerator_come_back_to_it() -> None:
+    base = torch.arange(24.0, device=DEVICE).view(4, 6)
+    parameter = torch.nn.Parameter(base.clone())
+    for sent in (base, base.t(), base[1:3], base[:, 1], base[:0], base.to_sparse(), torch.complex(base, base).conj()):
+        assert_same(sent, carried(sent))
+    assert_same(parameter, carried(parameter))
+    whole, part = carried((base, base[2]))
+    whole.zero_()
+    assert part.tolist() == [0] * 6
+    _, buffers = encode((base[0], base[3]))
+    assert sum(buffer.nbytes for buffer in buffers) < 2 * (24 + 16)
+
+
+def test_a_default_device_changes_nothing() -> None:
+    sent = [torch.empty(0, 2), MATRIX, MATRIX.t(), SPARSE.to_sparse(), SPARSE.to_sparse_csr(), PLAIN["a column"]]
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        got = carried(sent)
+    finally:
+        torch.set_default_device(before)
+    for one, other in zip(sent, got, strict=True):
+        assert_same(one, other)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import threading
 from collections.abc import Sequence
 
 import pytest
+from tests.support.ranks import Member, run_ranks, values
+from tests.support.shared_links import Peer, finish, mappings, read, write
 
 from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.links.image import SMALLEST_LARGE
 from phalanx.rpc.links.shared import SharedLink
 from phalanx.rpc.message import Kind, Message
-from tests.support.ranks import Member, run_ranks, values
-from tests.support.shared_links import Peer, finish, mappings, read, write
 
 SLAB = 1 << 20
 SMALL = SharedLink.SMALL_BYTES
@@ -34,7 +35,7 @@ def shapes(nbytes: int) -> list[tuple[bytes, list[memoryview]]]:
     return [
         (data, []),
         (b"", [memoryview(data)]),
-        (data[: cuts[1]], [memoryview(data)[a:b] for a, b in zip(cuts[1:], cuts[2:], strict=False)]),
+        (data[: cuts[1]], [memoryview(data)[a:b] for a, b in itertools.pairwise(cuts[1:])]),
     ]
 
 
@@ -57,7 +58,8 @@ def test_messages_of_every_size_arrive_whole() -> None:
 def test_many_small_buffers_and_a_long_name() -> None:
     def rank(member: Member) -> None:
         name = "ä" * 1000
-        peer = Peer(SLAB, **{name: lambda link, message: (message.service.encode(), message.buffers)})
+        peer = Peer(SLAB)
+        peer.handlers[name] = lambda link, message: (message.service.encode(), message.buffers)
         peer.meet(member)
         if member.rank == 0:
             buffers = [memoryview(pattern(n % 9, n)) for n in range(6000)]

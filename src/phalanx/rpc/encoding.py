@@ -52,7 +52,8 @@ def encode(
             ``NotImplemented`` for the usual way.
         restart: called when pickling begins anew, so that reducers will see the same objects again, and when it has
             failed. Reducers that note what they see forget it then.
-        names: for errors: what the parts of the tuple ``value`` are called. ``value`` itself is called so if empty.
+        names: for errors: what the parts of the tuple ``value`` are called. Those of a named tuple are called as they
+            are; any other value is called ``value``.
 
     Returns:
         The head, and the buffers. These are the memory of the value's tensors itself wherever it is on the CPU and in

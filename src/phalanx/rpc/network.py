@@ -20,6 +20,7 @@ from phalanx.wire.dial import Line, dial
 from phalanx.wire.door import Arrival, Door
 from phalanx.wire.key import Key
 from phalanx.wire.sockets import listen
+from phalanx.words import tell
 
 __all__ = ["ROLE", "Network"]
 
@@ -103,4 +104,7 @@ class Network:
             now = time.monotonic()
             due = self._door.tend(now)
             for key, _ in self._selector.select(None if due == math.inf else max(0.0, due - now)):
-                key.data()
+                try:
+                    key.data()
+                except Exception as error:  # the other connections go on
+                    tell(f"warning: a connection of RPC failed: {error!r}")

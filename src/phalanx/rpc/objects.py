@@ -167,7 +167,7 @@ class _Table:
                 self.tell(owner)
 
 
-_tables: weakref.WeakKeyDictionary[Agent, _Table] = weakref.WeakKeyDictionary()
+_tables: dict[Agent, _Table] = {}
 
 
 def _table() -> _Table:
@@ -360,7 +360,12 @@ def _equip(agent: Agent) -> None:
     agent.serve(_METHOD, _on_method)
     agent.serve(_LEASE, _on_lease, quick=True)
     agent.on_change(lambda member, _: table.forget(member))
-    agent.on_close(table.close)
+
+    def end() -> None:
+        table.close()
+        del _tables[agent]
+
+    agent.on_close(end)
 
 
 session.on_init(_equip)

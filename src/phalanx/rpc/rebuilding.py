@@ -93,7 +93,7 @@ def empty(dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], device: s
     """A tensor without elements."""
     if 0 not in shape or any(type(count) is not int or count < 0 for count in (*shape, *stride)):
         raise EncodingError.damaged(f"a tensor without elements of the shape {shape!r}")
-    where = device_here(device) if device else None
+    where = device_here(device) if device else "cpu"
     return _flagged(torch.empty_strided(shape, stride, dtype=_dtype(dtype), device=where), flags)
 
 
@@ -146,7 +146,10 @@ def sparse_coo(
 ) -> torch.Tensor:
     """A sparse tensor of coordinates; torch checks that the indices are inside of its shape."""
     return _flagged(
-        torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=True), flags
+        torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=coalesced, check_invariants=True, device=values.device
+        ),
+        flags,
     )
 
 
@@ -158,7 +161,10 @@ def sparse_compressed(
     if not isinstance(found, torch.layout):
         raise EncodingError.damaged(f"a tensor of the layout {layout!r}")
     return _flagged(
-        torch.sparse_compressed_tensor(compressed, plain, values, shape, layout=found, check_invariants=True), flags
+        torch.sparse_compressed_tensor(
+            compressed, plain, values, shape, layout=found, check_invariants=True, device=values.device
+        ),
+        flags,
     )
 
 

@@ -22,7 +22,7 @@ from phalanx.errors import EncodingError
 from phalanx.rpc import rebuilding
 from phalanx.rpc.rebuilding import CONJUGATE, DTYPE_NAMES, NEGATIVE, PACKED, REQUIRES_GRAD
 
-__all__ = ["Reduced", "Reducer", "Region", "Table", "memory_of", "regions_in_common"]
+__all__ = ["Reduced", "Reducer", "Region", "Table", "elements_of", "regions_in_common"]
 
 Reduced: TypeAlias = tuple[Any, ...]
 Reducer: TypeAlias = "Callable[[Any], Any]"
@@ -258,9 +258,13 @@ def _first_of(reducer: Reducer, otherwise: Reducer) -> Reducer:
 
 
 def _content(source: Source) -> memoryview:
-    if not isinstance(source, torch.Tensor):
-        return memory_of(*source)
-    plain = source.detach().resolve_conj().resolve_neg()
+    return elements_of(source) if isinstance(source, torch.Tensor) else memory_of(*source)
+
+
+def elements_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a strided tensor with memory, in order; its own memory, if it is so on the CPU."""
+    _check_memory(tensor, _span(tensor))
+    plain = tensor.detach().resolve_conj().resolve_neg()
     host = plain.view(_SAME_SIZE[plain.itemsize]).cpu().contiguous()
     return memory_of(host, host.data_ptr(), host.nbytes)
 

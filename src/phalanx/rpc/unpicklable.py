@@ -45,12 +45,13 @@ def explained(
 
     Args:
         value: the value.
-        names: what the parts of the value are called, if it is a tuple.
+        names: what the parts of the value are called, if it is a tuple; a named tuple has names itself.
         attempt: pickles a part, and returns what was raised.
         error: what was raised for the whole value.
         has_cloudpickle: whether cloudpickle is installed.
     """
     part, path = value, "value"
+    names = names or getattr(value, "_fields", ())
     seen = {id(value)}
     for depth in range(DEEPEST):
         parts = zip(names, value, strict=False) if depth == 0 and names else _parts(part, path)

@@ -26,7 +26,7 @@ _BOX_HEAD = 64
 BOX_BYTES = _BOX_HEAD + SMALLEST_LARGE
 _INLINE = 0xFFFFFFFE  # PHX_RPC_INLINE
 _PADDING = bytes(ALIGN)
-_KINDS = (None, *Kind)
+_KINDS = dict(enumerate(Kind, 1))
 
 
 class Damaged(Exception):
@@ -54,9 +54,8 @@ def _parts(message: Message) -> tuple[int, list[bytes | memoryview]]:
         sizes.append(buffer.nbytes)
         parts += (_PADDING[:padding], buffer)
         at += padding + buffer.nbytes
-    parts[0] = _HEADER.pack(message.call, len(head), len(service), message.kind, len(buffers), at)
-    if sizes:
-        parts[0] += struct.pack(f"<{len(sizes)}Q", *sizes)
+    header = _HEADER.pack(message.call, len(head), len(service), message.kind, len(buffers), at)
+    parts[0] = header + struct.pack(f"<{len(sizes)}Q", *sizes) if sizes else header
     return at, parts
 
 
@@ -129,7 +128,7 @@ class Box:
 
     Attributes:
         address: where it lies.
-        values: the fields of the box, of what came last.
+        view: its bytes.
     """
 
     def __init__(self) -> None:
@@ -138,7 +137,9 @@ class Box:
         self.view = memoryview(self._memory).cast("B")
 
     def open(self) -> tuple[int, ...]:
-        """link, where, nbytes, block, sequence, lane, ended, idle, call, head_bytes, service_bytes, kind, buffers, total"""
+        """What came last: link, where, nbytes, block, sequence, lane, ended, idle; then of its image call, head_bytes,
+        service_bytes, kind, buffers, nbytes.
+        """
         return _BOX.unpack_from(self._memory)
 
 
@@ -149,7 +150,7 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
         Damaged: its lengths do not fit together.
     """
     link, where, nbytes, block, sequence, _, _, _, call, head_bytes, service_bytes, kind, buffers, _ = values
-    if not 0 < kind < len(_KINDS):
+    if kind not in _KINDS:
         raise Damaged
     at = _HEADER.size + 8 * buffers
     body = at + service_bytes
@@ -177,4 +178,4 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
             end += size
     if end != nbytes:
         raise Damaged
-    return Message(_KINDS[kind], call, _service(bytes(view[at:body])), head, parts)  # type: ignore[arg-type]
+    return Message(_KINDS[kind], call, _service(bytes(view[at:body])), head, parts)

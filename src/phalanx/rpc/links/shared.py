@@ -279,7 +279,7 @@ class SharedHub:
         return SharedLink(self, handle) if handle else None
 
     def confirm(self, offer: bytes) -> SharedLink:
-        """The link to the process that has accepted the offer. Call :meth:`SharedLink.begin` when the receiver knows it.
+        """The link to whoever has accepted the offer. Call :meth:`SharedLink.begin` when the receiver knows it.
 
         Raises:
             LinkEnded: that process is gone, or its memory is out of reach.

@@ -100,7 +100,7 @@ class SocketLink(Link):
             self._large.release()
 
     def _write(self, kind: int, until: float, *parts: bytes | memoryview) -> None:
-        """Send one frame. If its time ends before its first byte, TimeoutError; else its rest goes before the next frame."""
+        """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing."""
         nbytes = 1 + sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
         with self._writing:
             if self._unsent and not self._flush(self._unsent, until):

@@ -1,0 +1,70 @@
+"""Errors of a backward pass, with where they happened."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from phalanx.errors import BackwardError, CallTimeout, ClosedError, PeerLost
+from phalanx.rpc.autograd.edges import Send
+from phalanx.rpc.members import Member
+from phalanx.watch.call_site import inside
+
+__all__ = ["blamed"]
+
+
+def blamed(error: BaseException, on: Member, latest: Send | None) -> BaseException:
+    """The error that ``backward`` raises for one that a function or a hook has raised.
+
+    It is a :class:`~phalanx.errors.BackwardError`, and of the error's own type as well where one class can be both.
+
+    Args:
+        error: what the engine raised.
+        on: this worker.
+        latest: the message whose gradients came last; None before the first.
+    """
+    if isinstance(error, (BackwardError, PeerLost, CallTimeout, ClosedError)) or not isinstance(error, Exception):
+        return error
+    function, line = _raised_in(error)
+    inner = _both(type(error))
+    text = BackwardError.text(str(error) or type(error).__name__, on.rank, str(on), function, line, str(latest or ""))
+    try:
+        made = inner(text)
+    except Exception:
+        made = BackwardError(text)
+    made.__dict__.update(error.__dict__)
+    made.worker, made.rank, made.host, made.pid = on.name, on.rank, on.host, on.pid
+    made.function, made.line = function, line
+    return made
+
+
+def _raised_in(error: BaseException) -> tuple[str, str]:
+    """The innermost function and line of the user's program; empty if torch's C++ raised it."""
+    trace, function, line = error.__traceback__, "", ""
+    while trace is not None:
+        if not inside(trace.tb_frame):
+            code = trace.tb_frame.f_code
+            function, line = getattr(code, "co_qualname", code.co_name), f"{code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return function, line
+
+
+def _rebuilt(kind: type[Exception], text: str, facts: dict[str, Any]) -> BackwardError:
+    made = _both(kind)(text)
+    made.__dict__.update(facts)
+    return made
+
+
+@cache
+def _both(kind: type[Exception]) -> type[BackwardError]:
+    """A class that is both; plain ``BackwardError`` if there can be none."""
+    if issubclass(BackwardError, kind):
+        return BackwardError
+
+    def reduce(self: BackwardError) -> Any:
+        return _rebuilt, (kind, str(self), self.__dict__)
+
+    try:
+        return type(f"{kind.__name__}InBackward", (BackwardError, kind), {"__reduce__": reduce})
+    except TypeError:
+        return BackwardError

@@ -1,0 +1,138 @@
+"""The edges of the graph between workers: a tensor that is sent leaves one graph and enters another.
+
+The message's sender keeps a :class:`Send`: where the gradients of the tensors that it sent go in its own graph. The
+receiver's tensors are outputs of an autograd function, whose backward sends gradients instead of computing them; a
+:class:`Recv` describes it. Both have the number of the edge.
+
+A :class:`Send` has one handle for each tensor: a tensor without memory of its own, computed from the sent one by the
+identity. It keeps the place in the graph at which the tensor was when it was sent, also if it is changed in place
+afterwards, and it keeps no data. Tensors of one message have separate handles because a backward pass may need some of
+them only; a function must not run for a tensor that nobody used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from phalanx.errors import PhalanxError
+from phalanx.rpc.autograd import tasks
+from phalanx.rpc.autograd.contexts import Context
+from phalanx.rpc.members import Member
+from phalanx.watch.call_site import CallSite, text_of
+
+__all__ = ["RECV_NODE", "START", "Recv", "Send", "receive", "send"]
+
+# Where every chain of functions of this package begins, so that their outputs require gradients. It gets none.
+START = torch.zeros((), device="cpu", requires_grad=True)
+
+
+class Send:
+    """The tensors of one message, as its sender's graph knows them.
+
+    Attributes:
+        edge: the number of the edge.
+        order: its place among the edges of this worker.
+        to: who got the message.
+        handles: one for each tensor that requires gradients; their gradients are those of the tensors.
+    """
+
+    def __init__(self, edge: int, order: int, to: Member, handles: list[torch.Tensor], about: str | CallSite) -> None:
+        self.edge, self.order, self.to, self.handles, self._about = edge, order, to, handles, about
+
+    def __str__(self) -> str:
+        if isinstance(self._about, str):
+            return f"what {self._about} returned to {self.to}"
+        return f"what was sent to {self.to} at {text_of(self._about)}"
+
+    # What torch shows of its own
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+        return tuple(handle.grad_fn.next_functions[0] for handle in self.handles if handle.grad_fn is not None)
+
+    def name(self) -> str:
+        return "torch::distributed::autograd::SendRpcBackward"
+
+
+class Recv:
+    """The tensors of one message, as its receiver's graph knows them.
+
+    Attributes:
+        edge: the number of the edge.
+        order: its place among the edges of this worker.
+        context: the number of its context.
+        sender: who sent the message, and gets the gradients.
+        node: the autograd function; None when the context was released.
+    """
+
+    def __init__(self, edge: int, order: int, context: int, sender: Member) -> None:
+        self.edge, self.order, self.context, self.sender = edge, order, context, sender
+        self.node: Any = None
+
+
+def send(context: Context, edge: int, to: Member, tensors: Sequence[torch.Tensor], about: str | CallSite) -> None:
+    """Record that tensors, all of which require gradients, are being sent."""
+    handles = [_Identity.apply(tensor) for tensor in tensors]
+    with context.lock:
+        context.sends[edge] = Send(edge, next(context.order), to, handles, about)
+
+
+def receive(context: Context, edge: int, sender: Member, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Record that tensors have been received whose sender wants gradients; they are returned as parts of the graph."""
+    with context.lock:
+        recv = Recv(edge, next(context.order), context.number, sender)
+    different = {id(tensor) for tensor in tensors}
+    if len(different) < len(tensors):  # a function has each of its outputs once
+        tensors = [tensor.detach() for tensor in tensors]
+    received: tuple[torch.Tensor, ...] = _Received.apply(START, recv, tensors)
+    recv.node = received[0].grad_fn
+    with context.lock:
+        context.recvs[edge] = recv
+    return received
+
+
+def _forward_identity(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    ctx.set_materialize_grads(False)
+    if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor.new_empty(()).expand(tensor.shape)
+    return tensor.detach()
+
+
+def _backward_identity(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient
+
+
+def _forward_received(ctx: Any, _: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> Any:
+    ctx.set_materialize_grads(False)
+    ctx.recv = recv
+    return tuple(tensors)
+
+
+def _backward_received(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+    recv: Recv = ctx.recv
+    run = tasks.current()
+    if run is None:
+        raise PhalanxError(
+            f"a local backward() has reached a tensor that came from {recv.sender}. Gradients follow calls only in a "
+            f"distributed one: backward(context_id, [loss]), within the context of the calls; or detach() the tensor"
+        )
+    run.hand_back(recv, gradients)
+    return None, None, None
+
+
+def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """An autograd function whose nodes have the name that torch's have, which profiles show."""
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"torch::distributed::autograd::{name}", (torch.autograd.Function,), members)
+
+
+_Identity = _function("SendRpc", _forward_identity, _backward_identity)
+_Received = _function("RecvRpc", _forward_received, _backward_received)
+RECV_NODE: type = _Received._backward_cls

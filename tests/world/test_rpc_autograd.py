@@ -1,0 +1,331 @@
+"""Gradients follow calls: each program gives the gradients, and calls the hooks, that it does in one process."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.rpc.agent import Agent
+from phalanx.rpc.autograd import engine
+from tests.support import autograd_workers as workers
+from tests.support.autograd_workers import parameter, saw
+from tests.support.pool import Pool
+
+Do = Callable[..., Any]
+Program = Callable[[Do, int], list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 5])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with Pool(request.param, workers.start_worker) as running:
+        yield running
+
+
+# What workers do
+
+
+def times(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
+    return x * parameter(name, 3)
+
+
+def hooked(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
+    weight = parameter(name, 3)
+    weight.register_hook(saw(f"{name} leaf"))
+    y = x * weight
+    y.register_hook(saw(f"{name} product"))
+    return torch.sin(y)
+
+
+def halves(do: Do, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return hooked(do, f"{name} first", x), Noted.apply(hooked(do, f"{name} second", x))
+
+
+def chain(do: Do, name: str, x: torch.Tensor, rest: list[int]) -> torch.Tensor:
+    y = torch.tanh(x * parameter(name, 3))
+    if rest:
+        y = y + do(rest[0], chain, do, f"{name} {rest[0]}", y * 2, rest[1:])
+    return y
+
+
+def without(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x * parameter(name, 3)
+    return y + x
+
+
+def only_inside(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x * parameter(name, 3)
+
+
+def in_place(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
+    x.mul_(3)
+    y = x * parameter(name, 3)
+    y[1:] += x[:2]
+    return y
+
+
+def add(do: Do, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def own(do: Do, name: str) -> torch.Tensor:
+    return parameter(name, 3)
+
+
+class Noted(torch.autograd.Function):
+    """The identity, whose backward is noted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        workers.seen.append(("noted", gradient.clone()))
+        return gradient
+
+
+# Programs
+
+
+def simple(do: Do, size: int) -> list[torch.Tensor]:
+    return [do(1, times, do, "w", parameter("x", 3)).sum()]
+
+
+def callees_own(do: Do, size: int) -> list[torch.Tensor]:
+    return [(do(1, own, do, "w") * 2).sum()]
+
+
+def itself(do: Do, size: int) -> list[torch.Tensor]:
+    return [do(0, hooked, do, "w", parameter("x", 3)).sum()]
+
+
+def nested(do: Do, size: int) -> list[torch.Tensor]:
+    way = [*range(1, size), 0, size - 1]
+    return [do(way[0], chain, do, "w", parameter("x", 3), way[1:]).sum()]
+
+
+def back_and_forth(do: Do, size: int) -> list[torch.Tensor]:
+    return [do(1, chain, do, "w", parameter("x", 3) * 2, [0, 1, 0, 1, 0]).sum()]
+
+
+def one_after_the_other(do: Do, size: int) -> list[torch.Tensor]:
+    y = parameter("x", 3)
+    for step in range(40):
+        y = torch.tanh(do(step % size, times, do, f"w{step % 4} {step % size}", y) + y)
+    return [y.sum()]
+
+
+def used_twice(do: Do, size: int) -> list[torch.Tensor]:
+    y = do(1, hooked, do, "w", parameter("x", 3))
+    return [(y * y).sum() + do(size - 1, times, do, "v", y).sum() + y[0]]
+
+
+def sent_twice(do: Do, size: int) -> list[torch.Tensor]:
+    x = parameter("x", 3) * 2
+    return [do(1, add, do, x, x).sum()]
+
+
+def unused_result(do: Do, size: int) -> list[torch.Tensor]:
+    x = parameter("x", 3) * 2
+    x.register_hook(saw("x"))
+    unused = Noted.apply(parameter("y", 3) * x)
+    unused.register_hook(saw("unused"))
+    do(1, hooked, do, "w", unused)
+    do(size - 1, chain, do, "v", unused, [0, 1])
+    return [do(1, hooked, do, "u", x).sum()]
+
+
+def unused_half(do: Do, size: int) -> list[torch.Tensor]:
+    first, _ = do(1, halves, do, "w", parameter("x", 3))
+    _, second = do(size - 1, halves, do, "v", first)
+    return [second.sum()]
+
+
+def unused_everywhere(do: Do, size: int) -> list[torch.Tensor]:
+    x = parameter("x", 3) * 2
+    do(1, hooked, do, "w", x)
+    return [(x * x).sum()]
+
+
+def changed_in_place(do: Do, size: int) -> list[torch.Tensor]:
+    x = parameter("x", 3) * 2
+    y = do(1, in_place, do, "w", x)
+    x.add_(1)
+    y.mul_(x)
+    z = do(size - 1, in_place, do, "v", y.clone())
+    return [(z + y).sum()]
+
+
+def no_grad_there(do: Do, size: int) -> list[torch.Tensor]:
+    return [do(1, without, do, "w", parameter("x", 3)).sum()]
+
+
+def no_grad_answer(do: Do, size: int) -> list[torch.Tensor]:
+    x = parameter("x", 3)
+    return [(do(1, only_inside, do, "w", x).detach() * x).sum()]
+
+
+def no_grad_here(do: Do, size: int) -> list[torch.Tensor]:
+    x = parameter("x", 3)
+    with torch.no_grad():
+        y = do(1, times, do, "w", x).detach()
+    return [(y * x).sum()]
+
+
+def several_roots(do: Do, size: int) -> list[torch.Tensor]:
+    x = parameter("x", 3)
+    y = do(1, hooked, do, "w", x)
+    return [y.sum(), do(size - 1, hooked, do, "v", y).sum(), (x * 3).sum(), (y * x).sum()]
+
+
+def around(do: Do, size: int) -> list[torch.Tensor]:
+    h = torch.tanh(parameter("x", 3))
+    h.register_hook(saw("h"))
+    for step in range(3):
+        h = h + do(1, hooked, do, f"w{step}", h)
+        h.register_hook(saw(f"h{step}"))
+    return [h.sum()]
+
+
+def hooks_that_change(do: Do, size: int) -> list[torch.Tensor]:
+    x = parameter("x", 3)
+    x.register_hook(lambda gradient: gradient * 2)
+    y = do(1, times, do, "w", x)
+    y.register_hook(lambda gradient: gradient * 3)
+    return [y.sum()]
+
+
+PROGRAMS = [
+    simple,
+    callees_own,
+    itself,
+    nested,
+    back_and_forth,
+    one_after_the_other,
+    used_twice,
+    sent_twice,
+    unused_result,
+    unused_half,
+    unused_everywhere,
+    changed_in_place,
+    no_grad_there,
+    no_grad_answer,
+    no_grad_here,
+    several_roots,
+    around,
+    hooks_that_change,
+]
+
+
+def drawn(seed: int) -> Program:
+    """A program of a few random steps, which call workers with what earlier steps have made."""
+
+    def program(do: Do, size: int) -> list[torch.Tensor]:
+        draw = random.Random(seed)
+        values = [parameter("x", 3), torch.tanh(parameter("y", 3))]
+        for step in range(draw.randrange(3, 12)):
+            x, to = draw.choice(values), draw.randrange(size)
+            name = f"{draw.randrange(3)} on {to}"
+            kind = draw.randrange(5)
+            if kind == 0:
+                values.append(do(to, times, do, name, x))
+            elif kind == 1:
+                values += do(to, halves, do, f"{step} of {name}", x)
+            elif kind == 2:
+                values.append(do(to, add, do, x, draw.choice(values)))
+            elif kind == 3:
+                way = [draw.randrange(size) for _ in range(draw.randrange(4))]
+                values.append(do(to, chain, do, f"{step} of {name}", x, way))
+            else:
+                values.append(torch.sin(x) * draw.choice(values))
+            values[-1].register_hook(saw(f"value {step}"))
+        return [draw.choice(values[2:] or values).sum() for _ in range(draw.randrange(1, 3))]
+
+    return program
+
+
+# Jobs of the pool
+
+
+def expected(program: Program, size: int, passes: int = 1) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """What torch's own autograd computes in one process."""
+    workers.parameters.clear()
+    workers.seen.clear()
+    roots = program(workers.local, size)
+    for left in reversed(range(passes)):
+        torch.autograd.backward(roots, retain_graph=left > 0)
+    found = {name: value.grad for name, value in workers.parameters.items() if value.grad is not None}
+    return found, list(workers.seen)
+
+
+def computed(agent: Agent, program: Program, size: int, passes: int = 1) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """What the workers compute, from all of them."""
+    if agent.me.rank:
+        return {}, []
+    with engine.context() as context_id:
+        roots = program(workers.remote, size)
+        for left in reversed(range(passes)):
+            engine.backward(context_id, roots, retain_graph=left > 0)
+        found: dict[str, torch.Tensor] = {}
+        noted = []
+        for rank in range(size):
+            there, noted_there = workers.remote(rank, workers.gradients, context_id)
+            assert not set(there) & set(found), "a parameter is on two workers"
+            found.update(there)
+            noted += noted_there
+    return found, noted
+
+
+def drawn_programs(agent: Agent, seeds: range, size: int) -> list[Any]:
+    results = []
+    for seed in seeds:
+        if not agent.me.rank:
+            for rank in range(size):
+                workers.remote(rank, workers.forget, None)
+            results.append(computed(agent, drawn(seed), size))
+    return results
+
+
+def compare(got: tuple[dict[str, torch.Tensor], list[Any]], want: tuple[dict[str, torch.Tensor], list[Any]]) -> None:
+    assert sorted(got[0]) == sorted(want[0])
+    for name, gradient in want[0].items():
+        torch.testing.assert_close(got[0][name], gradient, msg=name)
+    assert sorted(name for name, _ in got[1]) == sorted(name for name, _ in want[1])
+    for name in {name for name, _ in want[1]}:
+        one, other = ([gradient for n, gradient in each[1] if n == name] for each in (got, want))
+        assert len(one) == len(other)
+        torch.testing.assert_close(sum(one), sum(other), msg=f"seen by the hook {name}")
+
+
+def size_of(pool: Pool) -> int:
+    return pool._size
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_gradients_and_hooks_are_those_of_one_process(pool: Pool, program: Program) -> None:
+    size = size_of(pool)
+    pool.do(workers.forget)
+    got = pool.do(computed, program, size)[0]
+    compare(got, expected(program, size))
+
+
+@pytest.mark.parametrize("program", [nested, used_twice, unused_half], ids=lambda program: program.__name__)
+def test_the_gradients_of_several_passes_add_up(pool: Pool, program: Program) -> None:
+    size = size_of(pool)
+    pool.do(workers.forget)
+    got = pool.do(computed, program, size, 3)[0]
+    compare(got, expected(program, size, 3))
+
+
+def test_random_programs(pool: Pool) -> None:
+    size, seeds = size_of(pool), range(40)
+    results = pool.do(drawn_programs, seeds, size)[0]
+    for seed, got in zip(seeds, results, strict=True):
+        compare(got, expected(drawn(seed), size))
