@@ -59,13 +59,13 @@ class Reach:
                 if node in seen:
                     continue
                 seen.add(node)
-                if kind is RECV_NODE:
-                    continue
                 if kind is _ACCUMULATE:
                     self.leaves.append(node)
                     continue
                 if not node._sequence_nr():
                     node._set_sequence_nr(1)
+                if kind is RECV_NODE:
+                    continue
                 pending.append(node.next_functions)
         return fresh
 
