@@ -11,9 +11,9 @@ from torch.futures import Future
 
 from phalanx.errors import CallTimeout, PhalanxError, WorkerLost
 from phalanx.rpc.agent import Member
+from phalanx.rpc.autograd.engine import unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.torch_api import current, profiling
-from phalanx.rpc.torch_api.edges import unwrap, wrap
 from phalanx.rpc.torch_api.futures import CallFuture, RpcTimeout
 from phalanx.rpc.torch_api.references import Identity, User
 from phalanx.rpc.torch_api.torch_names import autograd as torch_autograd
