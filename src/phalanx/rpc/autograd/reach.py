@@ -50,12 +50,14 @@ class Reach:
             edge = torch.autograd.graph.get_gradient_edge(tensor)
             pending.append(((edge.node, edge.output_nr),))
         while pending:
-            for node, place in pending.pop():
+            for node, _ in pending.pop():
                 if node is None:
                     continue
                 kind = type(node)
                 if kind is RECV_NODE:
-                    self._enter(node.recv, place, fresh)
+                    node._set_sequence_nr(max(1, node._sequence_nr()))
+                    self._enter(node.recv, node.place, fresh)
+                    continue
                 if node in seen:
                     continue
                 seen.add(node)
@@ -64,8 +66,6 @@ class Reach:
                     continue
                 if not node._sequence_nr():
                     node._set_sequence_nr(1)
-                if kind is RECV_NODE:
-                    continue
                 pending.append(node.next_functions)
         return fresh
 
