@@ -23,6 +23,7 @@ Program = Callable[[Do, int], list[torch.Tensor]]
 @pytest.fixture(scope="module", params=[2, 3, 5])
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     with Pool(request.param, workers.start_worker) as running:
+        running.do(workers.forget)
         yield running
 
 

@@ -21,7 +21,7 @@ from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd.contexts import Context, contexts, is_creator, worker_id
 from phalanx.rpc.autograd.edges import receive, send
-from phalanx.rpc.autograd.passes import GRADIENTS, MARK, Pass, gathered
+from phalanx.rpc.autograd.passes import GRADIENTS, MARK, Gradients, Pass, gathered
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.watch.call_site import CallSite, capture
@@ -304,7 +304,7 @@ def _on_mark(incoming: Incoming, asked: tuple[int, tuple[int, int], bool, list[t
     return part.mark(wanted)
 
 
-def _on_gradients(incoming: Incoming, came: tuple[int, tuple[int, int], int, Sequence[torch.Tensor | None]]) -> None:
+def _on_gradients(incoming: Incoming, came: tuple[int, tuple[int, int], int, Gradients]) -> None:
     context_id, number, edge, gradients = came
     inside = contexts.find(context_id)
     part = inside.passes.get(number) if inside is not None else None

@@ -22,7 +22,7 @@ engine run what they made possible on this thread, until all later messages have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Opening:
         self,
         send: Send,
         places: Sequence[int],
-        wait: Callable[[Send], Sequence[torch.Tensor | None]],
+        wait: Callable[[Send], Mapping[int, torch.Tensor | None]],
         later: Callable[[Send], bool],
     ) -> None:
         self.send, self.places, self.wait, self.later = send, places, wait, later

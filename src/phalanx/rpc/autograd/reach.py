@@ -47,20 +47,20 @@ class Reach:
         fresh: dict[Recv, list[int]] = {}
         seen, pending = self._seen, []
         for tensor in tensors:
-            edge = torch.autograd.graph.get_gradient_edge(tensor)
-            pending.append(((edge.node, edge.output_nr),))
+            # All of them are results. torch's get_gradient_edge makes a view as well, which sparse tensors do not have.
+            pending.append(((tensor.grad_fn, tensor.output_nr),))
         while pending:
-            for node, place in pending.pop():
+            for node, _ in pending.pop():
                 if node is None:
                     continue
                 kind = type(node)
                 if kind is RECV_NODE:
-                    self._enter(node.recv, place, fresh)
+                    node._set_sequence_nr(max(1, node._sequence_nr()))
+                    self._enter(node.recv, node.place, fresh)
+                    continue
                 if node in seen:
                     continue
                 seen.add(node)
-                if kind is RECV_NODE:
-                    continue
                 if kind is _ACCUMULATE:
                     self.leaves.append(node)
                     continue
