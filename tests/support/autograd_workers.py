@@ -112,7 +112,12 @@ def forget(_: Agent) -> None:
 
 def gradients(context_id: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
     """The gradients of this worker's parameters, and what its hooks have seen; ``.grad`` must not have been touched."""
-    found = engine.get_gradients(context_id)
     assert all(variable.grad is None for variable in parameters.values())
+    return gradients_now(context_id)
+
+
+def gradients_now(context_id: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
+    """The same, while other contexts may have passes under way."""
+    found = engine.get_gradients(context_id)
     names = {variable: name for name, variable in parameters.items()}
     return {names[variable]: gradient for variable, gradient in found.items()}, list(seen)
