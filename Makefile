@@ -63,6 +63,7 @@ conformance: $(VENV)/.installed  ## torch's own distributed suite, and Gloo besi
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 3
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 3 --under mpi
 	$(BIN)/python -m tests.conformance.torch_suite --ranks 2 --under gloo
+	$(BIN)/python -m tests.conformance.torch_rpc_suite
 
 # An environment for each MPI library: its wheel and mpi4py, and by a .pth file the main one's packages, torch among
 # them, and this source tree. What cannot be installed is said when the tests run, and tried again the next time.

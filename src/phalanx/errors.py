@@ -25,9 +25,11 @@ __all__ = [
     "CollectiveTimeout",
     "DeviceError",
     "DeviceMismatch",
+    "EncodingError",
     "InitializationError",
     "LaunchError",
     "LauncherEnvironmentError",
+    "ObjectLost",
     "PeerFailed",
     "PeerLost",
     "PhalanxError",
@@ -161,6 +163,58 @@ class UnsupportedTensor(ArgumentError, NotImplementedError):
     A ``NotImplementedError``, because that is what torch's dispatcher raises for the same call over Gloo. Convert the
     tensor (``to_dense()``, ``dequantize()``), or move its parts, which are plain tensors.
     """
+
+
+class EncodingError(PhalanxError):
+    """A value cannot be sent to another worker, or what has arrived is not a value.
+
+    Raised on the sending side before anything is sent, with the part of the value that is to blame, and on the
+    receiving side, where it says whether the message is damaged or this process lacks what the value is made of.
+    """
+
+    @classmethod
+    def cannot_send(cls, part: str, kind: str, why: str, remedy: str) -> EncodingError:
+        """A part of a value cannot be pickled.
+
+        Args:
+            part: the path to it, such as ``args[1].callback``.
+            kind: its type.
+            why: what pickle said.
+            remedy: what to do.
+        """
+        return cls(f"{part} cannot be sent: it is a {kind}, and pickling it failed: {why}. {remedy}")
+
+    @classmethod
+    def freed(cls, shape: tuple[int, ...]) -> EncodingError:
+        """A tensor has a shape and no memory for it."""
+        return cls(
+            f"a tensor of the shape {shape} cannot be sent: its storage is smaller than that. Was it freed by "
+            f"storage.resize_(0), as FSDP does between uses? Send it while it has its memory"
+        )
+
+    @classmethod
+    def damaged(cls, what: str) -> EncodingError:
+        """A message describes something that there cannot be."""
+        return cls(
+            f"a message is damaged: it holds {what}. Do all workers run the same release of Phalanx and of torch? If "
+            f"they do, this is a fault of Phalanx"
+        )
+
+    @classmethod
+    def no_such_device(cls, device: str, why: str) -> EncodingError:
+        """A tensor of a device has arrived in a process that has no such device."""
+        return cls(
+            f"a tensor of the device {device} has arrived, and this process cannot use that device ({why}). Send "
+            f"tensor.cpu(), or start this worker where it has the device"
+        )
+
+    @classmethod
+    def not_rebuilt(cls, error: BaseException) -> EncodingError:
+        """Unpickling failed; ``error`` says how."""
+        return cls(
+            f"a value that has arrived cannot be rebuilt: {type(error).__name__}: {error}. What it is made of must be "
+            f"importable here under the same name as where it was sent; otherwise the message is damaged"
+        )
 
 
 class BackendError(PhalanxError):
@@ -306,8 +360,8 @@ class CollectiveTimeout(PhalanxError):
 class WorkerLost(PeerLost):
     """Another worker went while this process waited for it, or was gone when it was called.
 
-    What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new worker,
-    and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
+    What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new
+    worker, and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
 
     Attributes:
         worker: its name.
@@ -332,6 +386,13 @@ class WorkerLost(PeerLost):
         super().__init__(message, group_rank=rank, pid=pid)
         self.worker, self.rank, self.host, self.incarnation = worker, rank, host, incarnation
         self.asked, self.elapsed_s = asked, elapsed_s
+
+
+class ObjectLost(WorkerLost):
+    """A remote object is gone with the worker that had it, or was let go of.
+
+    A worker that comes back under the same name is a new one and has none of the old one's objects: make it again.
+    """
 
 
 class CallTimeout(PhalanxError, TimeoutError):

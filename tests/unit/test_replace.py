@@ -42,7 +42,9 @@ def test_backends_of_devices_are_refused_in_words(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_choice() -> None:
-    with pytest.raises(ArgumentError, match="'glo' is not a backend that Phalanx stands in for; choose gloo or mpi"):
+    with pytest.raises(
+        ArgumentError, match="'glo' is not something that Phalanx stands in for; choose gloo, mpi or rpc"
+    ):
         names_to_replace("glo")
 
 
@@ -82,7 +84,9 @@ def test_tensors_of_a_gpu_stay_with_gloo(
             vendor._name(group, torch.device("cuda"), member)
 
 
-@pytest.mark.parametrize(("name", "words"), [("nccl", "moves tensors between devices"), ("glo", "choose gloo or mpi")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("nccl", "moves tensors between devices"), ("glo", "choose gloo, mpi or rpc")]
+)
 def test_a_mistake_on_the_command_line_exits_2_with_one_line(name: str, words: str) -> None:
     for done in (
         phalanx_run("--replace", name, "true"),

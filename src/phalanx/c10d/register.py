@@ -12,11 +12,13 @@ know: there it serves processes in which TORCH_DEVICE_BACKEND_AUTOLOAD=0 has swi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
 from phalanx.errors import InitializationError
+from phalanx.words import tell
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -48,12 +50,23 @@ def register() -> None:
 
 
 def replace_as_asked() -> None:
-    """Have our groups made in place of the backends that PHALANX_REPLACE lists now; never raises."""
+    """Stand in for the backends, and for RPC, that PHALANX_REPLACE lists now; never raises."""
     if os.environ.get(settings.REPLACE):
         with contextlib.suppress(Exception):
+            from phalanx.c10d.replace import OTHERS, replaces
             from phalanx.c10d.replacing import replace_backends
 
             replace_backends(os.environ[settings.REPLACE], _create)
+            for name, module in OTHERS.items():
+                if replaces(name):
+                    _stand_in(name, module)
+
+
+def _stand_in(name: str, module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        tell(f"warning: {settings.REPLACE}={name} has no effect, torch's own {name} is used: {error}")
 
 
 def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND) -> dist.ProcessGroup:

@@ -21,14 +21,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import settings
-from phalanx.c10d.replace import REPLACEABLE, names_to_replace
+from phalanx.c10d.replace import BACKENDS, names_to_replace
 
 __all__ = ["replace_backends"]
 
 # The value of PHALANX_REPLACE in force; empty if there was none yet.
 _wanted = ""
 # What torch makes in place of each backend.
-SERVED = {name: f"{settings.BACKEND}-as-{name}" for name in REPLACEABLE}
+SERVED = {name: f"{settings.BACKEND}-as-{name}" for name in BACKENDS}
 _ASKED = {served: name for name, served in SERVED.items()}
 
 

@@ -171,7 +171,7 @@ class _Run(click.Command):
     "--replace",
     metavar="NAME,...",
     envvar=settings.REPLACE,
-    help="Give scripts that ask for this backend (gloo, mpi) the backend phalanx in its place.",
+    help="Give scripts that ask for this backend (gloo, mpi) the backend phalanx in its place; rpc: torch's RPC.",
 )
 @click.option(
     "--interface",
@@ -257,7 +257,7 @@ def run(
     program: init_process_group("gloo") or "cpu:gloo,cuda:nccl", torch's own default for the CPU,
     new_group(backend="gloo"), Hugging Face Trainer, Accelerate, Lightning. torch.distributed.get_backend() still says
     gloo. PHALANX_REPLACE=gloo in the environment does the same, also under torchrun and other launchers. nccl cannot
-    be replaced.
+    be replaced. --replace rpc: torch.distributed.rpc runs over Phalanx (docs/rpc.md); --replace gloo,rpc does both.
 
     OMP_NUM_THREADS is each rank's share of the cores unless you set it.
 

@@ -31,9 +31,10 @@ __all__ = [
     "addresses",
     "library",
     "quick_entry",
+    "rpc",
 ]
 
-ABI = 10
+ABI = 11
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -185,6 +186,52 @@ def library() -> ctypes.CDLL:
         ("phx_mpi_ended", None, []),
         ("phx_mpi_meet", c_int, [group, c_int64]),
         ("phx_mpi_all_reduce", c_int, [group, data]),
+    ):
+        function = getattr(core, name)
+        function.restype = result
+        function.argtypes = arguments
+    return core
+
+
+@cache
+def rpc(*, holding: bool = False) -> ctypes.CDLL:
+    """The core's functions for RPC (``native/csrc/rpc.h``).
+
+    Args:
+        holding: whether calls keep the interpreter's lock. That is right for a function that never waits: it spares two
+            hand-overs of the lock, each of which may take 5 ms beside a busy thread.
+    """
+    path = library()._name
+    core = ctypes.PyDLL(path) if holding else ctypes.CDLL(path, use_errno=True)
+    hub = link = box = c_void_p
+    pieces = [link, c_uint32, POINTER(c_void_p), POINTER(c_uint64)]
+    for name, result, arguments in (
+        ("phx_rpc_open", hub, [c_char_p]),
+        ("phx_rpc_descriptor", c_int, [hub]),
+        ("phx_rpc_shut", None, [hub]),
+        ("phx_rpc_close", None, [hub]),
+        ("phx_rpc_offer", link, [hub, c_char_p, c_uint64, POINTER(c_int)]),
+        ("phx_rpc_accept", link, [hub, c_uint32, c_int, c_char_p, c_int, c_char_p]),
+        ("phx_rpc_confirm", c_int, [link]),
+        ("phx_rpc_begin", c_int, [link]),
+        ("phx_rpc_end", None, [link]),
+        ("phx_rpc_why", c_uint32, [link]),
+        ("phx_rpc_pid", c_uint32, []),
+        ("phx_rpc_drop", None, [link]),
+        ("phx_rpc_facts", c_uint32, [link, POINTER(c_uint64), POINTER(c_uint64)]),
+        ("phx_rpc_send", c_int, [link, c_char_p, c_uint64]),
+        ("phx_rpc_put", c_uint64, pieces),
+        ("phx_rpc_post", c_int, [link, c_uint64]),
+        ("phx_rpc_take_back", None, [link, c_uint64]),
+        ("phx_rpc_stream", c_int, [*pieces, POINTER(c_uint64)]),
+        ("phx_rpc_taken", c_uint64, [link, c_uint32]),
+        ("phx_rpc_wait_room", None, [link, c_uint32, c_uint64]),
+        ("phx_rpc_next", c_int, [hub, box]),
+        ("phx_rpc_begun", None, [link, c_uint32]),
+        ("phx_rpc_await", c_int, [hub, link, c_uint64, c_uint32, box]),
+        ("phx_rpc_answered", None, [hub]),
+        ("phx_rpc_answers", c_void_p, [hub]),
+        ("phx_rpc_release", None, [link, c_uint32, c_uint32, c_uint64, c_uint64]),
     ):
         function = getattr(core, name)
         function.restype = result

@@ -12,6 +12,7 @@ with phalanx.init() as world:
 from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
 
@@ -19,11 +20,16 @@ __all__ = [
     "Cancelled",
     "Future",
     "Member",
+    "ObjectInfo",
     "RemoteError",
+    "RemoteObject",
     "RemoteTraceback",
     "call",
     "each",
     "init",
+    "local",
+    "make",
+    "objects",
     "shutdown",
     "start",
 ]

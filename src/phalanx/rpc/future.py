@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 __all__ = ["Cancelled", "Future"]
@@ -43,6 +43,7 @@ class Future(Generic[T]):
         self._lock = threading.Lock()
         self._help_on = help_on
         self._cancel = cancel
+        self.companions: Sequence[Any] = ()  # what has to live until it is complete
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
@@ -62,8 +63,9 @@ class Future(Generic[T]):
         """
         if not self._done:
             until = None if timeout_s is None else time.monotonic() + timeout_s
-            if self._help_on is not None:
-                self._help_on(self.done, threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
+            help_on = self._help_on
+            if help_on is not None:
+                help_on(self.done, threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
             if not self._done and not self._sleep(until):
                 raise TimeoutError(f"the call has not returned within {timeout_s:g} s; it goes on")
         if self._error is not None:
@@ -106,9 +108,10 @@ class Future(Generic[T]):
 
     def cancel(self) -> bool:
         """Give up the call: what has not begun will not, and what has begun is told. Whether it was still under way."""
+        cancel = self._cancel
         given_up = self._complete(None, Cancelled("the call was given up with cancel()"))
-        if given_up and self._cancel is not None:
-            self._cancel()
+        if given_up and cancel is not None:
+            cancel()
         return given_up
 
     def set_result(self, value: T) -> bool:
@@ -123,9 +126,10 @@ class Future(Generic[T]):
         with self._lock:
             if self._done:
                 return False
-            self._value, self._error, self._done = value, error, True
+            self._value, self._error, self._done, self.companions = value, error, True, ()
             sleepers, self._sleepers = self._sleepers, []
             callbacks, self._callbacks = self._callbacks, []
+            self._cancel = self._help_on = None  # they refer to the call, which refers to this
         for sleeper in sleepers:
             sleeper.release()
         for callback in callbacks:

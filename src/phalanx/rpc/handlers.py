@@ -28,6 +28,7 @@ class Handlers:
         self._tasks: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = self._threads = 0
+        self._running: set[threading.Thread] = set()
         self._closed = False
 
     def run(self, task: Callable[..., None], *arguments: Any) -> None:
@@ -50,19 +51,32 @@ class Handlers:
                     self._threads -= 1
                     last = not self._threads
                 if last:
-                    tell(
-                        f"warning: a worker cannot start a thread for what others ask of it ({error}); {PROCESS_LIMIT_HINT}"
-                    )
+                    what = f"a worker cannot start a thread for what others ask of it ({error})"
+                    tell(f"warning: {what}; {PROCESS_LIMIT_HINT}")
 
     def close(self) -> None:
-        """Let idle threads end; busy ones end when they are done."""
+        """Let all threads end; those that are busy do so when they are done, and are not waited for."""
         with self._lock:
             self._closed = True
-            threads = self._threads
-        for _ in range(threads):
+            idle = self._idle
+            running = list(self._running)
+        for _ in running:
             self._tasks.put(None)
+        if idle == len(running):
+            for thread in running:
+                if thread is not threading.current_thread():
+                    thread.join()
 
     def _work(self) -> None:
+        with self._lock:
+            self._running.add(threading.current_thread())
+        try:
+            self._run_tasks()
+        finally:
+            with self._lock:
+                self._running.discard(threading.current_thread())
+
+    def _run_tasks(self) -> None:
         while True:
             try:
                 taken = self._tasks.get(timeout=IDLE_S)

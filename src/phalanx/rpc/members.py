@@ -4,9 +4,9 @@ Every process that joins takes the next number, its *incarnation*, and writes an
 name points to the incarnation that bears it. Entries are kept in this process once they have been read, so only what is
 new costs a request to the store.
 
-Keys: ``count``, the last number; ``entry/N``; ``name/NAME``, the number of its bearer; ``gone/N``, why an incarnation is
-no more: written by itself when it leaves, or by the first worker that found it lost; ``done/N``, that it makes no more
-calls.
+Keys: ``count``, the last number; ``entry/N``; ``name/NAME``, the number of its bearer; ``done/N``, that it makes no
+more calls; ``gone/N``, why an incarnation is no more, written by itself when it leaves, or by the first worker that
+found it lost.
 """
 
 from __future__ import annotations
@@ -69,37 +69,45 @@ class Members:
 
     Args:
         store: the job's store, with a prefix of RPC's own.
-        is_there: whether a worker of this entry answers; for a name that is taken.
     """
 
-    def __init__(self, store: Store, is_there: Callable[[Member], bool]) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._is_there = is_there
         self._lock = threading.Lock()
         self._entries: dict[int, Member] = {}
         self._gone: dict[int, str] = {}
         self._bearers: dict[str | int, int] = {}
         self._seen = 0  # all entries up to this number have been read
 
-    def join(self, name: str, rank: int, pid: int, address: str, port: int) -> Member:
-        """Enter this process under a name.
+    def new(self, name: str, rank: int, pid: int, address: str, port: int) -> Member:
+        """A worker with a number of its own, which nobody else knows of yet.
 
         Raises:
             ArgumentError: the name has characters that names may not have.
-            InitializationError: another living worker has the name.
         """
         if not _NAME.fullmatch(name):
             raise ArgumentError(f"{name!r} is not a worker's name: letters, digits and _ : . @ -, at most 127 of them")
-        incarnation = int(self._store.add("count", 1))
-        me = Member(name, rank, this_host().name, pid, incarnation, address, port)
+        return Member(name, rank, this_host().name, pid, int(self._store.add("count", 1)), address, port)
+
+    def join(self, me: Member, is_there: Callable[[Member], bool]) -> None:
+        """Let the others find this process. It has to accept connections already.
+
+        Args:
+            me: this process, from :meth:`new`.
+            is_there: whether another worker answers; asked if it has the same name.
+
+        Raises:
+            InitializationError: another living worker has the name.
+        """
+        incarnation, name = me.incarnation, me.name
         self._store.set(f"entry/{incarnation}", json.dumps(asdict(me)))
         before = ""
         while True:
             bearer = self._store.compare_set(f"name/{name}", before, str(incarnation)).decode()
             if bearer == str(incarnation):
-                return me
+                return
             earlier = self._entry(int(bearer))
-            if earlier is not None and not self.gone(earlier) and self._is_there(earlier):
+            if earlier is not None and not self.gone(earlier) and is_there(earlier):
                 self.leave(me, "refused")
                 raise InitializationError(
                     f"a worker is called {name} already: {earlier}. Give each its own name: rpc.init(name=...)"

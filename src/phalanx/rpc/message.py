@@ -1,8 +1,8 @@
 """What goes from one worker to another: a small head, and the memory of tensors beside it.
 
-A message is a request, the answer to one, or a notice that nobody answers. The head is bytes that ``encoding.py`` makes;
-tensors never pass through pickle, and their memory travels beside the head, so that a way between two processes can
-hand it on without a copy.
+A message is a request, the answer to one, or a notice that nobody answers. The head is bytes that ``encoding.py``
+makes; tensors never pass through pickle, and their memory travels beside the head, so that a way between two processes
+can hand it on without a copy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The thread that accepts connections from other workers and reads all of them.
 
-Who connects proves the key first (``wire/door.py``); then it says who it is, and the agent answers whether it is welcome.
+Who connects proves the key first (``wire/door.py``). Then it says who it is, and the agent answers whether it is
+welcome.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from phalanx.wire.dial import Line, dial
 from phalanx.wire.door import Arrival, Door
 from phalanx.wire.key import Key
 from phalanx.wire.sockets import listen
+from phalanx.words import tell
 
 __all__ = ["ROLE", "Network"]
 
@@ -102,4 +104,7 @@ class Network:
             now = time.monotonic()
             due = self._door.tend(now)
             for key, _ in self._selector.select(None if due == math.inf else max(0.0, due - now)):
-                key.data()
+                try:
+                    key.data()
+                except Exception as error:  # the other connections go on
+                    tell(f"warning: a connection of RPC failed: {error!r}")

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from phalanx import world as worlds
 from phalanx.errors import ClosedError, InitializationError
 from phalanx.place.arguments import place_with
+from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Member
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
@@ -23,9 +24,11 @@ __all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutd
 # How often the store is asked whether others have come or are done.
 _LOOK_S = 0.02
 _TELL_S = 5.0
-_NEWEST = "phalanx/rpc/newest"  # the latest attempt of the job, for workers that no launcher told
+JOIN_S = 60.0  # for connecting to a launcher's store
+_NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
 
 _agent: Agent | None = None
+_openings = 0  # how often this process has become a worker of its world
 # What the rooms of RPC do with a new agent: they register their services.
 _equip: list[Callable[[Agent], None]] = []
 
@@ -75,15 +78,15 @@ def init(
 ) -> Member:
     """Become a worker, so that others can call functions here and this process can call them.
 
-    Every rank of the world may call it, after ``phalanx.init()`` or ``init_process_group``; it returns when all ranks of
-    the world have. A process that is no rank, such as a parameter server that was started by itself, names the job's
+    Every rank of the world may call it, after ``phalanx.init()`` or ``init_process_group``; it returns when all ranks
+    of the world have. A process that is no rank, such as a parameter server that was started by itself, names the job's
     store and may come and go at any time.
 
     Args:
         name: this worker's name, which no other living worker has; ``worker{rank}`` by default.
         timeout_s: how long a call may take, unless it says otherwise, in seconds.
         wait_s: how long to wait for the other ranks, in seconds.
-        join: ``host:port`` of the job's store (MASTER_ADDR and MASTER_PORT of its ranks), for a process that is no rank.
+        join: ``host:port`` of the job's store (its ranks' MASTER_ADDR and MASTER_PORT), for a process that is no rank.
 
     Returns:
         This worker: its name, rank, host, pid and incarnation.
@@ -98,7 +101,7 @@ def init(
         return begin(store, name, -1, address, timeout_s).me
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
-    made = begin(_of_attempt(store, rank), name or f"worker{rank}", rank, address, timeout_s)
+    made = begin(_opening(store, rank), name or f"worker{rank}", rank, address, timeout_s)
     try:
         _wait(
             lambda: sorted(set(range(size)) - {member.rank for member in made.members()}),
@@ -126,12 +129,10 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
     try:
         if wait and made.me.rank >= 0:
             made.say_done()
+            # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
+            others = [member for member in made.members() if member.rank >= 0]
             try:
-                _wait(
-                    lambda: sorted(m.rank for m in made.members() if m.rank >= 0 and not made.is_done(m)),
-                    timeout_s,
-                    "for",
-                )
+                _wait(lambda: made.not_done(others), timeout_s, "for")
             except InitializationError as error:
                 tell(f"warning: rpc.shutdown() ends without the others: {error}")
     finally:
@@ -164,22 +165,31 @@ def _wait(missing: Callable[[], list[int]], timeout_s: float, what: str) -> None
         time.sleep(_LOOK_S)
 
 
-def _of_attempt(store: Store, rank: int) -> Store:
-    """The part of a world's store in which its workers meet. Each attempt of a launcher has its own."""
-    attempt = place_with(None, None, None, None).attempt
+def _opening(store: Store, rank: int) -> Store:
+    """The part of a world's store in which its workers meet.
+
+    Each attempt of a launcher has its own, and each time that the ranks become workers anew: a rank that is quick would
+    otherwise find those who are about to leave.
+    """
+    global _openings
+    _openings += 1
+    part = f"phalanx/rpc/{place_with(None, None, None, None).attempt}/{_openings}"
     if rank == 0:
-        store.set(_NEWEST, str(attempt))
-    return PrefixStore(f"phalanx/rpc/{attempt}", store)
+        store.set(_NEWEST, part)
+    return PrefixStore(part, store)
 
 
 def _world_store() -> tuple[Store, int, int, bool]:
     """The store of this process's world, its rank, the world's size, and whether all ranks are on this host."""
-    if not dist.is_initialized():
-        return HashStore(), 0, 1, True
     world = worlds._world
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        # The rank of a world of one has met nobody, but its launcher may keep a store that workers can join by.
+        place = place_with(None, None, None, None)
+        return (kept_store(place, JOIN_S) if place.keeps_store else HashStore()), 0, 1, True
     one_host = world is not None and world.num_nodes == 1
     store = worlds._store if worlds._store is not None else dist.distributed_c10d._get_default_store()
-    return store, dist.get_rank(), dist.get_world_size(), one_host
+    return store, dist.get_rank(), size, one_host
 
 
 def _foreign_store(join: str, wait_s: float) -> tuple[Store, str]:
@@ -190,6 +200,5 @@ def _foreign_store(join: str, wait_s: float) -> tuple[Store, str]:
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait_s))
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise InitializationError(f"the job's store at {join} cannot be reached: {error}") from error
-    attempt = store.get(_NEWEST).decode()
     local = all(is_loopback(found) for found in resolve(host))
-    return PrefixStore(f"phalanx/rpc/{attempt}", store), own_address(one_host=local)
+    return PrefixStore(store.get(_NEWEST).decode(), store), own_address(one_host=local)

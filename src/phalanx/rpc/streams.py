@@ -144,7 +144,8 @@ def _drop(number: int) -> None:
         return
     with source.lock:
         if isinstance(source.items, AsyncIterator):
-            asyncio.run_coroutine_threadsafe(source.items.aclose(), source.loop()).result()  # type: ignore[attr-defined]
+            closing: Any = source.items
+            asyncio.run_coroutine_threadsafe(closing.aclose(), source.loop()).result()
         else:
             source.items.close()
 

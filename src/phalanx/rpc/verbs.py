@@ -7,11 +7,10 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from functools import cache
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from phalanx.errors import WorkerLost
-from phalanx.rpc import session, streams
+from phalanx.errors import ArgumentError, WorkerLost
+from phalanx.rpc import in_transit, session, streams
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.encoding import encode
 from phalanx.rpc.future import Future
@@ -19,11 +18,19 @@ from phalanx.rpc.members import Member
 
 __all__ = ["CALL", "Asked", "call", "each", "name_of", "perform", "start"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 CALL = "call"
 _PAUSE_S = 0.1
+
+
+@runtime_checkable
+class Callee(Protocol):
+    """What can be called in the place of a worker: a remote object (``objects.py``)."""
+
+    def _start_call(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
+    ) -> Future[Any]: ...
 
 
 class Asked(NamedTuple):
@@ -35,19 +42,21 @@ class Asked(NamedTuple):
 
 
 def call(
-    to: str | int | Member,
-    function: Callable[..., T],
+    to: str | int | Member | Callee,
+    function: Callable[..., T] | str,
     *args: Any,
     timeout_s: float | None = None,
     retry: bool = False,
     **kwargs: Any,
-) -> T:
+) -> Any:
     """Call a function on another worker, and wait for what it returns.
 
     Args:
-        to: the worker's name, rank, or ``Member``; this process itself is allowed.
+        to: the worker's name, rank, or ``Member``; this process itself is allowed. Or a remote object: then
+            ``function`` is the name of a method, or a function that gets the object as its first argument.
         function: a function that both processes can import, or any that cloudpickle can send. If it is ``async``, it is
-            awaited there. If it is a generator, the caller gets an iterator of its items, and holds it back by its pace.
+            awaited there. If it is a generator, the caller gets an iterator of its items, and holds it back by its
+            pace.
         args, kwargs: its arguments. Tensors are not pickled; the function gets copies.
         timeout_s: how long it may take, in seconds; ``rpc.init(timeout_s=...)`` by default, infinity for no limit.
         retry: whether the call may run twice: if the worker is lost, it is called again as soon as a worker has come
@@ -76,12 +85,20 @@ def call(
 
 
 def start(
-    to: str | int | Member, function: Callable[..., T], *args: Any, timeout_s: float | None = None, **kwargs: Any
-) -> Future[T]:
+    to: str | int | Member | Callee,
+    function: Callable[..., Any] | str,
+    *args: Any,
+    timeout_s: float | None = None,
+    **kwargs: Any,
+) -> Future[Any]:
     """Begin a call, and return at once with a future of what it returns. See :func:`call`.
 
     The arguments may be changed when this returns. The errors of the call are raised by ``future.wait()``.
     """
+    if isinstance(to, Callee):
+        return to._start_call(function, args, kwargs, timeout_s)
+    if isinstance(function, str):
+        raise ArgumentError(f"{function!r} is the name of a method, and {to!r} is not a remote object")
     asked = Asked(function, args, kwargs)
     return session.agent().request(to, CALL, asked, timeout_s, asked=name_of(function)).then(streams.received)
 
@@ -105,9 +122,10 @@ def each(
     agent = session.agent()
     if group is None:
         group = [member for member in agent.members() if member != agent.me]
-    head, buffers = encode(Asked(function, args, kwargs))
+    with in_transit.sending() as kept:
+        head, buffers = encode(Asked(function, args, kwargs))
     name = name_of(function)
-    futures = [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name) for to in group]
+    futures = [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept) for to in group]
     return [future.then(streams.received) for future in futures]
 
 
@@ -126,12 +144,31 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
-@cache
+_loop: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
+_loop_lock = threading.Lock()
+
+
 def event_loop() -> asyncio.AbstractEventLoop:
     """The event loop on which this process awaits what others ask for; it has a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="phalanx-rpc-asyncio", daemon=True).start()
-    return loop
+    global _loop
+    with _loop_lock:
+        if _loop is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, name="phalanx-rpc-asyncio", daemon=True)
+            thread.start()
+            _loop = loop, thread
+        return _loop[0]
+
+
+def _end_event_loop() -> None:
+    global _loop
+    with _loop_lock:
+        if _loop is not None:
+            loop, thread = _loop
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+            _loop = None
 
 
 def _await(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -153,6 +190,7 @@ def _on_call(incoming: Incoming, asked: Asked) -> Any:
 
 def _equip(agent: Agent) -> None:
     agent.serve(CALL, _on_call)
+    agent.on_close(_end_event_loop)
 
 
 session.on_init(_equip)

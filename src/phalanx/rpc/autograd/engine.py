@@ -32,6 +32,7 @@ __all__ = [
     "context",
     "get_gradients",
     "install",
+    "max_id",
     "new_context",
     "release_context",
     "running_in",
@@ -202,6 +203,12 @@ def release_context(number: int) -> bool:
         with contextlib.suppress(PhalanxError, OSError):  # that worker, or this one, is leaving
             _require_agent().notify(other, RELEASE, number)
     return True
+
+
+def max_id() -> int:
+    """The largest number that a context of this worker can have."""
+    _require_agent()
+    return contexts.max_id()
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

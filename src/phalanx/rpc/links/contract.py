@@ -24,8 +24,8 @@ class Receiver(Protocol):
         Args:
             link: where it came from.
             message: the message. Its memory belongs to the agent from now on.
-            may_block: whether another thread takes over the receiving if this call takes long, so that the agent may run
-                what the message asks for on this thread. Otherwise the call returns soon.
+            may_block: whether another thread takes over the receiving if this call takes long. Then the agent may run
+                what the message asks for on this thread; otherwise the call returns soon.
         """
 
     def ended(self, link: Link, why: str) -> None:
@@ -63,7 +63,7 @@ class Link(ABC):
     def close(self) -> None:
         """End the link. What was sent before arrives; the other side is told at once."""
 
-    def wait(self, done: Callable[[], bool], call: int, timeout_s: float) -> None:
+    def wait(self, done: Callable[[], bool], call: int, timeout_s: float) -> None:  # noqa: B027 - a default
         """Receive on this thread, in place of the link's own, until the answer to one call has been delivered.
 
         This only makes a waiting caller quicker: the default does nothing, and the caller then sleeps.

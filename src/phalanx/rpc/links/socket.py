@@ -7,6 +7,7 @@ piece, of a large one.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -24,8 +25,8 @@ from phalanx.wire.sockets import KeepAlive
 
 __all__ = ["KEEP_ALIVE", "SocketLink"]
 
-# A host that vanishes, or a link that is cut, counts as lost after 3 s. The kernel answers the probes, so a process that
-# is stopped or busy is not lost.
+# A host that vanishes, or a link that is cut, counts as lost after 3 s. The kernel answers the probes, so a process
+# that is stopped or busy is not lost.
 KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=2, unacknowledged_s=3)
 _UNSENT_BYTES = 1 << 17
 _BLOCK = 1 << 18
@@ -99,7 +100,7 @@ class SocketLink(Link):
             self._large.release()
 
     def _write(self, kind: int, until: float, *parts: bytes | memoryview) -> None:
-        """Send one frame. If its time is over before its first byte, TimeoutError; else the rest goes before the next."""
+        """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing."""
         nbytes = 1 + sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
         with self._writing:
             if self._unsent and not self._flush(self._unsent, until):
@@ -225,10 +226,8 @@ class SocketLink(Link):
     def close(self) -> None:
         """See :class:`Link`."""
         if not self._over:
-            try:
+            with contextlib.suppress(LinkEnded, TimeoutError):
                 self._write(wire_format.END, time.monotonic() + 1.0)
-            except (LinkEnded, TimeoutError):
-                pass
         self._end("this process has closed it")
 
     def _end(self, why: str) -> None:
@@ -237,9 +236,7 @@ class SocketLink(Link):
                 return
             self._over = why
         self._forget(self)
-        try:
+        with contextlib.suppress(OSError):  # it is gone
             self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is gone
         self.sock.close()
         self._receiver.ended(self, why)

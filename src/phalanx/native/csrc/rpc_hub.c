@@ -1,0 +1,210 @@
+/* A process's hub: its place, its bell, and the thread that notices deaths and shows that the process runs. */
+#define _GNU_SOURCE
+#include "rpc_hub.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+
+#define TICK_MS 40
+#define STALE_NS 90000000ull /* a place that has shown no life for longer is looked after in /proc */
+
+_Atomic uint32_t phx_rpc_forks;
+
+static void in_child(void)
+{
+    atomic_fetch_add_explicit(&phx_rpc_forks, 1, memory_order_relaxed);
+}
+
+static void note_forks(void)
+{
+    pthread_atfork(NULL, NULL, in_child);
+}
+
+static long wake(struct phx_rpc_place *place, int count, uint32_t bits)
+{
+    return syscall(SYS_futex, (uint32_t *)&place->bell, FUTEX_WAKE_BITSET, count, NULL, NULL, bits);
+}
+
+void phx_rpc_ring(struct phx_rpc_place *place, uint32_t bits, uint32_t otherwise)
+{
+    atomic_fetch_add_explicit(&place->bell, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(&place->spinners, memory_order_seq_cst) ||
+        !atomic_load_explicit(&place->sleepers, memory_order_seq_cst))
+        return;
+    if (wake(place, 1, bits) == 0 && otherwise)
+        wake(place, 1, otherwise);
+}
+
+void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits)
+{
+    atomic_fetch_add_explicit(&hub->place->bell, 1, memory_order_seq_cst);
+    if (atomic_load_explicit(&hub->place->sleepers, memory_order_seq_cst))
+        wake(hub->place, bits == PHX_RPC_SERVERS ? 1 : INT_MAX, bits);
+}
+
+void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
+{
+    uint32_t not_yet = 0;
+    if (!atomic_compare_exchange_strong(&link->ended, &not_yet, why))
+        return;
+    phx_rpc_call_up(link->hub, PHX_RPC_SERVERS);
+    phx_rpc_call_up(link->hub, PHX_RPC_WAITERS);
+    phx_wake(phx_low_half(&link->own->rings[0].tail));
+    phx_wake(phx_low_half(&link->own->rings[1].tail));
+}
+
+/* A pidfd tells of the end of a process at once. Where there is none, and of an exec, the place's standstill tells. */
+static void look_after(phx_rpc_link *link, uint64_t now)
+{
+    const uint64_t alive = atomic_load_explicit(&link->peer->alive_ns, memory_order_relaxed);
+    if (alive + STALE_NS > now)
+        return;
+    struct phx_process seen;
+    const enum phx_sight sight = phx_process_read(link->pid, &seen);
+    if (sight == PHX_GONE || (sight == PHX_RUNNING && seen.start_time != link->process.start_time))
+        phx_rpc_ends(link, PHX_RPC_GONE);
+    else if (sight == PHX_RUNNING && seen.image && link->process.image && seen.image != link->process.image)
+        phx_rpc_ends(link, PHX_RPC_REPLACED);
+}
+
+static void *watch(void *argument)
+{
+    phx_rpc_hub *hub = argument;
+    struct pollfd *polled = NULL;
+    phx_rpc_link **links = NULL;
+    uint32_t room = 0;
+    while (!atomic_load(&hub->shut)) {
+        const uint64_t now = phx_now_ns();
+        atomic_store_explicit(&hub->place->alive_ns, now, memory_order_relaxed);
+        pthread_mutex_lock(&hub->lock);
+        uint32_t count = hub->count;
+        if (count > room) {
+            struct pollfd *more = realloc(polled, 2 * count * sizeof *polled);
+            polled = more ? more : polled;
+            phx_rpc_link **others = realloc(links, 2 * count * sizeof(phx_rpc_link *));
+            links = others ? others : links;
+            room = more && others ? 2 * count : room;
+        }
+        count = count < room ? count : room;
+        for (uint32_t i = 0; i < count; i++) {
+            links[i] = hub->links[i];
+            polled[i] = (struct pollfd){.fd = atomic_load(&links[i]->ended) ? -1 : links[i]->pidfd, .events = POLLIN};
+            phx_rpc_hold(links[i]);
+        }
+        pthread_mutex_unlock(&hub->lock);
+        const int ready = poll(polled, count, TICK_MS);
+        for (uint32_t i = 0; i < count; i++) {
+            if (ready > 0 && polled[i].revents)
+                phx_rpc_ends(links[i], PHX_RPC_GONE);
+            else if (!atomic_load(&links[i]->ended))
+                look_after(links[i], now);
+            phx_rpc_drop(links[i]);
+        }
+    }
+    free(polled);
+    free(links);
+    return NULL;
+}
+
+static int start_watcher(phx_rpc_hub *hub)
+{
+    sigset_t all, before; /* signals are for Python's threads */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const int failed = pthread_create(&hub->watcher, NULL, watch, hub);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return failed;
+}
+
+phx_rpc_hub *phx_rpc_open(const uint8_t *cookie)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, note_forks);
+    phx_rpc_hub *hub = calloc(1, sizeof *hub);
+    if (!hub || !(hub->links = calloc(PHX_RPC_LINKS, sizeof *hub->links))) {
+        free(hub);
+        errno = ENOMEM;
+        return NULL;
+    }
+    hub->fd = memfd_create("phalanx-rpc", MFD_CLOEXEC);
+    void *page = MAP_FAILED;
+    if (hub->fd >= 0 && ftruncate(hub->fd, PHX_RPC_PAGE) == 0)
+        page = mmap(NULL, PHX_RPC_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, hub->fd, 0);
+    if (page != MAP_FAILED) {
+        cpu_set_t cores;
+        hub->place = page;
+        hub->place->magic = PHX_RPC_MAGIC;
+        hub->place->abi = PHX_ABI;
+        memcpy(hub->place->cookie, cookie, sizeof hub->place->cookie);
+        atomic_store(&hub->place->alive_ns, phx_now_ns());
+        phx_rpc_stamp(hub);
+        hub->forks = atomic_load(&phx_rpc_forks);
+        hub->cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? (uint32_t)CPU_COUNT(&cores) : 1;
+        atomic_store(&hub->refs, 1);
+        pthread_mutex_init(&hub->lock, NULL);
+        errno = start_watcher(hub);
+        if (!errno)
+            return hub;
+        munmap(page, PHX_RPC_PAGE);
+    }
+    const int reason = errno;
+    if (hub->fd >= 0)
+        close(hub->fd);
+    free(hub->links);
+    free(hub);
+    errno = reason;
+    return NULL;
+}
+
+int phx_rpc_descriptor(phx_rpc_hub *hub)
+{
+    return hub->fd;
+}
+
+void phx_rpc_shut(phx_rpc_hub *hub)
+{
+    if (!phx_rpc_mine(hub) || atomic_exchange(&hub->shut, 1))
+        return;
+    for (;;) {
+        pthread_mutex_lock(&hub->lock);
+        phx_rpc_link *link = hub->count ? hub->links[hub->count - 1] : NULL;
+        if (link)
+            phx_rpc_hold(link);
+        pthread_mutex_unlock(&hub->lock);
+        if (!link)
+            break;
+        phx_rpc_end(link);
+        phx_rpc_drop(link);
+    }
+    pthread_join(hub->watcher, NULL);
+    close(hub->fd);
+    phx_rpc_call_up(hub, PHX_RPC_SERVERS | PHX_RPC_WAITERS);
+}
+
+void phx_rpc_unref(phx_rpc_hub *hub)
+{
+    if (atomic_fetch_sub(&hub->refs, 1) != 1)
+        return;
+    munmap(hub->place, PHX_RPC_PAGE);
+    pthread_mutex_destroy(&hub->lock);
+    free(hub->links);
+    free(hub);
+}
+
+void phx_rpc_close(phx_rpc_hub *hub)
+{
+    if (!phx_rpc_mine(hub))
+        return;
+    phx_rpc_shut(hub);
+    phx_rpc_unref(hub);
+}

@@ -1,0 +1,115 @@
+/* The shared memory of RPC between processes of one host: every word that two processes share.
+ *
+ * Each process with a hub has a *place*, one page, which every process that has a link to it maps. Each link has a
+ * *channel*, made by the side that dials (side 0) and mapped by both. A side sends through two rings and a slab of its
+ * own in it: small images go through the small ring; of a large one only a record goes through the bulk ring, and the
+ * image lies in the slab; one that finds no room there goes through the bulk ring in pieces. A slab is allocated from by
+ * its side alone, whose notes of it are private memory.
+ *
+ * Both are memfds, found through /proc/<pid>/fd and known by 16 random bytes. Counters of a ring count all bytes that
+ * ever went in and came out.
+ *
+ * Every shared word: its writer, its readers, the memory order, and what is left if the writer dies right before or
+ * right after the store.
+ *
+ *   magic, abi, cookie, slab_bytes
+ *               Written before the descriptor is told to anybody; ordered by the connection that tells it.
+ *   bell        Raised by a process that has put something into a ring, before that by nobody; by the place's own threads
+ *               to call each other. seq_cst. A thread of the place that finds nothing sleeps on the value that it read
+ *               before it looked. A sender that dies before has put in a message without ringing: it is found when
+ *               anything else happens, at the latest when the death is noticed, which rings too. After: nothing is lost.
+ *   sleepers    How many threads of the place sleep on the bell; written by them, seq_cst, before they sleep. Read by who
+ *               has rung: either it sees the sleeper and wakes it, or the kernel sees a changed bell and does not sleep.
+ *   spinners    How many threads of the place watch the bell without sleeping, seq_cst. While there is one, nobody is
+ *               woken. A thread that ceases to watch looks at all rings after it has taken itself off this count.
+ *               sleepers and spinners die with the process that owns the place, and with it all who wait.
+ *   alive_ns    When the hub's own C thread last ran, about every 50 ms; relaxed. That it stands still is the death, the
+ *               stop or the exec of the process, told apart in /proc.
+ *   python_ns   When a thread of the place last entered the core from Python; relaxed.
+ *   head        Of a ring, written by the sending side under a lock of its process, release, after the bytes. Read by the
+ *               receiving side, acquire. Death before: the message does not exist. Death after: it is whole.
+ *   tail        Written by the receiving side under its hub's lock, seq_cst, when it has copied the bytes. Read by the
+ *               sending side, acquire. Death: the ring stays full, until the sender learns of the death.
+ *   waiting     How many threads of the sending side sleep on `tail`, seq_cst. Read by the receiving side after it has
+ *               stored `tail`. If the sender dies it stays raised: each message then costs a wake that wakes nobody.
+ *   released    One for each block of the sender's slab. Written by the receiving side, release, with the block's sequence
+ *               number, when nobody there can reach the block's memory any more. Read by the sending side, acquire,
+ *               before it uses the block again. Death before: the link ends, and the whole channel with it.
+ *   closed      Raised by its side, release, when it ends the link, after all that it has sent. Read by the other, acquire,
+ *               which ends it too when it has taken everything. Death before: as any death.
+ *   pid, fd, place_cookie, start_time, image
+ *               Who a side is. Side 0's are written before the descriptor is told; side 1's when it attaches, before it
+ *               says so over the connection that told it. A wrong one is no danger: it is compared with /proc.
+ */
+#ifndef PHALANX_RPC_SEGMENT_H
+#define PHALANX_RPC_SEGMENT_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define PHX_RPC_MAGIC 0x637072786e616c61ull
+#define PHX_RPC_LINE 128u /* two cache lines: the prefetcher fetches them in pairs */
+#define PHX_RPC_PAGE 4096u
+#define PHX_RPC_SMALL_RING 262144u
+#define PHX_RPC_BULK_RING 1048576u
+#define PHX_RPC_PIECE 131072u /* of an image that goes in pieces: less than half of the bulk ring */
+#define PHX_RPC_BLOCKS 1024u
+
+struct phx_rpc_place {
+    uint64_t magic;
+    uint32_t abi;
+    uint8_t cookie[16];
+    _Alignas(PHX_RPC_LINE) _Atomic uint32_t bell, sleepers, spinners;
+    _Alignas(PHX_RPC_LINE) _Atomic uint64_t alive_ns, python_ns;
+};
+
+struct phx_rpc_ring {
+    _Alignas(PHX_RPC_LINE) _Atomic uint64_t head;
+    _Atomic uint32_t waiting;
+    _Alignas(PHX_RPC_LINE) _Atomic uint64_t tail;
+};
+
+struct phx_rpc_side {
+    struct phx_rpc_ring rings[2];
+    _Alignas(PHX_RPC_LINE) _Atomic uint32_t closed;
+    uint32_t pid;
+    int32_t fd;
+    uint8_t place_cookie[16];
+    uint64_t start_time, image;
+    _Alignas(PHX_RPC_LINE) _Atomic uint32_t released[PHX_RPC_BLOCKS];
+};
+
+struct phx_rpc_channel {
+    uint64_t magic;
+    uint32_t abi;
+    uint8_t cookie[16];
+    uint64_t slab_bytes;
+    struct phx_rpc_side sides[2];
+};
+
+/* In front of everything in a ring. Records are aligned to 16 bytes and never wrap. */
+struct phx_rpc_record {
+    uint32_t nbytes; /* of what follows */
+    uint32_t type;
+    uint64_t whole; /* of an image in pieces, in its first piece: the bytes of all of them */
+};
+enum phx_rpc_type { PHX_RPC_SKIP = 1, PHX_RPC_IMAGE, PHX_RPC_BLOCK, PHX_RPC_FIRST, PHX_RPC_MORE };
+
+/* What a PHX_RPC_BLOCK record says. */
+struct phx_rpc_block {
+    uint64_t at, nbytes; /* in the slab */
+    uint32_t block, sequence;
+};
+
+/* Where the parts of a channel begin; a side's ring or slab follows at its number times its size. */
+static inline uint64_t phx_rpc_rings_at(void)
+{
+    return (sizeof(struct phx_rpc_channel) + PHX_RPC_PAGE - 1) / PHX_RPC_PAGE * PHX_RPC_PAGE;
+}
+static inline uint64_t phx_rpc_slabs_at(void)
+{
+    const uint64_t end = phx_rpc_rings_at() + 2 * (PHX_RPC_SMALL_RING + PHX_RPC_BULK_RING), huge = 2097152;
+    return (end + huge - 1) / huge * huge;
+}
+
+#endif

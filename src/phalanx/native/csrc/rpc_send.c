@@ -1,0 +1,145 @@
+/* Sending: a small image into its ring, a large one into the slab with a record in the bulk ring, or in pieces. */
+#define _GNU_SOURCE
+#include <sched.h>
+#include <string.h>
+
+#include "copy.h"
+#include "rpc_hub.h"
+
+#define STREAM_FROM 4194304u /* bytes of an image that the caches would not keep until it is read */
+#define TURN_BYTES 524288u   /* a long copy lets other threads have the core after so many bytes */
+
+static int cannot(phx_rpc_link *link)
+{
+    return !phx_rpc_mine(link->hub) || atomic_load_explicit(&link->ended, memory_order_relaxed) || !link->peer;
+}
+
+static void ring_for(phx_rpc_link *link, const struct phx_rpc_image *image)
+{
+    if (image->kind == PHX_RPC_ANSWER || image->kind == PHX_RPC_FAILURE)
+        phx_rpc_ring(link->peer, phx_rpc_bit(image->call), PHX_RPC_SERVERS);
+    else
+        phx_rpc_ring(link->peer, PHX_RPC_SERVERS, 0);
+}
+
+int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
+{
+    if (cannot(link))
+        return PHX_PEER_LOST;
+    if (nbytes < sizeof(struct phx_rpc_image) || nbytes > PHX_RPC_SMALL)
+        return PHX_BAD_ARGUMENT;
+    struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_SMALL_LANE];
+    pthread_mutex_lock(&link->sending);
+    void *place = phx_rpc_reserve(out, PHX_RPC_IMAGE, nbytes, 0);
+    if (place) {
+        memcpy(place, image, nbytes);
+        phx_rpc_publish(out, nbytes);
+    }
+    pthread_mutex_unlock(&link->sending);
+    if (!place)
+        return PHX_UNDER_WAY;
+    ring_for(link, image);
+    return PHX_OK;
+}
+
+/* Copy `nbytes` from byte `from` on of what the pieces are together. */
+static void gather(char *to, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t from,
+                   uint64_t nbytes, int past_caches)
+{
+    for (uint32_t i = 0; i < pieces && nbytes; i++) {
+        if (from >= sizes[i]) {
+            from -= sizes[i];
+            continue;
+        }
+        const uint64_t some = sizes[i] - from < nbytes ? sizes[i] - from : nbytes;
+        if (past_caches)
+            phx_stream(to, (const char *)data[i] + from, some);
+        else
+            memcpy(to, (const char *)data[i] + from, some);
+        to += some;
+        nbytes -= some;
+        from = 0;
+    }
+}
+
+static uint64_t sum(uint32_t pieces, const uint64_t *sizes)
+{
+    uint64_t nbytes = 0;
+    for (uint32_t i = 0; i < pieces; i++)
+        nbytes += sizes[i];
+    return nbytes;
+}
+
+uint64_t phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes)
+{
+    struct phx_rpc_block block;
+    const uint64_t nbytes = sum(pieces, sizes);
+    if (cannot(link) || nbytes > link->slab.bytes || !phx_rpc_allocate(&link->slab, nbytes, &block))
+        return 0;
+    for (uint64_t done = 0; done < nbytes;) {
+        const uint64_t some = nbytes - done < TURN_BYTES ? nbytes - done : TURN_BYTES;
+        gather(link->slab.data + block.at + done, pieces, data, sizes, done, some, nbytes >= STREAM_FROM);
+        done += some;
+        if (done < nbytes)
+            sched_yield();
+    }
+    return (uint64_t)block.sequence << 32 | block.block;
+}
+
+int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
+{
+    struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
+    struct phx_rpc_block block;
+    if (cannot(link))
+        return PHX_PEER_LOST;
+    if (!phx_rpc_find(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
+        return PHX_BAD_ARGUMENT;
+    void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block, 0);
+    if (!place)
+        return PHX_UNDER_WAY;
+    memcpy(place, &block, sizeof block);
+    phx_rpc_publish(out, sizeof block);
+    ring_for(link, (const struct phx_rpc_image *)(link->slab.data + block.at));
+    return PHX_OK;
+}
+
+void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
+{
+    struct phx_rpc_block block;
+    if (phx_rpc_mine(link->hub) && phx_rpc_find(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
+        atomic_store_explicit(&link->own->released[block.block], block.sequence, memory_order_release);
+}
+
+int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *done)
+{
+    struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
+    const uint64_t nbytes = sum(pieces, sizes);
+    while (*done < nbytes) {
+        if (cannot(link))
+            return PHX_PEER_LOST;
+        const uint64_t some = nbytes - *done < PHX_RPC_PIECE ? nbytes - *done : PHX_RPC_PIECE;
+        void *place = phx_rpc_reserve(out, *done ? PHX_RPC_MORE : PHX_RPC_FIRST, some, nbytes);
+        if (!place)
+            return PHX_UNDER_WAY;
+        gather(place, pieces, data, sizes, *done, some, 0);
+        phx_rpc_publish(out, some);
+        *done += some;
+        /* The first piece of memory is the beginning of the image. A waiting caller assembles its answer itself. */
+        ring_for(link, data[0]);
+    }
+    return PHX_OK;
+}
+
+void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken)
+{
+    if (cannot(link))
+        return;
+    struct phx_rpc_ring *ring = link->out[lane].ring;
+    if (atomic_load_explicit(&ring->tail, memory_order_acquire) == taken)
+        phx_sleep(phx_low_half(&ring->tail), (uint32_t)taken, &ring->waiting);
+}
+
+uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane)
+{
+    return atomic_load_explicit(&link->own->rings[lane].tail, memory_order_acquire);
+}

@@ -1,0 +1,204 @@
+"""The ways from this worker to the others: made when first needed, through shared memory if that can be, else TCP.
+
+The worker that dials proves the job's key, says who it is, and offers shared memory if the other one has the same host
+name. The other one accepts the offer if it can attach that memory, which proves that they share a host. Then the
+connection has done its work and is closed; otherwise it is the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
+from phalanx.rpc.links.own import OwnLink
+from phalanx.rpc.links.shared import SharedHub
+from phalanx.rpc.links.socket import SocketLink
+from phalanx.rpc.members import Member, Members
+from phalanx.rpc.network import Network
+from phalanx.wire.door import Arrival
+from phalanx.wire.key import Key
+from phalanx.wire.proof import NoProof, PassedOn, WrongKey
+from phalanx.words import tell
+
+__all__ = ["Connections", "Unreached"]
+
+# An honest worker answers a connection at once, unless its machine is very busy.
+DIAL_S = 10.0
+
+# What dialling and sending raise if the other worker cannot be reached.
+Unreached = (LinkEnded, OSError, NoProof, WrongKey, PassedOn)
+
+
+class Connections:
+    """All links of one agent. Safe to use from several threads.
+
+    Args:
+        members: who there is.
+        address: where to listen.
+        key: what every worker of the job knows.
+        receiver: the agent.
+        found_gone: is called with a worker at whose address nobody listens any more.
+    """
+
+    def __init__(
+        self, members: Members, address: str, key: Key, receiver: Receiver, found_gone: Callable[[Member], None]
+    ) -> None:
+        self._members = members
+        self._receiver = receiver
+        self._found_gone = found_gone
+        self._me: Member | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._links: dict[int, Link] = {}
+        self._peers: dict[Link, Member] = {}
+        self._dialling: dict[int, threading.Lock] = {}
+        self._network = Network(address, key, self._welcome)
+        self._hub: SharedHub | None = None
+        try:
+            self._hub = SharedHub(receiver)
+        except OSError as error:
+            tell(f"note: workers of this host talk over TCP: {error}")
+        self.port: int = self._network.port
+
+    def start(self, me: Member) -> None:
+        """Accept connections from now on, as this worker."""
+        self._me = me
+        own = OwnLink(self._receiver)
+        self._links[me.incarnation] = own
+        self._peers[own] = me
+        self._network.start()
+
+    def peer_of(self, link: Link) -> Member | None:
+        """Who is at the other end; None if the link has ended."""
+        return self._peers.get(link)
+
+    def link_to(self, member: Member, until: float) -> Link:
+        """The way to a worker, which is made if there is none.
+
+        Args:
+            member: the worker.
+            until: when to give up, as of ``time.monotonic``.
+
+        Raises:
+            Unreached: it is gone, or cannot be reached.
+            TimeoutError: it took too long.
+        """
+        link = self._links.get(member.incarnation)
+        if link is not None:
+            return link
+        with self._lock:
+            dialling = self._dialling.setdefault(member.incarnation, threading.Lock())
+        if not dialling.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
+            raise TimeoutError
+        try:
+            link = self._links.get(member.incarnation)
+            if link is not None:
+                return link
+            if why := self._members.gone(member):
+                raise LinkEnded(why)
+            return self._dial(member, until)
+        finally:
+            dialling.release()
+
+    def ended(self, link: Link) -> Member | None:
+        """Forget a link that has ended, and return who was at the other end; None if that is known already."""
+        with self._lock:
+            peer = self._peers.pop(link, None)
+            if peer is not None and self._links.get(peer.incarnation) is link:
+                del self._links[peer.incarnation]
+        return peer
+
+    def is_there(self, member: Member) -> bool:
+        """Whether this incarnation of a worker answers at its address."""
+        try:
+            line, verdict = self._network.dial(member.address, member.port, b'{"ping": 1}', 2.0)
+        except Unreached:
+            return False
+        line.close()
+        return bool(json.loads(verdict).get("incarnation") == member.incarnation)
+
+    def close(self) -> None:
+        """End all links and threads."""
+        self._closed = True
+        for link in list(self._peers):
+            link.close()
+        hub, self._hub = self._hub, None  # its memory is unmapped when its last thread and tensor have gone
+        if hub is not None:
+            hub.close()
+        self._network.stop()
+
+    def _dial(self, member: Member, until: float) -> Link:
+        me, hub = self._me, self._hub
+        if me is None:
+            raise LinkEnded("this process is no worker yet")
+        offer = b""
+        if hub is not None and member.host == me.host:
+            with contextlib.suppress(OSError):  # then it goes by TCP
+                offer = hub.offer()
+        try:
+            patience = max(0.05, min(DIAL_S, until - time.monotonic()))
+            claim = json.dumps({"me": asdict(me), "to": member.incarnation, "offer": offer.decode()}).encode()
+            try:
+                line, verdict = self._network.dial(member.address, member.port, claim, patience)
+            except ConnectionRefusedError as error:
+                self._found_gone(member)
+                raise LinkEnded("nothing listens at its address any more") from error
+            said = json.loads(verdict)
+            if said.get("shared") and hub is not None:
+                line.close()
+                shared = hub.confirm(offer)
+                chosen = self._enter(member, shared)
+                shared.begin()
+                return chosen
+            if "refused" in said:
+                line.close()
+                raise LinkEnded(said["refused"])
+            link = SocketLink(line.sock, line.session, self._receiver, forget=self._network.forget)
+            return self._add(member, link)
+        finally:
+            if hub is not None and offer:
+                hub.withdraw(offer)
+
+    def _welcome(self, arrival: Arrival) -> None:
+        """A process that knows the key has come. It is on the network's thread."""
+        me = self._me
+        try:
+            claim = json.loads(arrival.proven.claim)
+            if "ping" in claim and me is not None:
+                arrival.answer(json.dumps({"incarnation": me.incarnation}).encode())
+                arrival.sock.close()
+                return
+            peer, to, offer = Member(**claim["me"]), claim["to"], str(claim.get("offer", "")).encode()
+        except (ValueError, TypeError, KeyError, AttributeError):
+            arrival.sock.close()
+            return
+        if me is None or self._closed or to != me.incarnation:
+            arrival.answer(json.dumps({"refused": f"another worker is at its address now: {me}"}).encode())
+            arrival.sock.close()
+            return
+        shared = self._hub.accept(offer) if offer and self._hub is not None else None
+        if shared is not None:
+            self._enter(peer, shared)
+            with contextlib.suppress(LinkEnded):
+                shared.begin()
+            arrival.answer(b'{"shared": 1}')
+            arrival.sock.close()
+            return
+        link = SocketLink(arrival.sock, arrival.proven.session(), self._receiver, arrival.rest, self._network.forget)
+        arrival.answer(b"{}")
+        self._add(peer, link)
+
+    def _add(self, peer: Member, link: SocketLink) -> Link:
+        chosen = self._enter(peer, link)
+        self._network.add(link)
+        return chosen
+
+    def _enter(self, peer: Member, link: Link) -> Link:
+        with self._lock:
+            self._peers[link] = peer
+            return self._links.setdefault(peer.incarnation, link)  # both may have dialled at the same time

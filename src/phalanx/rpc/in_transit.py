@@ -1,0 +1,57 @@
+"""What must stay alive while a message is on its way, and what must be settled before its receiver goes on.
+
+A reference to a remote object that travels from A to B is held by A until B's own hold is known to the object's owner.
+So the layer that knows about references notes them here while a message is encoded or decoded, and the agent, which
+knows when a message has been received, keeps and settles them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["arrived", "keep", "receiving", "sending"]
+
+
+class _Local(threading.local):
+    kept: list[Any] | None = None
+    to_settle: list[Callable[[], None]] | None = None
+
+
+_local = _Local()
+
+
+def keep(thing: Any) -> None:
+    """Note, while a message is encoded on this thread, what its receiver relies on until it has settled."""
+    if _local.kept is not None:
+        _local.kept.append(thing)
+
+
+def arrived(settle: Callable[[], None]) -> None:
+    """Note, while a message is decoded on this thread, what is to be called before its receiver goes on."""
+    if _local.to_settle is None:
+        settle()
+    else:
+        _local.to_settle.append(settle)
+
+
+@contextlib.contextmanager
+def sending() -> Iterator[list[Any]]:
+    """Collect what :func:`keep` is called with on this thread."""
+    before, _local.kept = _local.kept, []
+    try:
+        yield _local.kept
+    finally:
+        _local.kept = before
+
+
+@contextlib.contextmanager
+def receiving() -> Iterator[list[Callable[[], None]]]:
+    """Collect what :func:`arrived` is called with on this thread."""
+    before, _local.to_settle = _local.to_settle, []
+    try:
+        yield _local.to_settle
+    finally:
+        _local.to_settle = before

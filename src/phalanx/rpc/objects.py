@@ -1,0 +1,371 @@
+"""Remote objects: made on a worker, used from others, and freed when nobody holds them.
+
+A process *holds* an object while it has at least one :class:`RemoteObject` for it. Each owner knows which processes
+hold which objects: a holder tells it once when it begins to hold and once when it has let go, in batches, never for
+each copy of a reference. A hold ends with its process too: the owner sees the link to it end. So nothing depends on the
+order in which garbage is collected, and a holder that dies leaves nothing behind.
+
+On the way from A to B a reference is A's until B's hold is known to the owner (``in_transit.py``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from phalanx.errors import ObjectLost, WorkerLost
+from phalanx.rpc import in_transit, session, streams, verbs
+from phalanx.rpc.agent import Agent, Incoming
+from phalanx.rpc.future import Future
+from phalanx.rpc.members import Member
+
+__all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
+
+_MAKE, _METHOD, _LEASE = "objects.make", "objects.method", "objects.lease"
+# How soon an owner learns that a process has let go of objects.
+LEASE_S = 0.25
+
+
+class ObjectInfo(NamedTuple):
+    """An object that lives in this process for others.
+
+    Attributes:
+        number: of the object here.
+        type_name: its type.
+        made_by: the worker that made it, and the line of its program.
+        holders: the workers that hold it.
+    """
+
+    number: int
+    type_name: str
+    made_by: str
+    holders: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class _Owned:
+    value: Any
+    made_by: str
+    holders: dict[int, Member] = field(default_factory=dict)
+
+
+class _Table:
+    """The objects of one agent: those that live here, and those elsewhere that this process holds."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.lock = threading.RLock()
+        self.numbers = itertools.count(1)
+        self.owned: dict[int, _Owned] = {}
+        self.held: dict[Member, Counter[int]] = {}  # how many references this process has, by owner and number
+        self.told: dict[Member, set[int]] = {}  # the holds that the owner knows of
+        self.telling: dict[Member, threading.Lock] = {}  # so that two batches for one owner arrive in their order
+        self.dropped = threading.Event()
+        self.closed = False
+        self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
+        self.thread.start()
+
+    def add(self, value: Any, made_by: str) -> int:
+        """Keep a new object; the caller makes a reference to it."""
+        with self.lock:
+            number = next(self.numbers)
+            self.owned[number] = _Owned(value, made_by)
+            return number
+
+    def value(self, number: int) -> Any:
+        """The object of a number."""
+        with self.lock:
+            owned = self.owned.get(number)
+        if owned is None:
+            raise ObjectLost(f"object {number} of {self.agent.me} is gone: nobody held it any more")
+        return owned.value
+
+    def hold(self, owner: Member, number: int) -> None:
+        """Count one more reference of this process."""
+        with self.lock:
+            self.held.setdefault(owner, Counter())[number] += 1
+
+    def release(self, owner: Member, number: int) -> None:
+        """Count one less. The owner is told soon."""
+        with self.lock:
+            counts = self.held.get(owner)
+            if counts is None:
+                return
+            counts[number] -= 1
+            if counts[number] <= 0:
+                del counts[number]
+                self.dropped.set()
+
+    def tell(self, owner: Member) -> None:
+        """Make this process's holds known to an owner; return when they are."""
+        with self.lock:
+            telling = self.telling.setdefault(owner, threading.Lock())
+        with telling:
+            with self.lock:
+                held, told = set(self.held.get(owner, ())), self.told.setdefault(owner, set())
+                begun, ended = sorted(held - told), sorted(told - held)
+                if not begun and not ended:
+                    return
+                self.told[owner] = held
+            if owner == self.agent.me:
+                self.note(self.agent.me, begun, ended)
+                return
+            try:
+                self.agent.request(owner, _LEASE, (begun, ended), asked="to note who holds its objects").wait()
+            except Exception:  # the owner is gone, and its objects with it
+                with self.lock:
+                    self.held.pop(owner, None)
+                    self.told.pop(owner, None)
+
+    def note(self, holder: Member, begun: list[int], ended: list[int]) -> None:
+        """As an owner, note which objects a process holds and which it has let go of."""
+        freed = []
+        with self.lock:
+            for number in begun:
+                owned = self.owned.get(number)
+                if owned is not None:
+                    owned.holders[holder.incarnation] = holder
+            for number in ended:
+                owned = self.owned.get(number)
+                if owned is not None:
+                    owned.holders.pop(holder.incarnation, None)
+                    if not owned.holders:
+                        freed.append(self.owned.pop(number))
+        del freed  # without the lock: the end of an object may run any code
+
+    def forget(self, gone: Member) -> None:
+        """A process is gone: it holds nothing, and its objects are no more."""
+        with self.lock:
+            numbers = [number for number, owned in self.owned.items() if gone.incarnation in owned.holders]
+            self.held.pop(gone, None)
+            self.told.pop(gone, None)
+        self.note(gone, [], numbers)
+
+    def close(self) -> None:
+        """End the thread, and let go of everything."""
+        self.closed = True
+        self.dropped.set()
+        self.thread.join()
+        self.owned.clear()
+
+    def _let_go(self) -> None:
+        while not self.closed:
+            self.dropped.wait()
+            if self.closed:
+                return
+            time.sleep(LEASE_S)
+            self.dropped.clear()
+            with self.lock:
+                owners = [owner for owner, told in self.told.items() if told - set(self.held.get(owner, ()))]
+            for owner in owners:
+                self.tell(owner)
+
+
+_tables: dict[Agent, _Table] = {}
+
+
+def _table() -> _Table:
+    return _tables[session.agent()]
+
+
+class _Method:
+    def __init__(self, target: RemoteObject, name: str, *, waits: bool) -> None:
+        self._target, self._name, self._waits = target, name, waits
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        future = start_on(self._target, self._name, args, kwargs, None)
+        return future.wait() if self._waits else future
+
+    def __repr__(self) -> str:
+        return f"<method {self._name} of {self._target!r}>"
+
+
+class _Start:
+    def __init__(self, target: RemoteObject) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self._target, name, waits=False)
+
+
+class RemoteObject:
+    """A reference to an object on another worker (or on this one). ``obj.method(x)`` is a call there.
+
+    ``obj.start.method(x)`` returns a future. ``rpc.call(obj, "method", x, timeout_s=5)`` gives one call its own
+    timeout, and ``rpc.call(obj, function, x)`` calls ``function(the object, x)`` there. It can be sent to other
+    workers.
+    """
+
+    def __init__(self, owner: Member, number: int, type_name: str) -> None:
+        self._owner, self._number, self._type_name = owner, number, type_name
+        table = _table()
+        table.hold(owner, number)
+        weakref.finalize(self, table.release, owner, number).atexit = False
+
+    @property
+    def start(self) -> Any:
+        """The same methods, each of which returns a future at once."""
+        return _Start(self)
+
+    def __getattr__(self, name: str) -> _Method:
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python asks for these by itself, and they are not methods of the object
+        return _Method(self, name, waits=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return start_on(self, "__call__", args, kwargs, None).wait()
+
+    def _start_call(
+        self, function: str | Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
+    ) -> Future[Any]:
+        return start_on(self, function, args, kwargs, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<{self._type_name} {self._number} on {self._owner}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        in_transit.keep(self)
+        return _arrive, (self._owner, self._number, self._type_name)
+
+
+def _arrive(owner: Member, number: int, type_name: str) -> RemoteObject:
+    reference = RemoteObject(owner, number, type_name)
+    table = _table()
+    in_transit.arrived(lambda: table.tell(owner))
+    return reference
+
+
+def make(
+    to: str | int | Member, kind: Callable[..., Any], *args: Any, timeout_s: float | None = None, **kwargs: Any
+) -> RemoteObject:
+    """Make an object on another worker, and return a reference to it.
+
+    The object lives there until no process has a reference to it, or until that worker ends.
+
+    Args:
+        to: the worker's name, rank, or ``Member``.
+        kind: the object's class, or a function that returns the object.
+        args, kwargs: its arguments.
+        timeout_s: how long that may take, in seconds.
+
+    Raises:
+        Exception: what making it raised.
+        WorkerLost, CallTimeout, EncodingError: as for ``rpc.call``.
+    """
+    asked = verbs.Asked(kind, args, kwargs)
+    name = verbs.name_of(kind)
+    made: RemoteObject = session.agent().request(to, _MAKE, asked, timeout_s, asked=f"to make a {name}").wait()
+    return made
+
+
+def local(reference: RemoteObject) -> Any:
+    """The object itself, on the worker where it lives.
+
+    Raises:
+        ObjectLost: it lives elsewhere; call its methods, or ``rpc.call(reference, function)``.
+    """
+    if reference._owner != session.agent().me:
+        raise ObjectLost(f"{reference!r} does not live on {session.agent().me}; rpc.call(reference, function) does")
+    return _table().value(reference._number)
+
+
+def objects() -> list[ObjectInfo]:
+    """The objects that live in this process for others: what they are, who made them and who holds them."""
+    table = _table()
+    with table.lock:
+        return [
+            ObjectInfo(
+                number,
+                type(owned.value).__qualname__,
+                owned.made_by,
+                tuple(sorted(member.name for member in owned.holders.values())),
+            )
+            for number, owned in table.owned.items()
+        ]
+
+
+def start_on(
+    target: RemoteObject,
+    function: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout_s: float | None,
+) -> Future[Any]:
+    """Begin a call of a method, or of a function with the object as its first argument."""
+    name = function if isinstance(function, str) else verbs.name_of(function)
+    asked = f"{target._type_name}.{name}"
+    # With the reference among what is sent, the object lives until the call has returned.
+    value = (target, function, args, kwargs)
+    future = session.agent().request(target._owner, _METHOD, value, timeout_s, asked=asked)
+    following: Future[Any] = Future(future._help_on, future._cancel)
+
+    def follow(done: Future[Any]) -> None:
+        try:
+            following.set_result(streams.received(done.wait(0)))
+        except WorkerLost as error:
+            own = error.incarnation == target._owner.incarnation  # else it was raised by what the object called
+            following.set_exception(_lost(target, error) if own else error)
+        except BaseException as error:
+            following.set_exception(error)
+
+    future.add_done_callback(follow)
+    return following
+
+
+def _lost(target: RemoteObject, error: WorkerLost) -> ObjectLost:
+    owner = target._owner
+    return ObjectLost(
+        f"{target!r} is gone with its worker: {error}. Make it again",
+        worker=owner.name,
+        rank=owner.rank,
+        pid=owner.pid,
+        host=owner.host,
+        incarnation=owner.incarnation,
+        asked=error.asked,
+        elapsed_s=error.elapsed_s,
+    )
+
+
+def _on_make(incoming: Incoming, asked: verbs.Asked) -> RemoteObject:
+    kind, args, kwargs = asked
+    value = kind(*args, **kwargs)
+    table = _table()
+    number = table.add(value, str(incoming.peer))
+    reference = RemoteObject(table.agent.me, number, type(value).__qualname__)
+    table.tell(table.agent.me)
+    return reference
+
+
+def _on_method(incoming: Incoming, value: tuple[Any, ...]) -> Any:
+    target, function, args, kwargs = value
+    thing = local(target)
+    if isinstance(function, str):
+        return verbs.perform(incoming, getattr(thing, function), args, kwargs)
+    return verbs.perform(incoming, function, (thing, *args), kwargs)
+
+
+def _on_lease(incoming: Incoming, holds: tuple[list[int], list[int]]) -> None:
+    _table().note(incoming.peer, *holds)
+
+
+def _equip(agent: Agent) -> None:
+    _tables[agent] = table = _Table(agent)
+    agent.serve(_MAKE, _on_make)
+    agent.serve(_METHOD, _on_method)
+    agent.serve(_LEASE, _on_lease, quick=True)
+    agent.on_change(lambda member, _: table.forget(member))
+
+    def end() -> None:
+        table.close()
+        del _tables[agent]
+
+    agent.on_close(end)
+
+
+session.on_init(_equip)

@@ -1,0 +1,147 @@
+"""The callee's side: what other workers may ask for, and the requests of theirs that are under way here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.rpc import in_transit
+from phalanx.rpc.encoding import decode, encode
+from phalanx.rpc.failure import Failure
+from phalanx.rpc.future import Future
+from phalanx.rpc.handlers import Handlers
+from phalanx.rpc.links.contract import Link, LinkEnded
+from phalanx.rpc.members import Member
+from phalanx.rpc.message import Kind, Message
+from phalanx.words import tell
+
+__all__ = ["CANCEL", "RECEIPT", "Incoming", "Serving"]
+
+# The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it.
+CANCEL, RECEIPT = "cancel", "receipt"
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """What a service's handler learns about a request beside its value.
+
+    Attributes:
+        peer: who asks.
+        cancelled: whether the caller has given the call up since.
+    """
+
+    peer: Member
+    cancelled: Callable[[], bool]
+
+
+@dataclass(eq=False)
+class _Service:
+    handler: Callable[[Incoming, Any], Any]
+    quick: bool
+
+
+class Serving:
+    """The services of one agent.
+
+    Args:
+        handlers: the threads on which they run.
+    """
+
+    def __init__(self, handlers: Handlers) -> None:
+        self._handlers = handlers
+        self._services: dict[str, _Service] = {}
+        self._under_way: dict[tuple[int, int], threading.Event] = {}  # by caller and number; set if given up
+        self._kept: dict[tuple[int, int], list[Any]] = {}  # what the receivers of answers rely on
+        self.add(CANCEL, self._on_cancel, quick=True)
+        self.add(RECEIPT, self._on_receipt, quick=True)
+
+    def add(self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool) -> None:
+        """See :meth:`phalanx.rpc.agent.Agent.serve`."""
+        self._services[service] = _Service(handler, quick)
+
+    def take(self, link: Link, peer: Member, message: Message, *, may_block: bool) -> None:
+        """Run what a message asks for: on this thread if that is allowed, else soon on another."""
+        service = self._services.get(message.service)
+        if message.kind is Kind.REQUEST:
+            self._under_way[peer.incarnation, message.call] = threading.Event()
+        if may_block or (service is not None and service.quick):
+            self._run(link, peer, service, message)
+        else:
+            self._handlers.run(self._run, link, peer, service, message)
+
+    def forget(self, peer: Member) -> None:
+        """A worker is gone: nobody waits for what it asked, and it relies on nothing."""
+        for (caller, _), given_up in list(self._under_way.items()):
+            if caller == peer.incarnation:
+                given_up.set()
+        for key in list(self._kept):
+            if key[0] == peer.incarnation:
+                self._kept.pop(key, None)
+
+    def _run(self, link: Link, peer: Member, service: _Service | None, message: Message) -> None:
+        given_up = self._under_way.get((peer.incarnation, message.call))
+        asks = message.kind is Kind.REQUEST
+        try:
+            if given_up is not None and given_up.is_set():
+                self._under_way.pop((peer.incarnation, message.call), None)
+                return
+            if service is None:
+                raise PhalanxError(f"this worker serves nothing called {message.service!r}")
+            incoming = Incoming(peer, given_up.is_set if given_up is not None else bool)
+            with in_transit.receiving() as to_settle:
+                value = decode(message.head, message.buffers)
+            for settle in to_settle:
+                settle()
+            result = service.handler(incoming, value)
+        except BaseException as error:
+            if asks:
+                self._answer(link, peer, message.call, error, failed=True)
+            return
+        finally:
+            message.head, message.buffers = b"", ()
+        if not asks:
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(partial(self._answer_later, link, peer, message.call))
+        else:
+            self._answer(link, peer, message.call, result)
+
+    def _answer_later(self, link: Link, peer: Member, number: int, future: Future[Any]) -> None:
+        try:
+            self._answer(link, peer, number, future.wait(0))
+        except BaseException as error:
+            self._answer(link, peer, number, error, failed=True)
+
+    def _answer(self, link: Link, peer: Member, number: int, value: Any, *, failed: bool = False) -> None:
+        given_up = self._under_way.pop((peer.incarnation, number), None)
+        if given_up is None or given_up.is_set():
+            return
+        kept: list[Any] = []
+        try:
+            with in_transit.sending() as kept:
+                head, buffers = encode(Failure.of(value) if failed else value)
+        except Exception as error:
+            failed = True
+            head, buffers = encode(Failure.of(error))
+        kind = Kind.FAILURE if failed else Kind.ANSWER
+        if kept:
+            self._kept[peer.incarnation, number] = kept
+        with contextlib.suppress(LinkEnded):
+            try:
+                link.send(Message(kind, number, RECEIPT if kept else "", head, buffers), math.inf)
+            except TimeoutError as error:
+                tell(f"warning: {peer} takes no answers: {error}")
+
+    def _on_cancel(self, incoming: Incoming, number: int) -> None:
+        given_up = self._under_way.get((incoming.peer.incarnation, number))
+        if given_up is not None:
+            given_up.set()
+
+    def _on_receipt(self, incoming: Incoming, number: int) -> None:
+        self._kept.pop((incoming.peer.incarnation, number), None)

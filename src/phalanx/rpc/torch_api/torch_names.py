@@ -1,0 +1,27 @@
+"""The modules of torch whose private names this room uses; they have no types, so they are ``Any`` here.
+
+Checked on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd
+import torch.autograd.profiler_legacy
+from torch._C import _distributed_autograd, _distributed_rpc
+from torch.distributed.rpc import api as _api
+from torch.distributed.rpc import internal as _internal
+from torch.distributed.rpc import rref_proxy as _rref_proxy
+
+__all__ = ["api", "autograd", "cpp", "cpp_autograd", "internal", "jit", "profiler_legacy", "rref_proxy"]
+
+api: Any = _api
+autograd: Any = torch.autograd
+cpp: Any = _distributed_rpc
+cpp_autograd: Any = _distributed_autograd
+internal: Any = _internal
+jit: Any = torch.jit
+profiler_legacy: Any = torch.autograd.profiler_legacy
+rref_proxy: Any = _rref_proxy

@@ -1,0 +1,57 @@
+"""Script functions: found by their qualified names, checked by the caller, and called from Python on the callee.
+
+What TorchScript does in C++ cannot be had: calls made from inside of a script function, and remote references as its
+arguments, go to the C++ agent that Phalanx stands in for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.rpc.torch_api.torch_names import jit
+
+__all__ = ["check_arguments", "script_function"]
+
+
+def script_function(name: str) -> Any:
+    """The script function of this qualified name.
+
+    Raises:
+        PhalanxError: this process has none.
+    """
+    function = jit._state._python_cu.find_function(name)
+    if function is None:
+        raise PhalanxError(f"attempted to get undefined function {name}: this worker's program has not defined it")
+    return function
+
+
+def check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a call of a script function before it is sent.
+
+    Raises:
+        PhalanxError: the arguments hold remote references, or do not fit the function's.
+    """
+    from phalanx.rpc.torch_api.rref import PyRRef
+
+    if any(isinstance(value, PyRRef) for value in (*args, *kwargs.values())):
+        raise PhalanxError(
+            f"the script function {name} takes an RRef, which TorchScript can only hold if torch's own agent made it. "
+            f"Pass the value, make it a Python function, or run this program without --replace rpc"
+        )
+    schema = script_function(name).schema
+    known = [argument.name for argument in schema.arguments]
+    if len(args) > len(known):
+        raise PhalanxError(
+            f"{schema.name}() expected at most {len(known)} argument(s) but received {len(args)} argument(s). "
+            f"Declaration: {schema}"
+        )
+    for key in kwargs:
+        if key not in known:
+            raise PhalanxError(f"Unknown keyword argument '{key}' for {schema.name}(). Declaration: {schema}")
+    for argument in schema.arguments[len(args) :]:
+        if argument.name not in kwargs and not argument.has_default_value():
+            raise PhalanxError(
+                f"{schema.name}() is missing value for argument '{argument.name}'. Declaration: {schema}"
+            )

@@ -1,0 +1,197 @@
+"""torch's own tests of RPC, remote references and distributed autograd, over Phalanx or over torch's TensorPipe agent.
+
+torch ships them inside its wheel, as classes without an agent that a fixture completes. Those that are tied to no
+agent, and those written for TensorPipe's options, 436 in all, run here over either agent. CUDA's are left out, and so
+are those of the agent that injects faults, because they test that agent's C++.
+
+    python -m tests.conformance.torch_rpc_suite
+    python -m tests.conformance.torch_rpc_suite --agent tensorpipe -k rref --jobs 2
+
+Every test runs in a process of its own, which forks the test's ranks. Ends with 1 if a test fails that is not listed in
+``EXPECTED``, or passes although it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+import unittest
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# agent -> test -> why it cannot pass
+EXPECTED: dict[str, dict[str, str]] = {"tensorpipe": {}, "phalanx": {}}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one test: its name, ``pass``, ``fail`` or ``skip``, the reason, and the seconds that it took."""
+
+    name: str
+    status: str
+    reason: str
+    duration_s: float
+
+
+def arguments() -> argparse.Namespace:
+    """The command line; read before torch is imported, because the agent is chosen at ``import torch``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agent", choices=["phalanx", "tensorpipe"], default="phalanx")
+    parser.add_argument("-k", dest="word", default="", metavar="REGEX", help="only tests whose Class.name matches")
+    parser.add_argument("--jobs", type=int, default=2, help="how many tests run at a time")
+    parser.add_argument("--test-timeout", type=int, default=90, metavar="SECONDS")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep each test's output in this folder")
+    return parser.parse_args()
+
+
+def cases() -> dict[str, unittest.TestCase]:
+    """The tests by name, each completed by the fixture and made to fork its ranks, ten times quicker than spawning."""
+    import torch
+    from torch.testing._internal.distributed import rpc_utils
+    from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
+
+    def fork(self: Any) -> None:
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    rpc_utils.SpawnHelper._spawn_processes = fork  # type: ignore[method-assign]
+    classes: dict[str, Any] = rpc_utils.generate_tests(
+        "", TensorPipeRpcAgentTestFixture, rpc_utils.GENERIC_TESTS + rpc_utils.TENSORPIPE_TESTS, __name__
+    )
+    loader = unittest.TestLoader()
+    found = {}
+    for name, case in classes.items():
+        globals()[name] = case  # so that functions of the test class can be found where their pickle is read
+        for test in loader.getTestCaseNames(case):
+            found[f"{name}.{test}"] = case(test)
+    return found
+
+
+@dataclass
+class Running:
+    """A test under way, in a process of its own that leads a process group.
+
+    It is forked by the main thread: a child of a pool's thread could not end as multiprocessing's children do.
+    """
+
+    name: str
+    pid: int
+    pipe: int
+    began: float
+
+    @classmethod
+    def start(cls, name: str, case: unittest.TestCase, log: Path) -> Running:
+        """Fork the test's process, which writes its output to ``log`` and the outcome to a pipe."""
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _in_child(case, log, writer)
+        os.close(writer)
+        return cls(name, pid, reader, time.monotonic())
+
+    def outcome(self, timeout_s: float) -> Outcome | None:
+        """What became of the test, or None while it runs; it is ended after ``timeout_s`` seconds."""
+        duration_s = time.monotonic() - self.began
+        ended = os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        if not ended and duration_s < timeout_s:
+            return None
+        _kill_group(self.pid)  # and with it the ranks that are left
+        if not ended:
+            os.waitpid(self.pid, 0)
+        os.set_blocking(self.pipe, False)  # a process that has left the group may still hold the other end
+        with os.fdopen(self.pipe, "rb") as pipe:
+            text = (pipe.read() or b"").decode()
+        if not ended:
+            return Outcome(self.name, "fail", f"did not end within {timeout_s:.0f} s", duration_s)
+        status, _, reason = text.partition(" ")
+        return Outcome(self.name, status or "fail", reason or ("" if status else "its process died"), duration_s)
+
+
+def _in_child(case: unittest.TestCase, log: Path, writer: int) -> None:
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    result = unittest.TestResult()
+    case.run(result)
+    if result.skipped:
+        line = f"skip {result.skipped[0][1]}"
+    elif result.errors or result.failures:
+        report = (result.errors + result.failures)[0][1]
+        print(report, flush=True)
+        found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Lost|Timeout|Failure)\b.*", report, re.MULTILINE)
+        ranks = [line for line in found if "exited with error code" not in line and "terminated or timed" not in line]
+        line = f"fail {(ranks or found or report.splitlines())[-1][:200]}"
+    else:
+        line = "pass "
+    os.write(writer, line.encode()[:4000])
+    os._exit(0)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+        os.killpg(pid, signal.SIGKILL)
+
+
+def main() -> int:
+    """Run the tests and print the counts, the reasons for skipping, and what is not as expected."""
+    options = arguments()
+    os.environ.update(
+        PHALANX_REPLACE="rpc" if options.agent == "phalanx" else "",
+        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(max(10, options.test_timeout - 10)),
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        TP_SOCKET_IFNAME="lo",
+    )
+    chosen = {name: case for name, case in cases().items() if re.search(options.word, name)}
+    outcomes: list[Outcome] = []
+    running: list[Running] = []
+    with tempfile.TemporaryDirectory(prefix="phalanx-conformance-") as folder:
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        waiting = list(chosen.items())[::-1]
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                name, case = waiting.pop()
+                running.append(Running.start(name, case, logs / f"{name}.log"))
+            time.sleep(0.02)
+            for test in list(running):
+                outcome = test.outcome(options.test_timeout)
+                if outcome is None:
+                    continue
+                running.remove(test)
+                outcomes.append(outcome)
+                if outcome.status != "skip":
+                    print(
+                        f"{outcome.status}  {outcome.duration_s:6.2f} s  {outcome.name}  {outcome.reason}", flush=True
+                    )
+    return report(options.agent, outcomes)
+
+
+def report(agent: str, outcomes: list[Outcome]) -> int:
+    """Print what is not as expected and the counts; return the exit status."""
+    expected = EXPECTED[agent]
+    by_status = {status: {each.name for each in outcomes if each.status == status} for status in ("pass", "fail")}
+    skipped = Counter(each.reason for each in outcomes if each.status == "skip")
+    for reason, count in skipped.most_common():
+        print(f"skipped {count:4}  {reason}")
+    for name in sorted(by_status["fail"] & expected.keys()):
+        print(f"expected: {name}: {expected[name]}")
+    unexpected = sorted(by_status["fail"] - expected.keys())
+    unexpected += [f"{name} (passes)" for name in sorted(by_status["pass"] & expected.keys())]
+    for name in unexpected:
+        print(f"UNEXPECTED: {name}")
+    passed, failed = len(by_status["pass"]), len(by_status["fail"])
+    print(f"rpc over {agent}: {passed} passed, {failed} failed, {sum(skipped.values())} skipped")
+    return 1 if unexpected else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

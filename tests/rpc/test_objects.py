@@ -1,0 +1,158 @@
+"""Objects that live on another worker."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from phalanx import rpc
+from phalanx.errors import ObjectLost
+from tests.rpc import workers
+from tests.rpc.workers import Account, Broken, next_of, with_workers
+from tests.support.ranks import Member
+
+PATIENCE_S = 30.0
+
+
+def soon(happens: Callable[[], bool]) -> bool:
+    until = time.monotonic() + PATIENCE_S
+    while not happens():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def holders(worker: str) -> list[tuple[str, ...]]:
+    return [info.holders for info in rpc.call(worker, rpc.objects)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_object_is_made_there_and_remembers(size: int) -> None:
+    def body(member: Member) -> Any:
+        account = rpc.make(next_of(member), Account, 5)
+        paid = account.pay(1), account.start.pay(2).wait(), rpc.call(account, "pay", 3, timeout_s=30)
+        later = account.pay_later(4)
+        amount = rpc.call(account, getattr, "amount")
+        return (*paid, later, amount, list(account.payments(3)))
+
+    assert with_workers(body, size) == [(6, 8, 11, 15, 15, [16, 17, 18])] * size
+
+
+def test_what_a_method_or_making_raises_arrives() -> None:
+    def body(member: Member) -> None:
+        account = rpc.make(next_of(member), Account, 5)
+        with pytest.raises(KeyError, match="no such thing"):
+            account.fail()
+        with pytest.raises(AttributeError):
+            account.nothing()
+        with pytest.raises(OSError, match="cannot be made"):
+            rpc.make(next_of(member), Broken)
+
+    with_workers(body, 2)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_reference_that_is_handed_on_keeps_the_object(size: int) -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return True
+        account = rpc.make("worker1", Account, 5)
+        for rank in range(2, size):
+            rpc.call(rank, workers.keep, account)
+        del account
+        gc.collect()
+        others = tuple(f"worker{rank}" for rank in range(2, size))
+        assert soon(lambda: holders("worker1") == [others])
+        back = rpc.call(size - 1, workers.give)
+        for rank in range(2, size):
+            rpc.call(rank, workers.let_go)
+        assert back.pay(1) == 6
+        assert soon(lambda: holders("worker1") == [("worker0",)])
+        del back
+        gc.collect()
+        return soon(lambda: holders("worker1") == [])
+
+    assert with_workers(body, size) == [True] * size
+
+
+def test_a_reference_travels_home_and_through_a_chain() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        account = rpc.make("worker1", Account, 5)
+        rpc.call("worker1", workers.keep, account)
+        rpc.call("worker2", workers.keep, rpc.call("worker1", workers.give))
+        del account
+        gc.collect()
+        paid = rpc.call("worker2", workers.give).pay(2)
+        for worker in ("worker1", "worker2"):
+            rpc.call(worker, workers.let_go)
+        assert soon(lambda: holders("worker1") == [])
+        return paid
+
+    assert with_workers(body, 3)[0] == 7
+
+
+def test_a_holder_that_dies_frees_what_it_held() -> None:
+    def body(member: Member) -> Any:
+        if member.rank == 0:
+            account = rpc.make("worker1", Account, 5)
+            rpc.call("worker2", workers.keep, account)
+            del account
+            gc.collect()
+            assert soon(lambda: holders("worker1") == [("worker2",)])
+            os.kill(rpc.call("worker2", workers.pid), signal.SIGKILL)
+            return soon(lambda: holders("worker1") == [])
+        return True
+
+    from tests.support.ranks import run_ranks
+
+    def run(member: Member) -> Any:
+        import torch.distributed as dist
+
+        member.join()
+        rpc.init()
+        outcome = body(member)
+        if member.rank == 2:
+            time.sleep(PATIENCE_S)
+        rpc.shutdown()
+        dist.destroy_process_group()
+        return outcome
+
+    outcomes = run_ranks(run, 3)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    assert outcomes[0].value is True
+    assert outcomes[2].signal == signal.SIGKILL
+
+
+def test_an_object_whose_worker_has_left_is_lost() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        account = rpc.make("worker1", Account, 5)
+        rpc.start("worker1", os._exit, 0)
+        with pytest.raises(ObjectLost, match="worker1"):
+            for _ in range(1000):
+                account.pay(1)
+                time.sleep(0.01)
+        with pytest.raises(ObjectLost):
+            account.pay(1)
+        return "done"
+
+    def run(member: Member) -> Any:
+        member.join()
+        rpc.init()
+        return body(member) if member.rank == 0 else time.sleep(PATIENCE_S)
+
+    from tests.support.ranks import run_ranks
+
+    outcomes = run_ranks(run, 2)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    assert outcomes[0].value == "done"

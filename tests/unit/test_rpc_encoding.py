@@ -1,0 +1,537 @@
+"""Values as RPC messages: what is sent is what arrives, tensors share memory as they did, and memory is not copied."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import gc
+import json
+import pickle
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+
+from phalanx.errors import EncodingError
+from phalanx.rpc.encoding import decode, decoding_context, encode
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*prototype.*",
+    "ignore:.*beta state.*",
+    "ignore:.*deprecated.*",
+    "ignore:ComplexHalf.*",
+    "ignore:Sparse invariant.*",
+)
+
+
+def carried(value: Any, **options: Any) -> Any:
+    """The value after its way: what a link hands on is a copy of the bytes, and its memory is writable."""
+    head, buffers = encode(value, **options)
+    assert all(buffer.contiguous and buffer.format == "B" and buffer.ndim == 1 for buffer in buffers)
+    return decode(bytes(head), [memoryview(bytearray(buffer)) for buffer in buffers])
+
+
+def assert_same(sent: torch.Tensor, got: torch.Tensor) -> None:
+    assert type(got) is type(sent)
+    assert (got.dtype, got.shape, got.layout, got.device) == (sent.dtype, sent.shape, sent.layout, sent.device)
+    assert got.requires_grad == sent.requires_grad
+    if sent.layout is torch.strided:
+        assert got.tolist() == sent.tolist()
+    else:
+        assert got.to_dense().tolist() == sent.to_dense().tolist()
+
+
+DTYPES = sorted(
+    {
+        value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.bits"))
+    },
+    key=str,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_arrives_with_its_bytes(dtype: torch.dtype) -> None:
+    content = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
+    if dtype is torch.bool:
+        content %= 2
+    tensor = content.view(dtype).view(2, 3)
+    for sent in (tensor, tensor.t(), tensor[1], tensor[:, 1]):
+        got = carried(sent)
+        assert (got.dtype, got.shape) == (dtype, sent.shape)
+        same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
+            dtype.itemsize
+        ]
+        assert repr(got.view(same_size).tolist()) == repr(sent.view(same_size).tolist())
+
+
+MATRIX = torch.arange(24.0).view(4, 6)
+COMPLEX = torch.complex(MATRIX, MATRIX + 1)
+PLAIN = {
+    "whole": MATRIX,
+    "no dimension": torch.tensor(2.5),
+    "empty": torch.empty(0),
+    "empty with a shape": torch.empty(3, 0, 2),
+    "transposed": MATRIX.t(),
+    "rows": MATRIX[1:3],
+    "a column": MATRIX[:, 2],
+    "every second column": MATRIX[:, ::2],
+    "expanded": torch.tensor([[1.0], [2.0]]).expand(2, 5),
+    "one element, expanded": torch.tensor(3.0).expand(100, 100),
+    "channels last": torch.arange(120.0).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "overlapping with itself": MATRIX.view(-1).as_strided((5, 3), (1, 1)),
+    "conjugate": COMPLEX.conj(),
+    "a conjugate's column": COMPLEX.conj()[:, 1],
+    "negative": COMPLEX.conj().imag,
+    "wants a gradient": MATRIX.clone().requires_grad_(),
+    "wants a gradient, a column": MATRIX.clone().requires_grad_()[:, 1].detach().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_plain_tensor_arrives_equal(name: str) -> None:
+    assert_same(PLAIN[name], carried(PLAIN[name]))
+
+
+@pytest.mark.parametrize("name", ["transposed", "expanded", "one element, expanded", "channels last", "rows"])
+def test_a_dense_tensor_keeps_its_strides(name: str) -> None:
+    assert carried(PLAIN[name]).stride() == PLAIN[name].stride()
+
+
+def test_a_conjugate_is_not_computed_to_be_sent() -> None:
+    assert carried(PLAIN["conjugate"]).is_conj()
+    assert carried(PLAIN["negative"]).is_neg()
+
+
+SPARSE = torch.tensor([[0.0, 2.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 4.0]])
+
+
+@pytest.mark.parametrize("layout", ["coo", "hybrid", "uncoalesced", "csr", "csc", "bsr", "bsc", "empty"])
+def test_a_sparse_tensor_arrives_equal(layout: str) -> None:
+    sent = {
+        "coo": lambda: SPARSE.to_sparse(),
+        "hybrid": lambda: SPARSE.to_sparse(1),
+        "uncoalesced": lambda: torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.ones(3), (4,)),
+        "csr": lambda: SPARSE.to_sparse_csr(),
+        "csc": lambda: SPARSE.to_sparse_csc(),
+        "bsr": lambda: SPARSE.to_sparse_bsr((2, 2)),
+        "bsc": lambda: SPARSE.to_sparse_bsc((2, 2)),
+        "empty": lambda: torch.zeros(3, 4).to_sparse(),
+    }[layout]()
+    got = carried(sent)
+    assert_same(sent, got)
+    if sent.layout is torch.sparse_coo:
+        assert got.is_coalesced() == sent.is_coalesced()
+    assert carried(sent.requires_grad_()).requires_grad
+
+
+def test_many_sparse_tensors_leave_nothing_behind() -> None:
+    carried(SPARSE.to_sparse())
+    before = len(torch._utils._sparse_tensors_to_validate)
+    for _ in range(10):
+        carried(SPARSE.to_sparse_csr())
+    assert len(torch._utils._sparse_tensors_to_validate) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+def test_a_quantized_tensor_arrives_equal(dtype: torch.dtype) -> None:
+    one = torch.quantize_per_tensor(MATRIX, 0.5, 3, dtype)
+    many = torch.quantize_per_channel(MATRIX, torch.arange(1.0, 7.0), torch.arange(6), 1, dtype)
+    for sent in (one, one[1:3], one.t(), many):
+        got = carried(sent)
+        assert (got.dtype, got.qscheme(), got.stride()) == (dtype, sent.qscheme(), sent.stride())
+        assert got.int_repr().tolist() == sent.int_repr().tolist()
+        assert got.dequantize().tolist() == sent.dequantize().tolist()
+
+
+def test_quantized_to_four_bits() -> None:
+    sent = torch.quantize_per_channel(MATRIX, torch.ones(4), torch.zeros(4), 0, torch.quint4x2)
+    assert carried(sent).dequantize().tolist() == sent.dequantize().tolist()
+
+
+def test_nested_and_jagged_tensors() -> None:
+    parts = [torch.arange(3.0), torch.arange(5.0)]
+    for layout in (torch.strided, torch.jagged):
+        got = carried(torch.nested.nested_tensor(parts, layout=layout))
+        assert got.is_nested
+        assert [part.tolist() for part in got.unbind()] == [part.tolist() for part in parts]
+
+
+def test_a_meta_tensor_arrives_without_memory() -> None:
+    head, buffers = encode(torch.empty(3, 4, device="meta").t())
+    got = decode(head, buffers)
+    assert buffers == []
+    assert (got.is_meta, got.shape, got.stride()) == (True, (4, 3), (1, 4))
+
+
+class Marked(torch.Tensor):
+    """A subclass that keeps something beside its elements."""
+
+    note: str
+
+
+def test_subclasses_and_attributes_arrive() -> None:
+    marked = MATRIX.clone().as_subclass(Marked)
+    marked.note = "mine"
+    got = carried(marked)
+    assert (type(got), got.note, got.tolist()) == (Marked, "mine", MATRIX.tolist())
+
+    two = carried(TwoTensor(MATRIX, MATRIX + 1))
+    assert type(two) is TwoTensor
+    assert (two.a.tolist(), two.b.tolist()) == (MATRIX.tolist(), (MATRIX + 1).tolist())
+
+    plain = MATRIX.clone()
+    plain.note, plain.partner = "plain", MATRIX  # type: ignore[attr-defined]
+    got = carried(plain)
+    assert (type(got), got.note, got.partner.tolist()) == (torch.Tensor, "plain", MATRIX.tolist())
+
+
+def test_parameters_and_modules() -> None:
+    parameter = torch.nn.Parameter(MATRIX.clone(), requires_grad=False)
+    parameter.tag = "frozen"  # type: ignore[attr-defined]
+    got = carried(parameter)
+    assert (type(got), got.requires_grad, got.tag, got.tolist()) == (
+        torch.nn.Parameter,
+        False,
+        "frozen",
+        MATRIX.tolist(),
+    )
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.LSTM(4, 2))
+    model[0].weight = torch.nn.Parameter(torch.eye(4)[:, :3])
+    copy = carried(model)
+    assert copy.state_dict().keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert copy.state_dict()[name].tolist() == value.tolist()
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in copy.parameters())
+
+    tied = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    tied[1].weight = tied[0].weight
+    copy = carried(tied)
+    assert copy[0].weight is copy[1].weight
+
+
+def test_a_tensor_with_a_history_arrives_without_it() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    got = carried(weight * 2)
+    assert (got.tolist(), got.is_leaf, got.requires_grad) == ([2, 2, 2], True, True)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: torch.Tensor
+
+
+@dataclasses.dataclass
+class Batch:
+    images: torch.Tensor
+    labels: list[int]
+
+
+class Refused(Exception):
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message, code)
+        self.code = code
+
+
+def test_other_things_arrive_equal() -> None:
+    for value in (
+        None, 1, "text", b"bytes", bytearray(b"more"), {1: (2, [3])}, {4}, 1j, range(3), Color.RED, json.dumps, Batch,
+        torch.float32, torch.device("cpu"), torch.Size([1, 2]), torch.strided, np.float32(2), np.dtype("f4"),
+        collections.OrderedDict(a=1), slice(1, 2),
+    ):  # fmt: skip
+        got = carried(value)
+        assert got == value
+        assert type(got) is type(value)
+    point = carried(Point(1, torch.ones(2)))
+    assert (type(point), point.x, point.y.tolist()) == (Point, 1, [1, 1])
+    batch = carried(Batch(torch.ones(2), [1]))
+    assert (batch.images.tolist(), batch.labels) == ([1, 1], [1])
+    error = carried(Refused("no", 7))
+    assert (type(error), error.args, error.code) == (Refused, ("no", 7), 7)
+    for array in (np.arange(6).reshape(2, 3), np.arange(6)[::2], np.empty(0), np.asfortranarray(np.eye(3))):
+        got = carried(array)
+        assert got.tolist() == array.tolist()
+        got += 1  # it may be written to
+    packed = torch.nn.utils.rnn.pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    assert carried(packed).data.tolist() == packed.data.tolist()
+    generator = torch.Generator().manual_seed(5)
+    torch.rand(3, generator=generator)
+    got = torch.Generator()
+    got.set_state(carried(generator.get_state()))
+    assert torch.rand(4, generator=got).tolist() == torch.rand(4, generator=generator).tolist()
+    storage = carried(torch.arange(4.0).untyped_storage())
+    assert torch.empty(0).set_(storage).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("sizes", [(10, 300_000, 5), (1_000_000, 1_000_000), (256 * 1024,), (256 * 1024 - 1,)])
+def test_large_bytes_are_sent_from_where_they_are(sizes: tuple[int, ...]) -> None:
+    value = [(index, bytes([index]) * size, bytearray(b"x") * size) for index, size in enumerate(sizes)]
+    head, _ = encode([value, torch.ones(3), np.ones(2)])
+    assert len(head) < 2 * 256 * 1024 + 1000
+    got, ones, array = carried([value, torch.ones(3), np.ones(2)])
+    assert got == value
+    assert (ones.tolist(), array.tolist()) == ([1, 1, 1], [1, 1])
+
+
+def test_a_long_list_has_one_head() -> None:
+    value = list(range(300_000)), "text " * 200_000, ["words"] * 1000, torch.ones(2)
+    got = carried(value)
+    assert (got[:3], got[3].tolist()) == (value[:3], [1, 1])
+
+
+# Sharing.
+
+
+def test_one_tensor_twice_is_one_tensor() -> None:
+    first, (second,) = carried((MATRIX, [MATRIX]))
+    assert first is second
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
+def test_tensors_that_overlap_do_so_on_the_other_side(order: tuple[int, ...]) -> None:
+    base = torch.arange(40.0)
+    views = [base, base[10:20], base.view(4, 10)[:, 3], base[11:].view(torch.int32)]
+    sent = [views[index] for index in order]
+    _, buffers = encode(sent)
+    assert sum(buffer.nbytes for buffer in buffers) == base.nbytes
+    got = carried(sent)
+    for one, other in zip(got, sent, strict=True):
+        assert one.tolist() == other.tolist()
+    by_number = dict(zip(order, got, strict=True))
+    by_number[0].fill_(7)
+    assert by_number[1].tolist() == [7] * 10
+    assert by_number[2].tolist() == [7] * 4
+    assert by_number[3].view(torch.float32).tolist() == [7] * 29
+
+
+def test_views_that_overlap_without_their_base() -> None:
+    base = torch.arange(1000, dtype=torch.int16)
+    sent = base[501:510], base[505:520], base[3:5]
+    _, buffers = encode(sent)
+    assert sum(buffer.nbytes for buffer in buffers) < 100
+    one, other, third = carried(sent)
+    assert (one.tolist(), other.tolist(), third.tolist()) == (list(range(501, 510)), list(range(505, 520)), [3, 4])
+    one[4:].zero_()
+    assert other[:5].tolist() == [0, 0, 0, 0, 0]
+
+
+def test_a_module_and_its_parameters_are_one() -> None:
+    model = torch.nn.Linear(2, 2)
+    copy, parameters, state = carried((model, list(model.parameters()), model.state_dict()))
+    assert parameters[0] is copy.weight
+    with torch.no_grad():
+        copy.weight.fill_(3)
+    assert state["weight"].tolist() == [[3, 3], [3, 3]]
+
+
+def test_a_storage_and_its_tensor_are_one() -> None:
+    base = torch.zeros(4)
+    tensor, untyped, part = carried((base, base.untyped_storage(), base[1:]))
+    tensor.fill_(2)
+    assert torch.empty(0).set_(untyped).tolist() == [2, 2, 2, 2]
+    assert part.tolist() == [2, 2, 2]
+
+
+def test_tensors_apart_in_one_storage_cost_only_themselves() -> None:
+    base = torch.zeros(1_000_000)
+    _, buffers = encode((base[:10], base[500:520], base.view(1000, 1000)[2:900, 7]))
+    assert sum(buffer.nbytes for buffer in buffers) == 4 * (10 + 20 + 898)
+
+
+# Memory.
+
+
+def test_a_large_tensor_is_sent_and_received_where_it_lies() -> None:
+    tensor = torch.zeros(16 * 1024 * 1024)
+    for sent in (tensor, tensor[5:], tensor.view(4096, 4096).t(), torch.nn.Parameter(tensor), tensor.bfloat16()):
+        _, (buffer,) = encode({"weights": sent})
+        address = np.frombuffer(buffer, np.uint8).ctypes.data
+        assert 0 <= sent.data_ptr() - address < 16
+    head, (buffer,) = encode(tensor)
+    arrived = memoryview(bytearray(buffer.nbytes))
+    got = decode(head, [arrived])
+    assert got.data_ptr() == np.frombuffer(arrived, np.uint8).ctypes.data
+
+
+def test_buffers_keep_their_tensor_and_received_tensors_their_buffer() -> None:
+    class Held(np.ndarray):
+        pass
+
+    tensor = torch.arange(1000.0)
+    kept = weakref.ref(tensor)
+    head, (buffer,) = encode(tensor)
+    part = buffer[4:8]
+    del tensor, buffer
+    assert kept() is not None
+    assert bytes(part) == np.float32(1).tobytes()
+    memory = Held((4000,), np.uint8)
+    memory[:] = 0
+    owner = weakref.ref(memory)
+    got = decode(head, [memoryview(memory)])
+    del memory
+    view = got[10:]
+    del got
+    assert owner() is not None
+    assert view[0] == 0
+    del view, part
+    assert kept() is None
+    assert owner() is None
+
+
+def test_encoding_leaves_nothing_to_the_garbage_collector() -> None:
+    tensor = torch.ones(3)
+    kept = weakref.ref(tensor)
+    gc.disable()
+    try:
+        encode((tensor, tensor[1:], Batch(tensor, [])), reducers={torch.Tensor: lambda value: NotImplemented})
+        del tensor
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_tensor_that_was_sent_can_still_be_resized() -> None:
+    tensor = torch.ones(3)
+    encode(tensor)
+    assert tensor.resize_(100).shape == (100,)
+
+
+def test_received_memory_that_is_read_only_or_odd_is_copied() -> None:
+    head, (buffer,) = encode(torch.arange(5.0))
+    got = decode(head, [memoryview(bytes(buffer))])
+    got += 1
+    assert got.tolist() == [1, 2, 3, 4, 5]
+    odd = memoryview(bytearray(b"x" + bytes(buffer)))[1:]
+    got = decode(head, [odd])
+    assert got.tolist() == [0, 1, 2, 3, 4]
+    assert got.data_ptr() % 4 == 0
+
+
+# Layers above.
+
+
+def test_reducers_see_and_replace_tensors() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    doubled, plain = weight * 2, torch.zeros(2)
+    sent: list[torch.Tensor] = []
+
+    def reduce(tensor: torch.Tensor) -> Any:
+        if not tensor.requires_grad:
+            return NotImplemented
+        sent.append(tensor)
+        return received, (len(sent) - 1, tensor.detach())
+
+    value = {"a": [doubled, plain], "b": doubled, "c": doubled[1:]}
+    head, buffers = encode(value, reducers={torch.Tensor: reduce}, restart=sent.clear)
+    assert [tensor.tolist() for tensor in sent] == [[2, 2, 2], [2, 2]]
+    arrived: dict[int, torch.Tensor] = {}
+    got = decode(head, [memoryview(bytearray(buffer)) for buffer in buffers], context=arrived)
+    assert arrived[0] is got["b"] is got["a"][0]
+    assert arrived[1] is got["c"]
+    assert got["a"][1].tolist() == [0, 0]
+    assert decoding_context() is None
+
+
+def received(number: int, tensor: torch.Tensor) -> torch.Tensor:
+    decoding_context()[number] = tensor
+    return tensor
+
+
+def test_reducers_replace_objects_of_other_types() -> None:
+    got = carried([Batch(torch.ones(1), [2])], reducers={Batch: lambda batch: (Color, (1,))})
+    assert got == [Color.RED]
+    got = carried([Batch(torch.ones(1), [2])], reducers={Batch: lambda batch: NotImplemented})
+    assert got[0].labels == [2]
+
+
+def test_a_context_within_a_context() -> None:
+    head, _ = encode(Nested())
+    assert decode(head, context="outer") == ("outer", "inner", "outer")
+
+
+class Nested:
+    def __reduce__(self) -> Any:
+        return contexts, ()
+
+
+class Context:
+    def __reduce__(self) -> Any:
+        return decoding_context, ()
+
+
+def contexts() -> tuple[Any, ...]:
+    before = decoding_context()
+    return before, decode(encode(Context())[0], context="inner"), decoding_context()
+
+
+# Damage.
+
+
+def test_what_is_cut_short_or_wrong_is_one_kind_of_error() -> None:
+    value = {"a": torch.arange(5.0), "b": bytes(300_000), "c": np.arange(3), "d": Batch(torch.ones(2), [1])}
+    head, buffers = encode(value)
+    buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
+    for end in (*range(60), *range(60, len(head), 7)):
+        with pytest.raises(EncodingError):
+            decode(head[:end], buffers)
+    for wrong in (buffers[1:], buffers[:-1], [*buffers, buffers[0]], buffers[::-1], [], [None] * len(buffers)):
+        with pytest.raises(EncodingError):
+            decode(head, wrong)  # type: ignore[arg-type]
+    with pytest.raises(EncodingError, match="unpickled_nowhere"):
+        decode(b"\x80\x05cunpickled_nowhere\nfunction\n.")
+    with pytest.raises(EncodingError, match="resize_"):
+        gone = torch.ones(10)
+        part = gone[5:]
+        gone.untyped_storage().resize_(0)
+        encode(part)
+
+
+def test_a_device_that_is_not_here_is_named() -> None:
+    from phalanx.rpc import rebuilding
+
+    class Elsewhere:
+        def __reduce__(self) -> Any:
+            return rebuilding.memory, (pickle.PickleBuffer(bytearray(4)), "cuda:97")
+
+    with pytest.raises(EncodingError, match=r"cuda:97.*tensor\.cpu\(\)"):
+        carried(Elsewhere())
+
+
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE is None, reason="no accelerator here")
+def test_tensors_of_an_accelerator_come_back_to_it() -> None:
+    base = torch.arange(24.0, device=DEVICE).view(4, 6)
+    parameter = torch.nn.Parameter(base.clone())
+    for sent in (base, base.t(), base[1:3], base[:, 1], base[:0], base.to_sparse(), torch.complex(base, base).conj()):
+        assert_same(sent, carried(sent))
+    assert_same(parameter, carried(parameter))
+    whole, part = carried((base, base[2]))
+    whole.zero_()
+    assert part.tolist() == [0] * 6
+    _, buffers = encode((base[0], base[3]))
+    assert sum(buffer.nbytes for buffer in buffers) < 2 * (24 + 16)
+
+
+def test_a_default_device_changes_nothing() -> None:
+    sent = [torch.empty(0, 2), MATRIX, MATRIX.t(), SPARSE.to_sparse(), SPARSE.to_sparse_csr(), PLAIN["a column"]]
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        got = carried(sent)
+    finally:
+        torch.set_default_device(before)
+    for one, other in zip(sent, got, strict=True):
+        assert_same(one, other)
