@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.rpc.message import Buffer, Kind, Message
 
-__all__ = ["BOX_BYTES", "OWN", "LARGEST_SMALL", "Box", "Damaged", "pack", "pieces", "received"]
+__all__ = ["BOX_BYTES", "LARGEST_SMALL", "OWN", "Box", "Damaged", "pack", "pieces", "received"]
 
 ALIGN = 64
 LARGEST_SMALL = 126976  # PHX_RPC_SMALL: an image of more bytes does not fit into a ring
