@@ -261,7 +261,9 @@ def _check(roots: Sequence[torch.Tensor]) -> None:
                 f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: sum it, or weight it"
             )
         if root.grad_fn is None:
-            raise ArgumentError("a root does not have a valid gradient function: it is a leaf, not the result of anything")
+            raise ArgumentError(
+                "a root does not have a valid gradient function: it is a leaf, not the result of anything"
+            )
 
 
 def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep_graph: bool) -> None:
@@ -302,9 +304,7 @@ def _on_mark(incoming: Incoming, asked: tuple[int, tuple[int, int], bool, list[t
     return part.mark(wanted)
 
 
-def _on_gradients(
-    incoming: Incoming, came: tuple[int, tuple[int, int], int, Gradients]
-) -> None:
+def _on_gradients(incoming: Incoming, came: tuple[int, tuple[int, int], int, Gradients]) -> None:
     context_id, number, edge, gradients = came
     inside = contexts.find(context_id)
     part = inside.passes.get(number) if inside is not None else None

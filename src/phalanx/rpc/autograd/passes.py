@@ -215,7 +215,6 @@ class Pass:
             self.fail(error)
 
 
-
 def gathered(futures: Sequence[Future[Any]]) -> Future[list[Any]]:
     """The values of several futures, or the first error among them."""
     every: Future[list[Any]] = Future()
