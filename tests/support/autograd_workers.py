@@ -73,14 +73,14 @@ def _perform(incoming: Incoming, asked: Any) -> Any:
     function, value, tensors, metadata = asked
     args = _whole(incoming.peer, value, tensors, metadata)
     with engine.running_in(metadata, function):
-        return _message(incoming.peer, function(*args))
+        return _message(incoming.peer, function(*args), answer=True)
 
 
 class _Place(int):
     """Stands for a tensor of a message."""
 
 
-def _message(to: Any, value: Any) -> Any:
+def _message(to: Any, value: Any, *, answer: bool = False) -> Any:
     tensors: list[torch.Tensor] = []
 
     def without(part: Any) -> Any:
@@ -90,7 +90,7 @@ def _message(to: Any, value: Any) -> Any:
         return type(part)(map(without, part)) if type(part) in (tuple, list) else part
 
     rest = without(value)
-    return rest, *engine.wrap(to, tensors)
+    return rest, *engine.wrap(to, tensors, answer=answer)
 
 
 def _whole(sender: Any, value: Any, tensors: Any, metadata: Any) -> Any:
@@ -112,7 +112,12 @@ def forget(_: Agent) -> None:
 
 def gradients(context_id: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
     """The gradients of this worker's parameters, and what its hooks have seen; ``.grad`` must not have been touched."""
-    found = engine.get_gradients(context_id)
     assert all(variable.grad is None for variable in parameters.values())
+    return gradients_now(context_id)
+
+
+def gradients_now(context_id: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
+    """The same, while other contexts may have passes under way."""
+    found = engine.get_gradients(context_id)
     names = {variable: name for name, variable in parameters.items()}
     return {names[variable]: gradient for variable, gradient in found.items()}, list(seen)

@@ -32,6 +32,7 @@ __all__ = [
     "context",
     "get_gradients",
     "install",
+    "max_id",
     "new_context",
     "release_context",
     "running_in",
@@ -74,12 +75,15 @@ session.on_init(install)
 # For the layers that send calls
 
 
-def wrap(to: str | int | Member, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Metadata | None]:
+def wrap(
+    to: str | int | Member, tensors: Sequence[torch.Tensor], *, answer: bool = False
+) -> tuple[list[torch.Tensor], Metadata | None]:
     """Make the tensors of a message part of the current context. The sender of a call or of an answer calls it.
 
     Args:
         to: who gets the message.
         tensors: all tensors in it, in their order.
+        answer: whether the message is the answer to a call, so that errors name the function that was called.
 
     Returns:
         The tensors to send, which require no gradients, and what goes beside them: None outside of contexts. Inside one,
@@ -97,7 +101,7 @@ def wrap(to: str | int | Member, tensors: Sequence[torch.Tensor]) -> tuple[list[
     if not places or not torch.is_grad_enabled():
         return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors], (inside.number, None, ())
     edge = contexts.next_edge()
-    about: str | CallSite = capture() or _running.get() or "a function"
+    about: str | CallSite = (None if answer else capture()) or _running.get() or "a function"
     send(inside, edge, member, [tensors[place] for place in places], about)
     sent = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
     return sent, (inside.number, edge, places)
@@ -199,6 +203,12 @@ def release_context(number: int) -> bool:
         with contextlib.suppress(PhalanxError, OSError):  # that worker, or this one, is leaving
             _require_agent().notify(other, RELEASE, number)
     return True
+
+
+def max_id() -> int:
+    """The largest number that a context of this worker can have."""
+    _require_agent()
+    return contexts.max_id()
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -70,7 +70,7 @@ def run(
             if chain.grad_fn is not None:
                 chain.grad_fn._set_sequence_nr(0)
         first = _Begin.apply(begin, chain, *roots)
-    torch.autograd.backward((first,), (torch.zeros((), device="cpu"),), retain_graph=keep_graph)
+    torch.autograd.backward((first,), retain_graph=keep_graph)
 
 
 class _Begin(torch.autograd.Function):

@@ -68,7 +68,9 @@ class Pass:
         self._live: dict[Send, set[int]] = {}
         self._arrived: dict[int, Gradients] = {}
         self._collected: dict[Recv, Gradients] = {}
-        self._owed: list[int] = []  # the orders of received messages that have not been handed back, the first one first
+        self._owed: list[
+            int
+        ] = []  # the orders of received messages that have not been handed back, the first one first
         self._begun = False
         self._latest: Send | None = None
         self._error: BaseException | None = None

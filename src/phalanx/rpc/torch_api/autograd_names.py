@@ -15,11 +15,6 @@ def _init(worker_id: int) -> None:
     """The agent says which worker this is, when it is made."""
 
 
-def _get_max_id() -> int:
-    engine._require_agent()
-    return contexts.max_id()
-
-
 def _current_context() -> Context:
     found = contexts.current()
     if found is None:
@@ -50,7 +45,7 @@ STAND_INS: dict[str, Any] = {
     "DistAutogradContext": Context,
     "_current_context": _current_context,
     "_get_debug_info": _get_debug_info,
-    "_get_max_id": _get_max_id,
+    "_get_max_id": engine.max_id,
     "_init": _init,
     "_is_valid_context": _is_valid_context,
     "_new_context": engine.new_context,
