@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support import autograd_workers as workers
+from tests.support.autograd_workers import parameter, saw
+from tests.support.pool import Pool
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.autograd import engine
-from tests.support import autograd_workers as workers
-from tests.support.autograd_workers import parameter, saw
-from tests.support.pool import Pool
 
 Do = Callable[..., Any]
 Program = Callable[[Do, int], list[torch.Tensor]]

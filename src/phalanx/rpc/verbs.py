@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from phalanx.errors import ArgumentError, WorkerLost
 from phalanx.rpc import in_transit, session, streams
 from phalanx.rpc.agent import Agent, Incoming
+from phalanx.rpc.autograd import requests
+from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.encoding import encode
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
@@ -99,7 +101,8 @@ def start(
     if isinstance(function, str):
         raise ArgumentError(f"{function!r} is the name of a method, and {to!r} is not a remote object")
     asked = Asked(function, args, kwargs)
-    return session.agent().request(to, CALL, asked, timeout_s, asked=name_of(function), made=streams.received)
+    agent = session.agent()
+    return requests.request(agent, to, CALL, asked, timeout_s, asked=name_of(function), made=streams.received)
 
 
 def each(
@@ -121,6 +124,8 @@ def each(
     agent = session.agent()
     if group is None:
         group = [member for member in agent.members() if member != agent.me]
+    if contexts.current() is not None:  # each worker's part of the graph has edges of its own
+        return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
     with in_transit.sending() as kept:
         head, buffers = encode(Asked(function, args, kwargs))
     name = name_of(function)
@@ -190,7 +195,7 @@ def _on_call(incoming: Incoming, asked: Asked) -> Any:
 
 
 def _equip(agent: Agent) -> None:
-    agent.serve(CALL, _on_call)
+    requests.serve(agent, CALL, _on_call, lambda asked: asked.function)
     agent.on_close(_end_event_loop)
 
 
