@@ -47,8 +47,8 @@ class Reach:
         fresh: dict[Recv, list[int]] = {}
         seen, pending = self._seen, []
         for tensor in tensors:
-            edge = torch.autograd.graph.get_gradient_edge(tensor)
-            pending.append(((edge.node, edge.output_nr),))
+            # All of them are results. torch's get_gradient_edge makes a view as well, which sparse tensors do not have.
+            pending.append(((tensor.grad_fn, tensor.output_nr),))
         while pending:
             for node, _ in pending.pop():
                 if node is None:
