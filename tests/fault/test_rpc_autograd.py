@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support import autograd_workers as workers
+from tests.support.ranks import Member, on_ranks, run_ranks
 
 from phalanx import rpc
 from phalanx.errors import ArgumentError, BackwardError, PhalanxError, WorkerLost
 from phalanx.rpc.autograd import engine
 from phalanx.rpc.autograd.contexts import contexts
-from tests.support import autograd_workers as workers
-from tests.support.ranks import Member, on_ranks, run_ranks
 
 Do = Callable[..., Any]
 PATIENCE_S = 30.0

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support import autograd_workers as workers
+from tests.support.autograd_workers import parameter, saw
+from tests.support.pool import Pool
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.autograd import engine
-from tests.support import autograd_workers as workers
-from tests.support.autograd_workers import parameter, saw
-from tests.support.pool import Pool
 
 Do = Callable[..., Any]
 Program = Callable[[Do, int], list[torch.Tensor]]
@@ -376,6 +376,26 @@ def keeps_grad(agent: Agent) -> None:
 def test_grad_is_not_touched(pool: Pool) -> None:
     pool.do(workers.forget)
     pool.do(keeps_grad)
+
+
+def late_leaf(agent: Agent, size: int) -> None:
+    """The first message of the context that reaches a worker has no tensors; its answer has."""
+    if agent.me.rank:
+        return
+    with engine.context() as context_id:
+        y = workers.remote(1, passed_on, workers.remote, size - 1)
+        engine.backward(context_id, [(y * 2).sum()])
+        got, _ = workers.remote(size - 1, workers.gradients, context_id)
+    torch.testing.assert_close(got["late"], torch.full((3,), 2.0))
+
+
+def passed_on(do: Do, to: int) -> torch.Tensor:
+    return do(to, own, do, "late")  # type: ignore[no-any-return]
+
+
+def test_calls_without_tensors_are_part_of_a_context(pool: Pool) -> None:
+    pool.do(workers.forget)
+    pool.do(late_leaf, size_of(pool))
 
 
 def post_hooks(agent: Agent) -> list[str]:

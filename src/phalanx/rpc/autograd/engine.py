@@ -140,6 +140,8 @@ def running_in(metadata: Metadata | None, function: Callable[..., Any] | None = 
         metadata: what came with the call.
         function: what the call asks for, so that an error in its backward can name it.
     """
+    if metadata is not None:
+        _join(None, metadata[0])  # a call without tensors need not have been unwrapped
     name = _running.set(_described(function) if function is not None and metadata is not None else "")
     token = contexts.enter(None if metadata is None else metadata[0])
     try:
@@ -155,10 +157,13 @@ def _described(function: Callable[..., Any]) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
 
 
-def _join(sender: Member, number: int) -> Context | None:
+def _join(sender: Member | None, number: int) -> Context | None:
+    """Take part in a context. Its creator is told, unless it is the sender, and so knows."""
     inside, fresh = contexts.join(number)
+    if not fresh:
+        return inside
     agent = _require_agent()
-    if fresh and not is_creator(sender, number) and not is_creator(agent.me, number):
+    if not is_creator(agent.me, number) and (sender is None or not is_creator(sender, number)):
         for member in agent.members():
             if is_creator(member, number):
                 agent.notify(member, JOINED, number)
