@@ -9,6 +9,7 @@ with phalanx.init() as world:
     rpc.shutdown()
 """
 
+from phalanx.rpc.autograd.engine import backward, context, get_gradients
 from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
 from phalanx.rpc.members import Member
@@ -24,8 +25,11 @@ __all__ = [
     "RemoteError",
     "RemoteObject",
     "RemoteTraceback",
+    "backward",
     "call",
+    "context",
     "each",
+    "get_gradients",
     "init",
     "local",
     "make",

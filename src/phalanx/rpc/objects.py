@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from phalanx.errors import ObjectLost, WorkerLost
 from phalanx.rpc import in_transit, session, streams, verbs
 from phalanx.rpc.agent import Agent, Incoming
+from phalanx.rpc.autograd import requests
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 
@@ -260,7 +261,8 @@ def make(
     """
     asked = verbs.Asked(kind, args, kwargs)
     name = verbs.name_of(kind)
-    made: RemoteObject = session.agent().request(to, _MAKE, asked, timeout_s, asked=f"to make a {name}").wait()
+    asking = f"to make a {name}"
+    made: RemoteObject = requests.request(session.agent(), to, _MAKE, asked, timeout_s, asked=asking).wait()
     return made
 
 
@@ -302,7 +304,7 @@ def start_on(
     asked = f"{target._type_name}.{name}"
     # With the reference among what is sent, the object lives until the call has returned.
     value = (target, function, args, kwargs)
-    future = session.agent().request(target._owner, _METHOD, value, timeout_s, asked=asked)
+    future = requests.request(session.agent(), target._owner, _METHOD, value, timeout_s, asked=asked)
     following: Future[Any] = Future(future._help_on, future._cancel)
 
     def follow(done: Future[Any]) -> None:
@@ -350,14 +352,20 @@ def _on_method(incoming: Incoming, value: tuple[Any, ...]) -> Any:
     return verbs.perform(incoming, function, (thing, *args), kwargs)
 
 
+def _method_of(value: tuple[Any, ...]) -> Callable[..., Any]:
+    target, function, *_ = value
+    method: Callable[..., Any] = getattr(local(target), function) if isinstance(function, str) else function
+    return method
+
+
 def _on_lease(incoming: Incoming, holds: tuple[list[int], list[int]]) -> None:
     _table().note(incoming.peer, *holds)
 
 
 def _equip(agent: Agent) -> None:
     _tables[agent] = table = _Table(agent)
-    agent.serve(_MAKE, _on_make)
-    agent.serve(_METHOD, _on_method)
+    requests.serve(agent, _MAKE, _on_make, lambda asked: asked.function)
+    requests.serve(agent, _METHOD, _on_method, _method_of)
     agent.serve(_LEASE, _on_lease, quick=True)
     agent.on_change(lambda member, _: table.forget(member))
 

@@ -7,11 +7,13 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from phalanx.errors import ArgumentError, WorkerLost
 from phalanx.rpc import in_transit, session, streams
 from phalanx.rpc.agent import Agent, Incoming
+from phalanx.rpc.autograd import requests
+from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.encoding import encode
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
@@ -24,7 +26,6 @@ CALL = "call"
 _PAUSE_S = 0.1
 
 
-@runtime_checkable
 class Callee(Protocol):
     """What can be called in the place of a worker: a remote object (``objects.py``)."""
 
@@ -95,12 +96,13 @@ def start(
 
     The arguments may be changed when this returns. The errors of the call are raised by ``future.wait()``.
     """
-    if isinstance(to, Callee):
+    if not isinstance(to, (str, int, Member)):
         return to._start_call(function, args, kwargs, timeout_s)
     if isinstance(function, str):
         raise ArgumentError(f"{function!r} is the name of a method, and {to!r} is not a remote object")
     asked = Asked(function, args, kwargs)
-    return session.agent().request(to, CALL, asked, timeout_s, asked=name_of(function)).then(streams.received)
+    agent = session.agent()
+    return requests.request(agent, to, CALL, asked, timeout_s, asked=name_of(function), made=streams.received)
 
 
 def each(
@@ -122,11 +124,15 @@ def each(
     agent = session.agent()
     if group is None:
         group = [member for member in agent.members() if member != agent.me]
+    if contexts.current() is not None:  # each worker's part of the graph has edges of its own
+        return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
     with in_transit.sending() as kept:
         head, buffers = encode(Asked(function, args, kwargs))
     name = name_of(function)
-    futures = [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept) for to in group]
-    return [future.then(streams.received) for future in futures]
+    return [
+        agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=streams.received)
+        for to in group
+    ]
 
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -189,7 +195,7 @@ def _on_call(incoming: Incoming, asked: Asked) -> Any:
 
 
 def _equip(agent: Agent) -> None:
-    agent.serve(CALL, _on_call)
+    requests.serve(agent, CALL, _on_call, lambda asked: asked.function)
     agent.on_close(_end_event_loop)
 
 

@@ -108,6 +108,7 @@ static void *watch(void *argument)
                 phx_rpc_ends(links[i], PHX_RPC_GONE);
             else if (!atomic_load(&links[i]->ended))
                 look_after(links[i], now);
+            phx_rpc_trim(&links[i]->slab, now);
             phx_rpc_drop(links[i]);
         }
     }

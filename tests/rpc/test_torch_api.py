@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.ranks import Member, run_ranks, values
 from torch.distributed.rpc import functions
+
+from tests.support.ranks import Member, run_ranks, values
 
 WAIT_S = 60.0
 
