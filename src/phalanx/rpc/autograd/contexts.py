@@ -150,8 +150,8 @@ class Contexts:
         context = self._contexts.get(number)
         if context is None:
             raise PhalanxError(
-                f"Could not find autograd context with id: {number}. It lives as long as its `with context()` block, on "
-                f"the workers that were called inside it"
+                f"Could not find autograd context with id: {number}. It lives as long as its `with context()` block, "
+                f"on the workers that were called inside it"
             )
         return context
 
