@@ -17,7 +17,7 @@ HOST = "PHALANX_HOST"  # the name this process reports for its host, in place of
 INTERFACE = "PHALANX_INTERFACE"  # the network interface that ranks talk over
 KEY_FILE = "PHALANX_KEY_FILE"  # a file with the job's key, readable by its owner alone
 MPI_CHECK = "PHALANX_MPI_CHECK"  # 0: do not compare collectives over MPI before they run
-REPLACE = "PHALANX_REPLACE"  # the backends that the backend phalanx replaces: gloo, mpi, or both
+REPLACE = "PHALANX_REPLACE"  # what Phalanx stands in for: the backends gloo and mpi, and torch's rpc
 TUNING = "PHALANX_TUNING"  # the file of switch points that `phalanx bench --tune` writes
 
 # Set by the launcher for its ranks.

@@ -77,9 +77,9 @@ def test_a_process_killed_at_any_moment_is_noticed_and_leaves_nothing(killed: in
             peer.links.clear()
             peer.answers.clear()
             del peer
-            gc.collect()
             assert not holdings.left_by(Holdings.now())
-            assert mappings() == 0
+        gc.collect()
+        assert mappings() == 0
 
     values(run_ranks(rank, 1))
 

@@ -1,7 +1,7 @@
-"""Workers that call each other within contexts of distributed autograd, and programs that run on them or in one process.
+"""Workers that call each other within contexts of distributed autograd, and what programs on them need.
 
-A program is a function of ``do`` and the number of workers; ``do(worker, function, do, *arguments)`` calls a function on a worker, or
-here: so the same program gives the expected values, by torch's own autograd.
+A program is a function of ``do`` and the number of workers. ``do(worker, function, do, *arguments)`` calls a function
+on a worker, or in this process: so the same program gives the expected values, by torch's own autograd.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx import rpc
 from phalanx.rpc import session
@@ -47,25 +46,17 @@ def saw(name: str) -> Callable[[torch.Tensor], None]:
 def start_worker(member: Member) -> Agent:
     """Make this process a worker that serves calls; the first argument of a pool's jobs."""
     member.join()
+    session.on_init(lambda agent: agent.serve(CALL, _perform))
     rpc.init()
-    agent = session.agent()
-    agent.serve(CALL, _perform)
-    return agent
+    return session.agent()
 
 
 def start(to: Any, function: Callable[..., Any], *args: Any) -> Future[Any]:
     """Begin a call whose gradients will follow it."""
     agent = session.agent()
-    leaves, spec = tree_flatten(args)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    tensors, metadata = engine.wrap(to, [leaves[place] for place in places])
-    rest = [None if place in places else leaf for place, leaf in enumerate(leaves)]
     callee = agent.member(to)
-
-    def received(answer: Any) -> Any:
-        return _whole(callee, *answer)
-
-    return agent.request(callee, CALL, (function, rest, spec, places, tensors, metadata)).then(received)
+    request = agent.request(callee, CALL, (function, *_message(callee, args)))
+    return request.then(lambda answer: _whole(callee, *answer))
 
 
 def remote(to: Any, function: Callable[..., Any], *args: Any) -> Any:
@@ -74,25 +65,43 @@ def remote(to: Any, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def local(_: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in this process instead."""
-    return function(*args)
+    """Call a function in this process instead. It gets copies of tensors, as a remote one does."""
+    return function(*(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args))
 
 
 def _perform(incoming: Incoming, asked: Any) -> Any:
-    function, *encoded = asked
-    args = _whole(incoming.peer, *encoded)
-    with engine.running_in(asked[-1], function):
-        leaves, spec = tree_flatten(function(*args))
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors, metadata = engine.wrap(incoming.peer, [leaves[place] for place in places])
-    rest = [None if place in places else leaf for place, leaf in enumerate(leaves)]
-    return rest, spec, places, tensors, metadata
+    function, value, tensors, metadata = asked
+    args = _whole(incoming.peer, value, tensors, metadata)
+    with engine.running_in(metadata, function):
+        return _message(incoming.peer, function(*args), answer=True)
 
 
-def _whole(sender: Any, rest: list[Any], spec: Any, places: list[int], tensors: Any, metadata: Any) -> Any:
-    for place, tensor in zip(places, engine.unwrap(sender, tensors, metadata), strict=True):
-        rest[place] = tensor
-    return tree_unflatten(rest, spec)
+class _Place(int):
+    """Stands for a tensor of a message."""
+
+
+def _message(to: Any, value: Any, *, answer: bool = False) -> Any:
+    tensors: list[torch.Tensor] = []
+
+    def without(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            tensors.append(part)
+            return _Place(len(tensors) - 1)
+        return type(part)(map(without, part)) if type(part) in (tuple, list) else part
+
+    rest = without(value)
+    return rest, *engine.wrap(to, tensors, answer=answer)
+
+
+def _whole(sender: Any, value: Any, tensors: Any, metadata: Any) -> Any:
+    received = engine.unwrap(sender, tensors, metadata)
+
+    def whole(part: Any) -> Any:
+        if isinstance(part, _Place):
+            return received[part]
+        return type(part)(map(whole, part)) if type(part) in (tuple, list) else part
+
+    return whole(value)
 
 
 def forget(_: Agent) -> None:
@@ -103,7 +112,12 @@ def forget(_: Agent) -> None:
 
 def gradients(context_id: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
     """The gradients of this worker's parameters, and what its hooks have seen; ``.grad`` must not have been touched."""
-    found = engine.get_gradients(context_id)
     assert all(variable.grad is None for variable in parameters.values())
+    return gradients_now(context_id)
+
+
+def gradients_now(context_id: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, torch.Tensor]]]:
+    """The same, while other contexts may have passes under way."""
+    found = engine.get_gradients(context_id)
     names = {variable: name for name, variable in parameters.items()}
     return {names[variable]: gradient for variable, gradient in found.items()}, list(seen)

@@ -149,6 +149,15 @@ def test_a_quantized_tensor_arrives_equal(dtype: torch.dtype) -> None:
         assert got.dequantize().tolist() == sent.dequantize().tolist()
 
 
+def test_quantized_tensors_that_overlap() -> None:
+    base = torch.quantize_per_tensor(torch.arange(40.0), 1.0, 0, torch.qint32)
+    sent = base[7:20], base, base[5:9]
+    got = carried(sent)
+    assert [one.dequantize().tolist() for one in got] == [one.dequantize().tolist() for one in sent]
+    got[1].fill_(3)
+    assert got[0].dequantize().tolist() == [3] * 13
+
+
 def test_quantized_to_four_bits() -> None:
     sent = torch.quantize_per_channel(MATRIX, torch.ones(4), torch.zeros(4), 0, torch.quint4x2)
     assert carried(sent).dequantize().tolist() == sent.dequantize().tolist()
@@ -414,6 +423,10 @@ def test_received_memory_that_is_read_only_or_odd_is_copied() -> None:
     odd = memoryview(bytearray(b"x" + bytes(buffer)))[1:]
     got = decode(head, [odd])
     assert got.tolist() == [0, 1, 2, 3, 4]
+    assert got.data_ptr() % 4 == 0
+    head, (buffer,) = encode(MATRIX.t())
+    got = decode(head, [memoryview(bytearray(b"x" + bytes(buffer)))[1:]])
+    assert got.tolist() == MATRIX.t().tolist()
     assert got.data_ptr() % 4 == 0
 
 

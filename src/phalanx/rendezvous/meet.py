@@ -29,7 +29,7 @@ from phalanx.system.interfaces import LOOPBACK, outward_address
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
 
-__all__ = ["Broadcast", "leave", "meet", "meet_by_broadcast", "tell_meeting"]
+__all__ = ["Broadcast", "kept_store", "leave", "meet", "meet_by_broadcast", "tell_meeting"]
 
 # Rank 0 passes a line of text, the other ranks None; all ranks get rank 0's line.
 Broadcast = Callable[[str | None], str]
@@ -66,7 +66,7 @@ def meet(
             return meet_by_broadcast(place, timeout_s, opening, broadcast, quiet=quiet)
         raise InitializationError(_nowhere(place))
     if place.keeps_store:
-        return _launchers_store(place, point, timeout_s)
+        return kept_store(place, timeout_s)
     key, claim = job_key(), _claim(place, opening, point.job)
     if place.rank == 0:
         return open_store(place, point, key, claim, timeout_s, quiet=quiet)
@@ -128,19 +128,19 @@ def _claim(place: Place, opening: int, job: str) -> Claim:
     return own_claim(place.rank, place.world_size, name, place.attempt, opening, place.node_rank)
 
 
-def _launchers_store(place: Place, point: MeetingPoint, timeout_s: float) -> Store:
+def kept_store(place: Place, timeout_s: float) -> Store:
+    """The store that this process's launcher keeps (``Place.keeps_store``).
+
+    Raises:
+        InitializationError: it cannot be reached.
+    """
+    address, port = str(place.master_addr), int(place.master_port or 0)
     try:
-        return TCPStore(
-            point.address,
-            point.ports[0],
-            place.world_size,
-            is_master=False,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        return TCPStore(address, port, place.world_size, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (dist.DistError, ValueError, RuntimeError) as error:
         raise InitializationError(
-            f"rank {place.rank} could not reach the store that {place.launcher} keeps at "
-            f"{point.address}:{point.ports[0]} (MASTER_ADDR, MASTER_PORT): {error}"
+            f"rank {place.rank} could not reach the store that {place.launcher} keeps at {address}:{port} "
+            f"(MASTER_ADDR, MASTER_PORT): {error}"
         ) from error
 
 

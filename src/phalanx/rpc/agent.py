@@ -69,7 +69,6 @@ class Agent:
         self.timeout_s = timeout_s
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._room: dict[int, threading.Semaphore] = {}
         self._watchers: list[Callable[[Member, str], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._closed = False
@@ -138,6 +137,7 @@ class Agent:
         timeout_s: float | None = None,
         *,
         asked: str = "",
+        made: Callable[[Any], Any] | None = None,
     ) -> Future[Any]:
         """Have ``to`` run a service with ``value``, at most once, and return a future of what it returns.
 
@@ -147,6 +147,7 @@ class Agent:
             value: any value that ``encoding.py`` can encode. Tensors in it are sent beside it.
             timeout_s: until the answer; the agent's default if None; infinity for no limit.
             asked: the call in words, for errors; the service's name by default.
+            made: makes the future's value of the answer.
 
         The future ends with the handler's exception (its own type where it can be, with the remote traceback as its
         cause), ``CallTimeout``, ``WorkerLost``, or ``ClosedError``.
@@ -158,7 +159,7 @@ class Agent:
         self._require_open()
         with in_transit.sending() as kept:
             head, buffers = encode(value)
-        return self.request_encoded(to, service, head, buffers, timeout_s, asked=asked, kept=kept)
+        return self.request_encoded(to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made)
 
     def request_encoded(
         self,
@@ -170,6 +171,7 @@ class Agent:
         *,
         asked: str = "",
         kept: Sequence[Any] = (),
+        made: Callable[[Any], Any] | None = None,
     ) -> Future[Any]:
         """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``in_transit.py``."""
         self._require_open()
@@ -178,7 +180,7 @@ class Agent:
         number = self._calls.number()
         until = time.monotonic() + allowed
         future: Future[Any] = Future()
-        call = Call(number, member, asked or service, until, allowed, future, capture())
+        call = Call(number, member, asked or service, until, allowed, future, capture(), made)
         future._help_on = partial(self._help, call)
         future._cancel = partial(self._cancel, call)
         if kept:
@@ -186,9 +188,8 @@ class Agent:
         self._calls.add(call)
         try:
             link = call.link = self._connections.link_to(member, until)
-            if not self._room_at(member).acquire(timeout=max(0.0, min(allowed, threading.TIMEOUT_MAX))):
-                raise TimeoutError
-            future.add_done_callback(partial(self._make_room, member))
+            if len(self._calls) > MOST_CALLS:
+                self._calls.wait_for_room(member, MOST_CALLS, until)
             link.send(Message(Kind.REQUEST, number, service, head, buffers), until - time.monotonic())
         except Unreached as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= until:
@@ -248,13 +249,6 @@ class Agent:
             raise ClosedError("a worker was used after rpc.shutdown()")
         if os.getpid() != self._pid:
             raise ClosedError.of_parent("this worker", os.getpid())
-
-    def _room_at(self, member: Member) -> threading.Semaphore:
-        room = self._room.get(member.incarnation)
-        return room or self._room.setdefault(member.incarnation, threading.Semaphore(MOST_CALLS))
-
-    def _make_room(self, member: Member, _: Future[Any]) -> None:
-        self._room_at(member).release()
 
     def _help(self, call: Call, done: Callable[[], bool], timeout_s: float) -> None:
         if call.link is not None:
@@ -344,17 +338,17 @@ class Agent:
             call.future.set_exception(error)
             return
         if message.service == RECEIPT:
-            self._handlers.run(self._settle_answer, link, call, value, to_settle)
-        elif message.kind is Kind.FAILURE:
-            call.future.set_exception(value.rebuilt(call.to))
+            self._handlers.run(self._settle_answer, link, call, message.kind, value, to_settle)
         else:
-            call.future.set_result(value)
+            call.complete(message.kind, value)
 
-    def _settle_answer(self, link: Link, call: Call, value: Any, to_settle: list[Callable[[], None]]) -> None:
+    def _settle_answer(
+        self, link: Link, call: Call, kind: Kind, value: Any, to_settle: list[Callable[[], None]]
+    ) -> None:
         for settle in to_settle:
             settle()
         self._send_receipt(link, call.number)
-        call.future.set_result(value)
+        call.complete(kind, value)
 
     def _send_receipt(self, link: Link, number: int) -> None:
         head, buffers = encode(number)

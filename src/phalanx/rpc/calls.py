@@ -13,9 +13,12 @@ from typing import Any
 from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.members import Member
+from phalanx.rpc.message import Kind
 from phalanx.watch.call_site import CallSite, text_of
 
 __all__ = ["Call", "Calls"]
+
+_PAUSE_S = 0.001
 
 
 @dataclass(eq=False)
@@ -31,6 +34,7 @@ class Call:
         future: gets the answer.
         link: the way that the request took, once it has been sent.
         site: where the program made the call.
+        made: makes the future's value of the answer.
         began: when.
     """
 
@@ -41,8 +45,21 @@ class Call:
     timeout_s: float
     future: Future[Any]
     site: CallSite | None
+    made: Callable[[Any], Any] | None = None
     link: Link | None = None
     began: float = field(default_factory=time.monotonic)
+
+    def complete(self, kind: Kind, value: Any) -> None:
+        """Complete the future with what has been decoded from the answer."""
+        if kind is Kind.FAILURE:
+            self.future.set_exception(value.rebuilt(self.to))
+        elif self.made is None:
+            self.future.set_result(value)
+        else:
+            try:
+                self.future.set_result(self.made(value))
+            except Exception as error:
+                self.future.set_exception(error)
 
     def describe(self) -> str:
         """The call for people: ``add (train.py:12), 3.1 s ago``."""
@@ -93,6 +110,20 @@ class Calls:
             if (link is None or call.link is link) and (to is None or call.to.incarnation == to.incarnation)
         ]
         return [call for call in chosen if self.take(call.number) is not None]
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def wait_for_room(self, to: Member, most: int, until: float) -> None:
+        """Wait until fewer than ``most`` calls to a member are under way.
+
+        Raises:
+            TimeoutError: that takes longer than until ``until``.
+        """
+        while sum(call.to.incarnation == to.incarnation for call in list(self._calls.values())) > most:
+            if time.monotonic() > until:
+                raise TimeoutError
+            time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """End the thread."""

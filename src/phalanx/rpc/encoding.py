@@ -49,7 +49,8 @@ def encode(
     Args:
         value: what to send.
         reducers: for objects of exactly these types, functions that return what ``__reduce__`` returns, or
-            ``NotImplemented`` for the usual way.
+            ``NotImplemented`` for the usual way. A ``torch.nn.Parameter`` is a type of its own. Functions, classes and
+            what Python builds in (numbers, text, lists, dicts, ...) are never asked about.
         restart: called when pickling begins anew, so that reducers will see the same objects again, and when it has
             failed. Reducers that note what they see forget it then.
         names: for errors: what the parts of the tuple ``value`` are called. Those of a named tuple are called as they
@@ -83,7 +84,8 @@ def decode(head: bytes | memoryview, buffers: Sequence[memoryview] = (), *, cont
     Args:
         head: the head.
         buffers: the buffers, in the same order, writable and not used for anything else. Tensors are built over them
-            without a copy, and keep them alive; memory at multiples of 64 serves every dtype.
+            without a copy, and keep them alive; they cannot be resized to more. Memory that begins at a multiple of 16
+            serves every dtype; other memory may have to be copied.
         context: what functions that were named by reducers get from ``decoding_context()`` meanwhile.
 
     Raises:

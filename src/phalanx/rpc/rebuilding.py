@@ -16,7 +16,17 @@ import torch
 
 from phalanx.errors import EncodingError
 
-__all__ = ["CONJUGATE", "DTYPES", "DTYPE_NAMES", "NEGATIVE", "PACKED", "REQUIRES_GRAD", "contiguous", "device_here"]
+__all__ = [
+    "ALIGNMENT",
+    "CONJUGATE",
+    "DTYPES",
+    "DTYPE_NAMES",
+    "NEGATIVE",
+    "PACKED",
+    "REQUIRES_GRAD",
+    "contiguous",
+    "device_here",
+]
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
@@ -27,6 +37,8 @@ QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, 
 # More than one element in a byte, so strides and offsets do not say where one is.
 PACKED = frozenset({torch.quint4x2, torch.quint2x4})
 
+# Memory that several tensors lie in begins at a multiple of this, here and where it was sent: no element is larger.
+ALIGNMENT = 16
 # Bits that a tensor's description has beside its shape.
 REQUIRES_GRAD, CONJUGATE, NEGATIVE = 1, 2, 4
 
@@ -47,7 +59,7 @@ def contiguous(buffer: memoryview, dtype: str, *shape: int) -> torch.Tensor:
         if type(count) is not int or count < 0:
             raise EncodingError.damaged(f"a tensor of the shape {shape!r}")
     needed = math.prod(shape) * element.itemsize
-    tensor = _over(buffer, element, needed)
+    tensor = _over(buffer, element, needed, element.itemsize)
     return tensor if len(shape) == 1 else tensor.view(shape)
 
 
@@ -64,7 +76,7 @@ def memory(buffer: memoryview, device: str) -> torch.UntypedStorage:
         device: where the tensors were; empty for the CPU.
     """
     nbytes = buffer.nbytes if isinstance(buffer, memoryview) else 0
-    received = _over(buffer, torch.uint8, nbytes)
+    received = _over(buffer, torch.uint8, nbytes, ALIGNMENT)
     return (received.to(device_here(device)) if device else received).untyped_storage()
 
 
@@ -129,14 +141,16 @@ def quantized(
         tensor = torch._empty_affine_quantized(
             shape, scale=scale, zero_point=zero_point, dtype=element, device=content.device
         )
-    storage = content.untyped_storage()
     if element in PACKED:
-        own = tensor.untyped_storage()
-        if own.nbytes() != storage.nbytes():
-            raise EncodingError.damaged(f"{storage.nbytes()} bytes for a tensor that takes {own.nbytes()}")
-        own.copy_(storage)
+        own = torch.empty(0, dtype=torch.uint8, device=content.device).set_(tensor.untyped_storage())
+        if content.shape != own.shape:
+            raise EncodingError.damaged(f"{content.numel()} bytes for a tensor that takes {own.numel()}")
+        own.copy_(content)
         return tensor
-    offset = int(content.storage_offset())
+    storage = content.untyped_storage()
+    offset, beyond = divmod(int(content.storage_offset()) * content.itemsize, element.itemsize)
+    if beyond:
+        raise EncodingError.damaged(f"a tensor of {element} that begins at byte {content.storage_offset()}")
     _check_extent(storage, element, offset, shape, stride)
     return tensor.set_(storage, offset, shape, stride)
 
@@ -215,16 +229,19 @@ def _dtype(name: str, *, quantized: bool = False) -> torch.dtype:
     return dtype
 
 
-def _over(buffer: memoryview, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-    """A tensor of one dimension over all of a buffer, which must have ``nbytes`` bytes."""
+def _over(buffer: memoryview, dtype: torch.dtype, nbytes: int, alignment: int) -> torch.Tensor:
+    """A tensor of one dimension over all of a buffer, which must have ``nbytes`` bytes.
+
+    Kernels rely on elements that begin at a multiple of their size, so a buffer that does not begin at a multiple of
+    ``alignment`` is copied.
+    """
     if not isinstance(buffer, memoryview) or buffer.nbytes != nbytes or not nbytes:
         has = f"{buffer.nbytes} bytes" if isinstance(buffer, memoryview) else f"a {type(buffer).__name__}"
         raise EncodingError.damaged(f"{has} for a tensor that takes {nbytes} bytes")
     if buffer.readonly:
         buffer = memoryview(bytearray(buffer))
     tensor = torch.frombuffer(buffer, dtype=dtype)
-    # Kernels rely on elements that begin at a multiple of their size.
-    return tensor.clone() if tensor.data_ptr() % 16 and tensor.data_ptr() % dtype.itemsize else tensor
+    return tensor.clone() if tensor.data_ptr() % alignment else tensor
 
 
 def _check_extent(

@@ -20,7 +20,7 @@ import torch
 
 from phalanx.errors import EncodingError
 from phalanx.rpc import rebuilding
-from phalanx.rpc.rebuilding import CONJUGATE, DTYPE_NAMES, NEGATIVE, PACKED, REQUIRES_GRAD
+from phalanx.rpc.rebuilding import ALIGNMENT, CONJUGATE, DTYPE_NAMES, NEGATIVE, PACKED, REQUIRES_GRAD
 
 __all__ = ["Reduced", "Reducer", "Region", "Table", "elements_of", "regions_in_common"]
 
@@ -31,8 +31,6 @@ Reducer: TypeAlias = "Callable[[Any], Any]"
 MARK = pickle.PickleBuffer(bytearray(1))
 # A tensor whose elements are spread over more than this many times their own size is sent as a contiguous copy.
 SPREAD = 2
-# A region begins at a multiple of this, counted from its storage, so that the offsets of tensors of all dtypes fit.
-ALIGNMENT = 16
 
 _BYTE = np.dtype("u1")
 _CPU = 0  # the address space of the CPU, among those of storages on other devices
@@ -77,6 +75,7 @@ class Region:
         first = owners[0]
         storage = first.untyped_storage()
         base = storage.data_ptr() if space == _CPU else 0
+        # A multiple of the alignment, counted from the storage, so that the offsets of tensors of all dtypes fit.
         low = base + (low - base) // ALIGNMENT * ALIGNMENT
         self.space, self.low, self.high = space, low, high
         self.source: Source

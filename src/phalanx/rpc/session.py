@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from phalanx import world as worlds
 from phalanx.errors import ClosedError, InitializationError
 from phalanx.place.arguments import place_with
+from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Member
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
@@ -23,6 +24,7 @@ __all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutd
 # How often the store is asked whether others have come or are done.
 _LOOK_S = 0.02
 _TELL_S = 5.0
+JOIN_S = 60.0  # for connecting to a launcher's store
 _NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
 
 _agent: Agent | None = None
@@ -179,12 +181,15 @@ def _opening(store: Store, rank: int) -> Store:
 
 def _world_store() -> tuple[Store, int, int, bool]:
     """The store of this process's world, its rank, the world's size, and whether all ranks are on this host."""
-    if not dist.is_initialized():
-        return HashStore(), 0, 1, True
     world = worlds._world
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if size == 1:
+        # The rank of a world of one has met nobody, but its launcher may keep a store that workers can join by.
+        place = place_with(None, None, None, None)
+        return (kept_store(place, JOIN_S) if place.keeps_store else HashStore()), 0, 1, True
     one_host = world is not None and world.num_nodes == 1
     store = worlds._store if worlds._store is not None else dist.distributed_c10d._get_default_store()
-    return store, dist.get_rank(), dist.get_world_size(), one_host
+    return store, dist.get_rank(), size, one_host
 
 
 def _foreign_store(join: str, wait_s: float) -> tuple[Store, str]:

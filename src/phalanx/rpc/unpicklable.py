@@ -51,7 +51,8 @@ def explained(
         has_cloudpickle: whether cloudpickle is installed.
     """
     part, path = value, "value"
-    names = names or getattr(value, "_fields", ())
+    if not names and isinstance(value, tuple):
+        names = getattr(value, "_fields", ())
     seen = {id(value)}
     for depth in range(DEEPEST):
         parts = zip(names, value, strict=False) if depth == 0 and names else _parts(part, path)

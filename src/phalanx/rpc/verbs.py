@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from phalanx.errors import ArgumentError, WorkerLost
 from phalanx.rpc import in_transit, session, streams
@@ -26,7 +26,6 @@ CALL = "call"
 _PAUSE_S = 0.1
 
 
-@runtime_checkable
 class Callee(Protocol):
     """What can be called in the place of a worker: a remote object (``objects.py``)."""
 
@@ -97,13 +96,13 @@ def start(
 
     The arguments may be changed when this returns. The errors of the call are raised by ``future.wait()``.
     """
-    if isinstance(to, Callee):
+    if not isinstance(to, (str, int, Member)):
         return to._start_call(function, args, kwargs, timeout_s)
     if isinstance(function, str):
         raise ArgumentError(f"{function!r} is the name of a method, and {to!r} is not a remote object")
     asked = Asked(function, args, kwargs)
     agent = session.agent()
-    return requests.request(agent, to, CALL, asked, timeout_s, asked=name_of(function)).then(streams.received)
+    return requests.request(agent, to, CALL, asked, timeout_s, asked=name_of(function), made=streams.received)
 
 
 def each(
@@ -130,8 +129,10 @@ def each(
     with in_transit.sending() as kept:
         head, buffers = encode(Asked(function, args, kwargs))
     name = name_of(function)
-    futures = [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept) for to in group]
-    return [future.then(streams.received) for future in futures]
+    return [
+        agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=streams.received)
+        for to in group
+    ]
 
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -151,16 +151,19 @@ static enum phx_rpc_step piece(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_
     phx_rpc_advance(&inbox->in, phx_rpc_takes(record->nbytes));
     if (inbox->assembled == inbox->whole) {
         struct phx_rpc_item *item = malloc(sizeof *item);
-        if (item) {
+        struct phx_rpc_image image;
+        memcpy(&image, inbox->assembly, sizeof image);
+        if (!item || image.nbytes != inbox->whole) {
+            phx_rpc_ends(link, item ? PHX_RPC_DAMAGED : PHX_RPC_NO_MEMORY);
+            free(item);
+        } else {
             item->box = (struct phx_rpc_box){.link = (uintptr_t)link, .where = (uintptr_t)inbox->assembly,
                                              .nbytes = inbox->whole, .block = PHX_RPC_OWN, .lane = PHX_RPC_BULK_LANE};
-            memcpy(&item->image, inbox->assembly, sizeof item->image);
+            item->image = image;
             inbox->assembly = NULL;
             append(inbox, item);
             phx_rpc_settle(hub, link, inbox);
         }
-        if (!item || item->image.nbytes != item->box.nbytes)
-            phx_rpc_ends(link, item ? PHX_RPC_DAMAGED : PHX_RPC_NO_MEMORY);
     }
     phx_rpc_drop(link); /* the list has one: only a link that was told or ended here has left it */
     return PHX_RPC_MOVED;

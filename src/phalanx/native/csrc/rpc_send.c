@@ -7,6 +7,7 @@
 #include "rpc_hub.h"
 
 #define STREAM_FROM 4194304u /* bytes of an image that the caches would not keep until it is read */
+#define ROOM_NS 50000u       /* how long to wait for room for a piece before this thread sleeps */
 #define TURN_BYTES 524288u   /* a long copy lets other threads have the core after so many bytes */
 
 static int cannot(phx_rpc_link *link)
@@ -97,9 +98,11 @@ int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
     void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block, 0);
     if (!place)
         return PHX_UNDER_WAY;
+    struct phx_rpc_image image; /* once it is published, the block may be released and used again */
+    memcpy(&image, link->slab.data + block.at, sizeof image);
     memcpy(place, &block, sizeof block);
     phx_rpc_publish(out, sizeof block);
-    ring_for(link, (const struct phx_rpc_image *)(link->slab.data + block.at));
+    ring_for(link, &image);
     return PHX_OK;
 }
 
@@ -110,6 +113,19 @@ void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
         atomic_store_explicit(&link->own->released[block.block], block.sequence, memory_order_release);
 }
 
+/* Wait for the other process to take something after it had taken `taken`: 1; 0 if it did not, or a signal came. */
+static int took(struct phx_rpc_ring *ring, uint64_t taken)
+{
+    const uint64_t until = phx_now_ns() + ROOM_NS;
+    do {
+        if (atomic_load_explicit(&ring->tail, memory_order_acquire) != taken)
+            return 1;
+        sched_yield();
+    } while (phx_now_ns() < until);
+    phx_sleep(phx_low_half(&ring->tail), (uint32_t)taken, &ring->waiting);
+    return atomic_load_explicit(&ring->tail, memory_order_acquire) != taken;
+}
+
 int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes, uint64_t *done)
 {
     struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
@@ -118,9 +134,12 @@ int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data,
         if (cannot(link))
             return PHX_PEER_LOST;
         const uint64_t some = nbytes - *done < PHX_RPC_PIECE ? nbytes - *done : PHX_RPC_PIECE;
+        const uint64_t taken = atomic_load_explicit(&out->ring->tail, memory_order_acquire);
         void *place = phx_rpc_reserve(out, *done ? PHX_RPC_MORE : PHX_RPC_FIRST, some, nbytes);
-        if (!place)
+        if (!place && !took(out->ring, taken))
             return PHX_UNDER_WAY;
+        if (!place)
+            continue;
         gather(place, pieces, data, sizes, *done, some, 0);
         phx_rpc_publish(out, some);
         *done += some;

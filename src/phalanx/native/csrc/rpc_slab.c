@@ -6,10 +6,14 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "futex.h"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 #define ALIGN 4096u
+#define KEEP_BYTES 1048576u
+#define KEEP_NS 10000000000ull
 
 /* Forget the blocks that the other process has released. */
 static void sweep(struct phx_rpc_slab *slab)
@@ -61,6 +65,7 @@ int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_
     const uint64_t to = found ? block->at + nbytes : 0;
     if (to > from)
         slab->touched = to;
+    slab->used_ns = phx_now_ns();
     pthread_mutex_unlock(&slab->lock);
     if (found && from < block->at)
         from = block->at;
@@ -68,6 +73,20 @@ int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_
     if (to > from)
         (void)!madvise(slab->data + from, to - from, MADV_POPULATE_WRITE);
     return found;
+}
+
+void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns)
+{
+    pthread_mutex_lock(&slab->lock);
+    if (slab->touched > KEEP_BYTES && slab->used_ns + KEEP_NS < now_ns) {
+        sweep(slab);
+        const struct phx_rpc_block *last = slab->used ? &slab->blocks[slab->order[slab->used - 1]] : NULL;
+        const uint64_t end = last ? last->at + last->nbytes : 0;
+        if (slab->touched > end + KEEP_BYTES && madvise(slab->data + end, slab->touched - end, MADV_REMOVE) == 0)
+            slab->touched = end;
+        slab->used_ns = now_ns; /* look again after as long */
+    }
+    pthread_mutex_unlock(&slab->lock);
 }
 
 int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block)

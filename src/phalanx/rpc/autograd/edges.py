@@ -1,13 +1,14 @@
 """The edges of the graph between workers: a tensor that is sent leaves one graph and enters another.
 
-The message's sender keeps a :class:`Send`: where the gradients of the tensors that it sent go in its own graph. The
-receiver's tensors are outputs of an autograd function, whose backward sends gradients instead of computing them; a
-:class:`Recv` describes it. Both have the number of the edge.
+The message's sender keeps a :class:`Send`: where the gradients of the tensors that it sent go in its own graph. Each of
+the receiver's tensors is the output of an autograd function, whose backward hands a gradient back instead of computing
+one; a :class:`Recv` describes the functions of a message. Both have the number of the edge.
 
 A :class:`Send` has one handle for each tensor: a tensor without memory of its own, computed from the sent one by the
 identity. It keeps the place in the graph at which the tensor was when it was sent, also if it is changed in place
-afterwards, and it keeps no data. Tensors of one message have separate handles because a backward pass may need some of
-them only; a function must not run for a tensor that nobody used.
+afterwards, and it keeps no data. Tensors of one message have separate handles, and separate functions where they were
+received, because a backward pass may need some of them only: no function and no hook must run for a tensor that nobody
+used. To programs that look at the graph, the functions of one message are equal, since torch has one for all.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Recv:
         order: its place among the edges of this worker.
         context: the number of its context.
         sender: who sent the message, and gets the gradients.
-        node: the autograd function; None when the context was released.
+        node: the autograd function of its first tensor; None when the context was released.
     """
 
     def __init__(self, edge: int, order: int, context: int, sender: Member) -> None:
@@ -84,14 +85,16 @@ def send(context: Context, edge: int, to: Member, tensors: Sequence[torch.Tensor
         context.sends[edge] = Send(edge, next(context.order), to, handles, about)
 
 
-def receive(context: Context, edge: int, sender: Member, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def receive(context: Context, edge: int, sender: Member, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Record that tensors have been received whose sender wants gradients; they are returned as parts of the graph."""
     with context.lock:
         recv = Recv(edge, next(context.order), context.number, sender)
-    different = {id(tensor) for tensor in tensors}
-    if len(different) < len(tensors):  # a function has each of its outputs once
-        tensors = [tensor.detach() for tensor in tensors]
-    received: tuple[torch.Tensor, ...] = _Received.apply(START, recv, tensors)
+    received = []
+    for place, tensor in enumerate(tensors):
+        if tensor.grad_fn is not None:  # the same tensor twice
+            tensor = tensor.detach()
+        tensor._backward_hooks = None  # unpickling leaves an empty table, in which new hooks would not be found
+        received.append(_Received.apply(START, recv, place, [tensor]))
     recv.node = received[0].grad_fn
     with context.lock:
         context.recvs[edge] = recv
@@ -109,13 +112,13 @@ def _backward_identity(_: Any, gradient: torch.Tensor | None) -> torch.Tensor | 
     return gradient
 
 
-def _forward_received(ctx: Any, _: torch.Tensor, recv: Recv, tensors: Sequence[torch.Tensor]) -> Any:
+def _forward_received(ctx: Any, _: torch.Tensor, recv: Recv, place: int, tensor: list[torch.Tensor]) -> torch.Tensor:
     ctx.set_materialize_grads(False)
-    ctx.recv = recv
-    return tuple(tensors)
+    ctx.recv, ctx.place = recv, place
+    return tensor[0]
 
 
-def _backward_received(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None, None]:
+def _backward_received(ctx: Any, gradient: torch.Tensor | None) -> tuple[None, None, None, None]:
     recv: Recv = ctx.recv
     run = tasks.current()
     if run is None:
@@ -123,8 +126,16 @@ def _backward_received(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None,
             f"a local backward() has reached a tensor that came from {recv.sender}. Gradients follow calls only in a "
             f"distributed one: backward(context_id, [loss]), within the context of the calls; or detach() the tensor"
         )
-    run.hand_back(recv, gradients)
-    return None, None, None
+    run.hand_back(recv, ctx.place, gradient)
+    return None, None, None, None
+
+
+def _same_message(node: Any, other: object) -> bool:
+    return type(other) is RECV_NODE and node.recv is other.recv  # type: ignore[attr-defined]
+
+
+def _hash_of_message(node: Any) -> int:
+    return hash(node.recv)
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
@@ -136,3 +147,5 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
 _Identity = _function("SendRpc", _forward_identity, _backward_identity)
 _Received = _function("RecvRpc", _forward_received, _backward_received)
 RECV_NODE: type = _Received._backward_cls
+RECV_NODE.__eq__ = _same_message  # type: ignore[assignment]
+RECV_NODE.__hash__ = _hash_of_message  # type: ignore[assignment]

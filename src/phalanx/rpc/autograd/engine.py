@@ -1,8 +1,8 @@
-"""Distributed autograd: what the layers that send calls need of it, and ``context``, ``backward`` and ``get_gradients``.
+"""Distributed autograd: what the layers that send calls need of it, and what programs call.
 
-A call carries the number of the context in which it was made, and its tensors, in both directions, become edges between
-the graphs of two workers (edges.py). ``backward`` follows them, in two phases (passes.py), and each worker runs its part
-of the graph once (gates.py). Gradients of leaves are kept in the context (leaves.py).
+A call carries the number of the context in which it was made, and its tensors, in both directions, become edges
+between the graphs of two workers (edges.py). ``backward`` follows them, in two phases (passes.py), and each worker runs
+its part of the graph once (gates.py). Gradients of leaves are kept in the context (leaves.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd.contexts import Context, contexts, is_creator, worker_id
 from phalanx.rpc.autograd.edges import receive, send
-from phalanx.rpc.autograd.passes import GRADIENTS, MARK, Pass, gathered
+from phalanx.rpc.autograd.passes import GRADIENTS, MARK, Gradients, Pass, gathered
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.watch.call_site import CallSite, capture
@@ -32,6 +32,7 @@ __all__ = [
     "context",
     "get_gradients",
     "install",
+    "max_id",
     "new_context",
     "release_context",
     "running_in",
@@ -74,16 +75,19 @@ session.on_init(install)
 # For the layers that send calls
 
 
-def wrap(to: str | int | Member, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Metadata | None]:
+def wrap(
+    to: str | int | Member, tensors: Sequence[torch.Tensor], *, answer: bool = False
+) -> tuple[list[torch.Tensor], Metadata | None]:
     """Make the tensors of a message part of the current context. The sender of a call or of an answer calls it.
 
     Args:
         to: who gets the message.
         tensors: all tensors in it, in their order.
+        answer: whether the message is the answer to a call, so that errors name the function that was called.
 
     Returns:
-        The tensors to send, which require no gradients, and what goes beside them: None outside of contexts. Inside one,
-        the context's number is sent also if no tensor requires gradients, so that nested calls know it.
+        The tensors to send, which require no gradients, and what goes beside them: None outside of contexts. Inside
+        one, the context's number is sent also if no tensor requires gradients, so that nested calls know it.
     """
     inside = contexts.current()
     if inside is None:
@@ -97,7 +101,7 @@ def wrap(to: str | int | Member, tensors: Sequence[torch.Tensor]) -> tuple[list[
     if not places or not torch.is_grad_enabled():
         return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors], (inside.number, None, ())
     edge = contexts.next_edge()
-    about: str | CallSite = capture() or _running.get() or "a function"
+    about: str | CallSite = (None if answer else capture()) or _running.get() or "a function"
     send(inside, edge, member, [tensors[place] for place in places], about)
     sent = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
     return sent, (inside.number, edge, places)
@@ -136,6 +140,8 @@ def running_in(metadata: Metadata | None, function: Callable[..., Any] | None = 
         metadata: what came with the call.
         function: what the call asks for, so that an error in its backward can name it.
     """
+    if metadata is not None:
+        _join(None, metadata[0])  # a call without tensors need not have been unwrapped
     name = _running.set(_described(function) if function is not None and metadata is not None else "")
     token = contexts.enter(None if metadata is None else metadata[0])
     try:
@@ -151,10 +157,13 @@ def _described(function: Callable[..., Any]) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
 
 
-def _join(sender: Member, number: int) -> Context | None:
+def _join(sender: Member | None, number: int) -> Context | None:
+    """Take part in a context. Its creator is told, unless it is the sender, and so knows."""
     inside, fresh = contexts.join(number)
+    if not fresh:
+        return inside
     agent = _require_agent()
-    if fresh and not is_creator(sender, number) and not is_creator(agent.me, number):
+    if not is_creator(agent.me, number) and (sender is None or not is_creator(sender, number)):
         for member in agent.members():
             if is_creator(member, number):
                 agent.notify(member, JOINED, number)
@@ -164,7 +173,7 @@ def _join(sender: Member, number: int) -> Context | None:
 # For programs
 
 
-class context:  # torch's name
+class context:  # noqa: N801 - torch's name
     """A context, in which calls are recorded so that gradients can follow them: ``with context() as context_id``.
 
     The thread that enters it is in it, and so is what it has other workers run. Leaving it releases the context on all
@@ -201,6 +210,12 @@ def release_context(number: int) -> bool:
     return True
 
 
+def max_id() -> int:
+    """The largest number that a context of this worker can have."""
+    _require_agent()
+    return contexts.max_id()
+
+
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients that the backward passes of a context have computed for this worker's leaves.
 
@@ -221,8 +236,8 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
     """Compute the gradients of the sum of ``roots`` for all leaves that they depend on, on whichever worker.
 
-    The gradients are added to those of the context on the leaves' workers (:func:`get_gradients`); ``.grad`` stays as it
-    is. Only one worker calls it. What other workers returned may be used several times, or not at all.
+    The gradients are added to those of the context on the leaves' workers (:func:`get_gradients`); ``.grad`` stays as
+    it is. Only one worker calls it. What other workers returned may be used several times, or not at all.
 
     Args:
         context_id: the number of the context in which the calls were made.
@@ -258,10 +273,12 @@ def _check(roots: Sequence[torch.Tensor]) -> None:
             raise ArgumentError("requires_grad not set on root: it depends on nothing that requires gradients")
         if root.numel() != 1:
             raise ArgumentError(
-                f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: sum it, or weight it"
+                f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: sum it"
             )
         if root.grad_fn is None:
-            raise ArgumentError("a root does not have a valid gradient function: it is a leaf, not the result of anything")
+            raise ArgumentError(
+                "a root does not have a valid gradient function: it is a leaf, not the result of anything"
+            )
 
 
 def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep_graph: bool) -> None:
@@ -302,9 +319,7 @@ def _on_mark(incoming: Incoming, asked: tuple[int, tuple[int, int], bool, list[t
     return part.mark(wanted)
 
 
-def _on_gradients(
-    incoming: Incoming, came: tuple[int, tuple[int, int], int, Sequence[torch.Tensor | None]]
-) -> None:
+def _on_gradients(incoming: Incoming, came: tuple[int, tuple[int, int], int, Gradients]) -> None:
     context_id, number, edge, gradients = came
     inside = contexts.find(context_id)
     part = inside.passes.get(number) if inside is not None else None
@@ -315,7 +330,7 @@ def _on_gradients(
 def _on_finish(incoming: Incoming, key: tuple[int, tuple[int, int]]) -> Future[None]:
     context_id, number = key
     inside = contexts.get(context_id)
-    part = inside.passes.get(number)
+    part: Pass | None = inside.passes.get(number)
     if part is None:
         raise PhalanxError(f"the backward pass of context {context_id} has been given up here")
 

@@ -22,7 +22,7 @@ engine run what they made possible on this thread, until all later messages have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Opening:
         self,
         send: Send,
         places: Sequence[int],
-        wait: Callable[[Send], Sequence[torch.Tensor | None]],
+        wait: Callable[[Send], Mapping[int, torch.Tensor | None]],
         later: Callable[[Send], bool],
     ) -> None:
         self.send, self.places, self.wait, self.later = send, places, wait, later
@@ -66,11 +66,11 @@ def run(
     with torch.enable_grad():
         chain = START
         for opening in reversed(openings):
-            chain = _Gate.apply(opening, chain, *(opening.send.handles[place] for place in opening.places))
+            chain = _apply_gate(opening, chain, *(opening.send.handles[place] for place in opening.places))
             if chain.grad_fn is not None:
                 chain.grad_fn._set_sequence_nr(0)
-        first = _Begin.apply(begin, chain, *roots)
-    torch.autograd.backward((first,), (torch.zeros((), device="cpu"),), retain_graph=keep_graph)
+        first = _apply_begin(begin, chain, *roots)
+    torch.autograd.backward((first,), retain_graph=keep_graph)
 
 
 class _Begin(torch.autograd.Function):
@@ -104,6 +104,11 @@ class _Gate(torch.autograd.Function):
             _let_run()
         gradients = opening.wait(opening.send)
         return (None, None, *(gradients[place] for place in opening.places))
+
+
+# torch does not type ``apply``.
+_apply_begin: Any = _Begin.apply
+_apply_gate: Any = _Gate.apply
 
 
 def _let_run() -> None:

@@ -3,8 +3,8 @@
 A pass has two phases. In the first, *marking*, the worker that calls ``backward`` finds out which received messages its
 roots reach, and asks their senders to mark them; these follow their graphs from the marked tensors and ask others in
 turn. When all have answered, every worker knows exactly which of its messages take part. Torch's FAST mode assumes
-instead that all do, and waits for ever if the result of one call is not used; following only what is known to be used is
-also what a backward pass does in one process, where an unused part runs no function and no hook.
+instead that all do, and waits for ever if the result of one call is not used; following only what is known to be used
+is also what a backward pass does in one process, where an unused part runs no function and no hook.
 
 In the second phase gradients flow: a worker runs its part (gates.py) as soon as the gradients of its latest message
 have come, and hands back those of what it received. The caller is told by every worker when its part has ended.
@@ -36,12 +36,15 @@ from phalanx.rpc.autograd.reach import Reach
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 
-__all__ = ["GRADIENTS", "MARK", "Pass", "gathered"]
+__all__ = ["GRADIENTS", "MARK", "Gradients", "Pass", "gathered"]
 
 MARK = "autograd.mark"
 GRADIENTS = "autograd.gradients"
 # No time limit: a lost worker ends a pass, a slow one does not.
 _UNLIMITED = math.inf
+
+# The gradients of a message's tensors, by their places in it. None where a function gave none.
+Gradients = dict[int, torch.Tensor | None]
 
 
 class Pass:
@@ -63,8 +66,11 @@ class Pass:
         self._changed = threading.Condition()
         self._reach = Reach(context.number)
         self._live: dict[Send, set[int]] = {}
-        self._arrived: dict[int, Sequence[torch.Tensor | None]] = {}
-        self._owed: list[int] = []  # the places of received messages that have not been handed back, in their order
+        self._arrived: dict[int, Gradients] = {}
+        self._collected: dict[Recv, Gradients] = {}
+        self._owed: list[
+            int
+        ] = []  # the orders of received messages that have not been handed back, the first one first
         self._begun = False
         self._latest: Send | None = None
         self._error: BaseException | None = None
@@ -116,7 +122,7 @@ class Pass:
 
     # Gradients
 
-    def arrive(self, edge: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def arrive(self, edge: int, gradients: Gradients) -> None:
         """The gradients of a message that this worker sent have come. The last one that is needed runs the part."""
         with self._changed:
             self._arrived[edge] = gradients
@@ -164,11 +170,15 @@ class Pass:
         with self._context.lock:
             add(self._context.gradients, self._leaves.gradients)
 
-    def hand_back(self, recv: Recv, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Send the gradients of a received message to its sender."""
-        places = self._reach.recvs[recv]
-        chosen = [gradient if place in places else None for place, gradient in enumerate(gradients)]
-        value = (self._context.number, self._number, recv.edge, chosen)
+    def hand_back(self, recv: Recv, place: int, gradient: torch.Tensor | None) -> None:
+        """Take the gradient of one tensor of a received message; with the last one, they are sent to its sender."""
+        with self._changed:
+            gradients = self._collected.setdefault(recv, {})
+            gradients[place] = gradient
+            if len(gradients) < len(self._reach.recvs[recv]):
+                return
+            del self._collected[recv]
+        value = (self._context.number, self._number, recv.edge, gradients)
         with torch.no_grad():
             request = self._agent.request(recv.sender, GRADIENTS, value, _UNLIMITED, asked="backward()")
         request.add_done_callback(self.watch)
@@ -179,7 +189,7 @@ class Pass:
         with self._changed:
             return not self._owed or self._owed[-1] < send.order or self._error is not None
 
-    def _wait(self, send: Send) -> Sequence[torch.Tensor | None]:
+    def _wait(self, send: Send) -> Gradients:
         with self._changed:
             self._changed.wait_for(lambda: send.edge in self._arrived or self._error is not None)
             if self._error is not None:
@@ -205,7 +215,6 @@ class Pass:
             request.wait(0)
         except BaseException as error:
             self.fail(error)
-
 
 
 def gathered(futures: Sequence[Future[Any]]) -> Future[list[Any]]:

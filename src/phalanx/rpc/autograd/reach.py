@@ -45,17 +45,18 @@ class Reach:
             PhalanxError: a tensor was received in another context.
         """
         fresh: dict[Recv, list[int]] = {}
-        seen, pending = self._seen, []
-        for tensor in tensors:
-            edge = torch.autograd.graph.get_gradient_edge(tensor)
-            pending.append(((edge.node, edge.output_nr),))
+        seen = self._seen
+        # All of them are results. torch's get_gradient_edge makes a view as well, which sparse tensors do not have.
+        pending: list[Any] = [((tensor.grad_fn, tensor.output_nr),) for tensor in tensors]
         while pending:
-            for node, place in pending.pop():
+            for node, _ in pending.pop():
                 if node is None:
                     continue
                 kind = type(node)
                 if kind is RECV_NODE:
-                    self._enter(node.recv, place, fresh)
+                    node._set_sequence_nr(max(1, node._sequence_nr()))
+                    self._enter(node.recv, node.place, fresh)
+                    continue
                 if node in seen:
                     continue
                 seen.add(node)

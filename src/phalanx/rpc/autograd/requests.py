@@ -26,15 +26,21 @@ _IN_CONTEXT = "+gradients"
 
 
 def request(
-    agent: Agent, to: str | int | Member, service: str, value: Any, timeout_s: float | None = None, *, asked: str = ""
+    agent: Agent,
+    to: str | int | Member,
+    service: str,
+    value: Any,
+    timeout_s: float | None = None,
+    *,
+    asked: str = "",
+    made: Callable[[Any], Any] | None = None,
 ) -> Future[Any]:
     """:meth:`Agent.request`; in a context, the tensors of ``value`` and of what is returned take part in it."""
     if contexts.current() is None:
-        return agent.request(to, service, value, timeout_s, asked=asked)
+        return agent.request(to, service, value, timeout_s, asked=asked, made=made)
     member = agent.member(to)
-    return agent.request(
-        member, service + _IN_CONTEXT, _Carried(_arrive, agent.me, member, value), timeout_s, asked=asked
-    )
+    carried = _Carried(_arrive, agent.me, member, value)
+    return agent.request(member, service + _IN_CONTEXT, carried, timeout_s, asked=asked, made=made)
 
 
 def serve(

@@ -9,13 +9,9 @@ threads in between; each access is one operation on a dictionary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from phalanx.rpc.autograd.edges import Recv
 
 __all__ = ["Run", "current", "enter", "leave"]
 
@@ -23,8 +19,8 @@ __all__ = ["Run", "current", "enter", "leave"]
 class Run(Protocol):
     """A distributed pass on this worker, as functions of the graph see it."""
 
-    def hand_back(self, recv: Recv, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Send the gradients of a received message to its sender."""
+    def hand_back(self, recv: Any, place: int, gradient: torch.Tensor | None) -> None:
+        """Take the gradient of one tensor of a received message, which its sender gets."""
 
 
 _runs: dict[int, Run] = {}

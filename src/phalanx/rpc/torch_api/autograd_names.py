@@ -45,7 +45,7 @@ STAND_INS: dict[str, Any] = {
     "DistAutogradContext": Context,
     "_current_context": _current_context,
     "_get_debug_info": _get_debug_info,
-    "_get_max_id": contexts.max_id,
+    "_get_max_id": engine.max_id,
     "_init": _init,
     "_is_valid_context": _is_valid_context,
     "_new_context": engine.new_context,

@@ -1,10 +1,10 @@
-"""The caller's side: what torch's ``rpc_sync``, ``rpc_async``, ``remote`` and ``to_here`` ask of C++."""
+"""The caller's side: calls, and what remote references ask of their owners."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +12,15 @@ from torch.futures import Future
 
 from phalanx.errors import CallTimeout, PhalanxError, WorkerLost
 from phalanx.rpc.agent import Member
+from phalanx.rpc.autograd.engine import unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.torch_api import current, profiling
-from phalanx.rpc.torch_api.edges import unwrap, wrap
 from phalanx.rpc.torch_api.futures import CallFuture, RpcTimeout
 from phalanx.rpc.torch_api.references import Identity, User
 from phalanx.rpc.torch_api.torch_names import autograd as torch_autograd
 from phalanx.rpc.torch_api.torch_names import cpp, internal
-from phalanx.rpc.torch_api.torchscript import check_arguments
 
-__all__ = ["Answer", "Call", "backward", "call", "fetch"]
+__all__ = ["Answer", "Call", "backward", "call", "fetch", "usable"]
 
 CALL, FETCH, BACKWARD = "torch.call", "torch.fetch", "torch.backward"
 BUILTIN, PYTHON, SCRIPT = "builtin", "python", "script"
@@ -87,7 +86,6 @@ def call(
     request = Call(kind, name, payload, sent, autograd, asynchronous, into, flags)
     started = agent.phalanx.request(member, CALL, tuple(request), seconds(timeout), asked=name or "a function")
     agent.count(started)
-    forget_lost(started, member)
 
     def finish(answer: tuple[Any, ...]) -> Any:
         found = Answer(*answer)
@@ -95,7 +93,7 @@ def call(
             profile.receive(found.events)
         return value_of(member, found)
 
-    future: Future[Any] = CallFuture(started, finish, agent.pool)
+    future: Future[Any] = CallFuture(started, finish, partial(forget_lost, member), agent.pool)
     if profile is None:
         return future
     return future.then(lambda done: done.wait())  # torch's profiler loses an error that was set from Python
@@ -131,104 +129,10 @@ def raise_here(remote: Any) -> None:
         raise
 
 
-def forget_lost(started: OwnFuture[Any], member: Member) -> None:
+def forget_lost(member: Member, error: BaseException) -> None:
     """Where a worker proves to be gone, what it held is free: nobody else may notice."""
-    references = current.agent().references
-
-    def look(done: OwnFuture[Any]) -> None:
-        with contextlib.suppress(Exception):
-            try:
-                done.wait(0)
-            except WorkerLost:
-                references.forget(member)
-
-    started.add_done_callback(look)
-
-
-# What torch's Python layer calls, by its names and with its arguments
-
-
-def _invoke_rpc_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Future[Any]:
-    payload, tensors = internal.serialize((args, kwargs))
-    return call(dst, BUILTIN, name, payload, tensors, timeout)
-
-
-def _invoke_rpc_python_udf(
-    dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
-) -> Future[Any]:
-    return call(dst, PYTHON, "", payload, tensors, timeout, asynchronous=asynchronous)
-
-
-def _invoke_rpc_torchscript(
-    dst: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float, asynchronous: bool
-) -> Future[Any]:
-    check_arguments(name, args, kwargs)
-    payload, tensors = internal.serialize((args, kwargs))
-    to = current.agent().get_worker_info(dst)
-    return call(to, SCRIPT, name, payload, tensors, timeout, asynchronous=asynchronous)
-
-
-def _invoke_remote_builtin(dst: Any, name: str, timeout: float, *args: Any, **kwargs: Any) -> Any:
-    payload, tensors = internal.serialize((args, kwargs))
-    return _remote(dst, BUILTIN, name, payload, tensors, timeout, False)
-
-
-def _invoke_remote_python_udf(
-    dst: Any, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
-) -> Any:
-    return _remote(dst, PYTHON, "", payload, tensors, timeout, asynchronous)
-
-
-def _invoke_remote_torchscript(
-    dst: str, name: str, timeout: float, asynchronous: bool, *args: Any, **kwargs: Any
-) -> Any:
-    check_arguments(name, args, kwargs)
-    payload, tensors = internal.serialize((args, kwargs))
-    return _remote(current.agent().get_worker_info(dst), SCRIPT, name, payload, tensors, timeout, asynchronous)
-
-
-def _remote(
-    dst: Any, kind: str, name: str, payload: bytes, tensors: list[torch.Tensor], timeout: float, asynchronous: bool
-) -> Any:
-    from phalanx.rpc.torch_api.rref import wrapped
-
-    agent = current.agent()
-    references = agent.references
-    member = agent.member(dst)
-    if member.incarnation == references.me.incarnation:
-        owned = references.new_value()
-        references.keep(owned, owned.identity, 0)  # until the call is over
-        into = owned.identity, owned.identity
-        created = call(dst, kind, name, payload, tensors, timeout, asynchronous=asynchronous, into=into)
-        return wrapped(owned, created.then(lambda done: _own_is_made(done, owned.identity)))
-    user = references.new_user(member)
-    into = user.identity, user.fork
-    created = call(dst, kind, name, payload, tensors, timeout, asynchronous=asynchronous, into=into)
-    return wrapped(user, created.then(lambda done: _is_made(done, user)))
-
-
-def _own_is_made(done: Future[Any], identity: Identity) -> None:
-    references = current.agent().references
-    references.release(identity, identity)
-    done.wait()
-
-
-def _is_made(done: Future[Any], user: User) -> None:
-    failure: BaseException | None = None
-    try:
-        done.wait()
-    except CallTimeout:
-        failure = PhalanxError(
-            f"RRef creation via rpc.remote() to {user.owner.name} timed out, and it is possible that the RRef on the "
-            f"owner node does not exist."
-        )
-        raise
-    except Exception as error:
-        failure = error
-        raise
-    finally:
-        if current.is_set():
-            current.agent().references.confirm(user, failure)
+    if isinstance(error, WorkerLost) and current.is_set():
+        current.agent().references.forget(member)
 
 
 def fetch(user: User, timeout: float) -> Any:
@@ -272,16 +176,3 @@ def usable(user: User, what: str, on_it: str = " on it") -> None:
         raise user.failure
     if user.deleted:
         raise PhalanxError(f"{user.in_errors()} has been deleted. Cannot call {what}{on_it} after deletion.")
-
-
-STAND_INS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        _invoke_rpc_builtin,
-        _invoke_rpc_python_udf,
-        _invoke_rpc_torchscript,
-        _invoke_remote_builtin,
-        _invoke_remote_python_udf,
-        _invoke_remote_torchscript,
-    )
-}

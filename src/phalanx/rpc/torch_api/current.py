@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from phalanx.errors import InitializationError
+from phalanx.rpc.agent import Agent
+from phalanx.rpc.future import Future
+from phalanx.rpc.handlers import Handlers
+from phalanx.rpc.members import Member
+from phalanx.rpc.torch_api.references import References
 
-if TYPE_CHECKING:
-    from phalanx.rpc.torch_api.torch_agent import TensorPipeAgent
+__all__ = ["TorchAgent", "agent", "is_set", "reset", "start", "started"]
 
-__all__ = ["agent", "is_set", "reset", "start", "started"]
+
+class TorchAgent(Protocol):
+    """The parts of ``TensorPipeAgent`` that other modules use.
+
+    Attributes:
+        me: this worker.
+        phalanx: the agent that moves the messages.
+        references: the remote references of this process.
+        pool: threads for the callbacks of futures.
+        timeout_s: how long a call may take by default, in seconds; 0 for no limit.
+        lost: the names of workers that went without ``shutdown``.
+        leaks: what others referred to when all came to ``shutdown``, in words.
+    """
+
+    me: Member
+    phalanx: Agent
+    references: References
+    pool: Handlers
+    timeout_s: float
+    lost: set[str]
+    leaks: list[str]
+
+    def get_worker_info(self, who: Any = None) -> Any:
+        """The name and number of a worker; of this one by default."""
+
+    def member(self, to: Any) -> Member:
+        """The worker that torch calls so."""
+
+    def count(self, call: Future[Any]) -> None:
+        """A call of this worker has begun."""
+
 
 _NOT_SET = "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
 
@@ -23,7 +57,7 @@ def is_set() -> bool:
     return _agent is not None
 
 
-def agent() -> TensorPipeAgent:
+def agent() -> TorchAgent:
     """The agent.
 
     Raises:
@@ -31,7 +65,7 @@ def agent() -> TensorPipeAgent:
     """
     if _agent is None:
         raise InitializationError(_NOT_SET)
-    found: TensorPipeAgent = _agent
+    found: TorchAgent = _agent
     return found
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from phalanx.errors import InitializationError
-from phalanx.rpc.torch_api import calls, current, futures, gathering, profiling, torch_agent
+from phalanx.rpc.torch_api import autograd_names, current, futures, gathering, invoking, profiling, torch_agent
+from phalanx.rpc.torch_api.late_imports import after_import
 from phalanx.rpc.torch_api.rref import PyRRef, RRef
 from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd
 
@@ -38,7 +39,7 @@ def install() -> None:
         )
     _done = True
     stand_ins: dict[str, Any] = {
-        **calls.STAND_INS,
+        **invoking.STAND_INS,
         **torch_agent.STAND_INS,
         "TensorPipeAgent": torch_agent.TensorPipeAgent,
         "PyRRef": PyRRef,
@@ -51,7 +52,7 @@ def install() -> None:
         "_reset_current_rpc_agent": current.reset,
     }
     pairs = [(getattr(cpp, name), new) for name, new in stand_ins.items()]
-    pairs += [(getattr(cpp_autograd, name), new) for name, new in _autograd_names().items()]
+    pairs += [(getattr(cpp_autograd, name), new) for name, new in autograd_names.STAND_INS.items()]
     pairs += [(api.RRef, RRef), (torch.futures.wait_all, futures.wait_all)]
     replaced = {id(old): new for old, new in pairs}  # pairs keeps the old objects, and with them their ids, alive
     RRef.__module__, RRef.__qualname__ = api.__name__, "RRef"
@@ -64,11 +65,12 @@ def install() -> None:
                 setattr(module, name, new)
     profiling.follow_profiles()
     gathering.count_lost()
+    after_import("torch.distributed.optim.optimizer", _optimize_in_python)
 
 
-def _autograd_names() -> dict[str, Any]:
-    try:
-        from phalanx.rpc.torch_api.autograd_names import STAND_INS
-    except ImportError:
-        return {}
-    return STAND_INS
+def _optimize_in_python(optimizer: Any) -> None:
+    """Have ``DistributedOptimizer`` take torch's optimizers as they are.
+
+    It compiles some of them with TorchScript, and these would ask torch's C++ for the gradients.
+    """
+    optimizer.functional_optim_map = {}

@@ -9,10 +9,10 @@ import torch
 
 from phalanx.errors import ClosedError, PhalanxError
 from phalanx.rpc.agent import Incoming, Member
+from phalanx.rpc.autograd.engine import running_in, unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
-from phalanx.rpc.torch_api import current, profiling
+from phalanx.rpc.torch_api import current, profiling, rref
 from phalanx.rpc.torch_api.calls import BACKWARD, BUILTIN, CALL, FETCH, PYTHON, Answer, Call
-from phalanx.rpc.torch_api.edges import running_in, unwrap, wrap
 from phalanx.rpc.torch_api.references import Identity, Owned
 from phalanx.rpc.torch_api.torch_names import internal
 from phalanx.rpc.torch_api.torchscript import script_function
@@ -145,6 +145,7 @@ class Service:
     def _fetch(self, incoming: Incoming, message: tuple[Any, ...]) -> Any:
         self._started()
         identity, autograd = message
+        unwrap(incoming.peer, [], autograd)  # enters the caller's context here
         answer: OwnFuture[Any] = OwnFuture()
 
         def encode(done: OwnFuture[Any]) -> None:
@@ -165,8 +166,6 @@ class Service:
         return answer
 
     def _backward(self, incoming: Incoming, message: tuple[Any, ...]) -> None:
-        from phalanx.rpc.torch_api import rref
-
         self._started()
         identity, context, retain_graph = message
         owned = self._agent.references.find(Identity(*identity)).wait()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import PhalanxError
+from phalanx.rpc.torch_api.rref import PyRRef
 from phalanx.rpc.torch_api.torch_names import jit
 
 __all__ = ["check_arguments", "script_function"]
@@ -33,8 +34,6 @@ def check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> N
     Raises:
         PhalanxError: the arguments hold remote references, or do not fit the function's.
     """
-    from phalanx.rpc.torch_api.rref import PyRRef
-
     if any(isinstance(value, PyRRef) for value in (*args, *kwargs.values())):
         raise PhalanxError(
             f"the script function {name} takes an RRef, which TorchScript can only hold if torch's own agent made it. "

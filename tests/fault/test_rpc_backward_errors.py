@@ -1,0 +1,244 @@
+"""Backward passes that fail: who is told, what it says, and that nothing waits or stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.support import autograd_workers as workers
+from tests.support.ranks import Member, on_ranks, run_ranks
+
+from phalanx import rpc
+from phalanx.errors import ArgumentError, PhalanxError, WorkerLost
+from phalanx.rpc import session
+from phalanx.rpc.autograd import engine
+from phalanx.rpc.autograd.blame import BackwardError
+from phalanx.rpc.autograd.contexts import contexts
+
+Do = Callable[..., Any]
+PATIENCE_S = 30.0
+
+
+class Special(ValueError):
+    """An error of the test's own, with more than a text."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails, or ends the process."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ctx.how == "raises":
+            raise Special("out of order", 7)
+        return gradient, None
+
+
+def passes_through(do: Do, way: list[int], x: torch.Tensor, how: str) -> torch.Tensor:
+    """Goes along ``way`` and fails, in backward, on the last worker; those before wait for it."""
+    y = x * workers.parameter("w", 3)
+    if not way:
+        failing: torch.Tensor = Fails.apply(y, how)
+        return failing
+    answer: torch.Tensor = do(way[0], passes_through, do, way[1:], y * 2, how)
+    return y + answer
+
+
+def alive(_: Any) -> tuple[int, int]:
+    """How many contexts and passes this worker has."""
+    found = contexts.all()
+    return len(found), sum(len(context.passes) for context in found)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_failure_names_where_and_ends_the_pass_everywhere() -> None:
+    def rank(member: Member) -> None:
+        workers.start_worker(member)
+        if not member.rank:
+            x = torch.ones(3, requires_grad=True)
+            way = [*range(2, member.size), 0, 1]
+            with engine.context() as context_id:
+                y = workers.remote(1, passes_through, workers.remote, way, x, "raises")
+                with pytest.raises(Special, match="Error on Node 1: out of order") as caught:
+                    engine.backward(context_id, [y.sum()])
+                error = caught.value
+                assert isinstance(error, BackwardError)
+                assert (error.worker, error.rank, error.code) == ("worker1", 1, 7)
+                assert error.function.endswith("backward")
+                assert __file__ in error.line
+                assert error.host in str(error)
+                assert error.line in str(error)
+                assert "passes_through" in str(error)
+                for other in range(member.size):
+                    wait_until(lambda other=other: workers.remote(other, alive, None)[1] == 0)  # type: ignore[misc]
+                assert not engine.get_gradients(context_id)
+            with engine.context() as context_id:
+                y = workers.remote(1, passes_through, workers.remote, way, x, "works")
+                engine.backward(context_id, [y.sum()])
+                assert x in engine.get_gradients(context_id)
+            for other in range(member.size):
+                wait_until(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+        rpc.shutdown()
+
+    for size in (2, 3, 5):
+        on_ranks(rank, size)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_worker_that_dies_in_backward_is_named(size: int) -> None:
+    def rank(member: Member) -> None:
+        workers.start_worker(member)
+        if not member.rank:
+            x = torch.ones(3, requires_grad=True)
+            with engine.context() as context_id:
+                way = [*range(3, member.size), 2]
+                y = workers.remote(1, passes_through, workers.remote, way, x, "killed")
+                with pytest.raises(WorkerLost, match="worker2") as caught:
+                    engine.backward(context_id, [y.sum()])
+                assert caught.value.rank == 2
+            for other in {*range(member.size)} - {2}:
+                wait_until(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+        rpc.shutdown()
+
+    outcomes = run_ranks(rank, size)
+    assert outcomes[2].signal == signal.SIGKILL
+    for outcome in outcomes[:2] + outcomes[3:]:
+        assert outcome.error is None, outcome.traceback
+
+
+def test_others_forget_the_contexts_of_a_worker_that_dies() -> None:
+    def rank(member: Member) -> None:
+        workers.start_worker(member)
+        if not member.rank:
+            with engine.context():
+                workers.remote(1, passes_through, workers.remote, [2], torch.ones(3, requires_grad=True), "works")
+                assert workers.remote(1, alive, None) == (1, 0)
+                assert workers.remote(2, alive, None) == (1, 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            wait_until(lambda: (member.folder / "begun").exists() or bool(contexts.all()))
+            (member.folder / "begun").touch()
+            wait_until(lambda: not contexts.all())
+        rpc.shutdown()
+
+    outcomes = run_ranks(rank, 3)
+    assert [outcome.signal for outcome in outcomes] == [signal.SIGKILL, 0, 0]
+    for outcome in outcomes[1:]:
+        assert outcome.error is None, outcome.traceback
+
+
+class Releases(torch.autograd.Function):
+    """The identity, whose backward releases the context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        engine.release_context(ctx.number)
+        return gradient, None
+
+
+def test_a_context_that_is_released_ends_its_pass() -> None:
+    def rank(member: Member) -> None:
+        workers.start_worker(member)
+        if not member.rank:
+            context = engine.new_context()
+            x = torch.ones(3, requires_grad=True)
+            y = workers.remote(1, passes_through, workers.remote, [], x, "works")
+            with pytest.raises(PhalanxError, match=r"ended during its backward pass|Could not find|given up"):
+                engine.backward(context.number, [Releases.apply(y, context.number).sum()])
+            for other in range(member.size):
+                wait_until(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+        rpc.shutdown()
+
+    on_ranks(rank, 2)
+
+
+def test_what_cannot_be_is_said_in_words() -> None:
+    def rank(member: Member) -> None:
+        workers.start_worker(member)
+        if not member.rank:
+            x = torch.ones(3, requires_grad=True)
+            with pytest.raises(PhalanxError, match="Could not find autograd context with id: 100"):
+                engine.backward(100, [x.sum()])
+            with engine.context() as first:
+                y = workers.remote(1, passes_through, workers.remote, [], x, "works")
+                with pytest.raises(PhalanxError, match="local backward"):
+                    y.sum().backward()
+                with pytest.raises(PhalanxError, match="Already have an autograd context id for this thread"):
+                    engine.new_context()
+                for roots, words in (
+                    ([], "No tensors provided"),
+                    ([torch.ones(1)], "requires_grad not set on"),
+                    ([x * 2], "is not a scalar"),
+                    ([torch.ones(1, requires_grad=True)], "does not have a valid gradient function"),
+                ):
+                    with pytest.raises(ArgumentError, match=words):
+                        engine.backward(first, roots)
+                with pytest.raises(TypeError, match="incompatible function arguments"):
+                    engine.backward(first, None)  # type: ignore[arg-type]
+            with engine.context() as second, pytest.raises(PhalanxError, match=f"context {first}"):
+                engine.backward(second, [y.sum()])
+        rpc.shutdown()
+
+    on_ranks(rank, 2)
+
+
+def test_a_late_call_does_not_bring_a_context_back() -> None:
+    def rank(member: Member) -> None:
+        workers.start_worker(member)
+        if not member.rank:
+            with engine.context():
+                tensors, metadata = engine.wrap(1, [torch.ones(3, requires_grad=True)])
+                workers.remote(1, alive, None)
+            wait_until(lambda: workers.remote(1, alive, None) == (0, 0))
+            assert workers.remote(1, enter_late, session.agent().me, tensors, metadata) == (False, 0)
+        rpc.shutdown()
+
+    on_ranks(rank, 2)
+
+
+def enter_late(sender: Any, tensors: list[torch.Tensor], metadata: Any) -> tuple[bool, int]:
+    received = engine.unwrap(sender, tensors, metadata)
+    with engine.running_in(metadata):
+        _, again = engine.wrap(0, received)
+    return again is not None or received[0].requires_grad, len(contexts.all())
+
+
+def test_threads_of_the_process_are_in_no_context() -> None:
+    def rank(member: Member) -> None:
+        workers.start_worker(member)
+        found = []
+        with engine.context():
+            thread = threading.Thread(target=lambda: found.append(contexts.current()))
+            thread.start()
+            thread.join()
+        assert found == [None]
+        rpc.shutdown()
+
+    on_ranks(rank, 1)

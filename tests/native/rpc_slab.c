@@ -1,0 +1,104 @@
+/* The slab: random blocks never overlap and keep their bytes, all room comes back, and memory is given back when idle. */
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "futex.h"
+#include "rpc_slab.h"
+
+#define BYTES (8u << 20)
+#define LATER 11000000000ull
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+static struct phx_rpc_slab slab = {.lock = PTHREAD_MUTEX_INITIALIZER, .bytes = BYTES};
+static _Atomic uint32_t released[PHX_RPC_BLOCKS];
+static struct phx_rpc_block held[PHX_RPC_BLOCKS];
+static uint32_t count;
+
+static uint64_t taken(int fd)
+{
+    struct stat file;
+    CHECK(fstat(fd, &file) == 0);
+    return (uint64_t)file.st_blocks * 512;
+}
+
+static void release(uint32_t i)
+{
+    const struct phx_rpc_block block = held[i];
+    for (uint64_t b = 0; b < block.nbytes; b += 97)
+        CHECK(slab.data[block.at + b] == (char)block.sequence);
+    atomic_store(&released[block.block], block.sequence);
+    held[i] = held[--count];
+}
+
+static int allocate(uint64_t nbytes)
+{
+    struct phx_rpc_block block, found;
+    if (!phx_rpc_allocate(&slab, nbytes, &block))
+        return 0;
+    CHECK(block.nbytes >= nbytes && block.at + block.nbytes <= BYTES && block.sequence);
+    for (uint32_t i = 0; i < count; i++)
+        CHECK(held[i].block != block.block &&
+              (held[i].at + held[i].nbytes <= block.at || block.at + block.nbytes <= held[i].at));
+    CHECK(phx_rpc_find(&slab, block.block, block.sequence, &found) && found.at == block.at);
+    CHECK(!phx_rpc_find(&slab, block.block, block.sequence - 1, &found));
+    memset(slab.data + block.at, (int)block.sequence, block.nbytes);
+    held[count++] = block;
+    return 1;
+}
+
+int main(void)
+{
+    const int fd = memfd_create("phalanx-test", MFD_CLOEXEC);
+    CHECK(fd >= 0 && ftruncate(fd, BYTES) == 0);
+    slab.data = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(slab.data != MAP_FAILED);
+    slab.released = released;
+
+    CHECK(!allocate(BYTES + 1) && allocate(BYTES) && !allocate(1));
+    release(0);
+    srand(1);
+    for (int turn = 0; turn < 20000; turn++) {
+        if (count && rand() % 2)
+            release((uint32_t)rand() % count);
+        else if (!allocate(1 + (uint64_t)rand() % (rand() % 8 ? 20000 : BYTES / 3)) && count)
+            release((uint32_t)rand() % count);
+    }
+    while (count)
+        release(0);
+    for (uint32_t i = 0; i < PHX_RPC_BLOCKS; i++)
+        CHECK(allocate(1));
+    CHECK(!allocate(1)); /* there is room, and no number for the block */
+    while (count)
+        release(0);
+    CHECK(allocate(BYTES));
+    release(0);
+
+    /* A block in the middle stays, and so does what lies before it. */
+    CHECK(allocate(BYTES / 4) && allocate(BYTES / 4) && allocate(BYTES / 2));
+    release(2);
+    release(0);
+    phx_rpc_trim(&slab, phx_now_ns());
+    CHECK(taken(fd) == BYTES);
+    phx_rpc_trim(&slab, phx_now_ns() + LATER);
+    CHECK(taken(fd) == BYTES / 2);
+    release(0);
+    CHECK(allocate(100000)); /* it is in use again */
+    phx_rpc_trim(&slab, phx_now_ns());
+    CHECK(taken(fd) == BYTES / 2);
+    release(0);
+    phx_rpc_trim(&slab, phx_now_ns() + 2 * LATER);
+    CHECK(taken(fd) == 0);
+    return 0;
+}

@@ -1,0 +1,174 @@
+"""Workers that die, stop, or are cut off while others wait for them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import rpc
+from phalanx.errors import PeerLost, WorkerLost
+from tests.launch_support import Launcher, launcher
+from tests.rpc import workers
+from tests.support.ranks import Member, run_ranks
+
+__all__ = ["launcher"]
+
+PATIENCE_S = 60.0
+
+
+def with_a_victim(body: Callable[[Member], Any], size: int) -> list[Any]:
+    """What the ranks but the last return, which is killed meanwhile and does nothing by itself."""
+
+    def run(member: Member) -> Any:
+        member.join()
+        rpc.init()
+        if member.rank == size - 1:
+            time.sleep(2 * PATIENCE_S)
+        outcome = body(member)
+        rpc.shutdown()
+        return outcome
+
+    outcomes = run_ranks(run, size)
+    for outcome in outcomes[:-1]:
+        assert outcome.error is None, f"rank {outcome.rank}:\n{outcome.traceback}"
+    return [outcome.value for outcome in outcomes[:-1]]
+
+
+def kill_soon(pid: int, after_s: float) -> None:
+    """Have a child of this process kill another."""
+    if os.fork() == 0:
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_all_who_wait_learn_who_is_gone_and_what_it_was_asked(size: int) -> None:
+    victim = f"worker{size - 1}"
+
+    def body(member: Member) -> Any:
+        pid = rpc.call(victim, workers.pid)
+        future = rpc.start(victim, workers.sleep, PATIENCE_S, timeout_s=2 * PATIENCE_S)
+        if member.rank == 0:
+            kill_soon(pid, 0.2)
+        began = time.monotonic()
+        with pytest.raises(WorkerLost) as caught:
+            future.wait()
+        lost = caught.value
+        assert isinstance(lost, PeerLost)
+        assert (lost.worker, lost.rank, lost.pid, lost.asked) == (victim, size - 1, pid, "sleep")
+        with pytest.raises(WorkerLost, match="worker"):
+            rpc.call(victim, workers.pid)
+        return str(lost), time.monotonic() - began < PATIENCE_S
+
+    for text, in_time in with_a_victim(body, size):
+        assert in_time
+        assert f"{victim} (rank {size - 1}" in text
+        assert "sleep" in text
+        assert "test_losses.py:" in text
+
+
+def test_the_middle_of_a_chain_dies() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        pid = rpc.call("worker2", workers.pid)
+        kill_soon(pid, 0.3)
+        with pytest.raises(WorkerLost) as caught:
+            rpc.call("worker1", rpc.call, "worker2", workers.sleep, PATIENCE_S)
+        return caught.value.worker
+
+    assert with_a_victim(body, 3)[0] == "worker2"
+
+
+def test_a_worker_that_dies_during_shutdown_holds_nobody() -> None:
+    def body(member: Member) -> Any:
+        if member.rank == 0:
+            kill_soon(rpc.call("worker2", workers.pid), 0.5)
+        began = time.monotonic()
+        rpc.shutdown(timeout_s=PATIENCE_S)
+        return time.monotonic() - began < PATIENCE_S / 2
+
+    assert with_a_victim(body, 3) == [True, True]
+
+
+def note(path: str, number: int) -> int:
+    with open(path, "a") as file:
+        file.write(f"{number}\n")
+    time.sleep(0.001)
+    return number
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_call_runs_twice_and_none_hangs_when_the_callee_is_killed(seed: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "ran")
+
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        kill_soon(rpc.call("worker2", workers.pid), random.Random(seed).uniform(0.01, 0.2))
+        done = 0
+        for number in range(100_000):
+            try:
+                assert rpc.call("worker2", note, path, number) == number
+                done += 1
+            except WorkerLost:
+                break
+        return done
+
+    done = with_a_victim(body, 3)[0]
+    ran = [int(line) for line in Path(path).read_text().splitlines()] if os.path.exists(path) else []
+    assert len(ran) == len(set(ran))
+    assert done <= len(ran) <= done + 1  # the last one may have run without an answer
+
+
+SERVER = """
+import sys, time
+from phalanx import rpc
+rpc.init("server", join=sys.argv[1])
+time.sleep(600)
+"""
+CLIENT = """
+import os, signal, subprocess, sys, time
+import phalanx
+from phalanx import rpc
+from phalanx.errors import RankError, WorkerLost
+def started():
+    where = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
+    return subprocess.Popen([sys.executable, "server.py", where])
+def wait_for(name):
+    while True:
+        try:
+            return rpc.call(name, os.getpid)
+        except RankError:
+            time.sleep(0.05)
+with phalanx.init():
+    rpc.init()
+    first = started()
+    assert wait_for("server") == first.pid
+    first.kill()
+    first.wait()
+    try:
+        rpc.call("server", os.getpid)
+    except WorkerLost as error:
+        print(error.worker, error.pid == first.pid, flush=True)
+    second = started()
+    print(rpc.call("server", os.getpid, retry=True) == second.pid, flush=True)
+    second.kill()
+    second.wait()
+    rpc.shutdown()
+"""
+
+
+def test_a_worker_that_comes_back_is_reached_by_its_name(launcher: Launcher) -> None:
+    launcher.script(SERVER, "server.py")
+    ended = launcher.run("-n", "1", "--no-prefix", launcher.script(CLIENT, "client.py"))
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == [b"server", b"True", b"True"]
