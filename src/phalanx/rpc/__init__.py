@@ -14,6 +14,7 @@ from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
+from phalanx.rpc.parameter_server.trainer import Parameters, parameters
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
 
@@ -22,6 +23,7 @@ __all__ = [
     "Future",
     "Member",
     "ObjectInfo",
+    "Parameters",
     "RemoteError",
     "RemoteObject",
     "RemoteTraceback",
@@ -34,6 +36,7 @@ __all__ = [
     "local",
     "make",
     "objects",
+    "parameters",
     "shutdown",
     "start",
 ]

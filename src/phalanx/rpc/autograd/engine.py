@@ -330,7 +330,7 @@ def _on_gradients(incoming: Incoming, came: tuple[int, tuple[int, int], int, Gra
 def _on_finish(incoming: Incoming, key: tuple[int, tuple[int, int]]) -> Future[None]:
     context_id, number = key
     inside = contexts.get(context_id)
-    part = inside.passes.get(number)
+    part: Pass | None = inside.passes.get(number)
     if part is None:
         raise PhalanxError(f"the backward pass of context {context_id} has been given up here")
 

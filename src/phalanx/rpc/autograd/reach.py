@@ -65,6 +65,8 @@ class Reach:
                     continue
                 if not node._sequence_nr():
                     node._set_sequence_nr(1)
+                if kind is RECV_NODE:
+                    continue
                 pending.append(node.next_functions)
         return fresh
 
