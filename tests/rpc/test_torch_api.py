@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import functions
 
+import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from tests.support.ranks import Member, run_ranks, values
 
 WAIT_S = 60.0
@@ -371,8 +373,6 @@ def one_step(member: Member) -> Any:
     rpc = started(member)
     found = None
     if member.rank == 0:
-        from torch.distributed.optim import DistributedOptimizer
-
         dist_autograd: Any = torch.distributed.autograd
         name = f"worker{member.size - 1}"
         layer = rpc.remote(name, Layer)
