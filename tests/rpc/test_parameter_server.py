@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer of a process imports it; the ranks are forked from this one
 from torch import nn
 
 from phalanx import rpc
