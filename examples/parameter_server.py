@@ -99,7 +99,10 @@ def train(options: argparse.Namespace, trainer: int, trainers: int, servers: lis
     started = time.perf_counter()
     loss = torch.zeros(())
     with rpc.parameters(model, on=servers, **chosen) as trained:
-        for epoch in range(options.epochs):
+        # One that joins late, or comes back, begins with the epoch in which the others are.
+        per_epoch = len(loader) * (1 if options.mode == "synchronous" else trainers)
+        loader.set_epoch(trained.steps // per_epoch)
+        for epoch in range(loader.epoch, options.epochs):
             torch.manual_seed((options.seed * 10_000 + epoch + 1) * 10_000 + trainer)
             trained.set(lr=chosen["lr"] * LR_DECAY**epoch)
             model.train()
