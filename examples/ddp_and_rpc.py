@@ -144,7 +144,7 @@ def train(world: World, group: phalanx.Group, options: argparse.Namespace) -> di
     for epoch in range(options.epochs):
         torch.manual_seed((options.seed * 10_000 + epoch + 1) * 10_000 + group.rank)
         lr = optimizer.param_groups[0]["lr"] = options.lr * LR_DECAY**epoch
-        model.train()
+        plain.train()
         for tokens, labels in loader:
             with rpc.context() as context_id:
                 loss = nn.functional.cross_entropy(model(tokens), labels)
@@ -168,7 +168,7 @@ def evaluate(model: nn.Module, dataset: torch.utils.data.TensorDataset) -> float
     tokens, labels = dataset.tensors
     right = [
         (model(some).argmax(dim=1) == wanted).sum()
-        for some, wanted in zip(tokens.split(512), labels.split(512), strict=True)
+        for some, wanted in zip(torch.split(tokens, 512), torch.split(labels, 512), strict=True)
     ]
     return int(sum(right)) / len(labels)
 

@@ -109,7 +109,7 @@ def train(options: argparse.Namespace, trainer: int, trainers: int, servers: lis
             for tokens, labels in loader:
                 trained.zero_grad()
                 loss = nn.functional.cross_entropy(model(tokens), labels)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 trained.step()
             print(f"trainer {trainer}: epoch {epoch + 1}/{options.epochs}, step {trained.steps}", file=sys.stderr)
         seconds = time.perf_counter() - started
@@ -127,7 +127,7 @@ def evaluate(model: nn.Module, dataset: torch.utils.data.TensorDataset) -> float
     tokens, labels = dataset.tensors
     right = [
         (model(some).argmax(dim=1) == wanted).sum()
-        for some, wanted in zip(tokens.split(512), labels.split(512), strict=True)
+        for some, wanted in zip(torch.split(tokens, 512), torch.split(labels, 512), strict=True)
     ]
     return int(sum(right)) / len(labels)
 

@@ -100,7 +100,8 @@ class Agent:
 
     def learn(self) -> float:
         """Make what led to long episodes more likely. Returns the mean of their lengths."""
-        gains, chances = [], []
+        gains: list[float] = []
+        chances: list[torch.Tensor] = []
         for said in self._chances.values():
             gain = 0.0
             discounted = [gain := 1.0 + 0.99 * gain for _ in said]
