@@ -99,14 +99,17 @@ def train(options: argparse.Namespace, trainer: int, trainers: int, servers: lis
     started = time.perf_counter()
     loss = torch.zeros(())
     with rpc.parameters(model, on=servers, **chosen) as trained:
-        for epoch in range(options.epochs):
+        # One that joins late, or comes back, begins with the epoch in which the others are.
+        per_epoch = len(loader) * (1 if options.mode == "synchronous" else trainers)
+        loader.set_epoch(trained.steps // per_epoch)
+        for epoch in range(loader.epoch, options.epochs):
             torch.manual_seed((options.seed * 10_000 + epoch + 1) * 10_000 + trainer)
             trained.set(lr=chosen["lr"] * LR_DECAY**epoch)
             model.train()
             for tokens, labels in loader:
                 trained.zero_grad()
                 loss = nn.functional.cross_entropy(model(tokens), labels)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 trained.step()
             print(f"trainer {trainer}: epoch {epoch + 1}/{options.epochs}, step {trained.steps}", file=sys.stderr)
         seconds = time.perf_counter() - started
@@ -124,7 +127,7 @@ def evaluate(model: nn.Module, dataset: torch.utils.data.TensorDataset) -> float
     tokens, labels = dataset.tensors
     right = [
         (model(some).argmax(dim=1) == wanted).sum()
-        for some, wanted in zip(tokens.split(512), labels.split(512), strict=True)
+        for some, wanted in zip(torch.split(tokens, 512), torch.split(labels, 512), strict=True)
     ]
     return int(sum(right)) / len(labels)
 
