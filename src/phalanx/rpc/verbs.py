@@ -58,7 +58,8 @@ def call(
         function: a function that both processes can import, or any that cloudpickle can send. If it is ``async``, it is
             awaited there. If it is a generator, the caller gets an iterator of its items, and holds it back by its
             pace.
-        args, kwargs: its arguments. Tensors are not pickled; the function gets copies.
+        args, kwargs: its arguments. Tensors are not pickled; the function gets copies. Inside of ``rpc.context()``
+            gradients flow back through them, and through what the function returns.
         timeout_s: how long it may take, in seconds; ``rpc.init(timeout_s=...)`` by default, infinity for no limit.
         retry: whether the call may run twice: if the worker is lost, it is called again as soon as a worker has come
             back under its name. Without it the function runs at most once.
@@ -112,7 +113,7 @@ def each(
     timeout_s: float | None = None,
     **kwargs: Any,
 ) -> list[Future[T]]:
-    """Begin the same call on several workers; the arguments are encoded once.
+    """Begin the same call on several workers; the arguments are encoded once, or in a context once for each.
 
     Args:
         group: the workers; all others if None.

@@ -72,9 +72,7 @@ class _Server:
     def _push(self, incoming: Incoming, asked: tuple[str, Sequence[torch.Tensor | None]]) -> Future[Pulled] | None:
         name, gradients = asked
         known = self._shards.get(name)
-        if known is None or not known[0].has(incoming.peer):
-            return None
-        return known[0].push(incoming.peer, gradients)
+        return known[0].push(incoming.peer, gradients) if known is not None else None
 
     def _rows(
         self, incoming: Incoming, asked: tuple[str, Sequence[tuple[int, torch.Tensor | None]]]

@@ -141,18 +141,14 @@ class Shard:
 
     def add(self, member: Member) -> Pulled:
         """Count a worker among the trainers, as quick as the slowest of them, and return the values."""
+        for old in [trainer.member for trainer in list(self._trainers.values())]:
+            if old.name == member.name and old != member:  # it has come back before its end was noticed
+                self.drop(old)
         with self._lock:
-            for incarnation, trainer in list(self._trainers.items()):
-                if trainer.member.name == member.name:  # it has come back before its end was noticed
-                    del self._trainers[incarnation]
             steps = min((trainer.steps for trainer in self._trainers.values()), default=0)
             self._trainers[member.incarnation] = _Trainer(member, steps)
             self._begun = self._begun or len(self._trainers) >= self._settings.trainers
             return self._pulled()
-
-    def has(self, member: Member) -> bool:
-        """Whether a worker is a trainer."""
-        return member.incarnation in self._trainers
 
     def drop(self, member: Member) -> None:
         """A trainer is gone, or pushes no more: nobody waits for it."""
@@ -165,11 +161,17 @@ class Shard:
             trainer.waiting.set_exception(ClosedError(f"{member} is a trainer no more"))
         _answer(due)
 
-    def push(self, member: Member, gradients: Sequence[torch.Tensor | None]) -> Future[Pulled]:
-        """Take a trainer's gradients, one for each piece. The future is of the values after a step with them."""
+    def push(self, member: Member, gradients: Sequence[torch.Tensor | None]) -> Future[Pulled] | None:
+        """Take a trainer's gradients, one for each piece.
+
+        Returns:
+            A future of the values after a step with them; None if the worker is no trainer, or no more.
+        """
         answer: Future[Pulled] = Future()
         with self._lock:
-            trainer = self._trainers[member.incarnation]
+            trainer = self._trainers.get(member.incarnation)
+            if trainer is None:
+                return None
             given_up, trainer.waiting = trainer.waiting, answer
             trainer.gradients = gradients
             due = self._settle()
