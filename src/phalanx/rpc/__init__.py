@@ -14,6 +14,7 @@ from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
+from phalanx.rpc.services import serve, service
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
 
@@ -34,6 +35,8 @@ __all__ = [
     "local",
     "make",
     "objects",
+    "serve",
+    "service",
     "shutdown",
     "start",
 ]
