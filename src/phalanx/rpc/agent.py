@@ -267,8 +267,8 @@ class Agent:
     def _require_allowed(self, codec: Codec, asked: str) -> None:
         if self._typed_only and codec.unpickles:
             raise EncodingError(
-                f"this worker unpickles nothing (rpc.init(typed_only=True)), so it cannot ask for {asked}, whose answer "
-                f"is a pickle. It can call typed services: rpc.service(to, name, Interface)"
+                f"this worker unpickles nothing (rpc.init(typed_only=True)), so it cannot ask for {asked}, "
+                f"whose answer is a pickle. It can call typed services: rpc.service(to, name, Interface)"
             )
 
     def _help(self, call: Call, done: Callable[[], bool], timeout_s: float) -> None:

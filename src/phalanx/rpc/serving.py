@@ -103,8 +103,8 @@ class Serving:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
             if self._typed_only and service.codec.unpickles:
                 raise PhalanxError(
-                    f"this worker unpickles nothing (rpc.init(typed_only=True)), so it refuses {message.service!r}. Only "
-                    f"its typed services can be called: rpc.service(to, name, Interface)"
+                    f"this worker unpickles nothing (rpc.init(typed_only=True)), so it refuses "
+                    f"{message.service!r}. Its typed services can be called: rpc.service(to, name, Interface)"
                 )
             incoming = Incoming(peer, given_up.is_set if given_up is not None else bool)
             with in_transit.receiving() as to_settle:
