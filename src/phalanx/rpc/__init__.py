@@ -1,12 +1,12 @@
 """Calls between processes: functions on other workers, objects that live there, and gradients that flow back::
 
-    import phalanx
-    from phalanx import rpc
+import phalanx
+from phalanx import rpc
 
-    with phalanx.init() as world:
-        rpc.init()
-        print(rpc.call("worker1", torch.add, torch.ones(2), 1))
-        rpc.shutdown()
+with phalanx.init() as world:
+rpc.init()
+print(rpc.call("worker1", torch.add, torch.ones(2), 1))
+rpc.shutdown()
 """
 
 from phalanx.rpc.autograd.engine import backward, context, get_gradients
