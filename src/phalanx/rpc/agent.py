@@ -19,11 +19,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from phalanx.errors import CallTimeout, ClosedError, WorkerLost
+from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
 from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
+from phalanx.rpc.codecs import NUMBER, PICKLED, Codec
 from phalanx.rpc.connections import Connections, Unreached
-from phalanx.rpc.encoding import decode, encode
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.links.contract import Link, LinkEnded
@@ -51,6 +51,7 @@ class Agent:
         address: the address of this host at which the others reach it.
         timeout_s: how long a call may take by default, in seconds.
         equip: register services; they are called before other workers can find this one.
+        typed_only: unpickle nothing, and refuse what would need it.
 
     Attributes:
         me: this worker.
@@ -65,8 +66,11 @@ class Agent:
         address: str,
         timeout_s: float = 60.0,
         equip: Sequence[Callable[[Agent], None]] = (),
+        *,
+        typed_only: bool = False,
     ) -> None:
         self.timeout_s = timeout_s
+        self._typed_only = typed_only
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._watchers: list[Callable[[Member, str], None]] = []
@@ -74,7 +78,7 @@ class Agent:
         self._closed = False
         self._calls = Calls(self._give_up)
         self._handlers = Handlers()
-        self._serving = Serving(self._handlers)
+        self._serving = Serving(self._handlers, typed_only=typed_only)
         self._members = Members(store)
         self._connections = Connections(
             self._members, address, shared_key(store, key), receiver=self, found_gone=self._found_gone
@@ -110,7 +114,9 @@ class Agent:
         waited_for = [member for member in members if not self._members.is_done(member)]
         return [member.rank for member in waited_for if not self._members.gone(member)]
 
-    def serve(self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False) -> None:
+    def serve(
+        self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False, codec: Codec = PICKLED
+    ) -> None:
         """Let other workers ask for a service.
 
         Args:
@@ -118,8 +124,9 @@ class Agent:
             handler: gets the request and its value, on one of the agent's threads. What it returns is the answer; if it
                 is a :class:`~phalanx.rpc.future.Future`, its value will be. What it raises goes to the caller.
             quick: the handler never waits and is short, so it may run on a thread that receives messages.
+            codec: how requests are read and answers are written.
         """
-        self._serving.add(service, handler, quick=quick)
+        self._serving.add(service, handler, quick=quick, codec=codec)
 
     def on_change(self, callback: Callable[[Member, str], None]) -> None:
         """Have ``callback`` called with a member and ``left`` or ``lost``, when the link to it ends."""
@@ -138,16 +145,18 @@ class Agent:
         *,
         asked: str = "",
         made: Callable[[Any], Any] | None = None,
+        codec: Codec = PICKLED,
     ) -> Future[Any]:
         """Have ``to`` run a service with ``value``, at most once, and return a future of what it returns.
 
         Args:
             to: the worker; a ``Member`` is that incarnation only. It may be this process itself.
             service: the service's name.
-            value: any value that ``encoding.py`` can encode. Tensors in it are sent beside it.
+            value: any value that the codec can encode. Tensors in it are sent beside it.
             timeout_s: until the answer; the agent's default if None; infinity for no limit.
             asked: the call in words, for errors; the service's name by default.
             made: makes the future's value of the answer.
+            codec: how the value is written and the answer is read; by pickle unless it says otherwise.
 
         The future ends with the handler's exception (its own type where it can be, with the remote traceback as its
         cause), ``CallTimeout``, ``WorkerLost``, or ``ClosedError``.
@@ -157,9 +166,12 @@ class Agent:
             EncodingError: the value cannot be sent.
         """
         self._require_open()
+        self._require_allowed(codec, asked or service)
         with in_transit.sending() as kept:
-            head, buffers = encode(value)
-        return self.request_encoded(to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made)
+            head, buffers = codec.encode(value)
+        return self.request_encoded(
+            to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made, codec=codec
+        )
 
     def request_encoded(
         self,
@@ -172,15 +184,17 @@ class Agent:
         asked: str = "",
         kept: Sequence[Any] = (),
         made: Callable[[Any], Any] | None = None,
+        codec: Codec = PICKLED,
     ) -> Future[Any]:
         """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``in_transit.py``."""
         self._require_open()
+        self._require_allowed(codec, asked or service)
         member = self.member(to)
         allowed = self.timeout_s if timeout_s is None else timeout_s
         number = self._calls.number()
         until = time.monotonic() + allowed
         future: Future[Any] = Future()
-        call = Call(number, member, asked or service, until, allowed, future, capture(), made)
+        call = Call(number, member, asked or service, until, allowed, future, capture(), made, codec)
         future._help_on = partial(self._help, call)
         future._cancel = partial(self._cancel, call)
         if kept:
@@ -217,7 +231,7 @@ class Agent:
         """
         self._require_open()
         member = self.member(to)
-        head, buffers = encode(value)
+        head, buffers = PICKLED.encode(value)
         with contextlib.suppress(*Unreached):
             until = time.monotonic() + self.timeout_s
             self._connections.link_to(member, until).send(
@@ -250,6 +264,13 @@ class Agent:
         if os.getpid() != self._pid:
             raise ClosedError.of_parent("this worker", os.getpid())
 
+    def _require_allowed(self, codec: Codec, asked: str) -> None:
+        if self._typed_only and codec.unpickles:
+            raise EncodingError(
+                f"this worker unpickles nothing (rpc.init(typed_only=True)), so it cannot ask for {asked}, "
+                f"whose answer is a pickle. It can call typed services: rpc.service(to, name, Interface)"
+            )
+
     def _help(self, call: Call, done: Callable[[], bool], timeout_s: float) -> None:
         if call.link is not None:
             call.link.wait(done, call.number, min(timeout_s, call.until - time.monotonic()))
@@ -272,7 +293,7 @@ class Agent:
             self._handlers.run(self._send_cancel, call)
 
     def _send_cancel(self, call: Call) -> None:
-        head, buffers = encode(call.number)
+        head, buffers = NUMBER.encode(call.number)
         with contextlib.suppress(LinkEnded, OSError):
             if call.link is not None:
                 call.link.send(Message(Kind.NOTICE, 0, CANCEL, head, buffers), 1.0)
@@ -333,7 +354,7 @@ class Agent:
             return
         try:
             with in_transit.receiving() as to_settle:
-                value = decode(message.head, message.buffers)
+                value = call.decode(message)
         except Exception as error:
             call.future.set_exception(error)
             return
@@ -351,6 +372,6 @@ class Agent:
         call.complete(kind, value)
 
     def _send_receipt(self, link: Link, number: int) -> None:
-        head, buffers = encode(number)
+        head, buffers = NUMBER.encode(number)
         with contextlib.suppress(LinkEnded, OSError):
             link.send(Message(Kind.NOTICE, 0, RECEIPT, head, buffers), self.timeout_s)

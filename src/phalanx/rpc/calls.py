@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.rpc.codecs import PICKLED, Codec
+from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.members import Member
-from phalanx.rpc.message import Kind
+from phalanx.rpc.message import Kind, Message
 from phalanx.watch.call_site import CallSite, text_of
 
 __all__ = ["Call", "Calls"]
@@ -35,6 +37,7 @@ class Call:
         link: the way that the request took, once it has been sent.
         site: where the program made the call.
         made: makes the future's value of the answer.
+        codec: how the answer is read.
         began: when.
     """
 
@@ -46,13 +49,20 @@ class Call:
     future: Future[Any]
     site: CallSite | None
     made: Callable[[Any], Any] | None = None
+    codec: Codec = PICKLED
     link: Link | None = None
     began: float = field(default_factory=time.monotonic)
+
+    def decode(self, message: Message) -> Any:
+        """What an answer says; of a failure, the :class:`Failure`."""
+        if message.kind is Kind.FAILURE:
+            return Failure.decode(message.head)
+        return self.codec.decode(message.head, message.buffers)
 
     def complete(self, kind: Kind, value: Any) -> None:
         """Complete the future with what has been decoded from the answer."""
         if kind is Kind.FAILURE:
-            self.future.set_exception(value.rebuilt(self.to))
+            self.future.set_exception(value.rebuilt(self.to, unpickle=self.codec.unpickles))
         elif self.made is None:
             self.future.set_result(value)
         else:

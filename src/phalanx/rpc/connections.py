@@ -106,11 +106,17 @@ class Connections:
             dialling.release()
 
     def ended(self, link: Link) -> Member | None:
-        """Forget a link that has ended, and return who was at the other end; None if that is known already."""
+        """Forget a link that has ended, and return who is gone with it; None if another way there goes on."""
         with self._lock:
             peer = self._peers.pop(link, None)
-            if peer is not None and self._links.get(peer.incarnation) is link:
+            if peer is None:
+                return None
+            if self._links.get(peer.incarnation) is link:
                 del self._links[peer.incarnation]
+            for other, its_peer in self._peers.items():
+                if its_peer.incarnation == peer.incarnation:  # both had dialled, and that way goes on
+                    self._links.setdefault(peer.incarnation, other)
+                    return None
         return peer
 
     def is_there(self, member: Member) -> bool:
@@ -169,17 +175,18 @@ class Connections:
         me = self._me
         try:
             claim = json.loads(arrival.proven.claim)
-            if "ping" in claim and me is not None:
-                arrival.answer(json.dumps({"incarnation": me.incarnation}).encode())
-                arrival.sock.close()
+            if claim == {"ping": 1} and me is not None:
+                _refuse(arrival, incarnation=me.incarnation)
                 return
-            peer, to, offer = Member(**claim["me"]), claim["to"], str(claim.get("offer", "")).encode()
-        except (ValueError, TypeError, KeyError, AttributeError):
+            peer, to, offer = Member.from_claim(claim["me"]), claim["to"], str(claim["offer"]).encode()
+        except (ValueError, TypeError, KeyError, RecursionError):
             arrival.sock.close()
             return
         if me is None or self._closed or to != me.incarnation:
-            arrival.answer(json.dumps({"refused": f"another worker is at its address now: {me}"}).encode())
-            arrival.sock.close()
+            _refuse(arrival, refused=f"another worker is at its address now: {me}")
+            return
+        if self._members.known(peer.incarnation) not in (None, peer) or peer.incarnation == me.incarnation:
+            _refuse(arrival, refused="another worker has this number")
             return
         shared = self._hub.accept(offer) if offer and self._hub is not None else None
         if shared is not None:
@@ -202,3 +209,8 @@ class Connections:
         with self._lock:
             self._peers[link] = peer
             return self._links.setdefault(peer.incarnation, link)  # both may have dialled at the same time
+
+
+def _refuse(arrival: Arrival, **verdict: str | int) -> None:
+    arrival.answer(json.dumps(verdict).encode())
+    arrival.sock.close()

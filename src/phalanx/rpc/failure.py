@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 import sys
 import traceback
 from dataclasses import dataclass
 
+from phalanx.errors import EncodingError
 from phalanx.rpc.encoding import decode, encode
 from phalanx.rpc.members import Member
 
 __all__ = ["Failure", "RemoteError", "RemoteTraceback"]
+
+_LENGTHS = struct.Struct("!4I")
 
 
 class RemoteTraceback(Exception):
@@ -41,7 +45,7 @@ class Failure:
     """An exception as it travels.
 
     Attributes:
-        pickled: the exception, or nothing if it cannot be pickled.
+        pickled: the exception, or nothing if it cannot be pickled, or is not to be.
         type_name, text: its type and what it says, for a caller that cannot make one.
         traceback: as Python prints it.
     """
@@ -52,23 +56,57 @@ class Failure:
     traceback: str
 
     @staticmethod
-    def of(error: BaseException) -> Failure:
+    def of(error: BaseException, *, with_pickle: bool = True) -> Failure:
         """The failure for an exception that a handler raised."""
         pickled = b""
-        with contextlib.suppress(Exception):
-            head, buffers = encode(error)
-            if not buffers and type(decode(head, ())) is type(error):
-                pickled = bytes(head)
+        if with_pickle:
+            with contextlib.suppress(Exception):
+                head, buffers = encode(error)
+                if not buffers and type(decode(head, ())) is type(error):
+                    pickled = bytes(head)
         shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         cause = error.__cause__
         if isinstance(cause, RemoteTraceback):
             shown = f"{cause.text}\n{shown}"
-        return Failure(pickled, type(error).__qualname__, str(error), shown)
+        text = ""
+        with contextlib.suppress(Exception):
+            text = str(error)
+        return Failure(pickled, type(error).__qualname__, text, shown)
 
-    def rebuilt(self, where: Member) -> BaseException:
-        """The exception for the caller, who asked ``where``."""
+    def encode(self) -> bytes:
+        """The failure as it is sent. Only an exception within it is pickled, so that any caller can read the rest."""
+        texts = (self.type_name, self.text, self.traceback)
+        parts = [self.pickled, *(text.encode(errors="backslashreplace") for text in texts)]
+        return b"".join((_LENGTHS.pack(*map(len, parts)), *parts))
+
+    @staticmethod
+    def decode(head: bytes | memoryview) -> Failure:
+        """The failure that :meth:`encode` made a head of.
+
+        Raises:
+            EncodingError: it did not.
+        """
+        try:
+            lengths = _LENGTHS.unpack_from(head)
+            if _LENGTHS.size + sum(lengths) != len(head):
+                raise EncodingError.damaged(f"a failure of {len(head)} bytes")
+            parts, at = [], _LENGTHS.size
+            for length in lengths:
+                parts.append(bytes(head[at : at + length]))
+                at += length
+            return Failure(parts[0], parts[1].decode(), parts[2].decode(), parts[3].decode())
+        except (struct.error, UnicodeDecodeError) as error:
+            raise EncodingError.damaged(f"a failure that cannot be read ({error})") from error
+
+    def rebuilt(self, where: Member, *, unpickle: bool = True) -> BaseException:
+        """The exception for the caller, who asked ``where``.
+
+        Args:
+            where: the worker on which it was raised.
+            unpickle: whether it may be of its own type, which is unpickled; else it is a ``RemoteError``.
+        """
         error: BaseException | None = None
-        if self.pickled:
+        if self.pickled and unpickle:
             with contextlib.suppress(Exception):
                 error = decode(self.pickled, ())
         if not isinstance(error, BaseException):

@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
@@ -27,6 +28,15 @@ from phalanx.wire.key import Key
 __all__ = ["Member", "Members", "shared_key"]
 
 _NAME = re.compile(r"[A-Za-z0-9_:.@-]{1,127}")
+_KINDS: dict[str, type] = {
+    "name": str,
+    "rank": int,
+    "host": str,
+    "pid": int,
+    "incarnation": int,
+    "address": str,
+    "port": int,
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,21 @@ class Member:
     incarnation: int
     address: str = ""
     port: int = 0
+
+    @staticmethod
+    def from_claim(said: Any) -> Member:
+        """The worker that a caller says it is.
+
+        Raises:
+            ValueError: no worker is like that.
+        """
+        if not isinstance(said, dict) or said.keys() != _KINDS.keys():
+            raise ValueError("not the attributes of a worker")
+        if any(type(said[name]) is not kind for name, kind in _KINDS.items()):
+            raise ValueError("an attribute of a worker is of another type")
+        if not _NAME.fullmatch(said["name"]) or not 0 < said["incarnation"] < 1 << 63 or said["rank"] < -1:
+            raise ValueError("no worker is like that")
+        return Member(**said)
 
     def __str__(self) -> str:
         where = f"pid {self.pid} on {self.host}"
@@ -179,6 +204,11 @@ class Members:
             new.append(member)
             self._seen = number
         return new
+
+    def known(self, incarnation: int) -> Member | None:
+        """The worker of this number, if this process has read its entry; the store is not asked."""
+        with self._lock:
+            return self._entries.get(incarnation)
 
     def _bearer(self, name: str) -> Member | None:
         key = f"name/{name}"

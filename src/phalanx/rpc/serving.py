@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc import in_transit
-from phalanx.rpc.encoding import decode, encode
+from phalanx.rpc.codecs import NUMBER, PICKLED, Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
@@ -44,6 +44,7 @@ class Incoming:
 class _Service:
     handler: Callable[[Incoming, Any], Any]
     quick: bool
+    codec: Codec
 
 
 class Serving:
@@ -51,19 +52,23 @@ class Serving:
 
     Args:
         handlers: the threads on which they run.
+        typed_only: refuse requests that would be unpickled.
     """
 
-    def __init__(self, handlers: Handlers) -> None:
+    def __init__(self, handlers: Handlers, *, typed_only: bool = False) -> None:
         self._handlers = handlers
+        self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
         self._under_way: dict[tuple[int, int], threading.Event] = {}  # by caller and number; set if given up
         self._kept: dict[tuple[int, int], list[Any]] = {}  # what the receivers of answers rely on
-        self.add(CANCEL, self._on_cancel, quick=True)
-        self.add(RECEIPT, self._on_receipt, quick=True)
+        self.add(CANCEL, self._on_cancel, quick=True, codec=NUMBER)
+        self.add(RECEIPT, self._on_receipt, quick=True, codec=NUMBER)
 
-    def add(self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool) -> None:
+    def add(
+        self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool, codec: Codec = PICKLED
+    ) -> None:
         """See :meth:`phalanx.rpc.agent.Agent.serve`."""
-        self._services[service] = _Service(handler, quick)
+        self._services[service] = _Service(handler, quick, codec)
 
     def take(self, link: Link, peer: Member, message: Message, *, may_block: bool) -> None:
         """Run what a message asks for: on this thread if that is allowed, else soon on another."""
@@ -87,48 +92,56 @@ class Serving:
     def _run(self, link: Link, peer: Member, service: _Service | None, message: Message) -> None:
         given_up = self._under_way.get((peer.incarnation, message.call))
         asks = message.kind is Kind.REQUEST
+        codec = service.codec if service is not None else PICKLED
+        if self._typed_only and codec.unpickles:
+            codec = NUMBER  # for what is refused, without pickle
         try:
             if given_up is not None and given_up.is_set():
                 self._under_way.pop((peer.incarnation, message.call), None)
                 return
             if service is None:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
+            if self._typed_only and service.codec.unpickles:
+                raise PhalanxError(
+                    f"this worker unpickles nothing (rpc.init(typed_only=True)), so it refuses "
+                    f"{message.service!r}. Its typed services can be called: rpc.service(to, name, Interface)"
+                )
             incoming = Incoming(peer, given_up.is_set if given_up is not None else bool)
             with in_transit.receiving() as to_settle:
-                value = decode(message.head, message.buffers)
+                value = codec.decode(message.head, message.buffers)
             for settle in to_settle:
                 settle()
             result = service.handler(incoming, value)
         except BaseException as error:
             if asks:
-                self._answer(link, peer, message.call, error, failed=True)
+                self._answer(link, peer, message.call, codec, error, failed=True)
             return
         finally:
             message.head, message.buffers = b"", ()
         if not asks:
             return
         if isinstance(result, Future):
-            result.add_done_callback(partial(self._answer_later, link, peer, message.call))
+            result.add_done_callback(partial(self._answer_later, link, peer, message.call, codec))
         else:
-            self._answer(link, peer, message.call, result)
+            self._answer(link, peer, message.call, codec, result)
 
-    def _answer_later(self, link: Link, peer: Member, number: int, future: Future[Any]) -> None:
+    def _answer_later(self, link: Link, peer: Member, number: int, codec: Codec, future: Future[Any]) -> None:
         try:
-            self._answer(link, peer, number, future.wait(0))
+            self._answer(link, peer, number, codec, future.wait(0))
         except BaseException as error:
-            self._answer(link, peer, number, error, failed=True)
+            self._answer(link, peer, number, codec, error, failed=True)
 
-    def _answer(self, link: Link, peer: Member, number: int, value: Any, *, failed: bool = False) -> None:
+    def _answer(self, link: Link, peer: Member, number: int, codec: Codec, value: Any, *, failed: bool = False) -> None:
         given_up = self._under_way.pop((peer.incarnation, number), None)
         if given_up is None or given_up.is_set():
             return
         kept: list[Any] = []
         try:
             with in_transit.sending() as kept:
-                head, buffers = encode(Failure.of(value) if failed else value)
+                head, buffers = (_failure(value, codec), []) if failed else codec.encode(value)
         except Exception as error:
             failed = True
-            head, buffers = encode(Failure.of(error))
+            head, buffers = _failure(error, codec), []
         kind = Kind.FAILURE if failed else Kind.ANSWER
         if kept:
             self._kept[peer.incarnation, number] = kept
@@ -145,3 +158,7 @@ class Serving:
 
     def _on_receipt(self, incoming: Incoming, number: int) -> None:
         self._kept.pop((incoming.peer.incarnation, number), None)
+
+
+def _failure(error: BaseException, codec: Codec) -> bytes:
+    return Failure.of(error, with_pickle=codec.unpickles).encode()

@@ -54,7 +54,7 @@ def current() -> Agent | None:
     return _agent
 
 
-def begin(store: Store, name: str, rank: int, address: str, timeout_s: float) -> Agent:
+def begin(store: Store, name: str, rank: int, address: str, timeout_s: float, *, typed_only: bool = False) -> Agent:
     """Make this process a worker in a store. ``init`` and torch's ``init_rpc`` call it.
 
     Raises:
@@ -65,7 +65,7 @@ def begin(store: Store, name: str, rank: int, address: str, timeout_s: float) ->
         raise InitializationError(
             f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
         )
-    _agent = Agent(store, name, rank, job_key(), address, timeout_s, equip=_equip)
+    _agent = Agent(store, name, rank, job_key(), address, timeout_s, equip=_equip, typed_only=typed_only)
     return _agent
 
 
@@ -75,6 +75,7 @@ def init(
     timeout_s: float = 60.0,
     wait_s: float = 300.0,
     join: str | None = None,
+    typed_only: bool = False,
 ) -> Member:
     """Become a worker, so that others can call functions here and this process can call them.
 
@@ -87,6 +88,8 @@ def init(
         timeout_s: how long a call may take, unless it says otherwise, in seconds.
         wait_s: how long to wait for the other ranks, in seconds.
         join: ``host:port`` of the job's store (its ranks' MASTER_ADDR and MASTER_PORT), for a process that is no rank.
+        typed_only: unpickle nothing that another worker sends: only typed services (``rpc.serve``) can be called here,
+            and only those of others can be called from here.
 
     Returns:
         This worker: its name, rank, host, pid and incarnation.
@@ -98,10 +101,11 @@ def init(
         if name is None:
             raise InitializationError("a worker that is no rank needs a name: rpc.init(name, join=...)")
         store, address = _foreign_store(join, wait_s)
-        return begin(store, name, -1, address, timeout_s).me
+        return begin(store, name, -1, address, timeout_s, typed_only=typed_only).me
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
-    made = begin(_opening(store, rank), name or f"worker{rank}", rank, address, timeout_s)
+    own_name = name or f"worker{rank}"
+    made = begin(_opening(store, rank), own_name, rank, address, timeout_s, typed_only=typed_only)
     try:
         _wait(
             lambda: sorted(set(range(size)) - {member.rank for member in made.members()}),

@@ -179,4 +179,8 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
             end += size
     if end != nbytes:
         raise Damaged
-    return Message(_KINDS[kind], call, _service(bytes(view[at:body])), head, parts)
+    try:
+        service = _service(bytes(view[at:body]))
+    except UnicodeDecodeError:
+        raise Damaged from None
+    return Message(_KINDS[kind], call, service, head, parts)

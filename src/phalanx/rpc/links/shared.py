@@ -36,6 +36,7 @@ FEW_THREADS = 2  # that stay when there is nothing to do
 MOST_THREADS = 256  # a limit on mistakes, such as calls that go to and fro for ever
 IDLE_S = 30.0
 JOIN_S = 2.0
+_COOKIE_BYTES = 16
 _SMALL_LANE, _BULK_LANE = 0, 1  # enum phx_rpc_lane
 _HERE = "this process has closed it"
 _WHY = (  # enum phx_rpc_end
@@ -220,7 +221,7 @@ class SharedHub:
         self._release, self._answered = quick.phx_rpc_release, quick.phx_rpc_answered
         self._receiver = receiver
         self._slab_bytes = slab_bytes
-        self._cookie = secrets.token_bytes(16)
+        self._cookie = secrets.token_bytes(_COOKIE_BYTES)
         self._pid = os.getpid()
         self._links: dict[int, SharedLink] = {}
         self._offers: dict[bytes, tuple[SharedLink, int]] = {}
@@ -247,7 +248,7 @@ class SharedHub:
         Raises:
             OSError: there is no memory or no descriptor for it.
         """
-        cookie, descriptor = secrets.token_bytes(16), c_int(-1)
+        cookie, descriptor = secrets.token_bytes(_COOKIE_BYTES), c_int(-1)
         handle = self._core.phx_rpc_offer(self._handle, cookie, self._slab_bytes, descriptor)
         if not handle:
             error = ctypes.get_errno()
@@ -270,16 +271,16 @@ class SharedHub:
         """
         try:
             said = json.loads(offer)
-            handle = self._core.phx_rpc_accept(
-                self._handle,
-                int(said["pid"]),
-                int(said["channel"]),
-                bytes.fromhex(said["cookie"]),
-                int(said["place"]),
-                bytes.fromhex(said["place_cookie"]),
-            )
-        except (ValueError, TypeError, KeyError, ctypes.ArgumentError):
+            numbers = [said["pid"], said["channel"], said["place"]]
+            cookies = [bytes.fromhex(said["cookie"]), bytes.fromhex(said["place_cookie"])]
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
+        if any(type(number) is not int or not 0 <= number < 1 << 31 for number in numbers):
+            return None
+        if any(len(cookie) != _COOKIE_BYTES for cookie in cookies):
+            return None
+        pid, channel, place = numbers
+        handle = self._core.phx_rpc_accept(self._handle, pid, channel, cookies[0], place, cookies[1])
         return SharedLink(self, handle) if handle else None
 
     def confirm(self, offer: bytes) -> SharedLink:

@@ -64,7 +64,7 @@ class SocketLink(Link):
         self._layout: Layout | None = None  # of the large message that is coming
         self._head = b""
         self._buffers: list[memoryview] = []
-        self._filled = self._filling = 0
+        self._filled = 0  # bytes of the last of these buffers
         self._writing = threading.Lock()  # held for one frame
         self._large = threading.Lock()  # held for one large message
         self._unsent = b""  # the rest of a frame whose sender's time was over
@@ -182,8 +182,8 @@ class SocketLink(Link):
             head = bytes(body[at : at + layout.head_nbytes])
             if kind == wire_format.LARGE:
                 self._layout, self._head = layout, head
-                self._buffers = [memoryview(bytearray(size)) for size in layout.sizes]
-                self._filled = self._filling = 0
+                wire_format.check_sizes(layout.sizes)
+                self._buffers, self._filled = [], 0
                 self._finish_if_full()
                 return
             at += layout.head_nbytes
@@ -195,16 +195,16 @@ class SocketLink(Link):
                 at += size
             self._deliver(layout, head, buffers)
         elif kind == wire_format.DROP:
-            self._layout, self._buffers = None, []
+            self._layout, self._buffers, self._head = None, [], b""
         elif kind == wire_format.END:
             self._end("it has left")
         else:
             raise Malformed(f"a frame of kind {kind}")
 
     def _fill(self, body: memoryview) -> None:
-        if self._layout is None or self._filling >= len(self._buffers):
+        if self._layout is None:
             raise Malformed("a piece of no message")
-        buffer = self._buffers[self._filling]
+        buffer = self._buffers[-1]
         if len(body) > len(buffer) - self._filled or not body:
             raise Malformed("a piece of a wrong length")
         buffer[self._filled : self._filled + len(body)] = body
@@ -212,12 +212,16 @@ class SocketLink(Link):
         self._finish_if_full()
 
     def _finish_if_full(self) -> None:
-        while self._filling < len(self._buffers) and self._filled == len(self._buffers[self._filling]):
-            self._filling, self._filled = self._filling + 1, 0
-        if self._filling == len(self._buffers) and self._layout is not None:
-            layout, buffers = self._layout, self._buffers
-            self._layout, self._buffers = None, []
-            self._deliver(layout, self._head, buffers)
+        layout, buffers = self._layout, self._buffers
+        if layout is None:
+            return
+        while not buffers or self._filled == len(buffers[-1]):
+            if len(buffers) == len(layout.sizes):
+                self._layout, self._buffers = None, []
+                self._deliver(layout, self._head, buffers)
+                return
+            buffers.append(wire_format.room_for(layout.sizes[len(buffers)]))
+            self._filled = 0
 
     def _deliver(self, layout: Layout, head: bytes, buffers: list[memoryview]) -> None:
         message = Message(layout.kind, layout.call, layout.service, head, buffers)

@@ -13,6 +13,8 @@ Only one large message is on its way in each direction, so its pieces need no nu
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
 from collections.abc import Iterator, Sequence
 
@@ -28,8 +30,10 @@ __all__ = [
     "PIECE_BYTES",
     "SMALL",
     "Layout",
+    "check_sizes",
     "layout_of",
     "pieces_of",
+    "room_for",
 ]
 
 SMALL, LARGE, PIECE, DROP, END = 1, 2, 3, 4, 5
@@ -37,6 +41,8 @@ PIECE_BYTES = 1 << 16
 # A head is small: what is large travels beside it. Without a limit a broken length would reserve any amount of memory.
 LONGEST_FRAME = 1 << 30
 _MOST_BUFFERS = 1 << 16
+_MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+_MAPPED_BYTES = 1 << 18  # from here on, memory is mapped, and the kernel gives it when the bytes arrive
 _FIXED = struct.Struct("!BQHII")  # kind, call, bytes of the service's name, number of buffers, bytes of the head
 _SIZE = struct.Struct("!Q")
 
@@ -98,3 +104,27 @@ def pieces_of(buffers: Sequence[memoryview], nbytes: int = PIECE_BYTES) -> Itera
         view = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
         for start in range(0, len(view), nbytes):
             yield view[start : start + nbytes]
+
+
+def check_sizes(sizes: Sequence[int]) -> None:
+    """Refuse a large message that this machine cannot hold.
+
+    Raises:
+        Malformed: it says that it is larger than the machine's memory.
+    """
+    if sum(sizes) > _MOST_BYTES:
+        raise Malformed(f"a message of {sum(sizes)} bytes, and this machine has {_MOST_BYTES} bytes of memory")
+
+
+def room_for(nbytes: int) -> memoryview:
+    """Memory for a buffer that will arrive. What does not arrive takes none.
+
+    Raises:
+        Malformed: the system refuses as much.
+    """
+    if nbytes < _MAPPED_BYTES:
+        return memoryview(bytearray(nbytes))
+    try:
+        return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    except (OSError, OverflowError, ValueError) as error:
+        raise Malformed(f"a message with {nbytes} bytes in one piece, for which there is no memory: {error}") from error

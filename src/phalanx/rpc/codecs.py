@@ -1,0 +1,45 @@
+"""How the values of a service travel: by pickle, or in a way in which nothing is unpickled."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.errors import EncodingError
+from phalanx.rpc.encoding import decode, encode
+
+__all__ = ["NUMBER", "PICKLED", "Codec"]
+
+_NUMBER = struct.Struct("!Q")
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How values travel. The callee's decodes requests and encodes answers; the caller's does the reverse.
+
+    Attributes:
+        encode: makes a head and buffers of a value.
+        decode: makes the value of a head and buffers.
+        unpickles: whether ``decode`` runs what the sender has chosen.
+    """
+
+    encode: Callable[[Any], tuple[bytes, list[memoryview]]]
+    decode: Callable[[bytes | memoryview, Sequence[memoryview]], Any]
+    unpickles: bool
+
+
+def _encode_number(number: int) -> tuple[bytes, list[memoryview]]:
+    return _NUMBER.pack(number), []
+
+
+def _decode_number(head: bytes | memoryview, buffers: Sequence[memoryview]) -> int:
+    if len(head) != _NUMBER.size or buffers:
+        raise EncodingError.damaged(f"{len(head)} bytes where the number of a call should be")
+    number: int = _NUMBER.unpack(head)[0]
+    return number
+
+
+PICKLED = Codec(encode, decode, unpickles=True)
+NUMBER = Codec(_encode_number, _decode_number, unpickles=False)

@@ -1,0 +1,271 @@
+"""Typed services: calls in which nothing is unpickled."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import rpc
+from phalanx.errors import ArgumentError, EncodingError
+from phalanx.rpc import session
+from phalanx.rpc.codecs import Codec
+from tests.rpc import workers
+from tests.rpc.workers import next_of
+from tests.support.ranks import Member, on_ranks
+
+
+@dataclass
+class Batch:
+    rows: torch.Tensor
+    labels: list[int]
+
+
+class Trainer:
+    """What is served, and the interface by which it is called."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def whose(self) -> int:
+        return self.rank
+
+    def scaled(self, rows: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+        return rows * by
+
+    def counted(self, batch: Batch) -> dict[str, int]:
+        return {"rows": batch.rows.shape[0], "labels": sum(batch.labels)}
+
+    async def later(self, *numbers: int) -> int:
+        return sum(numbers)
+
+    def fail(self, text: str) -> None:
+        raise KeyError(text)
+
+    def lies(self) -> int:
+        return "text"  # type: ignore[return-value]
+
+    def hidden(self) -> int:
+        return 1
+
+    def items(self) -> Any:
+        yield 1
+
+
+METHODS = ["whose", "scaled", "counted", "later", "fail", "lies"]
+
+
+def with_services(body: Any, size: int, *, typed_only: bool) -> list[Any]:
+    def run(member: Member) -> Any:
+        member.join()
+        rpc.serve("trainer", Trainer(member.rank), METHODS)
+        rpc.init(typed_only=typed_only)
+        try:
+            return body(member, rpc.service(next_of(member), "trainer", Trainer))
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    return on_ranks(run, size)
+
+
+@pytest.mark.parametrize("typed_only", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_methods_are_called_with_values_and_tensors(size: int, typed_only: bool) -> None:
+    def body(member: Member, client: Trainer) -> Any:
+        large = torch.arange(300_000.0)
+        started: Any = rpc.start(client, "scaled", torch.ones(2), by=3)  # type: ignore[arg-type]
+        return (
+            client.whose(),
+            client.scaled(large, by=0.5).equal(large * 0.5),
+            client.counted(Batch(torch.zeros(3, 2), [4, 5])),
+            started.wait().tolist(),
+            rpc.call(client, "later", 1, 2, 3, timeout_s=30),  # type: ignore[arg-type]
+        )
+
+    outcomes = with_services(body, size, typed_only=typed_only)
+    assert outcomes == [((rank + 1) % size, True, {"rows": 3, "labels": 9}, [3.0, 3.0], 6) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_of_another_type_is_refused_by_the_name_of_its_parameter(size: int) -> None:
+    def body(member: Member, client: Any) -> Any:
+        with pytest.raises(rpc.RemoteError, match=r"parameter by of Trainer.scaled") as wrong:
+            client.scaled(torch.ones(1), by="much")
+        with pytest.raises(rpc.RemoteError, match=r"parameter batch of Trainer.counted"):
+            client.counted({"rows": 1, "labels": []})
+        with pytest.raises(EncodingError, match=r"parameter by of Trainer.scaled"):
+            client.scaled(torch.ones(1), by=object())
+        with pytest.raises(ArgumentError, match="cannot be called so"):
+            client.scaled()
+        with pytest.raises(EncodingError, match="Expected `int`"):
+            client.lies()
+        return wrong.value.type_name
+
+    assert with_services(body, size, typed_only=True) == ["EncodingError"] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_method_raises_arrives_with_its_text_and_traceback_and_is_not_unpickled(size: int) -> None:
+    def body(member: Member, client: Trainer) -> Any:
+        with pytest.raises(rpc.RemoteError, match="KeyError: 'this key'") as caught:
+            client.fail("this key")
+        return caught.value.type_name, "raise KeyError(text)" in str(caught.value.__cause__)
+
+    assert with_services(body, size, typed_only=False) == [("KeyError", True)] * size
+
+
+class Wider(Protocol):
+    def hidden(self) -> int: ...
+
+    def other(self, number: int) -> int: ...
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_only_the_methods_that_were_named_are_served(size: int) -> None:
+    def body(member: Member, client: Any) -> Any:
+        wider = rpc.service(next_of(member), "trainer", Wider)  # type: ignore[type-abstract]
+        for method in (wider.hidden, lambda: wider.other(1)):
+            with pytest.raises(rpc.RemoteError, match=r"has no method.*whose, scaled"):
+                method()
+        with pytest.raises(AttributeError, match="nothing"):
+            client.nothing()
+        with pytest.raises(rpc.RemoteError, match="serves nothing called"):
+            rpc.service(next_of(member), "nobody", Trainer).whose()
+        return True
+
+    assert with_services(body, size, typed_only=True) == [True] * size
+
+
+def test_what_cannot_be_served_is_refused_at_once() -> None:
+    class Unannotated:
+        def method(self, x):  # type: ignore[no-untyped-def]
+            return x
+
+    for thing, method, text in (
+        (Unannotated(), "method", "parameter x"),
+        (Trainer(0), "nothing", "no method 'nothing'"),
+        (Trainer(0), "items", "generator"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            rpc.serve("refused", thing, [method])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_worker_that_unpickles_nothing_says_so(size: int) -> None:
+    def body(member: Member, client: Trainer) -> Any:
+        to = next_of(member)
+        for ask in (
+            lambda: rpc.call(to, workers.pid),
+            lambda: rpc.make(to, workers.Account, 1.0),
+            lambda: rpc.each([to], workers.pid),
+        ):
+            with pytest.raises(EncodingError, match="typed_only=True"):
+                ask()
+        return client.whose()
+
+    assert with_services(body, size, typed_only=True) == [(rank + 1) % size for rank in range(size)]
+
+
+class Bomb:
+    """Its pickle writes a file when it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.path),)
+
+
+def _bomb(value: Any) -> tuple[bytes, list[memoryview]]:
+    return pickle.dumps(value, protocol=5), []
+
+
+class Bombed(Exception):
+    """The same as an exception; the file's name ends with the process that loads it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return _explode, (self.path,)
+
+
+def _explode(path: str) -> Bombed:
+    Path(f"{path}.{os.getpid()}").touch()
+    return Bombed(path)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pickle_that_is_sent_to_a_worker_that_unpickles_nothing_is_never_loaded(size: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "loaded")
+    services = ["call", "objects.make", "objects.method", "objects.lease", "stream.next", "cancel", "receipt"]
+    services.append("typed:trainer")
+
+    def run(member: Member) -> Any:
+        member.join()
+        rpc.serve("trainer", Trainer(member.rank), METHODS)
+        rpc.init(typed_only=member.rank == 0)
+        try:
+            if member.rank == 0:
+                return True
+            attacker = Codec(_bomb, lambda head, buffers: None, unpickles=False)
+            agent = session.agent()
+            failed = []
+            for name in services:
+                with pytest.raises(rpc.RemoteError) as caught:
+                    agent.request(0, name, Bomb(path), codec=attacker).wait()
+                failed.append(str(caught.value))
+                agent.notify(0, name, Bomb(path))
+            assert all("typed_only=True" in text for text in failed[:5]), failed
+            with pytest.raises(rpc.RemoteError, match="typed_only=True"):
+                rpc.call(0, workers.pid)
+            return rpc.service(0, "trainer", Trainer).whose() == 0
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(run, size) == [True] * size
+    assert not os.path.exists(path)
+
+
+def test_a_pickle_in_the_answer_of_a_typed_service_is_never_loaded(tmp_path: Path) -> None:
+    path = str(tmp_path / "loaded")
+
+    def run(member: Member) -> Any:
+        member.join()
+        rpc.serve("trainer", Trainer(member.rank), METHODS)
+        rpc.init()
+        try:
+            if member.rank:  # it pretends to be the service, and answers with pickles
+                evil = Codec(_bomb, lambda head, buffers: bytes(head), unpickles=True)
+
+                def handler(incoming: Any, head: bytes) -> Any:
+                    if b"fail" in head:
+                        raise Bombed(path)
+                    return Bomb(path)
+
+                session.agent().serve("typed:trainer", handler, codec=evil)
+                dist.barrier()
+                dist.barrier()
+                return os.path.exists(f"{path}.{os.getpid()}")  # the sender has loaded it, so the receiver could have
+            dist.barrier()
+            client = rpc.service(1, "trainer", Trainer)
+            with pytest.raises(EncodingError):
+                client.whose()
+            with pytest.raises(rpc.RemoteError, match="Bombed"):
+                client.fail("x")
+            dist.barrier()
+            return not os.path.exists(path) and not os.path.exists(f"{path}.{os.getpid()}")
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(run, 2) == [True] * 2
