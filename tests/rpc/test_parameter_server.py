@@ -338,3 +338,67 @@ def test_a_server_that_does_not_come_back_is_named() -> None:
         return "done"
 
     assert values(run_ranks(body, 2)[:1]) == ["done"]
+
+
+def test_one_that_only_pulls_is_not_waited_for() -> None:
+    def body(member: Member) -> Any:
+        if member.rank == 2:
+            return True
+        model = model_of(member.rank)
+        settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "trainers": 1}
+        if member.rank:
+            rpc.call(0, wait_for, "begun")
+        with rpc.parameters(model, on=[2], trains=not member.rank, **settings) as trained:
+            say("begun")
+            if member.rank:
+                rpc.call(0, wait_for, "trained")
+                trained.pull()
+                return [parameter.detach() for parameter in model.parameters()]
+            rpc.call(1, wait_for, "begun")
+            train(trained, model, 3, 0)
+            say("trained")
+            return [parameter.detach() for parameter in model.parameters()]
+
+    found = with_workers(body, 3)
+    assert all(torch.equal(one, other) for one, other in zip(*found[:2], strict=True))
+
+
+def test_sparse_rows_outlive_their_server_in_its_checkpoint(tmp_path: Path) -> None:
+    def body(member: Member) -> Any:
+        if member.rank == 2:
+            until_there(member.folder / "died")
+        as_worker(member, ("trainer", "server", "server")[member.rank])
+        if member.rank:
+            wait_for("over")
+            if member.rank == 1:
+                die(member)
+            return None
+        model, plain = Lookup(1), Lookup(1)
+        options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "sparse_optimizer": torch.optim.SparseAdam}
+        options |= {"sparse_options": {"lr": 0.1}, "checkpoint": tmp_path / "shard", "checkpoint_steps": 1000}
+        optimizers = [
+            torch.optim.SGD(plain.linear.parameters(), lr=0.1),
+            torch.optim.SparseAdam(plain.embedding.parameters(), lr=0.1),
+        ]
+        with rpc.parameters(model, on=["server"], **options) as trained:
+            for step in range(6):
+                if step == 3:
+                    trained.save()
+                    rpc.call("server", say, "over")
+                    until_there(member.folder / "died")
+                for one in (model, plain):
+                    one.zero_grad()
+                    one(rows_of(step, 0)).square().sum().backward()
+                trained.step()
+                for optimizer in optimizers:
+                    optimizer.step()
+            trained.pull(rows=True)
+            other = nn.Linear(2, 2)
+            with pytest.raises(ArgumentError, match="another number of servers"):
+                rpc.parameters(other, on=["server"], optimizer=torch.optim.SGD, name="b", checkpoint=tmp_path / "shard")
+        rpc.call("server", say, "over")
+        return same(model, [parameter.detach() for parameter in plain.parameters()])
+
+    outcomes = run_ranks(body, 3)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    assert outcomes[0].value is True
