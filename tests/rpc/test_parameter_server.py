@@ -210,6 +210,9 @@ def test_options_change_and_what_cannot_be_is_refused() -> None:
             trained.step()
         with pytest.raises(ArgumentError, match="closed"):
             trained.step()
+        left = rpc.parameters(nn.Linear(2, 2), on=[1], optimizer=torch.optim.SGD, lr=1.0, name="left open")
+        rpc.shutdown()
+        left.close()
         return same(model, before)
 
     assert with_workers(body, 2)[0] is True

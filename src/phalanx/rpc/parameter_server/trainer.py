@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.errors import ArgumentError, RankError, WorkerLost
+from phalanx.errors import ArgumentError, ClosedError, RankError, WorkerLost
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.future import Future
@@ -125,8 +125,8 @@ class Parameters:
         for server in self._servers:
             try:
                 self._agent.request(server, LEAVE, self._name).wait()
-            except (WorkerLost, RankError):
-                continue  # a server that is gone waits for nobody
+            except (WorkerLost, RankError, ClosedError):
+                continue  # a server that is gone waits for nobody, nor does one wait for a worker that has shut down
 
     def __enter__(self) -> Parameters:
         return self
