@@ -17,6 +17,7 @@ from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
 from phalanx.rpc.services import serve, service
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
+from phalanx.rpc.watching import Watch, watch
 
 __all__ = [
     "Cancelled",
@@ -26,6 +27,7 @@ __all__ = [
     "RemoteError",
     "RemoteObject",
     "RemoteTraceback",
+    "Watch",
     "backward",
     "call",
     "context",
@@ -39,4 +41,5 @@ __all__ = [
     "service",
     "shutdown",
     "start",
+    "watch",
 ]
