@@ -13,7 +13,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,9 +128,31 @@ class Agent:
         """
         self._serving.add(service, handler, quick=quick, codec=codec)
 
-    def on_change(self, callback: Callable[[Member, str], None]) -> None:
-        """Have ``callback`` called with a member and ``left`` or ``lost``, when the link to it ends."""
+    def on_change(self, callback: Callable[[Member, str], None]) -> Callable[[], None]:
+        """Have ``callback`` called with a member and ``left`` or ``lost``, when the link to it ends.
+
+        Returns:
+            Ends that.
+        """
         self._watchers.append(callback)
+
+        def forget() -> None:
+            with contextlib.suppress(ValueError):
+                self._watchers.remove(callback)
+
+        return forget
+
+    def arrivals(self, known: Collection[int]) -> list[Member]:
+        """The workers that the directory has beside those with these numbers, and that have not gone."""
+        return self._members.beside(known)
+
+    def reach(self, member: Member, patience_s: float) -> str:
+        """Have a link to a worker, so that its end is noticed. Why it is gone; empty if it is there or not known."""
+        try:
+            self._connections.link_to(member, time.monotonic() + patience_s)
+        except Unreached:
+            return self._members.gone(member)
+        return ""
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Have ``callback`` called when this worker stops being one, after its last call."""

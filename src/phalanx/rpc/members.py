@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -102,7 +102,8 @@ class Members:
         self._entries: dict[int, Member] = {}
         self._gone: dict[int, str] = {}
         self._bearers: dict[str | int, int] = {}
-        self._seen = 0  # all entries up to this number have been read
+        self._seen = 0  # the last number that this process knows of
+        self._unread: set[int] = set()  # those of them whose entries it has not read
 
     def new(self, name: str, rank: int, pid: int, address: str, port: int) -> Member:
         """A worker with a number of its own, which nobody else knows of yet.
@@ -196,14 +197,25 @@ class Members:
     def refresh(self) -> list[Member]:
         """Read the entries that are new in the store; return them."""
         count = int(self._store.add("count", 0))
+        with self._lock:
+            self._unread.update(range(self._seen + 1, count + 1))
+            self._seen = max(self._seen, count)
+            unread = sorted(self._unread)
         new = []
-        for number in range(self._seen + 1, count + 1):
+        for number in unread:
             member = self._entry(number)
-            if member is None:
-                break  # it is being written; the next look finds it
-            new.append(member)
-            self._seen = number
+            if member is not None:  # else it is being written, or its process has ended before that
+                new.append(member)
+                with self._lock:
+                    self._unread.discard(number)
         return new
+
+    def beside(self, known: Collection[int]) -> list[Member]:
+        """The workers beside those with these numbers that are not known to be gone."""
+        self.refresh()
+        with self._lock:
+            others = [member for number, member in self._entries.items() if number not in known]
+        return [member for member in others if not self.gone(member)]
 
     def known(self, incarnation: int) -> Member | None:
         """The worker of this number, if this process has read its entry; the store is not asked."""
