@@ -107,8 +107,7 @@ class Agent:
 
     def not_done(self, members: Sequence[Member]) -> list[int]:
         """The ranks of those workers that are still there and have not said so."""
-        waited_for = [member for member in members if not self._members.is_done(member)]
-        return [member.rank for member in waited_for if not self._members.gone(member)]
+        return [member.rank for member in self._members.not_done(members)]
 
     def serve(self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False) -> None:
         """Let other workers ask for a service.
