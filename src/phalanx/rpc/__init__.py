@@ -18,6 +18,7 @@ from phalanx.rpc.parameter_server.trainer import Parameters, parameters
 from phalanx.rpc.services import serve, service
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
+from phalanx.rpc.watching import Watch, watch
 
 __all__ = [
     "Cancelled",
@@ -28,6 +29,7 @@ __all__ = [
     "RemoteError",
     "RemoteObject",
     "RemoteTraceback",
+    "Watch",
     "backward",
     "call",
     "context",
@@ -42,4 +44,5 @@ __all__ = [
     "service",
     "shutdown",
     "start",
+    "watch",
 ]

@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from phalanx.errors import ArgumentError, WorkerLost
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 CALL = "call"
 _PAUSE_S = 0.1
+_LOOP_END_S = 2.0
 
 
 class Callee(Protocol):
@@ -103,7 +105,9 @@ def start(
         raise ArgumentError(f"{function!r} is the name of a method, and {to!r} is not a remote object")
     asked = Asked(function, args, kwargs)
     agent = session.agent()
-    return requests.request(agent, to, CALL, asked, timeout_s, asked=name_of(function), made=streams.received)
+    return requests.request(
+        agent, to, CALL, asked, timeout_s, asked=name_of(function), made=partial(streams.received, timeout_s=timeout_s)
+    )
 
 
 def each(
@@ -129,11 +133,8 @@ def each(
         return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
     with in_transit.sending() as kept:
         head, buffers = encode(Asked(function, args, kwargs))
-    name = name_of(function)
-    return [
-        agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=streams.received)
-        for to in group
-    ]
+    name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
+    return [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=made) for to in group]
 
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,8 +174,10 @@ def _end_event_loop() -> None:
         if _loop is not None:
             loop, thread = _loop
             loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+            if thread is not threading.current_thread():
+                thread.join(_LOOP_END_S)
+            if not thread.is_alive():  # else something on it does not return, and its thread ends with the process
+                loop.close()
             _loop = None
 
 

@@ -56,7 +56,7 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
         self._pool = pool
         self._waiting = 0
         self._completing = threading.Lock()
-        call.add_done_callback(self._on_answer)
+        call.add_done_callback(self._on_answer, short=True)
 
     def wait(self) -> Any:
         """See :class:`torch.futures.Future`."""

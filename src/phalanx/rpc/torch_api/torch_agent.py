@@ -161,7 +161,7 @@ class TensorPipeAgent:
         """A call of this worker has begun."""
         with self._lock:
             self._calls += 1
-        call.add_done_callback(self._over)
+        call.add_done_callback(self._over, short=True)
 
     def _over(self, _: Future[Any]) -> None:
         with self._lock:

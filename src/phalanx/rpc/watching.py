@@ -1,0 +1,136 @@
+"""Who comes and goes: ``rpc.watch``.
+
+A watch has a link to each worker that it watches, so it learns at once of one that is lost. Of those that come it
+learns from the store, which it asks one small question every ``LOOK_S`` seconds; who watches nobody asks nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from phalanx.errors import ArgumentError
+from phalanx.rpc import session
+from phalanx.rpc.agent import Agent
+from phalanx.rpc.members import Member
+from phalanx.words import tell
+
+__all__ = ["Watch", "watch"]
+
+LOOK_S = 0.25
+# How long a link to a worker may take to make before others are looked at.
+_REACH_S = 2.0
+
+Callback = Callable[[Member, str], None]
+
+
+class Watch:
+    """A watch that was begun by :func:`watch`."""
+
+    def __init__(self, agent: Agent, callback: Callback, to: str | int | Member | None) -> None:
+        self._agent, self._callback, self._to = agent, callback, to
+        self._there: dict[int, Member] = {}
+        self._over: set[int] = set()  # incarnations whose end has been told, and those that are not watched
+        self._changes: queue.SimpleQueue[tuple[Member, str] | None] = queue.SimpleQueue()
+        self._stopped = False
+        self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
+        self._thread = threading.Thread(target=self._run, name="phalanx-rpc-watch", daemon=True)
+        self._thread.start()
+        _watches.setdefault(agent, set()).add(self)
+
+    def stop(self) -> None:
+        """Call the callback no more. When this returns, it is not running, unless it is the one that calls this."""
+        self._stopped = True
+        self._forget()
+        self._changes.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        _watches.get(self._agent, set()).discard(self)
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stopped:
+            try:
+                change = self._changes.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                with contextlib.suppress(Exception):  # the store is gone, or this worker ends
+                    self._look()
+                due = time.monotonic() + LOOK_S
+                continue
+            if change is not None:
+                self._note_end(*change)
+
+    def _look(self) -> None:
+        for member in self._agent.arrivals(self._there.keys() | self._over):
+            if not self._is_watched(member):
+                self._over.add(member.incarnation)
+            elif not self._stopped:
+                self._there[member.incarnation] = member
+                self._tell(member, "came")
+        for member in list(self._there.values()):
+            if self._stopped:
+                return
+            if why := self._agent.reach(member, _REACH_S):
+                self._note_end(member, "left" if why == "it has left" else "lost")
+
+    def _is_watched(self, member: Member) -> bool:
+        to = self._to
+        if isinstance(to, Member):
+            return member.incarnation == to.incarnation
+        if to is None:
+            return member != self._agent.me
+        return to == (member.name if isinstance(to, str) else member.rank)
+
+    def _note_end(self, member: Member, event: str) -> None:
+        if member.incarnation in self._over or not self._is_watched(member):
+            return
+        if self._there.pop(member.incarnation, None) is None:
+            self._tell(member, "came")  # it was there for less time than passes between two looks
+        self._over.add(member.incarnation)
+        self._tell(member, event)
+
+    def _tell(self, member: Member, event: str) -> None:
+        if self._stopped:
+            return
+        try:
+            self._callback(member, event)
+        except Exception as error:
+            tell(f"warning: the callback of rpc.watch() failed for {member}, which {event}: {error!r}")
+
+
+_watches: dict[Agent, set[Watch]] = {}
+
+
+def watch(callback: Callback, to: str | int | Member | None = None) -> Watch:
+    """Have a function called when workers come and go, until ``stop()`` of what this returns, or ``rpc.shutdown()``.
+
+    Args:
+        callback: is called with a :class:`Member` and ``came``, ``left`` (it called ``rpc.shutdown()``) or ``lost`` (it
+            died, or its host did, or the way to it was cut), on a thread of this watch, one call at a time. A worker
+            that is there already is told as ``came`` at the beginning. Each incarnation comes once, and goes once.
+        to: a worker's name or rank, also of those that come later; or a ``Member``, which is that incarnation only; all
+            other workers if None.
+
+    Returns:
+        The watch; ``stop()`` ends it.
+
+    Raises:
+        ArgumentError: ``callback`` cannot be called.
+    """
+    if not callable(callback):
+        raise ArgumentError(f"rpc.watch(callback) needs a function, and not {callback!r}")
+    return Watch(session.agent(), callback, to)
+
+
+def _equip(agent: Agent) -> None:
+    def end() -> None:
+        for each in list(_watches.pop(agent, ())):
+            each.stop()
+
+    agent.on_close(end)
+
+
+session.on_init(_equip)

@@ -1,0 +1,143 @@
+"""Who comes and goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from phalanx import rpc
+from phalanx.errors import ArgumentError
+from phalanx.rpc import session
+from phalanx.system.interfaces import LOOPBACK
+from tests.rpc import workers
+from tests.rpc.workers import with_workers
+from tests.support.ranks import Member, on_ranks, run_ranks
+
+PATIENCE_S = 60.0
+
+
+class Log:
+    """What a watch has said."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.changed = threading.Condition()
+
+    def __call__(self, member: rpc.Member, event: str) -> None:
+        with self.changed:
+            self.events.append((member.name, event))
+            self.changed.notify_all()
+
+    def wait_for(self, *events: tuple[str, str]) -> list[tuple[str, str]]:
+        return self.wait_until(lambda told: set(events) <= set(told))
+
+    def wait_until(self, enough: Callable[[list[tuple[str, str]]], bool]) -> list[tuple[str, str]]:
+        with self.changed:
+            self.changed.wait_for(lambda: enough(self.events), PATIENCE_S)
+            return list(self.events)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown(size: int) -> None:
+    def body(member: Member) -> Any:
+        others = {(f"worker{rank}", "came") for rank in range(size) if rank != member.rank}
+        log, of_one = Log(), Log()
+        watch = rpc.watch(log)
+        rpc.watch(of_one, "worker0")
+        seen = log.wait_for(*others), of_one.wait_for(("worker0", "came"))
+        watch.stop()
+        watch.stop()
+        with pytest.raises(ArgumentError, match="needs a function"):
+            rpc.watch("worker0")  # type: ignore[arg-type]
+        return sorted(seen[0]) == sorted(others), seen[1] == [("worker0", "came")]
+
+    assert with_workers(body, size) == [(True, True)] * size
+
+
+def test_those_who_leave_come_back_and_die_are_told_once_each() -> None:
+    def body(member: Member) -> Any:
+        member.join()
+        rpc.init()
+        if member.rank == 1:
+            rpc.call("worker0", workers.pid)
+            time.sleep(2 * PATIENCE_S)
+        if member.rank == 2:
+            while not workers.kept:
+                time.sleep(0.01)
+            rpc.shutdown(wait=False)
+            return True
+        log, of_one = Log(), Log()
+        rpc.watch(log)
+        rpc.watch(of_one, "worker1")
+        log.wait_for(("worker1", "came"), ("worker2", "came"))
+        rpc.call("worker2", workers.keep, "leave")
+        log.wait_for(("worker2", "left"))
+        os.kill(rpc.call("worker1", workers.pid), signal.SIGKILL)
+        everything = log.wait_for(("worker1", "lost")), of_one.wait_for(("worker1", "lost"))
+        time.sleep(1.0)  # nothing is told twice
+        assert everything == (log.events, of_one.events)
+        rpc.shutdown(wait=False)
+        return everything
+
+    outcomes = run_ranks(body, 3)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    everything, of_one = outcomes[0].value
+    assert of_one == [("worker1", "came"), ("worker1", "lost")]
+    assert [event for event in everything if event[0] == "worker1"] == of_one
+    assert [event for event in everything if event[0] == "worker2"] == [("worker2", "came"), ("worker2", "left")]
+
+
+def test_a_watched_worker_that_nobody_has_called_is_missed_when_it_is_killed() -> None:
+    def body(member: Member) -> Any:
+        member.join()
+        pid = [None] * 2
+        dist.all_gather_object(pid, os.getpid())
+        rpc.init()
+        if member.rank == 1:
+            time.sleep(2 * PATIENCE_S)
+        log = Log()
+        rpc.watch(log)
+        log.wait_for(("worker1", "came"))
+        time.sleep(0.5)
+        os.kill(int(pid[1]), signal.SIGKILL)  # type: ignore[call-overload]
+        events = log.wait_for(("worker1", "lost"))
+        rpc.shutdown(wait=False)
+        return events
+
+    outcomes = run_ranks(body, 2)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    assert outcomes[0].value == [("worker1", "came"), ("worker1", "lost")]
+
+
+def test_one_who_comes_later_is_told_and_so_is_its_successor() -> None:
+    def body(member: Member) -> Any:
+        member.join()
+        store = member.store("later")
+        if member.rank:
+            for _ in range(2):
+                latecomer = session.begin(PrefixStore("watched", store), "late", -1, LOOPBACK, 60.0)
+                assert latecomer.me.name == "late"
+                dist.barrier()
+                rpc.shutdown()
+                dist.barrier()
+            return True
+        session.begin(PrefixStore("watched", store), "watcher", 0, LOOPBACK, 60.0)
+        log = Log()
+        rpc.watch(log, "late")
+        for number in (1, 2):
+            log.wait_until(lambda events, number=number: len(events) == 2 * number - 1)
+            dist.barrier()
+            log.wait_until(lambda events, number=number: len(events) == 2 * number)
+            dist.barrier()
+        rpc.shutdown(wait=False)
+        return log.events == [("late", "came"), ("late", "left")] * 2
+
+    assert on_ranks(body, 2) == [True, True]
