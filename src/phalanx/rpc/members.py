@@ -75,7 +75,12 @@ class Member:
             raise ValueError("not the attributes of a worker")
         if any(type(said[name]) is not kind for name, kind in _KINDS.items()):
             raise ValueError("an attribute of a worker is of another type")
-        if not _NAME.fullmatch(said["name"]) or not 0 < said["incarnation"] < 1 << 63 or said["rank"] < -1:
+        numbers = [said[name] for name, kind in _KINDS.items() if kind is int]
+        if (
+            not _NAME.fullmatch(said["name"])
+            or said["incarnation"] < 1
+            or not -2 < min(numbers) <= max(numbers) < 1 << 63
+        ):
             raise ValueError("no worker is like that")
         return Member(**said)
 

@@ -1,0 +1,103 @@
+"""Callees that are slow: what waits for them is bounded, and all of it runs in the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from phalanx import rpc
+from phalanx.rpc import agent, connections, handlers, session
+from phalanx.rpc.handlers import Handlers
+from tests.support.ranks import Member, on_ranks
+
+PATIENCE_S = 60.0
+
+_gate = threading.Event()
+
+
+def wait_for_gate(number: int) -> int:
+    assert _gate.wait(PATIENCE_S)
+    return number
+
+
+def open_gate(incoming: Any, value: Any) -> None:
+    _gate.set()
+
+
+def test_more_tasks_than_threads_all_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "MOST", 8)
+    pool = Handlers()
+    gate, done, lock = threading.Event(), [], threading.Lock()
+    running = most = 0
+
+    def task(number: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        gate.wait(PATIENCE_S)
+        with lock:
+            running -= 1
+            done.append(number)
+
+    for number in range(500):
+        pool.run(task, number)
+    time.sleep(0.2)
+    assert running == most == 8
+    gate.set()
+    until = time.monotonic() + PATIENCE_S
+    while len(done) < 500 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert sorted(done) == list(range(500))
+    for number in range(500, 520):  # and those that come when all threads have become idle
+        pool.run(task, number)
+    while len(done) < 520 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert sorted(done) == list(range(520))
+    pool.close()
+
+
+def no_shared_memory(receiver: Any) -> Any:
+    raise OSError("there is no shared memory in this test")
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_caller_has_a_limited_number_of_calls_at_a_slow_callee(size: int, tcp: bool) -> None:
+    most = 40
+
+    def body(member: Member) -> Any:
+        agent.MOST_CALLS, handlers.MOST = most, 10
+        if tcp:
+            connections.SharedHub = no_shared_memory  # type: ignore[misc, assignment]
+        session.on_init(lambda made: made.serve("open", open_gate, quick=True))
+        member.join()
+        rpc.init(timeout_s=PATIENCE_S)
+        try:
+            if member.rank:
+                return True
+            futures: list[rpc.Future[int]] = []
+
+            def start_each() -> None:
+                for number in range(3 * most):
+                    futures.append(rpc.start(1, wait_for_gate, number))  # noqa: PERF401 - counted meanwhile
+
+            starter = threading.Thread(target=start_each)
+            starter.start()
+            until = time.monotonic() + PATIENCE_S
+            while len(futures) < most and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            limited = len(futures) == most
+            session.agent().notify(1, "open", None)
+            starter.join()
+            return limited and [future.wait() for future in futures] == list(range(3 * most))
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(body, size) == [True] * size
