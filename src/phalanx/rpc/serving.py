@@ -154,7 +154,7 @@ class Serving:
                 tell(f"warning: {peer} takes no answers: {error}")
                 return
             self._under_way[peer.incarnation, number] = given_up
-            self._answer(link, peer, number, error, failed=True)  # it cannot be sent, but that can
+            self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
         given_up = self._under_way.get((incoming.peer.incarnation, number))
