@@ -6,6 +6,7 @@ on a worker, or in this process: so the same program gives the expected values, 
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +25,17 @@ CALL = "test.call"
 # This worker's parameters, and what its hooks have seen, by name.
 parameters: dict[str, torch.Tensor] = {}
 seen: list[tuple[str, torch.Tensor]] = []
+# Calls that arrive together must find one parameter, not make one each.
+_making = threading.Lock()
 
 
 def parameter(name: str, *shape: int) -> torch.Tensor:
     """A parameter that lives where it is first asked for. Its values follow from its name."""
-    if name not in parameters:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        parameters[name] = torch.rand(shape, generator=generator).requires_grad_()
-    return parameters[name]
+    with _making:
+        if name not in parameters:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            parameters[name] = torch.rand(shape, generator=generator).requires_grad_()
+        return parameters[name]
 
 
 def saw(name: str) -> Callable[[torch.Tensor], None]:
