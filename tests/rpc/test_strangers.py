@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import rpc
-from phalanx.rpc import connections, session
+from phalanx.rpc import session
 from phalanx.rpc.network import ROLE
 from phalanx.wire.key import Key
 from phalanx.wire.proof import GREETING, GREETING_BYTES, LONGEST_PROOF, Response
@@ -120,7 +120,7 @@ def with_strangers(body: Callable[[Member], Any], size: int, *, tcp: bool = Fals
     def run(member: Member) -> Any:
         member.join()
         if tcp:
-            connections.SharedHub = _none  # type: ignore[misc, assignment]
+            workers.use_tcp()
         rpc.init(timeout_s=PATIENCE_S)
         try:
             with undisturbed(member):
@@ -132,10 +132,6 @@ def with_strangers(body: Callable[[Member], Any], size: int, *, tcp: bool = Fals
             dist.destroy_process_group()
 
     return on_ranks(run, size)
-
-
-def _none(receiver: Any) -> Any:
-    raise OSError("there is no shared memory in this test")
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -195,7 +191,11 @@ def test_those_who_connect_and_say_nothing_or_half_of_it_disturb_nobody(size: in
 
 
 def nonsense(me: rpc.Member) -> list[Any]:
-    good = {"me": {**asdict(me), "incarnation": 1 << 40, "name": "stranger"}, "to": me.incarnation, "offer": ""}
+    good: dict[str, Any] = {
+        "me": {**asdict(me), "incarnation": 1 << 40, "name": "stranger"},
+        "to": me.incarnation,
+        "offer": "",
+    }
     claims: list[Any] = [None, 0, -1, 1e308, True, "", "ping", [], ["ping"], [[]], {}, {"ping": 2}, {"me": good["me"]}]
     for name in asdict(me):
         for value in (None, [], {}, "", -(1 << 70), 1 << 70, 1.5, True, ["a"], {"a": 1}, "x" * 500):
@@ -218,13 +218,14 @@ def nonsense(me: rpc.Member) -> list[Any]:
 def offers() -> list[Any]:
     own = {"pid": os.getpid(), "channel": 0, "cookie": "00" * 16, "place": 1, "place_cookie": "00" * 16}
     made: list[Any] = ["garbage", "[]", "1", "{}", "[" * 1500, '{"pid": 1e999}']
-    for name, values in {
+    wrong: dict[str, list[Any]] = {
         "pid": [0, 1, -1, os.getppid(), 1 << 31, 1 << 90, "1", None, 1.5, True],
         "channel": [-1, 3, 1 << 31, 1 << 70, "x"],
         "cookie": ["", "00", "zz", "00" * 500, None, 1],
         "place": [-1, 1 << 40],
         "place_cookie": ["", "00" * 15, []],
-    }.items():
+    }
+    for name, values in wrong.items():
         made += [json.dumps({**own, name: value}) for value in values]
     return made
 
