@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed.rpc as torch_rpc
-import torch.multiprocessing as processes
+from torch.multiprocessing.spawn import spawn
 
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.links.shared import SharedHub, SharedLink
@@ -113,7 +113,7 @@ def report(what: str, samples: dict[str, list[float]], unit: str, per_s: float) 
 def measure(link: SharedLink, caller: Caller) -> None:
     """The three figures."""
     tensor = torch.ones(NBYTES // 4)
-    memory = memoryview(tensor.numpy()).cast("B")
+    memory = memoryview(bytearray(b"x") * NBYTES)
 
     def torch_large() -> None:
         torch_rpc.rpc_sync("w1", echo, args=(tensor,))
@@ -140,7 +140,7 @@ def run(rank: int, address: str, ends: tuple[socket.socket, socket.socket]) -> N
     """One of the two processes."""
     torch.set_num_threads(1)
     options = torch_rpc.TensorPipeRpcBackendOptions(init_method=address)
-    torch_rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    torch_rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options)  # type: ignore[no-untyped-call]
     caller = Caller()
     hub = SharedHub(caller)
     if rank == 0:
@@ -167,4 +167,4 @@ if __name__ == "__main__":
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes.spawn(run, (f"tcp://127.0.0.1:{port}", socket.socketpair()), nprocs=2)
+    spawn(run, (f"tcp://127.0.0.1:{port}", socket.socketpair()), nprocs=2)  # type: ignore[no-untyped-call]

@@ -17,7 +17,6 @@ __all__ = [
     "PROCESS_LIMIT_HINT",
     "ArgumentError",
     "BackendError",
-    "BackwardError",
     "CallTimeout",
     "CheckpointError",
     "ClosedError",
@@ -410,46 +409,6 @@ class CallTimeout(PhalanxError, TimeoutError):
     def __init__(self, message: str, *, worker: str = "", asked: str = "", timeout_s: float = 0.0) -> None:
         super().__init__(message)
         self.worker, self.asked, self.timeout_s = worker, asked, timeout_s
-
-
-class BackwardError(PhalanxError):
-    """A function or a hook has failed in a distributed backward pass, on this worker or on another.
-
-    It is also of the type of what was raised there, where one class can be both. The gradients of the pass are
-    incomplete: the workers whose part had ended keep theirs, so leave the context and begin a new one.
-
-    Attributes:
-        worker, rank, host, pid: where.
-        function, line: the innermost function of the program that was running, and ``file:line`` in it; empty if torch's
-            C++ raised it.
-    """
-
-    worker: str = ""
-    rank: int = -1
-    host: str = ""
-    pid: int = 0
-    function: str = ""
-    line: str = ""
-
-    def __init__(self, message: str) -> None:
-        BaseException.__init__(self, message)  # the other base may want arguments of its own
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-    @staticmethod
-    def text(error: str, rank: int, worker: str, function: str, line: str, part: str) -> str:
-        """What it says, in torch's words first.
-
-        Args:
-            error: the error's own words.
-            rank, worker: where it happened.
-            function, line: in which function and line; empty if that is not known.
-            part: whose gradients were being computed, as ``what f returned to worker0``; empty for the caller's roots.
-        """
-        where = f" in {function} ({line})" if function else ""
-        of = f"the gradients of {part}" if part else "the gradients of the roots"
-        return f"Error on Node {rank}: {error}\nIt was raised on {worker}{where}, in the backward pass over {of}"
 
 
 class CheckpointError(PhalanxError):

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tests.support.ranks import Member
 
 __all__ = ["PROGRAMS", "SIZES", "Program", "Raised", "program", "raised"]
@@ -60,12 +62,14 @@ def program(
     tolerance: float = 0.0,
     alone: bool = False,
     differs: str | Mapping[str, str] = "",
+    equal_from: str = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as a program, or as one program for each case, which is then its second argument.
 
     Args:
         cases: the cases by their labels; a sequence of labels if the label is all that the function needs.
         differs: see :class:`Program`; by label if only some of the cases differ.
+        equal_from: the release of torch from which on they do not differ any more.
     """
     labelled = dict(cases) if isinstance(cases, Mapping) else {label: label for label in cases}
 
@@ -74,6 +78,8 @@ def program(
 
         def add(name: str, label: str, run: Callable[[Member], Any]) -> None:
             heading = differs if isinstance(differs, str) else differs.get(label, "")
+            if equal_from and torch.__version__ >= equal_from:
+                heading = ""
             if name in PROGRAMS:
                 raise ValueError(f"two programs are called {name}")
             PROGRAMS[name] = Program(name, run, tuple(sizes), tuple(long), tolerance, alone, heading)

@@ -115,6 +115,20 @@ def test_sigquit_prints_stacks_and_the_job_goes_on(launcher: Launcher) -> None:
     assert job.process.stdout.read() == b"[rank 0] went on\n"
 
 
+def test_sigquit_names_a_rank_that_is_stopped(launcher: Launcher) -> None:
+    script = launcher.script("import os, time; print(os.getpid(), flush=True); time.sleep(600)", "sleeps.py")
+    job = launcher.start("-n", "1", "--no-prefix", "-q", script)
+    (line,) = job.read_lines(1)
+    pid = int(line)
+    os.kill(pid, signal.SIGSTOP)
+    job.process.send_signal(signal.SIGQUIT)
+    assert job.process.stderr is not None
+    assert b"rank 0 did not say where: stopped" in job.process.stderr.readline()
+    os.kill(pid, signal.SIGCONT)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().code == 143
+
+
 def test_sigquit_harms_no_program_that_is_not_python(launcher: Launcher) -> None:
     job = launcher.start("-n", "2", "-q", "sh", "-c", "echo up; read line; echo $line", stdin=subprocess.PIPE)
     job.read_lines(2)

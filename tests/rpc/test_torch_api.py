@@ -8,14 +8,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import functions
 
+import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from tests.support.ranks import Member, run_ranks, values
 
 WAIT_S = 60.0
@@ -219,6 +222,30 @@ def test_who_waits_for_a_killed_worker_is_told_and_shutdown_ends() -> None:
     assert second.signal == signal.SIGKILL
 
 
+def shutdown_without_one(member: Member, victim: int) -> str:
+    rpc = started(member)
+    if member.rank == victim:
+        (member.folder / "pid").write_text(str(os.getpid()))
+        (member.folder / "pid_written").touch()
+        signal.pause()
+    until((member.folder / "pid_written").exists)
+    if member.rank == (victim + 1) % member.size:
+        os.kill(int((member.folder / "pid").read_text()), signal.SIGKILL)
+    try:
+        rpc.shutdown()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_shutdown_ends_on_all_that_are_left_when_a_worker_is_killed(victim: int) -> None:
+    outcomes = run_ranks(partial(shutdown_without_one, victim=victim), 3)
+    assert outcomes[victim].signal == signal.SIGKILL
+    texts = values([outcome for outcome in outcomes if outcome.rank != victim])
+    assert any(f"worker{victim}" in text for text in texts)
+
+
 def slow_calls(member: Member) -> str:
     rpc = started(member, timeout_s=60)
     to = f"worker{(member.rank + 1) % member.size}"
@@ -302,6 +329,75 @@ def test_workers_of_a_dynamic_group_come_and_go() -> None:
     assert third == ["worker0", "worker1", "worker2"]
     assert "worker2" not in first
     assert "worker2" not in second
+
+
+@torch.jit.script
+def scripted(first: torch.Tensor, second: int = 2) -> torch.Tensor:
+    return first * second
+
+
+def script_functions(member: Member) -> tuple[list[float], str, str]:
+    rpc = started(member)
+    to = f"worker{(member.rank + 1) % member.size}"
+    result = rpc.rpc_sync(to, scripted, args=(torch.ones(2),)).tolist()
+    with pytest.raises(RuntimeError) as too_many:
+        rpc.rpc_async(to, scripted, args=(torch.ones(2), 3, 4))
+    with pytest.raises(RuntimeError) as reference:
+        rpc.remote(to, scripted, args=(rpc.RRef(torch.ones(2)),))
+    rpc.shutdown()
+    return result, str(too_many.value), str(reference.value)
+
+
+def test_script_functions_are_called_and_what_cannot_be_is_refused_by_the_caller() -> None:
+    for result, too_many, reference in values(run_ranks(script_functions, 2)):
+        assert result == [2.0, 2.0]
+        assert too_many.startswith("scripted() expected at most 2 argument(s) but received 3")
+        assert "takes an RRef, which TorchScript can only hold if torch's own agent made it" in reference
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value * self.weight
+
+    def weight_reference(self) -> Any:
+        from torch.distributed import rpc
+
+        return rpc.RRef(self.weight)
+
+
+def one_step(member: Member) -> Any:
+    rpc = started(member)
+    found = None
+    if member.rank == 0:
+        dist_autograd: Any = torch.distributed.autograd
+        name = f"worker{member.size - 1}"
+        layer = rpc.remote(name, Layer)
+        own = torch.ones(3, requires_grad=True)
+        weight = layer.rpc_sync().weight_reference()
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight, rpc.RRef(own)], lr=0.5)
+        with dist_autograd.context() as context:
+            loss = layer.rpc_sync().forward(own * 3).sum()
+            dist_autograd.backward(context, [loss])
+            gradient = dist_autograd.get_gradients(context)[own]
+            optimizer.step(context)
+        found = gradient.tolist(), own.tolist(), weight.to_here().tolist()
+    rpc.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_follow_calls_and_torchs_distributed_optimizer_steps(size: int) -> None:
+    own = torch.ones(3, requires_grad=True)
+    weight = torch.full((3,), 2.0, requires_grad=True)
+    (own * 3 * weight).sum().backward()
+    assert own.grad is not None
+    assert weight.grad is not None
+    expected = (own.grad.tolist(), (own - 0.5 * own.grad).tolist(), (weight - 0.5 * weight.grad).tolist())
+    assert values(run_ranks(one_step, size))[0] == expected
 
 
 PROGRAM = dedent(

@@ -1,7 +1,7 @@
-"""Workers that call each other within contexts of distributed autograd, and programs that run on them or in one process.
+"""Workers that call each other within contexts of distributed autograd, and what programs on them need.
 
-A program is a function of ``do`` and the number of workers; ``do(worker, function, do, *arguments)`` calls a function on a worker, or
-here: so the same program gives the expected values, by torch's own autograd.
+A program is a function of ``do`` and the number of workers. ``do(worker, function, do, *arguments)`` calls a function
+on a worker, or in this process: so the same program gives the expected values, by torch's own autograd.
 """
 
 from __future__ import annotations

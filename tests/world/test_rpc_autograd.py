@@ -89,7 +89,7 @@ class Noted(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         workers.seen.append(("noted", gradient.clone()))
         return gradient
 
@@ -368,8 +368,9 @@ def keeps_grad(agent: Agent) -> None:
     before = x.grad
     with engine.context() as context_id:
         engine.backward(context_id, [workers.remote(1, times, workers.remote, "w", x).sum()])
+        assert before is not None
         assert x.grad is before
-        assert torch.equal(x.grad, torch.full((3,), 5.0))
+        assert torch.equal(before, torch.full((3,), 5.0))
         assert list(engine.get_gradients(context_id)) == [x]
 
 
@@ -378,13 +379,33 @@ def test_grad_is_not_touched(pool: Pool) -> None:
     pool.do(keeps_grad)
 
 
+def late_leaf(agent: Agent, size: int) -> None:
+    """The first message of the context that reaches a worker has no tensors; its answer has."""
+    if agent.me.rank:
+        return
+    with engine.context() as context_id:
+        y = workers.remote(1, passed_on, workers.remote, size - 1)
+        engine.backward(context_id, [(y * 2).sum()])
+        got, _ = workers.remote(size - 1, workers.gradients, context_id)
+    torch.testing.assert_close(got["late"], torch.full((3,), 2.0))
+
+
+def passed_on(do: Do, to: int) -> torch.Tensor:
+    return do(to, own, do, "late")  # type: ignore[no-any-return]
+
+
+def test_calls_without_tensors_are_part_of_a_context(pool: Pool) -> None:
+    pool.do(workers.forget)
+    pool.do(late_leaf, size_of(pool))
+
+
 def post_hooks(agent: Agent) -> list[str]:
     if agent.me.rank:
         return []
     seen = []
     x = torch.ones(3, requires_grad=True)
     y = x * 2
-    accumulate = y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    accumulate: Any = y.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     accumulate.register_hook(lambda _, gradients: seen.append("function"))
     x.register_post_accumulate_grad_hook(lambda _: seen.append("leaf"))
     with engine.context() as context_id:

@@ -13,14 +13,14 @@ from tests.support.ranks import Member, run_ranks, values
 from tests.support.shared_links import Peer, finish, mappings, read, write
 
 from phalanx.rpc.links.contract import Link, LinkEnded
-from phalanx.rpc.links.image import SMALLEST_LARGE
+from phalanx.rpc.links.image import LARGEST_SMALL
 from phalanx.rpc.links.shared import SharedLink
 from phalanx.rpc.message import Kind, Message
 
 SLAB = 1 << 20
 SMALL = SharedLink.SMALL_BYTES
 AROUND = [
-    edge + by for edge in (SMALL, SMALLEST_LARGE, 131072, 262144, SLAB, 3 * SLAB) for by in (-4096, -65, -1, 0, 1, 64)
+    edge + by for edge in (SMALL, LARGEST_SMALL, 131072, 262144, SLAB, 3 * SLAB) for by in (-4096, -65, -1, 0, 1, 64)
 ]
 
 

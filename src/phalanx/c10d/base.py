@@ -172,6 +172,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         group_name: str | None = None,
         group_desc: str | None = None,
         devices: list[torch.device] | None = None,
+        device_types: list[torch.device] | None = None,
     ) -> dist.ProcessGroup | None:
         """A group of some of this group's ranks; every rank of this group calls it. torch's own would crash.
 
@@ -181,7 +182,7 @@ class BaseProcessGroup(dist.ProcessGroup):
             opts: ignored, as the options of another backend.
             group_name: torch's name for it; by default made of this group's, and of how often it was split.
             group_desc: its description.
-            devices: ignored: the new group serves the devices of this one.
+            devices, device_types: ignored: the new group serves the devices of this one. The second is torch 2.15's.
 
         Returns:
             The new group, or None on a rank that is not in it.

@@ -305,7 +305,7 @@ class SharedMemoryTransport(Transport):  # type: ignore[misc]
         with self._lock:
             registration.transfers -= 1
             self._under_way.discard(operation)
-        operation.complete()
+        operation.finish()
 
     def _move(self, call: Callable[..., None], local: View, remote: RemoteMemory, deadline: float | None) -> None:
         peer, nbytes = self._peer, local.size()

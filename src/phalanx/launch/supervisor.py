@@ -26,7 +26,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -45,6 +45,7 @@ from phalanx.system import processes
 from phalanx.system.interfaces import check_reachable
 from phalanx.system.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
 from phalanx.topology.table import RankRow, format_rank_table
+from phalanx.words import format_named
 
 __all__ = ["launch"]
 
@@ -286,7 +287,7 @@ class _Supervisor:
         elif message["event"] == "overdue":
             self.overdue.setdefault(message["patience_s"], []).append(message["rank"])
         elif message["event"] == "stacks":
-            self._show_stacks(message.get("stacks"))
+            self._show_stacks(message.get("stacks"), message.get("late", ()))
         elif message["event"] == "exited":
             by_launcher = self.ending or message.get("by_others", False)
             self._on_exit(self.ranks[message["rank"]], End(message["status"], message["time"], by_launcher))
@@ -406,10 +407,12 @@ class _Supervisor:
         self.stacks = {}
         return dict(sorted(taken.items()))
 
-    def _show_stacks(self, elsewhere: dict[str, str] | None) -> None:
+    def _show_stacks(self, elsewhere: dict[str, str] | None, late: Sequence[int]) -> None:
         self.stacks |= {int(rank): stack for rank, stack in (elsewhere or {}).items()}
         if self.interrupted is None:
             lines = format_stacks(self._take_stacks())
+            if late:
+                lines.append(f"{format_named('rank', late)} did not say where: stopped, or waiting for a core")
             self.console.say("\n".join(lines) or "no rank runs Python code, so there are no stacks")
 
     def _all_ended(self) -> bool:

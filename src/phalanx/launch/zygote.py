@@ -46,8 +46,10 @@ __all__ = ["Inheritance", "serve"]
 # How long a rank whose script has failed may go on with its exit handlers and its threads. This is longer than the
 # grace, because the rank may be saving something, and limited, because the job cannot end before the rank does.
 WIND_DOWN_S = 5.0
-# How long ranks may take to write their stacks. On a busy machine those that are late are left out.
+# How long ranks may take to write their stacks before they are ended; those that are late are left out. A user who asks
+# where a running job is waits longer.
 STACKS_S = 0.2
+STACKS_OF_RUNNING_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -226,8 +228,8 @@ class _Ranks:
                 elif order["do"] == "signal":
                     self._hand_on(order["signal"])
                 elif order["do"] == "stacks":
-                    self.trace.ask(self.pids, STACKS_S)
-                    self.supervisor.send(event="stacks")
+                    late = self.trace.ask(self.pids, STACKS_OF_RUNNING_S)
+                    self.supervisor.send(event="stacks", late=late)
             now = time.monotonic()
             overdue = [rank for rank, (when, _) in self.kill_at.items() if when <= now]
             for rank in overdue:

@@ -1,12 +1,12 @@
-"""Calls between processes: functions on other workers, objects that live there, and gradients that flow back.
+"""Calls between processes: functions on other workers, objects that live there, and gradients that flow back::
 
 import phalanx
 from phalanx import rpc
 
 with phalanx.init() as world:
-    rpc.init()
-    print(rpc.call("worker1", torch.add, torch.ones(2), 1))
-    rpc.shutdown()
+rpc.init()
+print(rpc.call("worker1", torch.add, torch.ones(2), 1))
+rpc.shutdown()
 """
 
 from phalanx.rpc.autograd.engine import backward, context, get_gradients
@@ -14,6 +14,7 @@ from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
 from phalanx.rpc.members import Member
 from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
+from phalanx.rpc.parameter_server.trainer import Parameters, parameters
 from phalanx.rpc.services import serve, service
 from phalanx.rpc.session import init, shutdown
 from phalanx.rpc.verbs import call, each, start
@@ -24,6 +25,7 @@ __all__ = [
     "Future",
     "Member",
     "ObjectInfo",
+    "Parameters",
     "RemoteError",
     "RemoteObject",
     "RemoteTraceback",
@@ -37,6 +39,7 @@ __all__ = [
     "local",
     "make",
     "objects",
+    "parameters",
     "serve",
     "service",
     "shutdown",

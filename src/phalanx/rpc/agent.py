@@ -111,8 +111,7 @@ class Agent:
 
     def not_done(self, members: Sequence[Member]) -> list[int]:
         """The ranks of those workers that are still there and have not said so."""
-        waited_for = [member for member in members if not self._members.is_done(member)]
-        return [member.rank for member in waited_for if not self._members.gone(member)]
+        return [member.rank for member in self._members.not_done(members)]
 
     def serve(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False, codec: Codec = PICKLED
@@ -219,10 +218,13 @@ class Agent:
         call = Call(number, member, asked or service, until, allowed, future, capture(), made, codec)
         future._help_on = partial(self._help, call)
         future._cancel = partial(self._cancel, call)
+        future._run = self.run
         if kept:
             future.companions = kept
-        self._calls.add(call)
         try:
+            self._calls.add(call)
+            if self._closed:  # since the first look, so close() may have ended all calls before this one
+                raise ClosedError("rpc.shutdown() was called meanwhile")
             link = call.link = self._connections.link_to(member, until)
             if len(self._calls) > MOST_CALLS:
                 self._calls.wait_for_room(member, MOST_CALLS, until)
@@ -260,6 +262,15 @@ class Agent:
                 Message(Kind.NOTICE, 0, service, head, buffers), self.timeout_s
             )
 
+    def run(self, task: Callable[..., None], *arguments: Any) -> None:
+        """Call ``task(*arguments)`` soon on a thread that may block; at once if this worker has been closed."""
+        if not self._handlers.run(task, *arguments):
+            task(*arguments)
+
+    def run_later(self, task: Callable[..., None], *arguments: Any) -> None:
+        """:meth:`run` for finalizers, which garbage collection calls at any instruction, whatever the thread holds."""
+        self._handlers.run_later(task, *arguments)
+
     def close(self) -> None:
         """Leave: tell the others, end all links and threads. Calls under way end with ``ClosedError``."""
         with self._lock:
@@ -276,7 +287,10 @@ class Agent:
         for call in self._calls.take_all():
             call.future.set_exception(ClosedError(f"rpc.shutdown() ended a call: {call.describe()}"))
         for callback in self._at_end:
-            callback()
+            try:
+                callback()
+            except Exception as error:
+                tell(f"warning: a part of RPC could not be ended: {error!r}")
 
     # The caller's side
 
@@ -294,8 +308,14 @@ class Agent:
             )
 
     def _help(self, call: Call, done: Callable[[], bool], timeout_s: float) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError.of_parent("this call", os.getpid())
+
+        def over() -> bool:  # the answer has come, though another thread may still settle what is in it
+            return done() or call.number not in self._calls
+
         if call.link is not None:
-            call.link.wait(done, call.number, min(timeout_s, call.until - time.monotonic()))
+            call.link.wait(over, call.number, min(timeout_s, call.until - time.monotonic()))
 
     def _cancel(self, call: Call) -> None:
         if self._calls.take(call.number) is not None and call.link is not None:
@@ -348,9 +368,11 @@ class Agent:
     def ended(self, link: Link, why: str) -> None:
         """See :class:`~phalanx.rpc.links.contract.Receiver`."""
         peer = self._connections.ended(link)
+        if self._closed:
+            return  # close() ends all calls
         for call in self._calls.take_all(link=link):
             call.future.set_exception(self._lost(call, why))
-        if peer is None or self._closed:
+        if peer is None:
             return
         self._serving.forget(peer)
         self._handlers.run(self._tell_of, peer, why)
@@ -370,30 +392,37 @@ class Agent:
 
     def _take_answer(self, link: Link, message: Message) -> None:
         call = self._calls.take(message.call)
+        wants_receipt = message.service == RECEIPT
         if call is None:  # the caller has given up
-            if message.service == RECEIPT:
-                self._send_receipt(link, message.call)
+            if wants_receipt:
+                self._handlers.run(self._send_receipt, link, message.call, False)
             return
         try:
             with in_transit.receiving() as to_settle:
                 value = call.decode(message)
+                if message.kind is Kind.FAILURE:
+                    value = value.rebuilt(call.to, unpickle=call.codec.unpickles)
         except Exception as error:
             call.future.set_exception(error)
+            if wants_receipt:
+                self._handlers.run(self._send_receipt, link, message.call, False)
             return
-        if message.service == RECEIPT:
-            self._handlers.run(self._settle_answer, link, call, message.kind, value, to_settle)
+        if wants_receipt:
+            self.run(self._settle_answer, link, call, message.kind, value, to_settle)
         else:
             call.complete(message.kind, value)
 
     def _settle_answer(
         self, link: Link, call: Call, kind: Kind, value: Any, to_settle: list[Callable[[], None]]
     ) -> None:
-        for settle in to_settle:
-            settle()
-        self._send_receipt(link, call.number)
-        call.complete(kind, value)
+        try:
+            for settle in to_settle:
+                settle()
+            self._send_receipt(link, call.number, True)
+        finally:
+            call.complete(kind, value)
 
-    def _send_receipt(self, link: Link, number: int) -> None:
-        head, buffers = NUMBER.encode(number)
+    def _send_receipt(self, link: Link, number: int, used: bool) -> None:
+        head, buffers = NUMBER.encode(2 * number + used)
         with contextlib.suppress(LinkEnded, OSError):
             link.send(Message(Kind.NOTICE, 0, RECEIPT, head, buffers), self.timeout_s)

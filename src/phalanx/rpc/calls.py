@@ -60,9 +60,9 @@ class Call:
         return self.codec.decode(message.head, message.buffers)
 
     def complete(self, kind: Kind, value: Any) -> None:
-        """Complete the future with what has been decoded from the answer."""
+        """Complete the future with what has been made of the answer: its value, or an exception."""
         if kind is Kind.FAILURE:
-            self.future.set_exception(value.rebuilt(self.to, unpickle=self.codec.unpickles))
+            self.future.set_exception(value)
         elif self.made is None:
             self.future.set_result(value)
         else:
@@ -104,8 +104,9 @@ class Calls:
             with self._changed:
                 self._next = min(self._next, call.until)
                 if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._watch, name="phalanx-rpc-timeouts", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._watch, name="phalanx-rpc-timeouts", daemon=True)
+                    thread.start()
+                    self._thread = thread
                 self._changed.notify()
 
     def take(self, number: int) -> Call | None:
@@ -123,6 +124,9 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._calls
 
     def wait_for_room(self, to: Member, most: int, until: float) -> None:
         """Wait until fewer than ``most`` calls to a member are under way.

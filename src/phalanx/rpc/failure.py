@@ -109,7 +109,8 @@ class Failure:
         if self.pickled and unpickle:
             with contextlib.suppress(Exception):
                 error = decode(self.pickled, ())
-        if not isinstance(error, BaseException):
+        # What ends a program, such as SystemExit, has ended a call there, and must not end the caller's program here.
+        if not isinstance(error, Exception):
             error = RemoteError(f"{self.type_name}: {self.text}", self.type_name)
         note = f"raised on {where}"
         if sys.version_info >= (3, 11):

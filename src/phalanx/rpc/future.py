@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Generic, TypeVar
+
+from phalanx.words import tell
 
 __all__ = ["Cancelled", "Future"]
 
@@ -20,13 +23,15 @@ class Cancelled(Exception):
 class Future(Generic[T]):
     """The result of a call that was started. It can be waited for on any thread, and awaited on any event loop.
 
-    Callbacks run on the thread that completes the future, or at once if it is complete.
+    Callbacks of a call run on a thread that may block, so they may make calls themselves; or at once if it is complete.
+    What a callback raises is printed, and nobody else learns of it.
     """
 
     def __init__(
         self,
         help_on: Callable[[Callable[[], bool], float], None] | None = None,
-        cancel: Callable[[], None] | None = None,
+        cancel: Callable[[], object] | None = None,
+        run: Callable[..., None] | None = None,
     ) -> None:
         """A future that is not complete.
 
@@ -34,15 +39,18 @@ class Future(Generic[T]):
             help_on: receives messages on the waiting thread until the function that it is given says that this is
                 done, or for so many seconds; it may return before.
             cancel: tells the callee that nobody waits any more.
+            run: calls a function with arguments on a thread that may block; the thread that completes this by default.
         """
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Future[T]], None]] = []
+        self._short_callbacks: list[Callable[[Future[T]], None]] = []
         self._sleepers: list[threading.Lock] = []
         self._lock = threading.Lock()
         self._help_on = help_on
         self._cancel = cancel
+        self._run = run
         self.companions: Sequence[Any] = ()  # what has to live until it is complete
 
     def done(self) -> bool:
@@ -79,12 +87,17 @@ class Future(Generic[T]):
             if self._done:
                 return True
             self._sleepers.append(sleeper)
-        timeout = -1.0 if until is None else max(0.0, until - time.monotonic())
-        return sleeper.acquire(timeout=timeout) or self._done
+        timeout = -1.0 if until is None else max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
+        try:
+            return sleeper.acquire(timeout=timeout) or self._done
+        finally:
+            with self._lock:
+                if sleeper in self._sleepers:  # the time was over
+                    self._sleepers.remove(sleeper)
 
     def then(self, function: Callable[[T], Any]) -> Future[Any]:
         """A future of what ``function`` makes of the value. An error is handed on, without a call."""
-        following: Future[Any] = Future(self._help_on, self._cancel)
+        following: Future[Any] = Future(self._help_on, self.cancel, self._run)
 
         def follow(this: Future[T]) -> None:
             if this._error is not None:
@@ -98,11 +111,16 @@ class Future(Generic[T]):
         self.add_done_callback(follow)
         return following
 
-    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Have ``callback`` called with this future when it is complete."""
+    def add_done_callback(self, callback: Callable[[Future[T]], None], *, short: bool = False) -> None:
+        """Have ``callback`` called with this future when it is complete.
+
+        Args:
+            callback: the function.
+            short: it never waits, so it may run on the thread that receives messages.
+        """
         with self._lock:
             if not self._done:
-                self._callbacks.append(callback)
+                (self._short_callbacks if short else self._callbacks).append(callback)
                 return
         callback(self)
 
@@ -128,13 +146,26 @@ class Future(Generic[T]):
                 return False
             self._value, self._error, self._done, self.companions = value, error, True, ()
             sleepers, self._sleepers = self._sleepers, []
+            short, self._short_callbacks = self._short_callbacks, []
             callbacks, self._callbacks = self._callbacks, []
+            run, self._run = self._run, None
             self._cancel = self._help_on = None  # they refer to the call, which refers to this
         for sleeper in sleepers:
             sleeper.release()
-        for callback in callbacks:
-            callback(self)
+        if short:
+            self._call_back(short)
+        if callbacks and run is not None:
+            run(self._call_back, callbacks)
+        elif callbacks:
+            self._call_back(callbacks)
         return True
+
+    def _call_back(self, callbacks: list[Callable[[Future[T]], None]]) -> None:
+        for callback in callbacks:
+            try:
+                callback(self)
+            except (Exception, SystemExit) as error:  # the other callbacks and the thread, which has more to do, go on
+                tell(f"warning: a callback of a call failed: {error!r}")
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done:
@@ -146,8 +177,9 @@ class Future(Generic[T]):
                     waiter.set_result(None)
 
             def wake(_: Future[T]) -> None:
-                loop.call_soon_threadsafe(settle)
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    loop.call_soon_threadsafe(settle)
 
-            self.add_done_callback(wake)
+            self.add_done_callback(wake, short=True)
             yield from waiter
         return self.wait(0)

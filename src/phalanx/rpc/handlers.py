@@ -30,12 +30,19 @@ class Handlers:
         self._idle = self._threads = 0
         self._running: set[threading.Thread] = set()
         self._closed = False
+        self._later: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self._mover = threading.Thread(target=self._move, name="phalanx-rpc-finalizers", daemon=True)
+        self._mover.start()
 
-    def run(self, task: Callable[..., None], *arguments: Any) -> None:
-        """Run ``task(*arguments)`` on a thread soon. It must not raise."""
+    def run_later(self, task: Callable[..., None], *arguments: Any) -> None:
+        """:meth:`run` from a finalizer: it takes no lock, because the thread that runs the finalizer may hold it."""
+        self._later.put((task, arguments))
+
+    def run(self, task: Callable[..., None], *arguments: Any) -> bool:
+        """Run ``task(*arguments)`` on a thread soon. Whether it will; it will not after :meth:`close`."""
         with self._lock:
             if self._closed:
-                return
+                return False
             if self._idle > 0:
                 self._idle -= 1  # taken, though it does not know yet
                 starts = False
@@ -53,19 +60,27 @@ class Handlers:
                 if last:
                     what = f"a worker cannot start a thread for what others ask of it ({error})"
                     tell(f"warning: {what}; {PROCESS_LIMIT_HINT}")
+        return True
 
     def close(self) -> None:
         """Let all threads end; those that are busy do so when they are done, and are not waited for."""
         with self._lock:
             self._closed = True
+            self._later.put(None)
             idle = self._idle
             running = list(self._running)
-        for _ in running:
+            threads = self._threads  # among them those that have only just been started
+        for _ in range(threads):
             self._tasks.put(None)
         if idle == len(running):
             for thread in running:
                 if thread is not threading.current_thread():
                     thread.join()
+
+    def _move(self) -> None:
+        while (moved := self._later.get()) is not None:
+            self.run(moved[0], *moved[1])
+            del moved
 
     def _work(self) -> None:
         with self._lock:
@@ -90,7 +105,10 @@ class Handlers:
             if taken is None:
                 return
             task, arguments = taken
-            task(*arguments)
+            try:
+                task(*arguments)
+            except BaseException as error:  # a thread that ended here would be missing for ever
+                tell(f"warning: a task of RPC failed: {error!r}")
             del taken, task, arguments  # else the thread would keep a caller's tensors
             with self._lock:
                 if self._threads >= MOST and not self._tasks.empty():

@@ -12,21 +12,30 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["arrived", "keep", "receiving", "sending"]
+__all__ = ["Kept", "arrived", "keep", "receiving", "sending"]
+
+
+# A thing that a receiver relies on, and what is to be called when the receiver of an answer has made use of it.
+Kept = tuple[Any, Callable[[], object] | None]
 
 
 class _Local(threading.local):
-    kept: list[Any] | None = None
+    kept: list[Kept] | None = None
     to_settle: list[Callable[[], None]] | None = None
 
 
 _local = _Local()
 
 
-def keep(thing: Any) -> None:
-    """Note, while a message is encoded on this thread, what its receiver relies on until it has settled."""
+def keep(thing: Any, taken: Callable[[], object] | None = None) -> None:
+    """Note, while a message is encoded on this thread, what its receiver relies on until it has settled.
+
+    Args:
+        thing: stays alive until then.
+        taken: is called then if the message is an answer for which its caller still waited.
+    """
     if _local.kept is not None:
-        _local.kept.append(thing)
+        _local.kept.append((thing, taken))
 
 
 def arrived(settle: Callable[[], None]) -> None:
@@ -38,7 +47,7 @@ def arrived(settle: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def sending() -> Iterator[list[Any]]:
+def sending() -> Iterator[list[Kept]]:
     """Collect what :func:`keep` is called with on this thread."""
     before, _local.kept = _local.kept, []
     try:

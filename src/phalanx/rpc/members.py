@@ -6,19 +6,24 @@ new costs a request to the store.
 
 Keys: ``count``, the last number; ``entry/N``; ``name/NAME``, the number of its bearer; ``done/N``, that it makes no
 more calls; ``gone/N``, why an incarnation is no more, written by itself when it leaves, or by the first worker that
-found it lost.
+found it lost; ``goings``, how often that was written.
+
+A store that is gone with its host says nothing any more. What has been read is used then, so workers that know each
+other go on; only those that nobody here has met cannot be found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import ArgumentError, InitializationError, RankError
@@ -109,6 +114,8 @@ class Members:
         self._bearers: dict[str | int, int] = {}
         self._seen = 0  # the last number that this process knows of
         self._unread: set[int] = set()  # those of them whose entries it has not read
+        self._goings = 0  # the number in the store when it was last asked who is gone
+        self._done: set[int] = set()
 
     def new(self, name: str, rank: int, pid: int, address: str, port: int) -> Member:
         """A worker with a number of its own, which nobody else knows of yet.
@@ -150,6 +157,7 @@ class Members:
         with self._lock:
             self._gone.setdefault(member.incarnation, why)
         self._store.compare_set(f"gone/{member.incarnation}", "", why)
+        self._store.add("goings", 1)
 
     def gone(self, member: Member) -> str:
         """Why this incarnation is no more; empty if it is not known to be gone."""
@@ -158,19 +166,30 @@ class Members:
         if known:
             return known
         key = f"gone/{member.incarnation}"
-        if self._store.check([key]):
-            known = self._store.get(key).decode()
-            with self._lock:
-                self._gone[member.incarnation] = known
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone
+            if self._store.check([key]):
+                known = self._store.get(key).decode()
+                with self._lock:
+                    self._gone[member.incarnation] = known
         return known
 
     def say_done(self, member: Member) -> None:
         """Note that a worker has no more calls to make, and waits until the others have none."""
         self._store.set(f"done/{member.incarnation}", "1")
 
-    def is_done(self, member: Member) -> bool:
-        """Whether :meth:`say_done` was called for it."""
-        return bool(self._store.check([f"done/{member.incarnation}"]))
+    def not_done(self, members: Sequence[Member]) -> list[Member]:
+        """Those who are still there, and for whom :meth:`say_done` was not called.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        asked = [member.incarnation for member in members if member.incarnation not in self._done]
+        missing = self._missing("done", asked)
+        self._done.update({member.incarnation for member in members} - set(missing))
+        waited_for = [member for member in members if member.incarnation in missing]
+        if waited_for:
+            self._look_who_is_gone()
+        return [member for member in waited_for if member.incarnation not in self._gone]
 
     def find(self, to: str | int) -> Member:
         """The newest worker of a name or a rank, which may be gone.
@@ -196,23 +215,30 @@ class Members:
         self.refresh()
         with self._lock:
             entries = list(self._entries.values())
-        living = [member for member in entries if not self.gone(member)]
+        self._look_who_is_gone()
+        living = [member for member in entries if member.incarnation not in self._gone]
         return sorted(living, key=lambda member: (member.rank < 0, member.rank, member.name))
 
     def refresh(self) -> list[Member]:
         """Read the entries that are new in the store; return them."""
-        count = int(self._store.add("count", 0))
+        try:
+            count = int(self._store.add("count", 0))
+            with self._lock:
+                self._unread.update(range(self._seen + 1, count + 1))
+                self._seen = max(self._seen, count)
+                unread = sorted(self._unread)
+            # Those that are missing are being written, or their processes have ended before that.
+            missing = set(self._missing("entry", unread))
+            there = [number for number in unread if number not in missing]
+            read = self._store.multi_get([f"entry/{number}" for number in there]) if there else []
+        except (dist.DistError, RuntimeError):  # the store is gone
+            return []
+        new = [Member(**json.loads(entry)) for entry in read]
         with self._lock:
-            self._unread.update(range(self._seen + 1, count + 1))
-            self._seen = max(self._seen, count)
-            unread = sorted(self._unread)
-        new = []
-        for number in unread:
-            member = self._entry(number)
-            if member is not None:  # else it is being written, or its process has ended before that
-                new.append(member)
-                with self._lock:
-                    self._unread.discard(number)
+            new = [self._entries.setdefault(member.incarnation, member) for member in new]
+            self._unread.difference_update(there)
+        for member in new:
+            self.gone(member)
         return new
 
     def beside(self, known: Collection[int]) -> list[Member]:
@@ -227,9 +253,35 @@ class Members:
         with self._lock:
             return self._entries.get(incarnation)
 
+    def _missing(self, kind: str, numbers: list[int]) -> list[int]:
+        """The numbers for which the store has no key of a kind, in few requests if they are few, or nearly all."""
+        if not numbers or self._store.check([f"{kind}/{number}" for number in numbers]):
+            return []
+        if len(numbers) == 1:
+            return numbers
+        half = len(numbers) // 2
+        return self._missing(kind, numbers[:half]) + self._missing(kind, numbers[half:])
+
+    def _look_who_is_gone(self) -> None:
+        try:
+            goings = int(self._store.add("goings", 0))
+        except (dist.DistError, RuntimeError):  # the store is gone
+            return
+        if goings != self._goings:
+            with self._lock:
+                known = list(self._entries.values())
+            for member in known:
+                self.gone(member)
+            self._goings = goings
+
     def _bearer(self, name: str) -> Member | None:
         key = f"name/{name}"
-        return self._entry(int(self._store.get(key))) if self._store.check([key]) else None
+        try:
+            return self._entry(int(self._store.get(key))) if self._store.check([key]) else None
+        except (dist.DistError, RuntimeError):  # the store is gone
+            with self._lock:
+                known = [member for member in self._entries.values() if member.name == name]
+            return max(known, key=lambda member: member.incarnation, default=None)
 
     def _of_rank(self, rank: int) -> Member | None:
         self.refresh()

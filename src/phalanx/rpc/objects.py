@@ -11,6 +11,7 @@ On the way from A to B a reference is A's until B's hold is known to the owner (
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from phalanx.errors import ObjectLost, WorkerLost
+from phalanx.errors import CallTimeout, ObjectLost, WorkerLost
 from phalanx.rpc import in_transit, session, streams, verbs
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
@@ -67,8 +68,9 @@ class _Table:
         self.held: dict[Member, Counter[int]] = {}  # how many references this process has, by owner and number
         self.told: dict[Member, set[int]] = {}  # the holds that the owner knows of
         self.telling: dict[Member, threading.Lock] = {}  # so that two batches for one owner arrive in their order
-        self.dropped = threading.Event()
-        self.closed = False
+        self.unsure: dict[Member, set[int]] = {}  # of which the owner was told, and did not say that it knows
+        # References that are no more. Garbage collection adds to it at any instruction, so this must take no lock.
+        self.dropped: queue.SimpleQueue[tuple[Member, int] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
         self.thread.start()
 
@@ -93,15 +95,8 @@ class _Table:
             self.held.setdefault(owner, Counter())[number] += 1
 
     def release(self, owner: Member, number: int) -> None:
-        """Count one less. The owner is told soon."""
-        with self.lock:
-            counts = self.held.get(owner)
-            if counts is None:
-                return
-            counts[number] -= 1
-            if counts[number] <= 0:
-                del counts[number]
-                self.dropped.set()
+        """Count one less, soon. Then the owner is told."""
+        self.dropped.put((owner, number))
 
     def tell(self, owner: Member) -> None:
         """Make this process's holds known to an owner; return when they are."""
@@ -110,7 +105,8 @@ class _Table:
         with telling:
             with self.lock:
                 held, told = set(self.held.get(owner, ())), self.told.setdefault(owner, set())
-                begun, ended = sorted(held - told), sorted(told - held)
+                unsure = self.unsure.pop(owner, set())
+                begun, ended = sorted(held - (told - unsure)), sorted((told | unsure) - held)
                 if not begun and not ended:
                     return
                 self.told[owner] = held
@@ -119,10 +115,11 @@ class _Table:
                 return
             try:
                 self.agent.request(owner, _LEASE, (begun, ended), asked="to note who holds its objects").wait()
-            except Exception:  # the owner is gone, and its objects with it
+            except CallTimeout:  # it is slow, and may have taken this note or not: the next one says it again
                 with self.lock:
-                    self.held.pop(owner, None)
-                    self.told.pop(owner, None)
+                    self.unsure.setdefault(owner, set()).update(begun, ended)
+            except Exception:  # the owner is gone, and its objects with it
+                self._forget_owner(owner)
 
     def note(self, holder: Member, begun: list[int], ended: list[int]) -> None:
         """As an owner, note which objects a process holds and which it has let go of."""
@@ -144,28 +141,52 @@ class _Table:
         """A process is gone: it holds nothing, and its objects are no more."""
         with self.lock:
             numbers = [number for number, owned in self.owned.items() if gone.incarnation in owned.holders]
-            self.held.pop(gone, None)
-            self.told.pop(gone, None)
+        self._forget_owner(gone)
         self.note(gone, [], numbers)
 
     def close(self) -> None:
         """End the thread, and let go of everything."""
-        self.closed = True
-        self.dropped.set()
-        self.thread.join()
-        self.owned.clear()
+        self.dropped.put(None)
+        if self.thread is not threading.current_thread():
+            self.thread.join()
+        with self.lock:
+            freed = list(self.owned.values())
+            self.owned.clear()
+        del freed
+
+    def _forget_owner(self, owner: Member) -> None:
+        with self.lock:
+            for table in (self.held, self.told, self.unsure, self.telling):
+                table.pop(owner, None)
 
     def _let_go(self) -> None:
-        while not self.closed:
-            self.dropped.wait()
-            if self.closed:
-                return
+        while (dropped := self.dropped.get()) is not None:
             time.sleep(LEASE_S)
-            self.dropped.clear()
-            with self.lock:
-                owners = [owner for owner, told in self.told.items() if told - set(self.held.get(owner, ()))]
+            owners = set()
+            while dropped is not None:
+                if self._is_last(*dropped):
+                    owners.add(dropped[0])
+                if self.dropped.empty():
+                    break
+                dropped = self.dropped.get()
             for owner in owners:
-                self.tell(owner)
+                if owner == self.agent.me:
+                    self.tell(owner)
+                else:
+                    self.agent.run(self.tell, owner)  # beside each other: one that is slow holds up none
+            if dropped is None:
+                return
+
+    def _is_last(self, owner: Member, number: int) -> bool:
+        with self.lock:
+            counts = self.held.get(owner)
+            if counts is None:
+                return False
+            counts[number] -= 1
+            if counts[number] > 0:
+                return False
+            del counts[number]
+            return True
 
 
 _tables: dict[Agent, _Table] = {}
@@ -305,18 +326,18 @@ def start_on(
     # With the reference among what is sent, the object lives until the call has returned.
     value = (target, function, args, kwargs)
     future = requests.request(session.agent(), target._owner, _METHOD, value, timeout_s, asked=asked)
-    following: Future[Any] = Future(future._help_on, future._cancel)
+    following: Future[Any] = Future(future._help_on, future.cancel, session.agent().run)
 
     def follow(done: Future[Any]) -> None:
         try:
-            following.set_result(streams.received(done.wait(0)))
+            following.set_result(streams.received(done.wait(0), timeout_s))
         except WorkerLost as error:
             own = error.incarnation == target._owner.incarnation  # else it was raised by what the object called
             following.set_exception(_lost(target, error) if own else error)
         except BaseException as error:
             following.set_exception(error)
 
-    future.add_done_callback(follow)
+    future.add_done_callback(follow, short=True)
     return following
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -60,7 +59,7 @@ class Serving:
         self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
         self._under_way: dict[tuple[int, int], threading.Event] = {}  # by caller and number; set if given up
-        self._kept: dict[tuple[int, int], list[Any]] = {}  # what the receivers of answers rely on
+        self._kept: dict[tuple[int, int], list[in_transit.Kept]] = {}  # what the receivers of answers rely on
         self.add(CANCEL, self._on_cancel, quick=True, codec=NUMBER)
         self.add(RECEIPT, self._on_receipt, quick=True, codec=NUMBER)
 
@@ -135,7 +134,7 @@ class Serving:
         given_up = self._under_way.pop((peer.incarnation, number), None)
         if given_up is None or given_up.is_set():
             return
-        kept: list[Any] = []
+        kept: list[in_transit.Kept] = []
         try:
             with in_transit.sending() as kept:
                 head, buffers = (_failure(value, codec), []) if failed else codec.encode(value)
@@ -145,19 +144,28 @@ class Serving:
         kind = Kind.FAILURE if failed else Kind.ANSWER
         if kept:
             self._kept[peer.incarnation, number] = kept
-        with contextlib.suppress(LinkEnded):
-            try:
-                link.send(Message(kind, number, RECEIPT if kept else "", head, buffers), math.inf)
-            except TimeoutError as error:
+        try:
+            link.send(Message(kind, number, RECEIPT if kept else "", head, buffers), math.inf)
+        except Exception as error:
+            self._kept.pop((peer.incarnation, number), None)  # there will be no receipt
+            if isinstance(error, LinkEnded):
+                return
+            if failed or isinstance(error, TimeoutError):
                 tell(f"warning: {peer} takes no answers: {error}")
+                return
+            self._under_way[peer.incarnation, number] = given_up
+            self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
         given_up = self._under_way.get((incoming.peer.incarnation, number))
         if given_up is not None:
             given_up.set()
 
-    def _on_receipt(self, incoming: Incoming, number: int) -> None:
-        self._kept.pop((incoming.peer.incarnation, number), None)
+    def _on_receipt(self, incoming: Incoming, receipt: int) -> None:
+        number, used = divmod(receipt, 2)
+        for _, taken in self._kept.pop((incoming.peer.incarnation, number), ()):
+            if used and taken is not None:
+                taken()
 
 
 def _failure(error: BaseException, codec: Codec) -> bytes:

@@ -21,8 +21,9 @@ from phalanx.words import tell
 
 __all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown"]
 
-# How often the store is asked whether others have come or are done.
-_LOOK_S = 0.02
+# How often the store is asked whether others have come or are done: together the ranks ask it so often.
+_LOOKS_PER_S = 1000
+_MOST_LOOKS_PER_S = 50
 _TELL_S = 5.0
 JOIN_S = 60.0  # for connecting to a launcher's store
 _NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
@@ -111,6 +112,7 @@ def init(
             lambda: sorted(set(range(size)) - {member.rank for member in made.members()}),
             wait_s,
             "for rpc.init() of",
+            size,
         )
     except BaseException:
         shutdown(wait=False)
@@ -132,12 +134,12 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
         return
     try:
         if wait and made.me.rank >= 0:
-            made.say_done()
             # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
             others = [member for member in made.members() if member.rank >= 0]
             try:
-                _wait(lambda: made.not_done(others), timeout_s, "for")
-            except InitializationError as error:
+                made.say_done()
+                _wait(lambda: made.not_done(others), timeout_s, "for", len(others))
+            except (InitializationError, dist.DistError, RuntimeError) as error:  # the store may be gone with its host
                 tell(f"warning: rpc.shutdown() ends without the others: {error}")
     finally:
         _agent = None
@@ -156,7 +158,7 @@ def own_address(*, one_host: bool) -> str:
     return LOOPBACK if one_host else outward_address()
 
 
-def _wait(missing: Callable[[], list[int]], timeout_s: float, what: str) -> None:
+def _wait(missing: Callable[[], list[int]], timeout_s: float, what: str, size: int) -> None:
     began = told = time.monotonic()
     while late := missing():
         now = time.monotonic()
@@ -166,7 +168,7 @@ def _wait(missing: Callable[[], list[int]], timeout_s: float, what: str) -> None
         if now - told > _TELL_S:
             told = now
             tell(f"waiting {what} rank {names}")
-        time.sleep(_LOOK_S)
+        time.sleep(max(1 / _MOST_LOOKS_PER_S, size / _LOOKS_PER_S))
 
 
 def _opening(store: Store, rank: int) -> Store:

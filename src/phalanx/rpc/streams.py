@@ -1,46 +1,145 @@
 """Generators across workers: the items come when the caller asks for them, a few ahead.
 
 The generator stays with the callee. The caller asks for the next items while it works on those that it has, so the
-callee is at most ``AHEAD`` items before it: a slow caller holds it back, and nothing grows.
+callee is at most ``AHEAD`` items before it: a slow caller holds it back, and nothing grows. Each item is sent as soon
+as it is there: the generator may wait for something that the caller does with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from phalanx.errors import PhalanxError
-from phalanx.rpc import session
+from phalanx.errors import CallTimeout, ClosedError
+from phalanx.rpc import in_transit, session
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.words import tell
 
-__all__ = ["Offered", "Stream", "offer", "received"]
+__all__ = ["Coming", "Offered", "Stream", "offer", "received"]
 
 AHEAD = 4
 _NEXT, _CLOSE = "stream.next", "stream.close"
 
+# An item, whether there is none because the generator has ended, and what it raised.
+_Answer = tuple[Any, bool, Failure | None]
+
 
 @dataclass(frozen=True)
-class Offered:
-    """The answer of a call whose function is a generator: which stream it is, at which worker."""
+class Coming:
+    """What arrives in the place of an :class:`Offered`."""
 
     number: int
     owner: Member
 
 
-@dataclass(eq=False)
+class Offered:
+    """The answer of a call whose function is a generator: which stream it is, at which worker.
+
+    If it ends before the caller has taken the answer, such as one that has given up, the generator ends with it.
+    """
+
+    def __init__(self, number: int, agent: Agent) -> None:
+        self._number, self._owner = number, agent.me
+        self._ending = weakref.finalize(self, agent.run_later, _drop, number)
+        self._ending.atexit = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        in_transit.keep(self, self._ending.detach)
+        return Coming, (self._number, self._owner)
+
+
 class _Source:
-    peer: Member
-    items: Any
-    loop: Callable[[], asyncio.AbstractEventLoop]
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    """A generator, and the requests for its items that wait for it. One thread at a time runs it."""
+
+    def __init__(self, number: int, peer: Member, items: Any, loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+        self.peer = peer
+        self._number = number
+        self._items = items
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._asked: dict[int, Future[_Answer]] = {}
+        self._at = 0  # the item that is next
+        self._running = self._ended = self._closed = False
+
+    def take(self, at: int, agent: Agent) -> _Answer | Future[_Answer]:
+        """The item of a number, now or later; requests for items may come in any order."""
+        with self._lock:
+            if self._closed or self._ended:
+                return None, True, None
+            if self._running or at != self._at:
+                return self._asked.setdefault(at, Future())
+            self._running = True
+        answer = self._produce()
+        with self._lock:
+            goes_on = self._ended or self._closed or self._at in self._asked
+            self._running = goes_on
+        if goes_on:
+            agent.run(self._go_on)
+        return answer
+
+    def close(self) -> None:
+        """End the generator; if it runs, as soon as it has made its item."""
+        with self._lock:
+            self._closed = True
+            if self._running:
+                return
+            self._running = True
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while True:
+            with self._lock:
+                over = self._ended or self._closed
+                asked = list(self._asked.values())
+                if not over and self._at not in self._asked:
+                    self._running = False
+                    return
+                if not over:
+                    asked = [self._asked.pop(self._at)]
+            if over:
+                if not self._ended:
+                    self._end()
+                for future in asked:
+                    future.set_result((None, True, None))
+                return
+            for future in asked:
+                future.set_result(self._produce())
+
+    def _produce(self) -> _Answer:
+        try:
+            if isinstance(self._items, AsyncIterator):
+                coming: Any = anext(self._items)
+                item = asyncio.run_coroutine_threadsafe(coming, self._loop()).result()
+            else:
+                item = next(self._items)
+        except BaseException as error:
+            self._ended = True
+            _sources.pop(self._number, None)
+            ran_out = isinstance(error, (StopIteration, StopAsyncIteration))
+            return None, True, None if ran_out else Failure.of(error)
+        self._at += 1
+        return item, False, None
+
+    def _end(self) -> None:
+        try:
+            if isinstance(self._items, AsyncIterator):
+                closing: Any = self._items
+                asyncio.run_coroutine_threadsafe(closing.aclose(), self._loop()).result()
+            else:
+                self._items.close()
+        except BaseException as error:
+            tell(f"warning: a generator that {self.peer} called could not be closed: {error!r}")
 
 
 _sources: dict[int, _Source] = {}
@@ -50,86 +149,86 @@ _numbers = itertools.count(1)
 def offer(peer: Member, items: Any, loop: Callable[[], asyncio.AbstractEventLoop]) -> Offered:
     """Keep a generator for the worker that called it."""
     number = next(_numbers)
-    _sources[number] = _Source(peer, items, loop)
-    return Offered(number, session.agent().me)
+    _sources[number] = _Source(number, peer, items, loop)
+    return Offered(number, session.agent())
 
 
-def received(value: Any) -> Any:
+def received(value: Any, timeout_s: float | None = None) -> Any:
     """The value of a call for its caller: an iterator in the place of a stream's description."""
-    return Stream(value) if isinstance(value, Offered) else value
+    return Stream(value, timeout_s) if isinstance(value, Coming) else value
 
 
 class Stream(Iterator[Any]):
-    """The items of a generator on another worker. What the generator raises is raised here, after its last item."""
+    """The items of a generator on another worker. What the generator raises is raised here, after its last item.
 
-    def __init__(self, offered: Offered) -> None:
-        self._offered = offered
-        self._items: deque[Any] = deque()
-        self._coming: Future[Any] | None = None
-        self._error: BaseException | None = None
+    An item that does not come within the call's timeout raises ``CallTimeout``; the next attempt waits for it again.
+    """
+
+    def __init__(self, coming: Coming, timeout_s: float | None) -> None:
+        agent = session.agent()
+        self._number, self._owner = coming.number, coming.owner
+        self._timeout_s = agent.timeout_s if timeout_s is None else timeout_s
+        self._coming: deque[Future[_Answer]] = deque()
+        self._asked = 0
         self._ended = False
-        self._ask()
+        self._closing = weakref.finalize(self, agent.run_later, _close_there, agent, self._owner, self._number)
+        self._closing.atexit = False
 
     def __next__(self) -> Any:
-        while not self._items:
-            if self._coming is None:
-                if self._error is not None:
-                    error, self._error = self._error, None
-                    raise error
-                raise StopIteration
-            coming, self._coming = self._coming, None
-            items, ended, failure = coming.wait()
-            self._items.extend(items)
-            self._ended = ended
-            if failure is not None:
-                self._error = failure.rebuilt(self._offered.owner)
-            if not ended:
-                self._ask()
-        return self._items.popleft()
+        while not self._ended and len(self._coming) < AHEAD:
+            self._ask()
+        if not self._coming:
+            raise StopIteration
+        try:
+            item, ended, failure = self._coming[0].wait(self._timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, CallTimeout):
+                raise
+            what = "the next item of a generator"
+            raise CallTimeout(
+                f"{self._owner} did not send {what} within {self._timeout_s:g} s",
+                worker=self._owner.name,
+                asked=what,
+                timeout_s=self._timeout_s,
+            ) from None
+        except Exception:
+            self.close()
+            raise
+        self._coming.popleft()
+        if not ended:
+            return item
+        self._ended = True
+        self._coming.clear()
+        self._closing.detach()
+        if failure is not None:
+            raise failure.rebuilt(self._owner)
+        raise StopIteration
 
     def close(self) -> None:
         """End the generator, which then runs its ``finally``."""
-        if not self._ended:
-            self._ended = True
-            self._coming = None
-            agent = session.current()
-            if agent is not None:
-                agent.notify(self._offered.owner, _CLOSE, self._offered.number)
-
-    def __del__(self) -> None:
-        self.close()
+        self._ended = True
+        self._coming.clear()
+        self._closing()
 
     def _ask(self) -> None:
-        wanted = (self._offered.number, AHEAD)
-        self._coming = session.agent().request(
-            self._offered.owner, _NEXT, wanted, asked="the next items of a generator"
+        future = session.agent().request(
+            self._owner, _NEXT, (self._number, self._asked), math.inf, asked="the next item of a generator"
         )
+        self._coming.append(future)
+        self._asked += 1
 
 
-def _on_next(incoming: Incoming, wanted: tuple[int, int]) -> tuple[list[Any], bool, Failure | None]:
-    """Up to so many items, whether the generator has ended, and what it raised."""
-    number, most = wanted
+def _close_there(agent: Agent, owner: Member, number: int) -> None:
+    with contextlib.suppress(ClosedError):  # then the owner learns that this worker has left
+        agent.notify(owner, _CLOSE, number)
+
+
+def _on_next(incoming: Incoming, wanted: tuple[int, int]) -> Any:
+    number, at = wanted
     source = _sources.get(number)
     if source is None or source.peer.incarnation != incoming.peer.incarnation:
-        raise PhalanxError("this generator was closed")
-    items: list[Any] = []
-    with source.lock:
-        try:
-            while len(items) < most:
-                items.append(_next(source))
-        except (StopIteration, StopAsyncIteration):
-            _sources.pop(number, None)
-            return items, True, None
-        except BaseException as error:
-            _sources.pop(number, None)
-            return items, True, Failure.of(error)
-    return items, False, None
-
-
-def _next(source: _Source) -> Any:
-    if isinstance(source.items, AsyncIterator):
-        return asyncio.run_coroutine_threadsafe(anext(source.items), source.loop()).result()  # type: ignore[arg-type]
-    return next(source.items)
+        return None, True, None  # it has ended
+    return source.take(at, session.agent())
 
 
 def _on_close(incoming: Incoming, number: int) -> None:
@@ -140,14 +239,8 @@ def _on_close(incoming: Incoming, number: int) -> None:
 
 def _drop(number: int) -> None:
     source = _sources.pop(number, None)
-    if source is None:
-        return
-    with source.lock:
-        if isinstance(source.items, AsyncIterator):
-            closing: Any = source.items
-            asyncio.run_coroutine_threadsafe(closing.aclose(), source.loop()).result()
-        else:
-            source.items.close()
+    if source is not None:
+        source.close()
 
 
 def _equip(agent: Agent) -> None:
@@ -157,9 +250,14 @@ def _equip(agent: Agent) -> None:
     def changed(member: Member, _: str) -> None:
         for number, source in list(_sources.items()):
             if source.peer.incarnation == member.incarnation:
-                _drop(number)
+                agent.run(_drop, number)
+
+    def end() -> None:
+        for number in list(_sources):
+            _drop(number)
 
     agent.on_change(changed)
+    agent.on_close(end)
 
 
 session.on_init(_equip)

@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from phalanx.errors import ArgumentError, WorkerLost
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 CALL = "call"
 _PAUSE_S = 0.1
+_LOOP_END_S = 2.0
 
 
 class Callee(Protocol):
@@ -58,7 +60,8 @@ def call(
         function: a function that both processes can import, or any that cloudpickle can send. If it is ``async``, it is
             awaited there. If it is a generator, the caller gets an iterator of its items, and holds it back by its
             pace.
-        args, kwargs: its arguments. Tensors are not pickled; the function gets copies.
+        args, kwargs: its arguments. Tensors are not pickled; the function gets copies. Inside of ``rpc.context()``
+            gradients flow back through them, and through what the function returns.
         timeout_s: how long it may take, in seconds; ``rpc.init(timeout_s=...)`` by default, infinity for no limit.
         retry: whether the call may run twice: if the worker is lost, it is called again as soon as a worker has come
             back under its name. Without it the function runs at most once.
@@ -102,7 +105,9 @@ def start(
         raise ArgumentError(f"{function!r} is the name of a method, and {to!r} is not a remote object")
     asked = Asked(function, args, kwargs)
     agent = session.agent()
-    return requests.request(agent, to, CALL, asked, timeout_s, asked=name_of(function), made=streams.received)
+    return requests.request(
+        agent, to, CALL, asked, timeout_s, asked=name_of(function), made=partial(streams.received, timeout_s=timeout_s)
+    )
 
 
 def each(
@@ -112,7 +117,7 @@ def each(
     timeout_s: float | None = None,
     **kwargs: Any,
 ) -> list[Future[T]]:
-    """Begin the same call on several workers; the arguments are encoded once.
+    """Begin the same call on several workers; the arguments are encoded once, or in a context once for each.
 
     Args:
         group: the workers; all others if None.
@@ -128,11 +133,8 @@ def each(
         return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
     with in_transit.sending() as kept:
         head, buffers = encode(Asked(function, args, kwargs))
-    name = name_of(function)
-    return [
-        agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=streams.received)
-        for to in group
-    ]
+    name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
+    return [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=made) for to in group]
 
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,8 +174,10 @@ def _end_event_loop() -> None:
         if _loop is not None:
             loop, thread = _loop
             loop.call_soon_threadsafe(loop.stop)
-            thread.join()
-            loop.close()
+            if thread is not threading.current_thread():
+                thread.join(_LOOP_END_S)
+            if not thread.is_alive():  # else something on it does not return, and its thread ends with the process
+                loop.close()
             _loop = None
 
 

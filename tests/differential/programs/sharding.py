@@ -130,7 +130,8 @@ def dtensor_redistributes(member: Member) -> Any:
 @program()
 def dtensor_computes(member: Member) -> Any:
     mesh = mesh_of(member)
-    rows = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
+    # Each of five ranks gets some: torch has no maximum of nothing.
+    rows = distribute_tensor(torch.arange(52.0).view(13, 4), mesh, [Shard(0)])
     weight = distribute_tensor(torch.ones(4, 3), mesh, [Replicate()])
     results = [rows.sum(), rows.sum(1), rows.max(), rows @ weight, rows.t() @ rows, rows.mean(0)]
     return [result.full_tensor() for result in results if isinstance(result, DTensor)]

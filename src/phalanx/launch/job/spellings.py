@@ -109,6 +109,8 @@ _TIMES = "mark the lines by another program: phalanx run … 2>&1 | ts"
 _OTHERWISE = {
     **dict.fromkeys(("log-dir", "output-filename", "output-directory", "logs-specs"), _NO_LOGS),
     **dict.fromkeys(("outfile", "outfile-pattern", "errfile", "errfile-pattern"), _NO_LOGS),
+    "print-completion": "the command line is click's; click's documentation says how a shell completes it",
+    "log-line-prefix-template": "every line is marked as [rank N], or not at all with --no-prefix",
     "merge-stderr-to-stdout": "phalanx run … 2>&1 does the same",
     **dict.fromkeys(("timestamp-output", "prepend-timestamp", "prefix-timestamp"), _TIMES),
     "prefix-output-with-timestamp": _TIMES,

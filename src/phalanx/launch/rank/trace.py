@@ -119,18 +119,22 @@ class Trace:
         found = os.pread(self.descriptor, 1, part * _PART)
         return Stage(found[0]) if found else Stage.STARTED
 
-    def ask(self, ranks: Mapping[int, int], patience_s: float) -> None:
+    def ask(self, ranks: Mapping[int, int], patience_s: float) -> list[int]:
         """Have ranks write their stacks, and wait until they have, for at most ``patience_s`` seconds.
 
         Args:
             ranks: the pid of each, by the number of its part. The caller is their parent and has not reaped them.
             patience_s: how long to wait. A rank that is stopped, or that has no core to run on, writes later.
+
+        Returns:
+            The parts of the ranks that were asked and have not written.
         """
         asked = [part for part, pid in ranks.items() if self._ask(part, pid)]
         until = time.monotonic() + patience_s
         while asked and time.monotonic() < until:
             asked = [part for part in asked if not self._more(part)]
             time.sleep(_FINISH_S if not asked else _FINISH_S / 4)
+        return asked
 
     def _ask(self, part: int, pid: int) -> bool:
         number = os.pread(self.descriptor, 4, part * _PART + 4)

@@ -16,7 +16,12 @@
 
 
 #define TICK_MS 40
-#define STALE_NS 90000000ull /* a place that has shown no life for longer is looked after in /proc */
+#define MANY_LINKS 16u
+#define MANY_TICK_MS 100
+/* A place that has shown no life for longer is looked after in /proc, and again after as long. With a pidfd that is only
+ * to notice an exec; on a machine that is too busy for the ticks it must not make it busier. */
+#define STALE_NS 90000000ull
+#define STALE_WITH_PIDFD_NS 500000000ull
 
 _Atomic uint32_t phx_rpc_forks;
 
@@ -67,8 +72,10 @@ void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
 static void look_after(phx_rpc_link *link, uint64_t now)
 {
     const uint64_t alive = atomic_load_explicit(&link->peer->alive_ns, memory_order_relaxed);
-    if (alive + STALE_NS > now)
+    const uint64_t stale_ns = link->pidfd >= 0 ? STALE_WITH_PIDFD_NS : STALE_NS;
+    if (alive + stale_ns > now || link->looked_ns + stale_ns > now)
         return;
+    link->looked_ns = now;
     struct phx_process seen;
     const enum phx_sight sight = phx_process_read(link->pid, &seen);
     if (sight == PHX_GONE || (sight == PHX_RUNNING && seen.start_time != link->process.start_time))
@@ -102,7 +109,7 @@ static void *watch(void *argument)
             phx_rpc_hold(links[i]);
         }
         pthread_mutex_unlock(&hub->lock);
-        const int ready = poll(polled, count, TICK_MS);
+        const int ready = poll(polled, count, count > MANY_LINKS ? MANY_TICK_MS : TICK_MS);
         for (uint32_t i = 0; i < count; i++) {
             if (ready > 0 && polled[i].revents)
                 phx_rpc_ends(links[i], PHX_RPC_GONE);

@@ -69,6 +69,7 @@ struct phx_rpc_link {
     struct phx_process process;
     uint32_t pid;
     int pidfd;
+    uint64_t looked_ns; /* when the watcher last looked at the process in /proc */
     _Atomic uint32_t ended;   /* why nothing more comes (enum phx_rpc_end); then nothing can be sent */
     uint32_t listed, told;    /* under the hub's lock */
     pthread_mutex_t sending;  /* held while a record is put into the small ring */

@@ -23,7 +23,7 @@
  *   spinners    How many threads of the place watch the bell without sleeping, seq_cst. While there is one, nobody is
  *               woken. A thread that ceases to watch looks at all rings after it has taken itself off this count.
  *               sleepers and spinners die with the process that owns the place, and with it all who wait.
- *   alive_ns    When the hub's own C thread last ran, about every 50 ms; relaxed. That it stands still is the death, the
+ *   alive_ns    When the hub's own C thread last ran, every 40 to 100 ms; relaxed. That it stands still is the death, the
  *               stop or the exec of the process, told apart in /proc.
  *   python_ns   When a thread of the place last entered the core from Python; relaxed.
  *   head        Of a ring, written by the sending side under a lock of its process, release, after the bytes. Read by the

@@ -5,12 +5,52 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from phalanx.errors import BackwardError, CallTimeout, ClosedError, PeerLost
+from phalanx.errors import CallTimeout, ClosedError, PeerLost, PhalanxError
 from phalanx.rpc.autograd.edges import Send
 from phalanx.rpc.members import Member
 from phalanx.watch.call_site import inside
 
-__all__ = ["blamed"]
+__all__ = ["BackwardError", "blamed"]
+
+
+class BackwardError(PhalanxError):
+    """A function or a hook has failed in a distributed backward pass, on this worker or on another.
+
+    It is also of the type of what was raised there, where one class can be both. The gradients of the pass are
+    incomplete: the workers whose part had ended keep theirs, so leave the context and begin a new one.
+
+    Attributes:
+        worker, rank, host, pid: where.
+        function, line: the innermost function of the program that was running, and ``file:line`` in it; empty if
+            torch's C++ raised it.
+    """
+
+    worker: str = ""
+    rank: int = -1
+    host: str = ""
+    pid: int = 0
+    function: str = ""
+    line: str = ""
+
+    def __init__(self, message: str) -> None:
+        BaseException.__init__(self, message)  # the other base may want arguments of its own
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    @staticmethod
+    def text(error: str, rank: int, worker: str, function: str, line: str, part: str) -> str:
+        """What it says, in torch's words first.
+
+        Args:
+            error: the error's own words.
+            rank, worker: where it happened.
+            function, line: in which function and line; empty if that is not known.
+            part: whose gradients were being computed, as ``what f returned to worker0``; empty for the caller's roots.
+        """
+        where = f" in {function} ({line})" if function else ""
+        of = f"the gradients of {part}" if part else "the gradients of the roots"
+        return f"Error on Node {rank}: {error}\nIt was raised on {worker}{where}, in the backward pass over {of}"
 
 
 def blamed(error: BaseException, on: Member, latest: Send | None) -> BaseException:
@@ -26,7 +66,8 @@ def blamed(error: BaseException, on: Member, latest: Send | None) -> BaseExcepti
     if isinstance(error, (BackwardError, PeerLost, CallTimeout, ClosedError)) or not isinstance(error, Exception):
         return error
     function, line = _raised_in(error)
-    inner = _both(type(error))
+    kind: Any = type(error)
+    inner = _both(kind)
     text = BackwardError.text(str(error) or type(error).__name__, on.rank, str(on), function, line, str(latest or ""))
     try:
         made = inner(text)
@@ -49,14 +90,14 @@ def _raised_in(error: BaseException) -> tuple[str, str]:
     return function, line
 
 
-def _rebuilt(kind: type[Exception], text: str, facts: dict[str, Any]) -> BackwardError:
+def _rebuilt(kind: Any, text: str, facts: dict[str, Any]) -> BackwardError:
     made = _both(kind)(text)
     made.__dict__.update(facts)
     return made
 
 
 @cache
-def _both(kind: type[Exception]) -> type[BackwardError]:
+def _both(kind: Any) -> type[BackwardError]:
     """A class that is both; plain ``BackwardError`` if there can be none."""
     if issubclass(BackwardError, kind):
         return BackwardError

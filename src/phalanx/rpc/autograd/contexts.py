@@ -17,16 +17,12 @@ import contextvars
 import itertools
 import threading
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc.members import Member
-
-if TYPE_CHECKING:
-    from phalanx.rpc.autograd.edges import Recv, Send
-    from phalanx.rpc.autograd.passes import Pass
 
 __all__ = ["Context", "Contexts", "contexts", "is_creator", "worker_id"]
 
@@ -56,12 +52,12 @@ class Context:
     def __init__(self, number: int) -> None:
         self.number = number
         self.lock = threading.Lock()
-        self.sends: dict[int, Send] = {}
-        self.recvs: dict[int, Recv] = {}
+        self.sends: dict[int, Any] = {}
+        self.recvs: dict[int, Any] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.known: dict[int, Member] = {}
         self.others: dict[int, Member] = {}
-        self.passes: dict[tuple[int, int], Pass] = {}
+        self.passes: dict[tuple[int, int], Any] = {}
         self.order = itertools.count(1)
 
     # torch's names
@@ -73,7 +69,7 @@ class Context:
         with self.lock:
             return set(self.known)
 
-    def _send_functions(self) -> dict[int, Send]:
+    def _send_functions(self) -> dict[int, Any]:
         with self.lock:
             return dict(self.sends)
 
@@ -150,8 +146,8 @@ class Contexts:
         context = self._contexts.get(number)
         if context is None:
             raise PhalanxError(
-                f"Could not find autograd context with id: {number}. It lives as long as its `with context()` block, on "
-                f"the workers that were called inside it"
+                f"Could not find autograd context with id: {number}. It lives as long as its `with context()` block, "
+                f"on the workers that were called inside it"
             )
         return context
 

@@ -1,8 +1,8 @@
-"""Distributed autograd: what the layers that send calls need of it, and ``context``, ``backward`` and ``get_gradients``.
+"""Distributed autograd: what the layers that send calls need of it, and what programs call.
 
-A call carries the number of the context in which it was made, and its tensors, in both directions, become edges between
-the graphs of two workers (edges.py). ``backward`` follows them, in two phases (passes.py), and each worker runs its part
-of the graph once (gates.py). Gradients of leaves are kept in the context (leaves.py).
+A call carries the number of the context in which it was made, and its tensors, in both directions, become edges
+between the graphs of two workers (edges.py). ``backward`` follows them, in two phases (passes.py), and each worker runs
+its part of the graph once (gates.py). Gradients of leaves are kept in the context (leaves.py).
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def wrap(
         answer: whether the message is the answer to a call, so that errors name the function that was called.
 
     Returns:
-        The tensors to send, which require no gradients, and what goes beside them: None outside of contexts. Inside one,
-        the context's number is sent also if no tensor requires gradients, so that nested calls know it.
+        The tensors to send, which require no gradients, and what goes beside them: None outside of contexts. Inside
+        one, the context's number is sent also if no tensor requires gradients, so that nested calls know it.
     """
     inside = contexts.current()
     if inside is None:
@@ -140,6 +140,8 @@ def running_in(metadata: Metadata | None, function: Callable[..., Any] | None = 
         metadata: what came with the call.
         function: what the call asks for, so that an error in its backward can name it.
     """
+    if metadata is not None:
+        _join(None, metadata[0])  # a call without tensors need not have been unwrapped
     name = _running.set(_described(function) if function is not None and metadata is not None else "")
     token = contexts.enter(None if metadata is None else metadata[0])
     try:
@@ -155,10 +157,13 @@ def _described(function: Callable[..., Any]) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
 
 
-def _join(sender: Member, number: int) -> Context | None:
+def _join(sender: Member | None, number: int) -> Context | None:
+    """Take part in a context. Its creator is told, unless it is the sender, and so knows."""
     inside, fresh = contexts.join(number)
+    if not fresh:
+        return inside
     agent = _require_agent()
-    if fresh and not is_creator(sender, number) and not is_creator(agent.me, number):
+    if not is_creator(agent.me, number) and (sender is None or not is_creator(sender, number)):
         for member in agent.members():
             if is_creator(member, number):
                 agent.notify(member, JOINED, number)
@@ -168,7 +173,7 @@ def _join(sender: Member, number: int) -> Context | None:
 # For programs
 
 
-class context:  # torch's name
+class context:  # noqa: N801 - torch's name
     """A context, in which calls are recorded so that gradients can follow them: ``with context() as context_id``.
 
     The thread that enters it is in it, and so is what it has other workers run. Leaving it releases the context on all
@@ -231,8 +236,8 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
     """Compute the gradients of the sum of ``roots`` for all leaves that they depend on, on whichever worker.
 
-    The gradients are added to those of the context on the leaves' workers (:func:`get_gradients`); ``.grad`` stays as it
-    is. Only one worker calls it. What other workers returned may be used several times, or not at all.
+    The gradients are added to those of the context on the leaves' workers (:func:`get_gradients`); ``.grad`` stays as
+    it is. Only one worker calls it. What other workers returned may be used several times, or not at all.
 
     Args:
         context_id: the number of the context in which the calls were made.
@@ -268,7 +273,7 @@ def _check(roots: Sequence[torch.Tensor]) -> None:
             raise ArgumentError("requires_grad not set on root: it depends on nothing that requires gradients")
         if root.numel() != 1:
             raise ArgumentError(
-                f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: sum it, or weight it"
+                f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: sum it"
             )
         if root.grad_fn is None:
             raise ArgumentError(
@@ -325,7 +330,7 @@ def _on_gradients(incoming: Incoming, came: tuple[int, tuple[int, int], int, Gra
 def _on_finish(incoming: Incoming, key: tuple[int, tuple[int, int]]) -> Future[None]:
     context_id, number = key
     inside = contexts.get(context_id)
-    part = inside.passes.get(number)
+    part: Pass | None = inside.passes.get(number)
     if part is None:
         raise PhalanxError(f"the backward pass of context {context_id} has been given up here")
 

@@ -66,10 +66,10 @@ def run(
     with torch.enable_grad():
         chain = START
         for opening in reversed(openings):
-            chain = _Gate.apply(opening, chain, *(opening.send.handles[place] for place in opening.places))
+            chain = _apply_gate(opening, chain, *(opening.send.handles[place] for place in opening.places))
             if chain.grad_fn is not None:
                 chain.grad_fn._set_sequence_nr(0)
-        first = _Begin.apply(begin, chain, *roots)
+        first = _apply_begin(begin, chain, *roots)
     torch.autograd.backward((first,), retain_graph=keep_graph)
 
 
@@ -104,6 +104,11 @@ class _Gate(torch.autograd.Function):
             _let_run()
         gradients = opening.wait(opening.send)
         return (None, None, *(gradients[place] for place in opening.places))
+
+
+# torch does not type ``apply``.
+_apply_begin: Any = _Begin.apply
+_apply_gate: Any = _Gate.apply
 
 
 def _let_run() -> None:

@@ -4,8 +4,8 @@ The autograd engine accumulates into ``.grad``, and only it runs the hooks of th
 ``DistributedDataParallel``, which averages what it finds in ``.grad`` and writes the average there before the engine
 returns. So the engine does as it always does, and each pass takes from ``.grad`` what is its own:
 
-- Before a gradient is accumulated, the user's own ``.grad`` is put aside (by the first pass that uses the leaf), or what
-  another pass has there is taken out for that pass. From then until it has been accumulated, the leaf is locked: two
+- Before a gradient is accumulated, the user's own ``.grad`` is put aside (by the first pass that uses the leaf), or
+  what another pass has there is taken out for it. From then until it has been accumulated, the leaf is locked: two
   passes of one process may have reached the same leaf, as on a parameter server.
 - When a pass ends, it takes what it has in ``.grad``, with what DDP made of it, and the user's own comes back.
 

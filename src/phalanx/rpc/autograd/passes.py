@@ -3,8 +3,8 @@
 A pass has two phases. In the first, *marking*, the worker that calls ``backward`` finds out which received messages its
 roots reach, and asks their senders to mark them; these follow their graphs from the marked tensors and ask others in
 turn. When all have answered, every worker knows exactly which of its messages take part. Torch's FAST mode assumes
-instead that all do, and waits for ever if the result of one call is not used; following only what is known to be used is
-also what a backward pass does in one process, where an unused part runs no function and no hook.
+instead that all do, and waits for ever if the result of one call is not used; following only what is known to be used
+is also what a backward pass does in one process, where an unused part runs no function and no hook.
 
 In the second phase gradients flow: a worker runs its part (gates.py) as soon as the gradients of its latest message
 have come, and hands back those of what it received. The caller is told by every worker when its part has ended.

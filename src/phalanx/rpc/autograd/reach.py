@@ -45,10 +45,9 @@ class Reach:
             PhalanxError: a tensor was received in another context.
         """
         fresh: dict[Recv, list[int]] = {}
-        seen, pending = self._seen, []
-        for tensor in tensors:
-            # All of them are results. torch's get_gradient_edge makes a view as well, which sparse tensors do not have.
-            pending.append(((tensor.grad_fn, tensor.output_nr),))
+        seen = self._seen
+        # All of them are results. torch's get_gradient_edge makes a view as well, which sparse tensors do not have.
+        pending: list[Any] = [((tensor.grad_fn, tensor.output_nr),) for tensor in tensors]
         while pending:
             for node, _ in pending.pop():
                 if node is None:
@@ -66,6 +65,8 @@ class Reach:
                     continue
                 if not node._sequence_nr():
                     node._set_sequence_nr(1)
+                if kind is RECV_NODE:
+                    continue
                 pending.append(node.next_functions)
         return fresh
 

@@ -9,12 +9,9 @@ threads in between; each access is one operation on a dictionary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from phalanx.rpc.autograd.edges import Recv
 
 __all__ = ["Run", "current", "enter", "leave"]
 
@@ -22,7 +19,7 @@ __all__ = ["Run", "current", "enter", "leave"]
 class Run(Protocol):
     """A distributed pass on this worker, as functions of the graph see it."""
 
-    def hand_back(self, recv: Recv, place: int, gradient: torch.Tensor | None) -> None:
+    def hand_back(self, recv: Any, place: int, gradient: torch.Tensor | None) -> None:
         """Take the gradient of one tensor of a received message, which its sender gets."""
 
 

@@ -16,14 +16,15 @@ from typing import Any
 
 from phalanx.rpc.message import Buffer, Kind, Message
 
-__all__ = ["BOX_BYTES", "SMALLEST_LARGE", "Box", "Damaged", "pack", "pieces", "received"]
+__all__ = ["BOX_BYTES", "LARGEST_SMALL", "OWN", "Box", "Damaged", "pack", "pieces", "received"]
 
 ALIGN = 64
-SMALLEST_LARGE = 126976  # PHX_RPC_SMALL: an image of more bytes does not fit into a ring
+LARGEST_SMALL = 126976  # PHX_RPC_SMALL: an image of more bytes does not fit into a ring
 _HEADER = struct.Struct("<QIHBxI4xQ")  # struct phx_rpc_image
 _BOX = struct.Struct("<QQQ5I20xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
 _BOX_HEAD = 64
-BOX_BYTES = _BOX_HEAD + SMALLEST_LARGE
+BOX_BYTES = _BOX_HEAD + LARGEST_SMALL
+OWN = 0xFFFFFFFF  # PHX_RPC_OWN: an image in memory that the core has taken for it alone
 _INLINE = 0xFFFFFFFE  # PHX_RPC_INLINE
 _PADDING = bytes(ALIGN)
 _KINDS = dict(enumerate(Kind, 1))
@@ -64,7 +65,7 @@ def pack(message: Message, small: int) -> bytes | None:
     if message.nbytes > small:
         return None
     nbytes, parts = _parts(message)
-    return b"".join(parts) if nbytes <= SMALLEST_LARGE else None
+    return b"".join(parts) if nbytes <= LARGEST_SMALL else None
 
 
 class _View(Structure):

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
-from phalanx.rpc.links.image import Box, Damaged, pack, pieces, received
+from phalanx.rpc.links.image import OWN, Box, Damaged, pack, pieces, received
 from phalanx.rpc.message import Kind, Message
 from phalanx.system.awake import AwakeClock
 from phalanx.words import tell
@@ -66,14 +66,18 @@ class _Patience:
         if taken != self._taken:
             self._taken, self._since = taken, self._clock.now()
 
+    def check(self) -> None:
+        """Raise TimeoutError if it has been too long."""
+        if self._clock.now() - self._since >= self._timeout_s:
+            raise TimeoutError(f"the other process has taken nothing for {self._timeout_s:g} s")
+
     def wait(self) -> None:
         """Wait a little after an attempt for which there was no room.
 
         Raises:
             TimeoutError: it has been too long.
         """
-        if self._clock.now() - self._since >= self._timeout_s:
-            raise TimeoutError(f"the other process has taken nothing for {self._timeout_s:g} s")
+        self.check()
         self._link._core.phx_rpc_wait_room(self._link._handle, self._lane, self._taken)
 
 
@@ -128,7 +132,7 @@ class SharedLink(Link):
                 done = c_uint64()
                 while not self._bulk.acquire(timeout=0.05):
                     patience.look()
-                    patience.wait()
+                    patience.check()
                 try:
                     while True:
                         patience.look()
@@ -362,7 +366,9 @@ class SharedHub:
                 link._end(_WHY[ended])
             return
         try:
-            message = received(box, values, self._release)  # also without a link: its memory is given back
+            # To unmap a large image's own memory takes long, so that lets other threads run.
+            release = self._release if values[3] != OWN else self._core.phx_rpc_release
+            message = received(box, values, release)  # also without a link: its memory is given back
             if link is None:
                 return
         except Damaged:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,6 @@ def call(
     request = Call(kind, name, payload, sent, autograd, asynchronous, into, flags)
     started = agent.phalanx.request(member, CALL, tuple(request), seconds(timeout), asked=name or "a function")
     agent.count(started)
-    forget_lost(started, member)
 
     def finish(answer: tuple[Any, ...]) -> Any:
         found = Answer(*answer)
@@ -93,7 +93,7 @@ def call(
             profile.receive(found.events)
         return value_of(member, found)
 
-    future: Future[Any] = CallFuture(started, finish, agent.pool)
+    future: Future[Any] = CallFuture(started, finish, partial(forget_lost, member), agent.pool)
     if profile is None:
         return future
     return future.then(lambda done: done.wait())  # torch's profiler loses an error that was set from Python
@@ -129,18 +129,10 @@ def raise_here(remote: Any) -> None:
         raise
 
 
-def forget_lost(started: OwnFuture[Any], member: Member) -> None:
+def forget_lost(member: Member, error: BaseException) -> None:
     """Where a worker proves to be gone, what it held is free: nobody else may notice."""
-    references = current.agent().references
-
-    def look(done: OwnFuture[Any]) -> None:
-        with contextlib.suppress(Exception):
-            try:
-                done.wait(0)
-            except WorkerLost:
-                references.forget(member)
-
-    started.add_done_callback(look)
+    if isinstance(error, WorkerLost) and current.is_set():
+        current.agent().references.forget(member)
 
 
 def fetch(user: User, timeout: float) -> Any:

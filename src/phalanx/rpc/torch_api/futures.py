@@ -6,7 +6,6 @@ threads. Else a thread of the pool does it, never the one that receives messages
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,23 +40,36 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
     Args:
         call: the call.
         finish: makes the value of the call's answer.
+        failed: is told of the error if there is no answer.
         pool: the threads on which callbacks run.
     """
 
-    def __init__(self, call: OwnFuture[Any], finish: Callable[[Any], Any], pool: Handlers) -> None:
+    def __init__(
+        self,
+        call: OwnFuture[Any],
+        finish: Callable[[Any], Any],
+        failed: Callable[[Exception], None],
+        pool: Handlers,
+    ) -> None:
         super().__init__()
-        self._call, self._finish = call, finish
+        self._call, self._finish, self._failed = call, finish, failed
         self._pool = pool
         self._waiting = 0
         self._completing = threading.Lock()
-        call.add_done_callback(self._on_answer)
+        call.add_done_callback(self._on_answer, short=True)
 
     def wait(self) -> Any:
         """See :class:`torch.futures.Future`."""
         if not super().done():
             self._waiting += 1  # a hint: where it is missed, two threads come to _complete, and one of them does it
-            with contextlib.suppress(Exception):  # _complete raises it where it belongs
+            try:
                 self._call.wait()
+            except Exception:
+                pass
+            except BaseException:  # such as Ctrl-C: this thread will not complete it
+                self._waiting -= 1
+                self._call.add_done_callback(self._on_answer)
+                raise
             self._complete()
         return super().wait()
 
@@ -73,6 +85,7 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
         except CallTimeout as error:
             self.set_exception(RpcTimeout.of(error))
         except Exception as error:
+            self._failed(error)
             self.set_exception(error)
         except BaseException as error:
             self.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

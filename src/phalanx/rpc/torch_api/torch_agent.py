@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
+import os
 import threading
 import time
 from collections.abc import Iterable
@@ -19,6 +22,7 @@ from phalanx.rpc.torch_api import current, gathering
 from phalanx.rpc.torch_api.references import References
 from phalanx.rpc.torch_api.service import Service
 from phalanx.rpc.torch_api.torch_names import cpp
+from phalanx.system.host import this_host
 from phalanx.words import tell
 
 __all__ = ["TensorPipeAgent"]
@@ -55,10 +59,10 @@ class TensorPipeAgent:
         self.timeout_s = float(opts.rpc_timeout)
         self._infos: dict[str, Any] = {}
         self.leaks: list[str] = []
+        one_host = False
         _agree_on_membership(store, bool(world_size))
         if world_size:
-            self._infos = _names_of_all(store, name, worker_id, world_size, self.timeout_s)
-        one_host = False
+            self._infos, one_host = _meet_all(store, name, worker_id, world_size, self.timeout_s)
         address = session.own_address(one_host=one_host)
         self.phalanx: Agent = session.begin(
             PrefixStore("phalanx", store), name, worker_id, address, self.timeout_s or float("inf")
@@ -157,7 +161,7 @@ class TensorPipeAgent:
         """A call of this worker has begun."""
         with self._lock:
             self._calls += 1
-        call.add_done_callback(self._over)
+        call.add_done_callback(self._over, short=True)
 
     def _over(self, _: Future[Any]) -> None:
         with self._lock:
@@ -242,24 +246,30 @@ def _agree_on_membership(store: Store, is_static: bool) -> None:
         )
 
 
-def _names_of_all(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> dict[str, Any]:
-    """The workers of a static group, each of which says its name.
+def _meet_all(store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> tuple[dict[str, Any], bool]:
+    """The workers of a static group, each of which says its name, and whether all are on one host.
 
     Raises:
         InitializationError: two have the same name.
     """
     names = PrefixStore("phalanx/names", store)
-    names.set(str(rank), name)
+    network = ""
+    with contextlib.suppress(OSError):
+        network = os.readlink("/proc/self/ns/net")  # containers of one host may have loopback addresses of their own
+    where = f"{this_host()} {network}"
+    names.set(str(rank), json.dumps([name, where]))
     found: dict[str, Any] = {}
+    places: set[str] = set()
     _wait_for(names, range(world_size), timeout_s)
     for other in range(world_size):
-        other_name = names.get(str(other)).decode()
+        other_name, place = json.loads(names.get(str(other)))
         if other_name in found:
             raise InitializationError(
                 f"RPC worker name {other_name} is not unique: the workers {found[other_name].id} and {other} have it"
             )
         found[other_name] = cpp.WorkerInfo(other_name, other)
-    return found
+        places.add(place)
+    return found, len(places) == 1
 
 
 def _wait_for(store: Store, keys: Iterable[int], timeout_s: float) -> None:

@@ -15,8 +15,10 @@ from tests.support import autograd_workers as workers
 from tests.support.ranks import Member, on_ranks, run_ranks
 
 from phalanx import rpc
-from phalanx.errors import ArgumentError, BackwardError, PhalanxError, WorkerLost
+from phalanx.errors import ArgumentError, PhalanxError, WorkerLost
+from phalanx.rpc import session
 from phalanx.rpc.autograd import engine
+from phalanx.rpc.autograd.blame import BackwardError
 from phalanx.rpc.autograd.contexts import contexts
 
 Do = Callable[..., Any]
@@ -40,7 +42,7 @@ class Fails(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         if ctx.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if ctx.how == "raises":
@@ -52,8 +54,10 @@ def passes_through(do: Do, way: list[int], x: torch.Tensor, how: str) -> torch.T
     """Goes along ``way`` and fails, in backward, on the last worker; those before wait for it."""
     y = x * workers.parameter("w", 3)
     if not way:
-        return Fails.apply(y, how)  # type: ignore[no-any-return]
-    return y + do(way[0], passes_through, do, way[1:], y * 2, how)
+        failing: torch.Tensor = Fails.apply(y, how)
+        return failing
+    answer: torch.Tensor = do(way[0], passes_through, do, way[1:], y * 2, how)
+    return y + answer
 
 
 def alive(_: Any) -> tuple[int, int]:
@@ -81,7 +85,7 @@ def test_a_failure_names_where_and_ends_the_pass_everywhere() -> None:
                     engine.backward(context_id, [y.sum()])
                 error = caught.value
                 assert isinstance(error, BackwardError)
-                assert (error.worker, error.rank, error.code) == ("worker1", 1, 7)  # type: ignore[attr-defined]
+                assert (error.worker, error.rank, error.code) == ("worker1", 1, 7)
                 assert error.function.endswith("backward")
                 assert __file__ in error.line
                 assert error.host in str(error)
@@ -154,7 +158,7 @@ class Releases(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         engine.release_context(ctx.number)
         return gradient, None
 
@@ -213,7 +217,7 @@ def test_a_late_call_does_not_bring_a_context_back() -> None:
                 tensors, metadata = engine.wrap(1, [torch.ones(3, requires_grad=True)])
                 workers.remote(1, alive, None)
             wait_until(lambda: workers.remote(1, alive, None) == (0, 0))
-            assert workers.remote(1, enter_late, workers.session.agent().me, tensors, metadata) == (False, 0)
+            assert workers.remote(1, enter_late, session.agent().me, tensors, metadata) == (False, 0)
         rpc.shutdown()
 
     on_ranks(rank, 2)
@@ -222,7 +226,7 @@ def test_a_late_call_does_not_bring_a_context_back() -> None:
 def enter_late(sender: Any, tensors: list[torch.Tensor], metadata: Any) -> tuple[bool, int]:
     received = engine.unwrap(sender, tensors, metadata)
     with engine.running_in(metadata):
-        sent, again = engine.wrap(0, received)
+        _, again = engine.wrap(0, received)
     return again is not None or received[0].requires_grad, len(contexts.all())
 
 

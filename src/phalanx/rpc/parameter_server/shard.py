@@ -1,0 +1,272 @@
+"""One server's part of a model: its pieces of the parameters, their optimizer, and the trainers that push to it.
+
+All of a shard's state is guarded by its lock, which no thread holds while it waits for another worker. Gradients are
+applied on the thread that brings them. The answer to a push is a future: it is completed, with the new values, when the
+mode lets the trainer go on. A trainer that is lost is a trainer less: whatever waited for it is looked at again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from phalanx.errors import ArgumentError, CheckpointError, ClosedError
+from phalanx.rpc.future import Future
+from phalanx.rpc.members import Member
+from phalanx.rpc.parameter_server.sharing import Piece
+from phalanx.training import checkpoint
+from phalanx.words import tell
+
+__all__ = ["ASYNCHRONOUS", "BOUNDED", "MODES", "SYNCHRONOUS", "Pulled", "Settings", "Shard"]
+
+SYNCHRONOUS, BOUNDED, ASYNCHRONOUS = MODES = ("synchronous", "bounded", "asynchronous")
+
+# How many steps have been taken, and the values of the pieces that are not sparse.
+Pulled: TypeAlias = tuple[int, list[torch.Tensor]]
+_Due: TypeAlias = tuple[Future[Pulled], Pulled | Exception]
+
+
+class Settings(NamedTuple):
+    """How the parameters are trained; the same for all shards.
+
+    Attributes:
+        mode: one of ``MODES``.
+        staleness: for ``bounded``, how many steps a trainer may be ahead of the slowest.
+        trainers: for ``synchronous``, how many trainers must have come before the first step.
+        optimizer: makes an optimizer of a list of parameters.
+        sparse_optimizer: the same, of those with sparse gradients.
+        options, sparse_options: what these get beside the parameters.
+        checkpoint: where each server keeps its shard, with its name added; empty for nowhere.
+        checkpoint_steps: after how many steps it writes it.
+    """
+
+    mode: str
+    staleness: int
+    trainers: int
+    optimizer: Callable[..., torch.optim.Optimizer]
+    sparse_optimizer: Callable[..., torch.optim.Optimizer]
+    options: dict[str, Any]
+    sparse_options: dict[str, Any]
+    checkpoint: str
+    checkpoint_steps: int
+
+
+class _Trainer:
+    """What a shard knows of a trainer.
+
+    Attributes:
+        member: the worker.
+        steps: how many times it has pushed since the slowest trainer of then, when it came.
+        gradients: what it has pushed for the next step.
+        waiting: the answer that it waits for.
+    """
+
+    def __init__(self, member: Member, steps: int) -> None:
+        self.member, self.steps = member, steps
+        self.gradients: Sequence[torch.Tensor | None] | None = None
+        self.waiting: Future[Pulled] | None = None
+
+
+class Shard:
+    """The pieces of one server.
+
+    Args:
+        settings: see there.
+        pieces: which these are.
+        values: their values, which the shard keeps as its own.
+        path: of this server's checkpoint, or None.
+    """
+
+    def __init__(
+        self, settings: Settings, pieces: Sequence[Piece], values: Sequence[torch.Tensor], path: Path | None
+    ) -> None:
+        self._settings, self._pieces, self._path = settings, pieces, path
+        self._lock = threading.Lock()
+        self._trainers: dict[int, _Trainer] = {}
+        self._values = [torch.nn.Parameter(value.detach().clone()) for value in values]
+        self._sparse = [piece.sparse for piece in pieces]
+        dense = [value for value, sparse in zip(self._values, self._sparse, strict=True) if not sparse]
+        rows = [value for value, sparse in zip(self._values, self._sparse, strict=True) if sparse]
+        self._optimizers: list[torch.optim.Optimizer] = []
+        if dense:
+            self._optimizers.append(settings.optimizer(dense, **settings.options))
+        if rows:
+            self._optimizers.append(settings.sparse_optimizer(rows, **settings.sparse_options))
+        self.steps = 0
+        self._begun = False  # whether so many trainers have come
+
+    @classmethod
+    def restored(cls, settings: Settings, pieces: Sequence[Piece], path: Path) -> Shard:
+        """The shard of a checkpoint.
+
+        Raises:
+            ArgumentError: it is that of another model, or of another number of servers.
+        """
+        found = checkpoint.read(path)
+        if found["pieces"] != [list(piece) for piece in pieces]:
+            raise ArgumentError(
+                f"{path} has other parameters, or was made with another number of servers. Give checkpoint= another "
+                f"path, or remove the file"
+            )
+        shard = cls(settings, pieces, found["values"], path)
+        for optimizer, state in zip(shard._optimizers, found["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        shard.steps = found["steps"]
+        return shard
+
+    def write(self) -> None:
+        """Write the checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        with self._lock:
+            self._write()
+
+    def _write(self) -> None:
+        contents = {
+            "pieces": [list(piece) for piece in self._pieces],
+            "values": [value.detach() for value in self._values],
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "steps": self.steps,
+        }
+        if self._path is not None:
+            checkpoint.write(self._path, contents, [])
+
+    # What trainers ask for
+
+    def add(self, member: Member) -> Pulled:
+        """Count a worker among the trainers, as quick as the slowest of them, and return the values."""
+        for old in [trainer.member for trainer in list(self._trainers.values())]:
+            if old.name == member.name and old != member:  # it has come back before its end was noticed
+                self.drop(old)
+        with self._lock:
+            steps = min((trainer.steps for trainer in self._trainers.values()), default=0)
+            self._trainers[member.incarnation] = _Trainer(member, steps)
+            self._begun = self._begun or len(self._trainers) >= self._settings.trainers
+            return self._pulled()
+
+    def drop(self, member: Member) -> None:
+        """A trainer is gone, or pushes no more: nobody waits for it."""
+        with self._lock:
+            trainer = self._trainers.pop(member.incarnation, None)
+            if trainer is None:
+                return
+            due = self._settle()
+        if trainer.waiting is not None:
+            trainer.waiting.set_exception(ClosedError(f"{member} is a trainer no more"))
+        _answer(due)
+
+    def push(self, member: Member, gradients: Sequence[torch.Tensor | None]) -> Future[Pulled] | None:
+        """Take a trainer's gradients, one for each piece.
+
+        Returns:
+            A future of the values after a step with them; None if the worker is no trainer, or no more.
+        """
+        answer: Future[Pulled] = Future()
+        with self._lock:
+            trainer = self._trainers.get(member.incarnation)
+            if trainer is None:
+                return None
+            given_up, trainer.waiting = trainer.waiting, answer
+            trainer.gradients = gradients
+            due = self._settle()
+        if given_up is not None:
+            given_up.set_exception(ArgumentError(f"{member} has pushed again before it had an answer"))
+        _answer(due)
+        return answer
+
+    def pull(self) -> Pulled:
+        """The values as they are."""
+        with self._lock:
+            return self._pulled()
+
+    def rows(self, wanted: Sequence[tuple[int, torch.Tensor | None]]) -> list[torch.Tensor]:
+        """Rows of pieces, by the pieces' numbers and the rows' within them; all rows for None."""
+        with self._lock, torch.no_grad():
+            return [
+                self._values[number].clone() if rows is None else self._values[number].index_select(0, rows)
+                for number, rows in wanted
+            ]
+
+    def set_options(self, options: dict[str, Any]) -> None:
+        """Change options of the optimizers, such as ``lr``."""
+        with self._lock:
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group.update({name: value for name, value in options.items() if name in group})
+
+    # With the lock
+
+    def _settle(self) -> list[_Due]:
+        """Take the steps that are due, and find the answers that are."""
+        trainers = list(self._trainers.values())
+        pushed = [trainer for trainer in trainers if trainer.gradients is not None]
+        if self._settings.mode == SYNCHRONOUS and (not self._begun or len(pushed) < len(trainers)):
+            return []
+        # In the order of their names, so that a sum has the same bits each time.
+        pushed.sort(key=lambda trainer: trainer.member.name)
+        try:
+            if pushed:
+                self._step([trainer.gradients for trainer in pushed if trainer.gradients is not None])
+        except Exception as error:  # of the optimizer: all who have pushed for this step must know
+            return [(trainer.waiting, error) for trainer in pushed if trainer.waiting is not None]
+        finally:
+            for trainer in pushed:
+                trainer.gradients = None
+                trainer.steps += 1
+        slowest = min((trainer.steps for trainer in trainers), default=0)
+        ahead = self._settings.staleness if self._settings.mode == BOUNDED else float("inf")
+        free = [trainer for trainer in trainers if trainer.steps - slowest <= ahead]
+        pulled: Pulled | None = None
+        due: list[_Due] = []
+        for trainer in free:
+            if trainer.waiting is not None:
+                pulled = pulled or self._pulled()
+                due.append((trainer.waiting, pulled))
+                trainer.waiting = None
+        return due
+
+    def _step(self, pushed: Sequence[Sequence[torch.Tensor | None]]) -> None:
+        for value, *gradients in zip(self._values, *pushed, strict=True):
+            value.grad = _mean(gradients)
+        try:
+            for optimizer in self._optimizers:
+                optimizer.step()
+        finally:
+            for value in self._values:
+                value.grad = None
+        self.steps += 1
+        if self._path is not None and self.steps % self._settings.checkpoint_steps == 0:
+            try:
+                self._write()
+            except CheckpointError as error:
+                tell(f"warning: {error}")
+
+    def _pulled(self) -> Pulled:
+        # Copies: the message is sent later, when the next step may have begun.
+        dense = zip(self._values, self._sparse, strict=True)
+        return self.steps, [value.detach().clone() for value, sparse in dense if not sparse]
+
+
+def _mean(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """The mean over all trainers; one that has none counts as zeros."""
+    found = [gradient for gradient in gradients if gradient is not None]
+    if not found:
+        return None
+    total = found[0]
+    for gradient in found[1:]:
+        total = total + gradient
+    return total / len(gradients) if len(gradients) > 1 else total
+
+
+def _answer(due: Sequence[_Due]) -> None:
+    for future, outcome in due:
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

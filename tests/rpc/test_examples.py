@@ -1,0 +1,140 @@
+"""The examples of RPC train as well as the one that needs no RPC."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import rpc
+from phalanx.rpc import session
+from tests.support.ranks import Member, run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SMALL = ("--limit", "512", "--batch-size", "64", "--epochs", "2")
+PATIENCE_S = 600.0
+
+
+def run(folder: Path, example: str, *arguments: str, ranks: int) -> dict[str, Any]:
+    """What an example prints in its last line."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "phalanx", "run", "--no-prefix", "-n", str(ranks), EXAMPLES / example, *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    results: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return results
+
+
+@pytest.fixture(scope="module")
+def by_replicas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of two replicas."""
+    pytest.importorskip("snownlp")
+    return run(tmp_path_factory.mktemp("replicas"), "text_classification.py", *SMALL, ranks=2)
+
+
+@pytest.mark.parametrize("arguments", [("--servers", "1"), ("--servers", "2", "--sparse")], ids=" ".join)
+def test_a_parameter_server_trains_as_replicas_do(
+    by_replicas: dict[str, Any], tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    found = run(tmp_path, "parameter_server.py", *SMALL, *arguments, ranks=2 + int(arguments[1]))
+    assert found["held_out"] == by_replicas["held_out"] == 512
+    assert found["steps"] == 16
+    # Sparse Adam has no weight decay, and moves rows only when they occur.
+    assert abs(found["accuracy"] - by_replicas["accuracy"]) <= (0.05 if "--sparse" in arguments else 0.01)
+
+
+def test_replicas_whose_embeddings_are_elsewhere_train_as_replicas_do(
+    by_replicas: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run(tmp_path, "ddp_and_rpc.py", *SMALL, ranks=3)
+    assert abs(found["accuracy"] - by_replicas["accuracy"]) <= 0.01
+
+
+def test_an_agent_learns_from_its_observers(tmp_path: Path) -> None:
+    found = run(tmp_path, "rpc_reinforcement.py", "--episodes", "50", ranks=3)
+    assert found["observers"] == 2
+    assert found["last_pushes"] > 3 * found["first_pushes"]
+
+
+over: list[bool] = []
+
+
+def end() -> None:
+    """Let a server end."""
+    over.append(True)
+
+
+def example(name: str) -> Any:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.long
+def test_a_killed_trainer_that_comes_back_spoils_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("snownlp")
+    settings = ("--limit", "2000", "--batch-size", "64", "--epochs", "3")
+    expected = run(tmp_path, "text_classification.py", *settings, ranks=2)
+    module = example("parameter_server")
+    sys.argv[1:] = [*settings, "--mode", "asynchronous"]
+    options = module.parse_arguments()
+    trainers, server = 4, 5
+
+    def body(member: Member) -> Any:
+        mortal = random.Random(0).randrange(1, trainers)
+        killed = member.folder / "killed"
+        until = time.monotonic() + PATIENCE_S
+        if member.rank == trainers:  # the second life
+            while not killed.exists():
+                assert time.monotonic() < until
+                time.sleep(0.05)
+        trainer = mortal if member.rank == trainers else member.rank
+        name = "server" if member.rank == server else f"trainer{trainer}"
+        session.begin(member.store(), name, -1, "127.0.0.1", PATIENCE_S)
+        if member.rank == server:
+            while not over:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            return None
+        if member.rank == mortal:
+            step, at = rpc.Parameters.step, [random.Random(1).randrange(10, 20)]
+
+            def mortal_step(self: rpc.Parameters) -> None:
+                step(self)
+                at[0] -= 1
+                if not at[0]:
+                    killed.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            rpc.Parameters.step = mortal_step  # type: ignore[method-assign]
+        results = module.train(options, trainer, trainers, ["server"])
+        (member.folder / f"done{member.rank}").touch()
+        if member.rank == 0:
+            while len(list(member.folder.glob("done*"))) < trainers:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            rpc.call("server", end)
+        return results
+
+    outcomes = run_ranks(body, 6, timeout_s=PATIENCE_S)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    assert sum(outcome.signal == signal.SIGKILL for outcome in outcomes) == 1
+    assert outcomes[0].value["accuracy"] >= expected["accuracy"] - 0.02

@@ -1,0 +1,407 @@
+"""Parameter servers: the same training as in one process, and what becomes of it when workers come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer of a process imports it; the ranks are forked from this one
+from torch import nn
+
+from phalanx import rpc
+from phalanx.errors import ArgumentError, WorkerLost
+from phalanx.rpc import session
+from phalanx.rpc.parameter_server.sharing import Piece, shared_out
+from tests.rpc.workers import with_workers
+from tests.support.ranks import Member, run_ranks, values
+
+PATIENCE_S = 60.0
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+
+
+class Lookup(nn.Module):
+    """An embedding whose gradients are sparse, and a layer whose gradients are not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(1000, 4, sparse=True)
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(self.embedding(rows).sum(dim=1))
+        return found
+
+
+def batch_of(step: int, trainer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + trainer)
+    return (
+        torch.rand(8, 6, generator=generator, dtype=torch.float64),
+        torch.randint(3, (8,), generator=generator),
+    )
+
+
+def rows_of(step: int, trainer: int) -> torch.Tensor:
+    return torch.randint(1000, (4, 5), generator=torch.Generator().manual_seed(100 * step + trainer))
+
+
+def alone(steps: int, trainers: int) -> list[torch.Tensor]:
+    """The parameters after so many steps with the batches of all trainers, in one process."""
+    model = model_of(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for trainer in range(trainers):
+            inputs, labels = batch_of(step, trainer)
+            (nn.functional.cross_entropy(model(inputs), labels) / trainers).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def same(model: nn.Module, expected: list[torch.Tensor]) -> bool:
+    pairs = zip(model.parameters(), expected, strict=True)
+    return all(torch.allclose(parameter, other, atol=1e-5) for parameter, other in pairs)
+
+
+def test_large_parameters_are_cut_and_servers_have_about_the_same() -> None:
+    shapes = [(1000, 10), (10,), (), (3, 1000), (500, 2)]
+    servers = shared_out(shapes, [True, False, False, False, False], 3)
+    covered = sorted(piece for pieces in servers for piece in pieces)
+    assert [piece for piece in covered if piece.parameter == 0] == [
+        Piece(0, 0, 333, True),
+        Piece(0, 333, 666, True),
+        Piece(0, 666, 1000, True),
+    ]
+    assert [piece[:3] for piece in covered if piece.parameter] == [(1, 0, 10), (2, 0, 1), (3, 0, 3), (4, 0, 500)]
+    sizes = [
+        sum((piece.end - piece.first) * torch.Size(shapes[piece.parameter][1:]).numel() for piece in pieces)
+        for pieces in servers
+    ]
+    assert max(sizes) - min(sizes) <= 3000
+
+
+@pytest.mark.parametrize(("size", "servers"), [(1, 1), (2, 1), (3, 2), (5, 2)])
+def test_synchronous_training_is_that_of_one_process(size: int, servers: int) -> None:
+    trainers = max(1, size - servers)
+
+    def body(member: Member) -> Any:
+        if member.rank >= trainers:
+            return True
+        model = model_of(member.rank)  # the first trainer's values are the beginning, so they must be those of seed 0
+        names = [f"worker{size - 1 - server}" for server in range(servers)]
+        if member.rank:
+            rpc.call(0, wait_for, "begun")
+        settings: dict[str, Any] = {"optimizer": torch.optim.AdamW, "lr": 0.05, "trainers": trainers}
+        with rpc.parameters(model, on=names, **settings) as trained:
+            happened.add("begun")
+            for step in range(6):
+                trained.zero_grad()
+                inputs, labels = batch_of(step, member.rank)
+                nn.functional.cross_entropy(model(inputs), labels).backward()
+                trained.step()
+            return same(model, alone(6, trainers)) and trained.steps == 6
+
+    assert with_workers(body, size) == [True] * size
+
+
+happened: set[str] = set()
+
+
+def say(event: str) -> None:
+    happened.add(event)
+
+
+def wait_for(event: str) -> None:
+    """Return when something has happened in this process."""
+    until = time.monotonic() + PATIENCE_S
+    while event not in happened:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_only_rows_that_are_looked_up_travel_and_the_training_is_the_same(servers: int) -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        model, plain = Lookup(1), Lookup(1)
+        names = [f"worker{1 + server}" for server in range(servers)]
+        sizes = {"sparse_optimizer": torch.optim.SparseAdam, "sparse_options": {"lr": 0.1}}
+        optimizers = [
+            torch.optim.SGD(plain.linear.parameters(), lr=0.1),
+            torch.optim.SparseAdam(plain.embedding.parameters(), lr=0.1),
+        ]
+        with rpc.parameters(model, on=names, optimizer=torch.optim.SGD, lr=0.1, **sizes) as trained:  # type: ignore[arg-type]
+            model.embedding.weight.detach().fill_(99.0)  # what is not pulled would show
+            for step in range(5):
+                trained.zero_grad()
+                plain.zero_grad()
+                model(rows_of(step, 0)).square().sum().backward()
+                plain(rows_of(step, 0)).square().sum().backward()
+                trained.step()
+                for optimizer in optimizers:
+                    optimizer.step()
+            touched = torch.cat([rows_of(step, 0).flatten() for step in range(5)]).unique()
+            untouched = (model.embedding.weight == 99.0).all(dim=1).sum().item()
+            trained.pull(rows=True)
+            equal = torch.allclose(model.embedding.weight, plain.embedding.weight, atol=1e-5)
+            return equal, untouched == 1000 - len(touched), torch.allclose(model.linear.weight, plain.linear.weight)
+
+    assert with_workers(body, 1 + servers)[0] == (True, True, True)
+
+
+@pytest.mark.parametrize("mode", ["bounded", "asynchronous"])
+def test_a_quick_trainer_is_ahead_of_a_slow_one_as_far_as_the_mode_allows(mode: str) -> None:
+    staleness = {"staleness": 3} if mode == "bounded" else {}
+
+    def body(member: Member) -> Any:
+        if member.rank == 2:
+            return None
+        model = model_of(0)
+        settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.01, "mode": mode, **staleness}
+        with rpc.parameters(model, on=["worker2"], **settings) as trained:
+            rpc.call(1 - member.rank, say, "come")
+            wait_for("come")
+            if member.rank:
+                rpc.call(0, wait_for, "ahead")
+                for _ in range(4):
+                    trained.step()
+                return trained.steps
+            taken = 0
+            while taken < 3:  # with the other at 0, three steps are answered at once
+                trained.step()
+                taken += 1
+            if mode == "asynchronous":
+                for _ in range(20):
+                    trained.step()
+            happened.add("ahead")
+            trained.step()  # the bounded one waits for the other's first step
+            return trained.steps
+
+    quick, slow, _ = with_workers(body, 3)
+    assert quick >= (5 if mode == "bounded" else 24)
+    assert slow >= 7
+
+
+def test_options_change_and_what_cannot_be_is_refused() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        model = model_of(0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(ArgumentError, match="none of synchronous"):
+            rpc.parameters(model, on=[1], optimizer=torch.optim.SGD, mode="any")
+        with pytest.raises(ArgumentError, match="staleness"):
+            rpc.parameters(model, on=[1], optimizer=torch.optim.SGD, mode="bounded")
+        with rpc.parameters(model, on=[1], optimizer=torch.optim.SGD, lr=1.0) as trained:
+            with pytest.raises(ArgumentError, match="other parameters"):
+                rpc.parameters(nn.Linear(2, 2), on=[1], optimizer=torch.optim.SGD, lr=1.0)
+            trained.set(lr=0.0)
+            model(batch_of(0, 0)[0]).sum().backward()
+            trained.step()
+        with pytest.raises(ArgumentError, match="closed"):
+            trained.step()
+        left = rpc.parameters(nn.Linear(2, 2), on=[1], optimizer=torch.optim.SGD, lr=1.0, name="left open")
+        rpc.shutdown()
+        left.close()
+        return same(model, before)
+
+    assert with_workers(body, 2)[0] is True
+
+
+# Workers that are no ranks, so that one can be killed and come back: its second life is a process of its own, which
+# begins when a file says that the first one is over.
+
+
+def as_worker(member: Member, name: str) -> None:
+    session.begin(member.store(), name, -1, "127.0.0.1", PATIENCE_S)
+
+
+def until_there(path: Path) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def die(member: Member) -> None:
+    (member.folder / "died").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(trained: rpc.Parameters, model: nn.Module, steps: int, trainer: int) -> None:
+    for step in range(steps):
+        trained.zero_grad()
+        inputs, labels = batch_of(step, trainer)
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        trained.step()
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "bounded", "asynchronous"])
+def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -> None:
+    settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "mode": mode}
+    settings |= {"staleness": 1} if mode == "bounded" else {"trainers": 2}
+
+    def body(member: Member) -> Any:
+        name = ("server", "survivor", "mortal", "mortal")[member.rank]
+        if member.rank == 3:
+            until_there(member.folder / "alone")
+        as_worker(member, name)
+        if name == "server":
+            wait_for("over")
+            return "served"
+        model = model_of(0)
+        trained = rpc.parameters(model, on=["server"], **settings)
+        if member.rank == 1:
+            train(trained, model, 10, 0)  # also while nobody else is there
+            (member.folder / "alone").touch()
+            until_there(member.folder / "back")
+            train(trained, model, 3, 0)
+            trained.close()
+            rpc.call("server", say, "over")
+            return trained.steps
+        if member.rank == 2:
+            train(trained, model, 2, 1)
+            die(member)
+        (member.folder / "back").touch()
+        train(trained, model, 3, 1)
+        trained.close()
+        return trained.steps
+
+    served, survivor, killed, back = run_ranks(body, 4)
+    for outcome in (served, survivor, back):
+        assert outcome.error is None, outcome.traceback
+    assert killed.signal == signal.SIGKILL
+    assert survivor.value >= 13
+    assert back.value >= 13
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_server_that_comes_back_restores_its_shard(kept: bool, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD if not kept else torch.optim.AdamW  # the latter has a state, which only the file keeps
+
+    def body(member: Member) -> Any:
+        name = ("trainer", "other", "mortal", "mortal")[member.rank]
+        if member.rank == 3:
+            until_there(member.folder / "died")
+        as_worker(member, name)
+        if member.rank:
+            wait_for("over")
+            if member.rank == 2:
+                die(member)
+            return "served"
+        model = model_of(0)
+        options: dict[str, Any] = {"optimizer": optimizer, "lr": 0.05}
+        options |= {"checkpoint": tmp_path / "shard", "checkpoint_steps": 1} if kept else {}
+        trained = rpc.parameters(model, on=["other", "mortal"], **options)
+        plain = model_of(0)
+        optimizing = optimizer(plain.parameters(), lr=0.05)
+        for step in range(6):
+            if step == 3:
+                rpc.call("mortal", say, "over")
+                until_there(member.folder / "died")
+            for one in (model, plain):
+                one.zero_grad()
+                inputs, labels = batch_of(step, 0)
+                nn.functional.cross_entropy(one(inputs), labels).backward()
+            trained.step()
+            optimizing.step()
+        trained.close()
+        for server in ("other", "mortal"):
+            rpc.call(server, say, "over")
+        return same(model, [parameter.detach() for parameter in plain.parameters()])
+
+    outcomes = run_ranks(body, 4)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    assert outcomes[0].value is True
+
+
+def test_a_server_that_does_not_come_back_is_named() -> None:
+    def body(member: Member) -> Any:
+        as_worker(member, ("trainer", "server")[member.rank])
+        if member.rank:
+            wait_for("over")
+            die(member)
+        model = model_of(0)
+        trained = rpc.parameters(model, on=["server"], optimizer=torch.optim.SGD, lr=0.1, restore_s=0.5)
+        rpc.call("server", say, "over")
+        until_there(member.folder / "died")
+        with pytest.raises(WorkerLost, match="server"):
+            train(trained, model, 1, 0)
+        trained.close()
+        return "done"
+
+    assert values(run_ranks(body, 2)[:1]) == ["done"]
+
+
+def test_one_that_only_pulls_is_not_waited_for() -> None:
+    def body(member: Member) -> Any:
+        if member.rank == 2:
+            return True
+        model = model_of(member.rank)
+        settings: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "trainers": 1}
+        if member.rank:
+            rpc.call(0, wait_for, "begun")
+        with rpc.parameters(model, on=[2], trains=not member.rank, **settings) as trained:
+            say("begun")
+            if member.rank:
+                rpc.call(0, wait_for, "trained")
+                trained.pull()
+                return [parameter.detach() for parameter in model.parameters()]
+            rpc.call(1, wait_for, "begun")
+            train(trained, model, 3, 0)
+            say("trained")
+            return [parameter.detach() for parameter in model.parameters()]
+
+    found = with_workers(body, 3)
+    assert all(torch.equal(one, other) for one, other in zip(*found[:2], strict=True))
+
+
+def test_sparse_rows_outlive_their_server_in_its_checkpoint(tmp_path: Path) -> None:
+    def body(member: Member) -> Any:
+        if member.rank == 2:
+            until_there(member.folder / "died")
+        as_worker(member, ("trainer", "server", "server")[member.rank])
+        if member.rank:
+            wait_for("over")
+            if member.rank == 1:
+                die(member)
+            return None
+        model, plain = Lookup(1), Lookup(1)
+        options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "sparse_optimizer": torch.optim.SparseAdam}
+        options |= {"sparse_options": {"lr": 0.1}, "checkpoint": tmp_path / "shard", "checkpoint_steps": 1000}
+        optimizers = [
+            torch.optim.SGD(plain.linear.parameters(), lr=0.1),
+            torch.optim.SparseAdam(plain.embedding.parameters(), lr=0.1),
+        ]
+        with rpc.parameters(model, on=["server"], **options) as trained:
+            for step in range(6):
+                if step == 3:
+                    trained.save()
+                    rpc.call("server", say, "over")
+                    until_there(member.folder / "died")
+                for one in (model, plain):
+                    one.zero_grad()
+                    one(rows_of(step, 0)).square().sum().backward()
+                trained.step()
+                for optimizer in optimizers:
+                    optimizer.step()
+            trained.pull(rows=True)
+            other = nn.Linear(2, 2)
+            with pytest.raises(ArgumentError, match="another number of servers"):
+                rpc.parameters(other, on=["server"], optimizer=torch.optim.SGD, name="b", checkpoint=tmp_path / "shard")
+        rpc.call("server", say, "over")
+        return same(model, [parameter.detach() for parameter in plain.parameters()])
+
+    outcomes = run_ranks(body, 3)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    assert outcomes[0].value is True

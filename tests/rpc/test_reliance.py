@@ -1,0 +1,360 @@
+"""What callers rely on when something goes wrong around a call: callbacks that raise, callers that give up, exits."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from phalanx import rpc
+from phalanx.errors import CallTimeout, ClosedError
+from phalanx.rpc import session, streams
+from phalanx.rpc.failure import RemoteError
+from phalanx.rpc.future import Future
+from tests.rpc import workers
+from tests.rpc.workers import next_of, with_workers
+from tests.support.ranks import Member
+
+PATIENCE_S = 30.0
+
+
+def soon(happens: Callable[[], bool]) -> bool:
+    until = time.monotonic() + PATIENCE_S
+    while not happens():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def raises(_: Any) -> None:
+    raise KeyError("a callback")
+
+
+def test_a_callback_that_raises_holds_up_no_other() -> None:
+    future: Future[int] = Future()
+    seen: list[int] = []
+    future.add_done_callback(raises)
+    future.add_done_callback(lambda done: seen.append(done.wait(0)))
+    assert future.set_result(3)
+    assert seen == [3]
+
+
+def test_a_wait_whose_time_is_over_leaves_nothing_in_the_future() -> None:
+    future: Future[int] = Future()
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            future.wait(0.001)
+    assert future._sleepers == []
+
+
+def test_a_wait_without_limit_may_be_said_so() -> None:
+    future: Future[int] = Future()
+    threading.Timer(0.05, future.set_result, [4]).start()
+    assert future.wait(math.inf) == 4
+
+
+def test_giving_up_what_follows_gives_up_the_call() -> None:
+    def body(member: Member) -> str:
+        call = rpc.start(next_of(member), workers.sleep, 0.5)
+        following = call.then(lambda value: value + 1)
+        assert following.cancel()
+        with pytest.raises(rpc.Cancelled):
+            call.wait(PATIENCE_S)
+        return "done"
+
+    assert with_workers(body, 2) == ["done"] * 2
+
+
+def test_timeouts_go_on_after_a_callback_that_raises_or_waits() -> None:
+    def body(member: Member) -> int:
+        to = next_of(member)
+        first = rpc.start(to, workers.sleep, 1.5, timeout_s=0.1)
+        first.add_done_callback(raises)
+        second = rpc.start(to, workers.sleep, 1.5, timeout_s=0.15)
+        waited: list[Any] = []
+
+        def wait_too(_: Any) -> None:
+            try:
+                rpc.call(to, workers.sleep, 1.5, timeout_s=0.1)
+            except CallTimeout as error:
+                waited.append(error)
+
+        second.add_done_callback(wait_too)
+        for future in (first, second, rpc.start(to, workers.sleep, 1.5, timeout_s=0.3)):
+            with pytest.raises(CallTimeout):
+                future.wait(PATIENCE_S)
+        assert soon(lambda: len(waited) == 1)
+        return 1
+
+    assert with_workers(body, 2) == [1, 1]
+
+
+def test_what_follows_a_call_may_call_and_may_shut_down() -> None:
+    def body(member: Member) -> Any:
+        to = next_of(member)
+        chain = rpc.start(to, workers.add, 1, 2)
+        for number in range(8):
+            chain = chain.then(partial(rpc.call, to, workers.add, number, timeout_s=10))
+        return chain.wait(PATIENCE_S)
+
+    assert with_workers(body, 3) == [3 + sum(range(8))] * 3
+
+
+def leave(code: int) -> None:
+    sys.exit(code)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_what_ends_a_program_ends_only_the_call() -> None:
+    def body(member: Member) -> Any:
+        for function, args in ((leave, (3,)), (interrupt, ())):
+            with pytest.raises(RemoteError, match=r"SystemExit|KeyboardInterrupt"):
+                rpc.call(next_of(member), function, *args)
+        return rpc.call(next_of(member), workers.add, 1, 2)
+
+    assert with_workers(body, 2) == [3, 3]
+
+
+ended: list[str] = []
+
+
+def tell_me_the_end(most: int, name: str, pause_s: float = 0.0) -> Iterator[int]:
+    try:
+        time.sleep(pause_s)
+        yield from range(most)
+    finally:
+        ended.append(name)
+
+
+async def tell_me_the_end_later(most: int, name: str) -> AsyncIterator[int]:
+    try:
+        for number in range(most):
+            yield number
+    finally:
+        ended.append(name)
+
+
+def opened_and_ended() -> tuple[int, list[str]]:
+    return len(streams._sources), sorted(ended)
+
+
+def test_generators_end_when_nobody_wants_them() -> None:
+    def body(member: Member) -> Any:
+        to = next_of(member)
+        stopped = rpc.call(to, tell_me_the_end, 1000, "closed")
+        assert [next(stopped), next(stopped)] == [0, 1]
+        stopped.close()
+        dropped = rpc.call(to, tell_me_the_end_later, 1000, "dropped")
+        assert next(dropped) == 0
+        del dropped
+        assert list(rpc.call(to, tell_me_the_end, 10, "whole")) == list(range(10))
+        rpc.call(to, tell_me_the_end, 10, "never begun")  # so it has no finally to run
+        late = rpc.start(to, slow_offer, timeout_s=0.05)
+        with pytest.raises(CallTimeout):
+            late.wait()
+        for _ in range(20):
+            rpc.start(to, tell_me_the_end, 10, "cancelled").cancel()
+        gc.collect()
+        names = ["closed", "dropped", "whole"]
+        assert soon(lambda: rpc.call(to, opened_and_ended) == (0, names)), rpc.call(to, opened_and_ended)
+        return "done"
+
+    assert with_workers(body, 2) == ["done"] * 2
+
+
+def slow_offer() -> Iterator[int]:
+    time.sleep(0.3)
+    return workers.count_to(10)
+
+
+received: list[int] = []
+
+
+def acknowledge(number: int) -> None:
+    received.append(number)
+
+
+def wait_for_each(most: int) -> Iterator[int]:
+    for number in range(most):
+        yield number
+        assert soon(partial(received.__contains__, number))
+
+
+def test_a_generator_may_wait_for_what_is_done_with_its_items() -> None:
+    def body(member: Member) -> Any:
+        items = []
+        for item in rpc.call(next_of(member), wait_for_each, 6):
+            rpc.call(next_of(member), acknowledge, item)
+            items.append(item)
+        return items
+
+    assert with_workers(body, 2) == [list(range(6))] * 2
+
+
+def tables() -> dict[str, int]:
+    """How much this process keeps for calls; nothing, when none is under way (but the one that asks)."""
+    agent = session.agent()
+    return {
+        "calls": len(agent._calls),
+        "under way": len(agent._serving._under_way) - 1,
+        "kept": len(agent._serving._kept),
+        "streams": len(streams._sources),
+    }
+
+
+def ways_to_call(to: str) -> list[Callable[[], Any]]:
+    def cancelled() -> None:
+        rpc.start(to, workers.add, 1, 2).cancel()
+
+    def failing() -> None:
+        with pytest.raises(KeyError):
+            rpc.call(to, workers.fail, "x")
+
+    def later() -> None:
+        rpc.start(to, workers.add_later, 1, 2).then(lambda value: value + 1).wait()
+
+    return [
+        lambda: rpc.call(to, workers.add, 1, 2),
+        cancelled,
+        failing,
+        later,
+        lambda: rpc.make(to, workers.Account, 1).pay(1),
+        lambda: list(rpc.call(to, workers.count_to, 3)),
+        lambda: next(rpc.call(to, workers.count_to, 3)),
+        lambda: rpc.start(to, workers.count_to, 3).cancel(),
+        lambda: rpc.start(to, make_here).cancel(),
+    ]
+
+
+def make_here() -> Any:
+    return rpc.make(session.agent().me, workers.Account, 1)
+
+
+def test_thousands_of_calls_of_every_kind_leave_nothing() -> None:
+    def body(member: Member) -> Any:
+        to = next_of(member)
+        rpc.call(to, workers.add, 1, 2)
+        threads = threading.active_count()
+        for way in ways_to_call(to):
+            for _ in range(1000):
+                way()
+        gc.collect()
+        nothing = {"calls": 0, "under way": 0, "kept": 0, "streams": 0}
+        assert soon(lambda: rpc.call(to, tables) == nothing), rpc.call(to, tables)
+        assert soon(lambda: rpc.call(to, rpc.objects) == []), rpc.call(to, rpc.objects)
+        return threads
+
+    with_workers(body, 2)
+
+
+def test_a_future_is_awaited_on_several_loops_and_outlives_one_that_was_closed() -> None:
+    def body(member: Member) -> Any:
+        future = rpc.start(next_of(member), workers.sleep, 0.5)
+
+        async def give_up_soon() -> None:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(wrapped(future)), 0.05)
+
+        async def wrapped(future: Future[Any]) -> Any:
+            return await future
+
+        asyncio.run(give_up_soon())
+        return asyncio.run(wrapped(future)), future.wait()
+
+    assert with_workers(body, 2) == [(0.5, 0.5)] * 2
+
+
+def test_a_child_does_not_wait_for_its_parents_calls() -> None:
+    def body(member: Member) -> int:
+        future = rpc.start(next_of(member), workers.sleep, 1)
+        child = os.fork()
+        if child == 0:
+            try:
+                future.wait()
+            except ClosedError:
+                os._exit(5)
+            os._exit(6)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        future.wait()
+        return code
+
+    assert with_workers(body, 2) == [5, 5]
+
+
+ALONE = """
+import os, signal, sys, threading, time
+import phalanx
+from phalanx import rpc
+from phalanx.errors import ClosedError
+def endless(): time.sleep(3600)
+phalanx.init()
+rpc.init()
+"""
+INTERRUPTED = """
+threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+try:
+    rpc.call(0, endless, timeout_s=1000)
+except KeyboardInterrupt:
+    print(rpc.call(0, divmod, 7, 3), flush=True)
+    rpc.shutdown()
+    print("closed", flush=True)
+    os._exit(0)
+"""
+NO_SHUTDOWN = """
+future = rpc.start(0, endless, timeout_s=1000)
+print("end", flush=True)
+"""
+CLOSED = """
+future = rpc.start(0, time.sleep, 3, timeout_s=1000)
+rpc.shutdown(wait=False)
+try:
+    future.wait()
+except ClosedError:
+    print("told", flush=True)
+"""
+FROM_HANDLER = """
+def stop(): rpc.shutdown(); return 1
+try:
+    rpc.start(0, stop, timeout_s=1000).wait()
+except ClosedError:
+    print("told", flush=True)
+"""
+FROM_CALLBACK = """
+done = threading.Event()
+def stop(value):
+    rpc.shutdown()
+    done.set()
+rpc.start(0, divmod, 7, 3).then(stop)
+print(done.wait(60), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (INTERRUPTED, ["(2, 1)", "closed"]),
+        (NO_SHUTDOWN, ["end"]),
+        (CLOSED, ["told"]),
+        (FROM_HANDLER, ["told"]),
+        (FROM_CALLBACK, ["True"]),
+    ],
+    ids=["interrupted", "no shutdown", "closed", "from a handler", "from a callback"],
+)
+def test_a_process_always_gets_to_its_end(program: str, expected: list[str]) -> None:
+    ran = subprocess.run([sys.executable, "-c", ALONE + program], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split("\n")[:-1] == expected, ran.stderr

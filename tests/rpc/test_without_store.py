@@ -1,0 +1,69 @@
+"""Workers whose store is gone with its host, and workers that are many."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from phalanx import rpc
+from phalanx.rpc import session
+from tests.rpc import workers
+from tests.support.ranks import Member, on_ranks, run_ranks
+
+
+def with_a_store_of_rank_0(member: Member) -> None:
+    port = member.folder / "port"
+    if member.rank == 0:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (member.folder / "part").write_text(str(store.port))
+        (member.folder / "part").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = TCPStore(
+            "127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+    dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size)
+
+
+def test_workers_go_on_when_the_store_is_gone_with_its_host() -> None:
+    def body(member: Member) -> Any:
+        with_a_store_of_rank_0(member)
+        rpc.init()
+        to = 3 - member.rank
+        if member.rank == 0:
+            rpc.call(1, workers.add, 1, 2)
+            rpc.call(2, workers.add, 1, 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while "worker0" in {found.name for found in session.agent().members()}:
+            time.sleep(0.01)
+        got = rpc.call(to, workers.add, 1, 2), rpc.call(f"worker{to}", workers.add, 3, 4)
+        others = [found.name for found in session.agent().members()]
+        (member.folder / f"done{member.rank}").touch()
+        while not (member.folder / f"done{to}").exists():
+            time.sleep(0.01)
+        rpc.shutdown()
+        return got, others
+
+    outcomes = run_ranks(body, 3)
+    for outcome in outcomes[1:]:
+        assert outcome.error is None, outcome.traceback
+        assert outcome.value == ((3, 7), ["worker1", "worker2"])
+
+
+def test_workers_that_are_many_find_each_other() -> None:
+    def body(member: Member) -> Any:
+        member.join("gloo")
+        rpc.init()
+        try:
+            return len(session.agent().members()), rpc.call((member.rank + 7) % member.size, workers.add, 1, 2)
+        finally:
+            rpc.shutdown()
+
+    assert on_ranks(body, 32) == [(32, 3)] * 32

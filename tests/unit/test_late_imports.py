@@ -1,0 +1,38 @@
+"""Changing a module when it is imported: once, wherever it comes from, and with its source where it was."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from subprocess import run
+
+import pytest
+
+from phalanx.rpc.late_imports import after_import
+
+PROGRAM = """
+import torch
+import phalanx.rpc.torch_api
+import torch.distributed.optim.optimizer as optimizer
+assert optimizer.functional_optim_map == {}, optimizer.functional_optim_map
+"""
+
+
+def test_a_module_is_changed_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "comes_late.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = list(sys.meta_path)
+    after_import("comes_late", lambda module: setattr(module, "value", module.value + 1))
+    late = importlib.import_module("comes_late")
+    assert late.value == 2
+    assert sys.meta_path == before
+    assert inspect.getsource(late) == "value = 1\n"
+    after_import("comes_late", lambda module: setattr(module, "value", module.value + 1))
+    assert late.value == 3
+
+
+@pytest.mark.long
+def test_torchs_distributed_optimizer_is_changed_when_it_is_imported_late() -> None:
+    run([sys.executable, "-c", PROGRAM], check=True, timeout=300)
