@@ -10,8 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import rpc
-from phalanx.rpc import agent, connections, handlers, session
+from phalanx.rpc import agent, handlers, session
 from phalanx.rpc.handlers import Handlers
+from tests.rpc import workers
 from tests.support.ranks import Member, on_ranks
 
 PATIENCE_S = 60.0
@@ -61,10 +62,6 @@ def test_more_tasks_than_threads_all_run(monkeypatch: pytest.MonkeyPatch) -> Non
     pool.close()
 
 
-def no_shared_memory(receiver: Any) -> Any:
-    raise OSError("there is no shared memory in this test")
-
-
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_caller_has_a_limited_number_of_calls_at_a_slow_callee(size: int, tcp: bool) -> None:
@@ -73,7 +70,7 @@ def test_a_caller_has_a_limited_number_of_calls_at_a_slow_callee(size: int, tcp:
     def body(member: Member) -> Any:
         agent.MOST_CALLS, handlers.MOST = most, 10
         if tcp:
-            setattr(connections, "SharedHub", no_shared_memory)  # noqa: B010 - a class, which mypy lets nobody replace
+            workers.use_tcp()
         session.on_init(lambda made: made.serve("open", open_gate, quick=True))
         member.join()
         rpc.init(timeout_s=PATIENCE_S)

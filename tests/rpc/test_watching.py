@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +39,9 @@ class Log:
     def wait_for(self, *events: tuple[str, str]) -> list[tuple[str, str]]:
         return self.wait_until(lambda told: set(events) <= set(told))
 
+    def wait_for_number(self, number: int) -> list[tuple[str, str]]:
+        return self.wait_until(lambda told: len(told) == number)
+
     def wait_until(self, enough: Callable[[list[tuple[str, str]]], bool]) -> list[tuple[str, str]]:
         with self.changed:
             self.changed.wait_for(lambda: enough(self.events), PATIENCE_S)
@@ -47,10 +49,6 @@ class Log:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def has(count: int, events: list[Any]) -> bool:
-    return len(events) == count
-
-
 def test_a_watch_tells_who_is_there_and_ends_with_stop_or_shutdown(size: int) -> None:
     def body(member: Member) -> Any:
         others = {(f"worker{rank}", "came") for rank in range(size) if rank != member.rank}
@@ -138,9 +136,9 @@ def test_one_who_comes_later_is_told_and_so_is_its_successor() -> None:
         log = Log()
         rpc.watch(log, "late")
         for number in (1, 2):
-            log.wait_until(partial(has, 2 * number - 1))
+            log.wait_for_number(2 * number - 1)
             dist.barrier()
-            log.wait_until(partial(has, 2 * number))
+            log.wait_for_number(2 * number)
             dist.barrier()
         rpc.shutdown(wait=False)
         return log.events == [("late", "came"), ("late", "left")] * 2

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx import rpc
+from phalanx.rpc import connections
 from tests.support.ranks import Member, on_ranks
 
 SIZES = [1, 2, 3, 5]
@@ -29,6 +30,15 @@ def with_workers(body: Callable[[Member], Any], size: int, timeout_s: float = 60
             dist.destroy_process_group()
 
     return on_ranks(run, size)
+
+
+def use_tcp() -> None:
+    """Have this process talk over TCP also to those of its host; before ``rpc.init()``."""
+
+    def none(receiver: Any) -> Any:
+        raise OSError("there is no shared memory in this test")
+
+    vars(connections)["SharedHub"] = none
 
 
 def next_of(member: Member) -> str:
