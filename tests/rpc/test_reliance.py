@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,10 +105,14 @@ def test_what_follows_a_call_may_call_and_may_shut_down() -> None:
         to = next_of(member)
         chain = rpc.start(to, workers.add, 1, 2)
         for number in range(8):
-            chain = chain.then(lambda value, number=number: rpc.call(to, workers.add, value, number, timeout_s=10))
+            chain = chain.then(partial(add_there, to, number))
         return chain.wait(PATIENCE_S)
 
     assert with_workers(body, 3) == [3 + sum(range(8))] * 3
+
+
+def add_there(to: str, number: int, value: int) -> Any:
+    return rpc.call(to, workers.add, value, number, timeout_s=10)
 
 
 def leave(code: int) -> None:
@@ -121,7 +126,7 @@ def interrupt() -> None:
 def test_what_ends_a_program_ends_only_the_call() -> None:
     def body(member: Member) -> Any:
         for function, args in ((leave, (3,)), (interrupt, ())):
-            with pytest.raises(RemoteError, match="SystemExit|KeyboardInterrupt"):
+            with pytest.raises(RemoteError, match=r"SystemExit|KeyboardInterrupt"):
                 rpc.call(next_of(member), function, *args)
         return rpc.call(next_of(member), workers.add, 1, 2)
 
@@ -190,7 +195,7 @@ def acknowledge(number: int) -> None:
 def wait_for_each(most: int) -> Iterator[int]:
     for number in range(most):
         yield number
-        assert soon(lambda number=number: number in received)
+        assert soon(partial(received.__contains__, number))
 
 
 def test_a_generator_may_wait_for_what_is_done_with_its_items() -> None:

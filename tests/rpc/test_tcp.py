@@ -58,7 +58,8 @@ def test_messages_of_all_sizes_arrive_whole_beside_each_other(size: int) -> None
             failed.append(error)
 
     def body(member: Member) -> Any:
-        to, failed = next_of(member), []
+        to = next_of(member)
+        failed: list[BaseException] = []
         threads = [threading.Thread(target=exchange, args=(to, seed, failed)) for seed in range(3)]
         for thread in threads:
             thread.start()

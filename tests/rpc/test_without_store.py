@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from phalanx import rpc
 from phalanx.rpc import session
@@ -19,13 +20,13 @@ from tests.support.ranks import Member, on_ranks, run_ranks
 def with_a_store_of_rank_0(member: Member) -> None:
     port = member.folder / "port"
     if member.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         (member.folder / "part").write_text(str(store.port))
         (member.folder / "part").rename(port)
     else:
         while not port.exists():
             time.sleep(0.01)
-        store = dist.TCPStore(
+        store = TCPStore(
             "127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
     dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size)

@@ -16,7 +16,7 @@ __all__ = ["Kept", "arrived", "keep", "receiving", "sending"]
 
 
 # A thing that a receiver relies on, and what is to be called when the receiver of an answer has made use of it.
-Kept = tuple[Any, Callable[[], None] | None]
+Kept = tuple[Any, Callable[[], object] | None]
 
 
 class _Local(threading.local):
@@ -27,7 +27,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def keep(thing: Any, taken: Callable[[], None] | None = None) -> None:
+def keep(thing: Any, taken: Callable[[], object] | None = None) -> None:
     """Note, while a message is encoded on this thread, what its receiver relies on until it has settled.
 
     Args:

@@ -228,7 +228,7 @@ class SocketLink(Link):
         nbytes = len(piece)
         if self._got < nbytes + TAG_BYTES:
             return
-        self._session.check_parts(self._tail[:TAG_BYTES], self._prefix, piece)
+        self._session.check_parts(bytes(self._tail[:TAG_BYTES]), self._prefix, piece)
         self._data = self._tail[TAG_BYTES : self._got - nbytes]
         self._piece = None
         self._filled += nbytes
