@@ -111,6 +111,10 @@ def test_what_follows_a_call_may_call_and_may_shut_down() -> None:
     assert with_workers(body, 3) == [3 + sum(range(8))] * 3
 
 
+def add_there(to: str, number: int, value: int) -> Any:
+    return rpc.call(to, workers.add, value, number, timeout_s=10)
+
+
 def leave(code: int) -> None:
     sys.exit(code)
 

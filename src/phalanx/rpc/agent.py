@@ -285,7 +285,7 @@ class Agent:
         self._calls.close()
         self._handlers.close()
         for call in self._calls.take_all():
-            call.future.set_exception(ClosedError(f"rpc.shutdown() ended a call: {call.describe()}"))
+            call.future.set_exception(self._ended_here(call))
         for callback in self._at_end:
             try:
                 callback()
@@ -340,7 +340,9 @@ class Agent:
             if call.link is not None:
                 call.link.send(Message(Kind.NOTICE, 0, CANCEL, head, buffers), 1.0)
 
-    def _lost(self, call: Call, why: str) -> WorkerLost:
+    def _lost(self, call: Call, why: str) -> WorkerLost | ClosedError:
+        if self._closed:
+            return self._ended_here(call)
         to = call.to
         return WorkerLost(
             f"{to} is gone ({why}) while this worker waited for {call.describe()}. Look at that worker's own output "
@@ -353,6 +355,9 @@ class Agent:
             asked=call.asked,
             elapsed_s=time.monotonic() - call.began,
         )
+
+    def _ended_here(self, call: Call) -> ClosedError:
+        return ClosedError(f"rpc.shutdown() ended a call: {call.describe()}")
 
     # What links call
 

@@ -30,6 +30,8 @@ __all__ = ["Connections", "Unreached"]
 # An honest worker answers a connection at once, unless its machine is very busy.
 DIAL_S = 10.0
 
+_CLOSED = "this worker has been closed"
+
 # What dialling and sending raise if the other worker cannot be reached.
 Unreached = (LinkEnded, OSError, NoProof, WrongKey, PassedOn)
 
@@ -91,6 +93,8 @@ class Connections:
         link = self._links.get(member.incarnation)
         if link is not None:
             return link
+        if self._closed:
+            raise LinkEnded(_CLOSED)
         with self._lock:
             dialling = self._dialling.setdefault(member.incarnation, threading.Lock())
         if not dialling.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
@@ -117,6 +121,7 @@ class Connections:
                 if its_peer.incarnation == peer.incarnation:  # both had dialled, and that way goes on
                     self._links.setdefault(peer.incarnation, other)
                     return None
+            self._dialling.pop(peer.incarnation, None)
         return peer
 
     def is_there(self, member: Member) -> bool:
@@ -130,7 +135,8 @@ class Connections:
 
     def close(self) -> None:
         """End all links and threads."""
-        self._closed = True
+        with self._lock:  # nothing is entered any more
+            self._closed = True
         for link in list(self._peers):
             link.close()
         hub, self._hub = self._hub, None  # its memory is unmapped when its last thread and tensor have gone
@@ -190,15 +196,16 @@ class Connections:
             return
         shared = self._hub.accept(offer) if offer and self._hub is not None else None
         if shared is not None:
-            self._enter(peer, shared)
             with contextlib.suppress(LinkEnded):
+                self._enter(peer, shared)
                 shared.begin()
             arrival.answer(b'{"shared": 1}')
             arrival.sock.close()
             return
         link = SocketLink(arrival.sock, arrival.proven.session(), self._receiver, arrival.rest, self._network.forget)
         arrival.answer(b"{}")
-        self._add(peer, link)
+        with contextlib.suppress(LinkEnded):
+            self._add(peer, link)
 
     def _add(self, peer: Member, link: SocketLink) -> Link:
         chosen = self._enter(peer, link)
@@ -207,8 +214,11 @@ class Connections:
 
     def _enter(self, peer: Member, link: Link) -> Link:
         with self._lock:
-            self._peers[link] = peer
-            return self._links.setdefault(peer.incarnation, link)  # both may have dialled at the same time
+            if not self._closed:
+                self._peers[link] = peer
+                return self._links.setdefault(peer.incarnation, link)  # both may have dialled at the same time
+        link.close()
+        raise LinkEnded(_CLOSED)
 
 
 def _refuse(arrival: Arrival, **verdict: str | int) -> None:

@@ -37,6 +37,18 @@ class Session:
         self._sent += 1
         return message + tag
 
+    def digest(self, *parts: bytes | memoryview) -> bytes:
+        """The digest of the next message, for a sender that sends its parts as they lie, and this behind them."""
+        tag = self._tag(self._persons[0], self._sent, *parts)
+        self._sent += 1
+        return tag
+
+    def check_parts(self, tag: bytes | memoryview, *parts: bytes | memoryview) -> None:
+        """:meth:`check` for a message whose parts lie in several places."""
+        if not hmac.compare_digest(self._tag(self._persons[1], self._received, *parts), bytes(tag)):
+            raise Malformed("it is not the other side's next message")
+        self._received += 1
+
     def check(self, data: bytearray, length: int) -> None:
         """Compare the digest behind the next message, which is the first ``length`` bytes of ``data``.
 
@@ -49,7 +61,8 @@ class Session:
             raise Malformed("it is not the other side's next message")
         self._received += 1
 
-    def _tag(self, person: bytes, number: int, message: bytes | memoryview) -> bytes:
+    def _tag(self, person: bytes, number: int, *parts: bytes | memoryview) -> bytes:
         digest = blake2b(number.to_bytes(8, "big"), digest_size=TAG_BYTES, key=self._key, person=person)
-        digest.update(message)
+        for part in parts:
+            digest.update(part)
         return digest.digest()

@@ -1,0 +1,121 @@
+"""Workers that talk over TCP, as between hosts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import rpc
+from phalanx.errors import CallTimeout, WorkerLost
+from phalanx.rpc import session
+from tests.rpc import workers
+from tests.rpc.workers import next_of
+from tests.support.ranks import Member, on_ranks, run_ranks
+
+
+def over_tcp(body: Callable[[Member], Any]) -> Callable[[Member], Any]:
+    def run(member: Member) -> Any:
+        os.environ["PHALANX_HOST"] = f"host{member.rank}"  # so they do not try to share memory
+        member.join("gloo")
+        rpc.init()
+        try:
+            return body(member)
+        finally:
+            rpc.shutdown()
+
+    return run
+
+
+def way_to(name: str) -> str:
+    agent = session.agent()
+    return agent._connections.link_to(agent.member(name), time.monotonic() + 60).name
+
+
+def double(tensors: list[torch.Tensor], number: int) -> tuple[list[torch.Tensor], int]:
+    return [tensor * 2 for tensor in tensors], number
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_of_all_sizes_arrive_whole_beside_each_other(size: int) -> None:
+    def exchange(to: str, seed: int, failed: list[BaseException]) -> None:
+        numbers = random.Random(seed)
+        try:
+            for number in range(8):
+                sizes = [numbers.choice([0, 1, 100, 16384, 16385, 65536, 700_001]) for _ in range(3)]
+                sent = [torch.arange(size, dtype=torch.float32) for size in sizes]
+                got, same = rpc.call(to, double, sent, number)
+                assert same == number
+                assert all(torch.equal(there, here * 2) for there, here in zip(got, sent, strict=True))
+        except BaseException as error:
+            failed.append(error)
+
+    def body(member: Member) -> Any:
+        to = next_of(member)
+        failed: list[BaseException] = []
+        threads = [threading.Thread(target=exchange, args=(to, seed, failed)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for number in range(100):
+            assert rpc.call(to, workers.add, number, 1) == number + 1
+        for thread in threads:
+            thread.join()
+        assert not failed, failed
+        return way_to(to)
+
+    assert on_ranks(over_tcp(body), size) == ["tcp"] * size
+
+
+def test_a_stopped_worker_holds_up_nobody_longer_than_they_said() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        pid = rpc.call(1, workers.pid)
+        large = torch.zeros(8 << 20)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+
+            def send_much() -> None:
+                with pytest.raises(CallTimeout):
+                    rpc.call(1, torch.numel, large, timeout_s=3)
+
+            threads = [threading.Thread(target=send_much) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.3)
+            with pytest.raises(CallTimeout):
+                rpc.call(1, workers.add, 1, 2, timeout_s=0.3)
+            small = time.monotonic() - began
+            for thread in threads:
+                thread.join()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert rpc.call(1, workers.add, 1, 2) == 3
+        assert rpc.call(1, torch.numel, large) == 8 << 20
+        return small < 3
+
+    assert on_ranks(over_tcp(body), 2)[0] is True
+
+
+def test_a_peer_that_dies_within_a_large_message_is_lost() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            time.sleep(60)
+        pid = rpc.call(1, workers.pid)
+        threading.Timer(0.2, os.kill, [pid, signal.SIGKILL]).start()
+        with pytest.raises(WorkerLost):
+            while True:
+                rpc.call(1, torch.numel, torch.zeros(8 << 20))
+        return "lost"
+
+    outcomes = run_ranks(over_tcp(body), 2)
+    assert outcomes[0].error is None, outcomes[0].traceback
+    assert outcomes[0].value == "lost"
