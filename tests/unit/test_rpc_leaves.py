@@ -17,14 +17,14 @@ class _SlowToAnswer(torch.nn.Parameter):
 
     @property
     def _post_accumulate_grad_hooks(self) -> Any:
-        hooks = torch.Tensor._post_accumulate_grad_hooks.__get__(self)  # type: ignore[attr-defined]
+        hooks = torch.Tensor._post_accumulate_grad_hooks.__get__(self)  # type: ignore[misc]
         if hooks is None:
             time.sleep(0.2)
         return hooks
 
     @_post_accumulate_grad_hooks.setter
     def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
-        torch.Tensor._post_accumulate_grad_hooks.__set__(self, hooks)  # type: ignore[attr-defined]
+        torch.Tensor._post_accumulate_grad_hooks.__set__(self, hooks)  # type: ignore[misc]
 
 
 def test_passes_that_begin_together_on_a_leaf_end() -> None:
