@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import time
 from typing import Any
@@ -11,20 +12,22 @@ import torch
 from phalanx.rpc.autograd import gates
 from phalanx.rpc.autograd.leaves import Leaves
 
+_HOOKS = inspect.getattr_static(torch.Tensor, "_post_accumulate_grad_hooks")
+
 
 class _SlowToAnswer(torch.nn.Parameter):
     """Threads that ask at the same time whether it has hooks get the same answer."""
 
     @property
     def _post_accumulate_grad_hooks(self) -> Any:
-        hooks = torch.Tensor._post_accumulate_grad_hooks.__get__(self)  # type: ignore[misc]
+        hooks = _HOOKS.__get__(self)
         if hooks is None:
             time.sleep(0.2)
         return hooks
 
     @_post_accumulate_grad_hooks.setter
     def _post_accumulate_grad_hooks(self, hooks: Any) -> None:
-        torch.Tensor._post_accumulate_grad_hooks.__set__(self, hooks)  # type: ignore[misc]
+        _HOOKS.__set__(self, hooks)
 
 
 def test_passes_that_begin_together_on_a_leaf_end() -> None:
