@@ -35,7 +35,9 @@ class _Leaf:
         self.kept: torch.Tensor | None = None  # the user's own .grad, while there is an owner
 
 
-# The leaves that some pass uses, by the id of the variable, which they keep alive.
+# The leaves that some pass uses, by the id of the variable, which they keep alive. ``_table`` guards them, and is held
+# while hooks are registered: torch makes a leaf's table of hooks with the first one, and of two threads that both find
+# none, one loses its hook. A pass whose second hook is lost keeps the leaf locked, and others wait for it.
 _leaves: dict[int, _Leaf] = {}
 _table = threading.Lock()
 
@@ -62,10 +64,10 @@ class Leaves:
                 if leaf is None:
                     leaf = _leaves[id(variable)] = _Leaf(variable)
                 leaf.users += 1
-            self._leaves.append(leaf)
-            self._hooks.append(node.register_prehook(partial(self._before, leaf)))
-            if variable.is_leaf:  # else the engine says that it has become part of a graph
-                self._hooks.append(variable.register_post_accumulate_grad_hook(partial(self._after, leaf)))
+                self._leaves.append(leaf)
+                self._hooks.append(node.register_prehook(partial(self._before, leaf)))
+                if variable.is_leaf:  # else the engine says that it has become part of a graph
+                    self._hooks.append(variable.register_post_accumulate_grad_hook(partial(self._after, leaf)))
 
     def begin(self, task: int) -> None:
         """The engine runs, under this number."""
