@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
 from phalanx.errors import InitializationError
-from phalanx.words import tell
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -66,6 +65,8 @@ def _stand_in(name: str, module: str) -> None:
     try:
         importlib.import_module(module)
     except Exception as error:
+        from phalanx.words import tell
+
         tell(f"warning: {settings.REPLACE}={name} has no effect, torch's own {name} is used: {error}")
 
 
