@@ -266,7 +266,8 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
             until_there(member.folder / "died")
         as_worker(member, name)
         if name == "server":
-            wait_for("over")
+            wait_for("survivor")
+            wait_for("mortal")
             return "served"
         model = model_of(0)
         trained = rpc.parameters(model, on=["server"], **settings)
@@ -276,7 +277,7 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
             until_there(member.folder / "back")
             train(trained, model, 3, 0)
             trained.close()
-            rpc.call("server", say, "over")
+            rpc.call("server", say, "survivor")
             return trained.steps
         if member.rank == 2:
             train(trained, model, 1, 1)  # no more: the survivor may have ended its steps before
@@ -284,6 +285,7 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
         (member.folder / "back").touch()
         train(trained, model, 3, 1)
         trained.close()
+        rpc.call("server", say, "mortal")
         return trained.steps
 
     served, survivor, killed, back = run_ranks(body, 4)

@@ -56,6 +56,7 @@ import torch
 from phalanx.c10d.leaving import end_before_the_interpreter
 from phalanx.c10d.operation import Operation
 from phalanx.errors import PROCESS_LIMIT_HINT, BackendError, ClosedError, ReentryError
+from phalanx.system.timed_queue import TimedQueue
 
 __all__ = ["Progress"]
 
@@ -74,7 +75,7 @@ class Progress:
         self.queue: deque[Operation | None] = deque()
         self.inherited = False  # whether it is a parent process's: then this one may neither use it nor close it
         self._closed = False
-        self._calls: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._calls: TimedQueue[str] = TimedQueue()
         self._threads: list[threading.Thread] = []
         self._leaving = False
         self._served = 0  # how many operations of the queue have run
@@ -240,7 +241,7 @@ class Progress:
         while True:
             served = self._served
             try:
-                request = self._calls.get(timeout=NAP_S)
+                request = self._calls.get(NAP_S)
             except queue.Empty:
                 request = _NAP
             if request is not _NAP:

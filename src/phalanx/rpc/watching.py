@@ -16,6 +16,7 @@ from phalanx.errors import ArgumentError
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.members import Member
+from phalanx.system.timed_queue import TimedQueue
 from phalanx.words import tell
 
 __all__ = ["Watch", "watch"]
@@ -34,7 +35,7 @@ class Watch:
         self._agent, self._callback, self._to = agent, callback, to
         self._there: dict[int, Member] = {}
         self._over: set[int] = set()  # incarnations whose end has been told, and those that are not watched
-        self._changes: queue.SimpleQueue[tuple[Member, str] | None] = queue.SimpleQueue()
+        self._changes: TimedQueue[tuple[Member, str] | None] = TimedQueue()
         self._stopped = False
         self._forget = agent.on_change(lambda member, event: self._changes.put((member, event)))
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-watch", daemon=True)
@@ -54,7 +55,7 @@ class Watch:
         due = time.monotonic()
         while not self._stopped:
             try:
-                change = self._changes.get(timeout=max(0.0, due - time.monotonic()))
+                change = self._changes.get(due - time.monotonic())
             except queue.Empty:
                 with contextlib.suppress(Exception):  # the store is gone, or this worker ends
                     self._look()
