@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import torch
 from tests.mpi.environments import MpiEnvironment, mpi_parameters, run
+from tests.support.connecting import over_gloo, over_hosts
 from tests.support.contract import CHECKS, run_check
 from tests.support.pool import Pool
 from tests.support.ranks import Member
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.transports.contract import Communicator, Message
-from phalanx.transports.gloo.communicator import GlooCommunicator
-from phalanx.transports.gloo.engine import lazy_gloo
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
@@ -73,20 +72,9 @@ class DefaultsCommunicator(Communicator):
         self._inner.close()
 
 
-class OwnGlooCommunicator(GlooCommunicator):
-    """One that also ends its engine, which elsewhere its process group does."""
-
-    def close(self) -> None:
-        self._gloo.shutdown()
-
-
 def over_shm(store: Store, rank: int, size: int, chunk_bytes: int) -> Communicator:
     # Outputs lie on both sides of every switch.
     return SharedMemoryCommunicator(store, rank, size, TIMEOUT, Tuning(chunk_bytes, stream_bytes=3000))
-
-
-def over_gloo(store: Store, rank: int, size: int) -> Communicator:
-    return OwnGlooCommunicator(lazy_gloo(store, rank, size, TIMEOUT, one_host=True))
 
 
 def alone(store: Store, rank: int, size: int) -> Communicator:
@@ -106,6 +94,9 @@ TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], int]] = {
     "shm in chunks of 256 KiB": (partial(over_shm, chunk_bytes=256 * 1024), (2, 3, 5), MOST_BYTES),
     "defaults": (by_defaults, (2, 3, 5), 100_000),
     "gloo": (over_gloo, (2, 3, 5), 100_000),
+    "two hosts": (partial(over_hosts, host_of=lambda rank, size: rank * 2 // size), (2, 4, 5), 100_000),
+    "two hosts, cyclic": (partial(over_hosts, host_of=lambda rank, size: rank % 2), (3, 4), 100_000),
+    "three hosts": (partial(over_hosts, host_of=lambda rank, size: min(rank, 2)), (3, 5), 100_000),
 }
 MPI_SIZES = (2, 3, 5)
 

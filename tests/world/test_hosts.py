@@ -193,7 +193,8 @@ def test_started_by_hand_on_each_host(pair: Pair, hosts: Sequence[int]) -> None:
     ended = pair.end(*runs)
     assert [one.code for one in ended] == [0] * len(hosts), "".join(one.err for one in ended)
     check(json.loads(ended[0].out), hosts)
-    assert f"{len(hosts)} ranks, started by env, phalanx over Gloo" in ended[0].err
+    ways = "Gloo" if len(hosts) == 2 else "shared memory and Gloo"
+    assert f"{len(hosts)} ranks, started by env, phalanx over {ways}" in ended[0].err
     assert (
         f"phalanx: note: the join is open: every process that reaches 10.213.77.1 port {PORT} can join" in ended[0].err
     )
@@ -207,7 +208,7 @@ def test_torchrun_once_on_each_host(pair: Pair) -> None:
     ended = pair.end(*runs)
     assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
     check(json.loads(ended[0].out), (0, 0, 1, 1))
-    assert "4 ranks, started by torchrun, phalanx over Gloo" in ended[0].err
+    assert "4 ranks, started by torchrun, phalanx over shared memory and Gloo" in ended[0].err
 
 
 @pytest.mark.parametrize("address", ["10.213.77.1", "fd77:a:b::1"])

@@ -143,7 +143,7 @@ def test_a_destroyed_group_refuses_and_gives_up_its_messages(size: int) -> None:
         group = dist.new_group(list(range(place.size)))
         box, done = torch.zeros(4), torch.zeros(4)
         peer = (place.rank + 1) % place.size
-        left = group.recv([box], peer, 0)
+        left = group.recv([box], place.rank, 0)  # from a rank that does not leave the group first
         sends = [group.send([torch.ones(4)], peer, 1)]
         got = group.recv([done], (place.rank - 1) % place.size, 1)
         future = left.get_future()

@@ -16,6 +16,9 @@ from phalanx.c10d.quick import quicken
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.communicator import GlooCommunicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
+from phalanx.transports.hosts.communicator import HostsCommunicator
+from phalanx.transports.hosts.gloo_lane import GlooEngine
+from phalanx.transports.hosts.islands import join_islands
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
@@ -43,8 +46,9 @@ def create_process_group(
         ranks: the members' ranks in the world; torch gives none for the world itself.
         backend: what the group says its backend is: ``phalanx``, or the one that it replaces.
 
-    Ranks that cannot reach one shared segment (several hosts, or containers with pid namespaces of their own)
-    get a group over Gloo instead, and rank 0 says so, with the reason, as a warning.
+    A group whose ranks cannot all reach one shared segment (several hosts, or containers with pid namespaces of their
+    own) has shared memory among those that can, and Gloo between them. Ranks that believe to be on one host and share
+    no memory are told of in a warning of rank 0.
 
     Raises:
         InitializationError: a rank did not come.
@@ -75,14 +79,16 @@ def create_process_group(
     try:
         communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
     except NotOneHost as reason:
-        gloo = gloo_in(PrefixStore(f"gloo/{reason.meeting}", own), one_host=False)
-        communicator = GlooCommunicator(gloo.get())
-        if rank == 0:
-            warnings.warn(
-                f"backend {backend!r}: {size} ranks share no memory ({reason}); they communicate over Gloo",
-                stacklevel=2,
-            )
-        return group_of(communicator, gloo)
+        met = PrefixStore(reason.meeting, own)
+        layout, local, apart = join_islands(PrefixStore("hosts", met), rank, size, timeout)
+        if apart and rank == 0:
+            warnings.warn(f"backend {backend!r}: {apart}; they communicate over Gloo", stacklevel=2)
+        gloo = gloo_in(PrefixStore("gloo", met), one_host=False)
+        lanes = gloo_in(PrefixStore("lanes", met), one_host=False)
+        messages = GlooCommunicator(gloo.get())
+        engine = GlooEngine(lanes, timeout)
+        broken = PrefixStore("broken", met)
+        return group_of(HostsCommunicator(layout, local, engine, messages, broken, timeout), gloo)
     try:
         gloo = gloo_in(PrefixStore(f"gloo/{communicator.meeting}", own))
         gloo.on_timeout = communicator.set_timeout

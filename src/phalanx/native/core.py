@@ -34,7 +34,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 11
+ABI = 12
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -162,6 +162,7 @@ def library() -> ctypes.CDLL:
         ("phx_call_chunk", c_uint64, [comm]),
         ("phx_describe", None, [comm, c_char_p]),
         ("phx_description", c_int, [comm, c_uint32, c_char_p]),
+        ("phx_combine", c_int, [blocks, c_uint32, data, c_uint64, c_uint32, c_uint32]),
         ("phx_all_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint64]),
         ("phx_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint32, c_uint64]),
         ("phx_reduce_scatter", c_int, [comm, blocks, data, c_uint64, c_uint32, c_uint32, c_uint64]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["FLOATS", "OP_NAMES", "REDUCIBLE", "reducible"]
+__all__ = ["AVG", "FLOATS", "OP_NAMES", "REDUCIBLE", "SUM", "reducible"]
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 REDUCIBLE = (
@@ -25,8 +25,9 @@ REDUCIBLE = (
 OP_NAMES = {
     getattr(dist.ReduceOp, name).value: name for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 }
+SUM: int = dist.ReduceOp.SUM.value
+AVG: int = dist.ReduceOp.AVG.value
 _BITWISE = frozenset(getattr(dist.ReduceOp, name).value for name in ("BAND", "BOR", "BXOR"))
-_AVG = dist.ReduceOp.AVG.value
 _KNOWN = frozenset(REDUCIBLE)
 _FLOATS = frozenset(FLOATS)
 
@@ -35,4 +36,4 @@ def reducible(dtype: torch.dtype, op: int) -> bool:
     """Whether ``op`` (a ``ReduceOp``'s value) of ``dtype`` is defined: no bits of floats, no averages of integers."""
     if dtype in _FLOATS:
         return op in OP_NAMES and op not in _BITWISE
-    return dtype in _KNOWN and op in OP_NAMES and op != _AVG
+    return dtype in _KNOWN and op in OP_NAMES and op != AVG

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -50,10 +50,10 @@ def shape_word(shape: tuple[int, ...]) -> int:
     return hash(long) if len(long) > 1 else 0
 
 
-def listed(calls: dict[int, str], size: int) -> str:
-    """One line for each different call, with the ranks that made it."""
+def listed(calls: dict[int, str], ranks: Iterable[int]) -> str:
+    """One line for each different call, with those of the ranks that made it."""
     ranks_of: dict[str, list[int]] = {}
-    for rank in range(size):
+    for rank in ranks:
         ranks_of.setdefault(
             calls.get(rank, "did not say what it called: it is in other code, or has ended"), []
         ).append(rank)

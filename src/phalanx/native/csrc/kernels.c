@@ -112,3 +112,12 @@ size_t phx_dtype_bytes(uint32_t dtype)
     };
     return dtype < PHX_DTYPES ? bytes[dtype] : 0;
 }
+
+int phx_combine(const void *const *ins, uint32_t nins, void *out, uint64_t count, uint32_t dtype, uint32_t op)
+{
+    const phx_reduce_fn kernel = phx_reduce_kernel(op, dtype);
+    if (!kernel || !nins)
+        return PHX_BAD_ARGUMENT;
+    kernel(out, ins, nins, count);
+    return PHX_OK;
+}

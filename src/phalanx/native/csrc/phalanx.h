@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 11
+#define PHX_ABI 12
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -172,6 +172,10 @@ PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
  * An address may be NULL only if the call moves no bytes there: PHX_BAD_ARGUMENT.
  * Costs are for p ranks and n bytes; a synchronisation is one counter raised by each rank and read by the others. Each
  * function's file has its algorithm; docs/algorithms.md compares them. */
+
+/* Combine inputs of this process, as the collectives combine those of the ranks: out[i] = ins[0][i] op ins[1][i] op ...
+ * `out` overlaps no input. Returns PHX_OK or PHX_BAD_ARGUMENT. */
+PHX_API int phx_combine(const void *const *ins, uint32_t nins, void *out, uint64_t count, uint32_t dtype, uint32_t op);
 
 /* Combine: out[i] = in_0[i] op in_1[i] op ..., in rank order, on every rank. `out` may be `in`.
  * Small inputs take one synchronisation and read p * n bytes; others take two for each chunk, copy 2 (p-1)/p * n bytes

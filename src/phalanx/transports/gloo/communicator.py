@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -49,6 +50,7 @@ class GlooCommunicator(Communicator):
         self.rank = gloo.rank()
         self.size = gloo.size()
         self._gloo = gloo
+        self._ways = [_Way() for _ in range(gloo.size())]
         self.ended = False  # set by end_messages, read by every thread that asks about a message
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -110,21 +112,29 @@ class GlooCommunicator(Communicator):
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         self._refuse_itself(peer)
-        return _GlooMessage(self, self._gloo.send([tensor], peer, tag), tensor, "send to", peer)
+        message = _GlooMessage(self, tensor, "send to", peer)
+        self._ways[peer].begin(message, lambda: self._gloo.send([tensor], peer, tag))
+        return message
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         if peer is None:
             # Gloo refuses an empty buffer for a message from any rank, and takes a shorter message than the buffer.
             buffer = tensor if tensor.numel() else tensor.new_empty(1)
-            return _GlooMessage(self, self._gloo.recv_anysource([buffer], tag), tensor, "recv from", None)
+            message = _GlooMessage(self, tensor, "recv from", None)
+            message.begin(self._gloo.recv_anysource([buffer], tag))
+            return message
         self._refuse_itself(peer)
-        return _GlooMessage(self, self._gloo.recv([tensor], peer, tag), tensor, "recv from", peer)
+        message = _GlooMessage(self, tensor, "recv from", peer)
+        self._ways[peer].begin(message, lambda: self._gloo.recv([tensor], peer, tag))
+        return message
 
     def rest(self) -> None:
         time.sleep(0.01)
 
     def end_messages(self) -> None:
         self.ended = True
+        for way in self._ways:
+            way.end()
 
     def _refuse_itself(self, peer: int) -> None:
         if peer == self.rank:
@@ -141,6 +151,54 @@ class GlooCommunicator(Communicator):
             tensor.div_(self.size)
 
 
+class _Way:
+    """The messages between this rank and another.
+
+    The first of them connects the two, and Gloo may wait then until the other rank has a message for this one. Nobody
+    who starts a message may wait so long, so that one has a thread of its own; those that follow wait for it, in order.
+
+    ``_open`` and ``_waiting`` are changed under the lock. ``_open`` is also read without it: once it is True, it stays
+    so, and nothing waits.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = False
+        self._waiting: deque[tuple[_GlooMessage, Callable[[], dist.Work]]] = deque()
+
+    def begin(self, message: _GlooMessage, start: Callable[[], dist.Work]) -> None:
+        """Hand a message to Gloo by ``start``: now, or after those that wait."""
+        if not self._open:
+            with self._lock:
+                if not self._open:
+                    self._waiting.append((message, start))
+                    if len(self._waiting) == 1:
+                        threading.Thread(target=self._run, name="phalanx-gloo-connect", daemon=True).start()
+                    return
+        message.begin(start())
+
+    def end(self) -> None:
+        """End the wait for messages that Gloo does not have yet."""
+        with self._lock:
+            for message, _ in self._waiting:
+                message.fail(ClosedError.of_message())
+
+    def _run(self) -> None:
+        while True:
+            message, start = self._waiting[0]
+            connected = True
+            try:
+                message.begin(start())
+            except Exception as error:
+                connected = False
+                message.fail(PhalanxError(str(error)))
+            with self._lock:
+                self._waiting.popleft()
+                if not self._waiting:
+                    self._open = connected
+                    return
+
+
 class _GlooMessage(Message):
     """A message of Gloo's. Gloo moves messages by itself, but a thread can only learn about one by waiting for it.
 
@@ -151,17 +209,29 @@ class _GlooMessage(Message):
       before ``_lock`` and never while that is held.
     - ``_watched`` says that the message has its thread; it is read and written under ``_lock``.
     - ``_done`` is set when the message is settled, for waits with a timeout.
+    - ``_work`` is Gloo's handle; it is set before ``_begun``, or never, if the message failed before Gloo had it.
     """
 
-    def __init__(
-        self, communicator: GlooCommunicator, work: dist.Work, tensor: torch.Tensor, verb: str, peer: int | None
-    ) -> None:
+    def __init__(self, communicator: GlooCommunicator, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         super().__init__(tensor, verb, peer)
         self._communicator = communicator
-        self._work = work
+        self._work: dist.Work | None = None
+        self._begun = threading.Event()
         self._waiting = threading.Lock()
         self._watched = False
         self._done = threading.Event()
+
+    def begin(self, work: dist.Work) -> None:
+        """Gloo has the message."""
+        self._work = work
+        self._begun.set()
+
+    def fail(self, error: PhalanxError) -> None:
+        """Gloo does not get the message."""
+        with self._lock:
+            if not self._settled:
+                self._settle(error)
+        self._begun.set()
 
     def _poll(self, watch: bool) -> None:
         if self._communicator.ended:
@@ -185,7 +255,8 @@ class _GlooMessage(Message):
 
     def _wait_inside(self) -> None:
         with self._waiting:
-            if self._settled:
+            self._begun.wait()
+            if self._settled or self._work is None:
                 return
             error: PhalanxError | None = None
             source = -1

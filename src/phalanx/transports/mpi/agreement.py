@@ -26,8 +26,8 @@ import torch
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import Status
 from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.fingerprints import fingerprint, weight
 from phalanx.transports.mpi.direct import FingerprintCheck
-from phalanx.transports.mpi.fingerprints import fingerprint, weight
 from phalanx.transports.mpi.notices import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.watch.call_site import call_site
@@ -148,7 +148,7 @@ class Agreement:
         texts = [
             all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for at in range(0, len(all_), TEXT_BYTES)
         ]
-        self.broken = CollectiveMismatch.of_calls(listed(dict(enumerate(texts)), self._size))
+        self.broken = CollectiveMismatch.of_calls(listed(dict(enumerate(texts)), range(self._size)))
         return self.broken
 
     def failed(self, error: Exception, name: str, tensor: torch.Tensor | None, op: int = -1, root: int = -1) -> Any:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from phalanx.errors import CollectiveMismatch, PhalanxError
 from phalanx.native.core import library
 from phalanx.transports.contract import Communicator, Message
+from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.mpi.agreement import Agreement
-from phalanx.transports.mpi.fingerprints import fingerprint
 from phalanx.transports.mpi.messages import Mail
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.transports.mpi.types import HALVES, Types, span

@@ -59,8 +59,11 @@ class SharedMemoryCommunicator(Communicator):
         tuning: the sizes at which algorithms change; by default what ``phalanx bench --tune`` found for this
             machine, else what is built in. Small values make tests reach the many-chunk paths cheaply. All ranks use
             those of rank 0.
+        names: what errors call the ranks; by default their ranks in the group.
 
     Attributes:
+        part_of: tells the call, with its line, that the calls of this group are a part of, for errors; None if they
+            are the user's own.
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
 
     Raises:
@@ -75,8 +78,10 @@ class SharedMemoryCommunicator(Communicator):
         size: int,
         timeout: timedelta,
         tuning: Tuning | None = None,
+        names: Sequence[int] = (),
     ) -> None:
         self.rank = rank
+        self._names = names or range(size)
         self.size = size
         self._core = library()
         self._signals = SignalPoll()
@@ -93,6 +98,7 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox = Mailbox(self._comm, self._signals, self._explain)
         self.set_timeout(timeout)
         tell_how_the_script_ends()
+        self.part_of: Callable[[], str] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
         # The last call that returned before every other rank had confirmed it. A broadcast's root waits for nobody; an
         # all_to_all does not learn whether the others expected its sizes. If that call did not match, the mismatch is
@@ -109,6 +115,13 @@ class SharedMemoryCommunicator(Communicator):
     def handle(self) -> int:
         """The core's handle of the group, for calls of the core under the group's lock; 0 once it is closed."""
         return self._comm
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a rank has broken the group by :meth:`abort`, or because a signal interrupted it."""
+        why = Breakage()
+        with self._mailbox.handle() as comm:
+            return bool(comm and self._core.phx_breakage(comm, ctypes.byref(why))) and why.status == Status.INTERRUPTED
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -308,6 +321,8 @@ class SharedMemoryCommunicator(Communicator):
 
     def _explain(self, call: str) -> PhalanxError:
         """The error for a broken group, given what this rank was doing."""
+        if self._comm and self.part_of is not None:
+            return self._error(self._comm, self.part_of(), "")
         comm = self._comm
         if not comm:
             return ClosedError.of_message()
@@ -325,7 +340,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _error(self, comm: int, call: str, site: str) -> PhalanxError:
         self._told = True
-        return explain(comm, self.rank, self.size, f"{call} at {site}" if site else call, self._timeout_s)
+        return explain(comm, self.rank, self._names, f"{call} at {site}" if site else call, self._timeout_s)
 
 
 def _fill(pointers: _Pointers, tensors: Sequence[torch.Tensor]) -> _Pointers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Sequence
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
@@ -19,12 +20,13 @@ PATIENCE_S = 0.3
 NOTICED_PATIENCE_S = 2.0
 
 
-def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> PhalanxError:
+def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: float) -> PhalanxError:
     """Publish for the other ranks what this one was doing, read what they were doing, and make an error of it.
 
     Args:
         comm: the core's handle of the broken group.
-        rank, size: this process's place in the group.
+        rank: this process's rank in the group.
+        names: what to call each rank.
         call: what this rank was doing, with the line it was called from.
         timeout_s: the group's timeout.
     """
@@ -33,40 +35,43 @@ def explain(comm: int, rank: int, size: int, call: str, timeout_s: float) -> Pha
     why = Breakage()
     core.phx_breakage(comm, ctypes.byref(why))
     if why.status == Status.MISMATCH:
-        calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(size), PATIENCE_S)
-        return CollectiveMismatch.of_calls(listed(calls, size))
+        calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(len(names)), PATIENCE_S)
+        return CollectiveMismatch.of_calls(listed({names[rank]: text for rank, text in calls.items()}, names))
     if why.rank == NOBODY:
         return PeerLost(
-            f"a rank of the group gave up in an operation, while rank {rank} was in {call}, and did not say why in time"
+            f"a rank of the group gave up in an operation, while rank {names[rank]} was in {call}, and did not say why "
+            "in time"
         )
-    peer = f"rank {why.peer} of the group (pid {why.peer_pid})"
+    whose = names[why.rank]
+    lost = names[why.peer] if why.peer < len(names) else why.peer
+    peer = f"rank {lost} of the group (pid {why.peer_pid})"
     # A rank that aborts the group, as torch's abort() does, describes nothing.
     patience_s = PATIENCE_S if why.status == Status.INTERRUPTED else NOTICED_PATIENCE_S
     noticed = _calls(comm, [why.rank], patience_s).get(why.rank, "an operation")
-    waiting = f"rank {why.rank} was in {noticed}"
+    waiting = f"rank {whose} was in {noticed}"
     if why.status == Status.TIMEOUT:
         return CollectiveTimeout.did_not_come(
-            f"{peer}, which is alive,", waiting, timeout_s, group_rank=why.peer, elapsed_s=timeout_s
+            f"{peer}, which is alive,", waiting, timeout_s, group_rank=lost, elapsed_s=timeout_s
         )
     if why.status == Status.INTERRUPTED:
         return PeerLost.out_of_step(
-            f"rank {why.rank} of the group (pid {why.peer_pid}) was interrupted in {noticed}",
-            group_rank=why.rank,
+            f"rank {whose} of the group (pid {why.peer_pid}) was interrupted in {noticed}",
+            group_rank=whose,
             pid=why.peer_pid,
         )
-    return _gone(comm, why, waiting)
+    return _gone(comm, why, lost, waiting)
 
 
-def _gone(comm: int, why: Breakage, waiting: str) -> PeerLost:
+def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
     """The error for a rank that went, and for how it went."""
     if why.how == Going.LEFT:
-        return PeerLost.left(why.peer, why.peer_pid, waiting)
+        return PeerLost.left(lost, why.peer_pid, waiting)
     if why.how == Going.REPLACED:
-        return PeerLost.replaced(why.peer, why.peer_pid, waiting)
+        return PeerLost.replaced(lost, why.peer_pid, waiting)
     if why.how == Going.FAILED:
         # A rank that an exception ended has described it before it told that it goes.
-        return PeerLost.failed(why.peer, why.peer_pid, _calls(comm, [why.peer], 0.0).get(why.peer, ""), waiting)
-    return PeerLost.ended(why.peer, why.peer_pid, waiting)
+        return PeerLost.failed(lost, why.peer_pid, _calls(comm, [why.peer], 0.0).get(why.peer, ""), waiting)
+    return PeerLost.ended(lost, why.peer_pid, waiting)
 
 
 def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, str]:

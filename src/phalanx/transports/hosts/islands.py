@@ -1,0 +1,80 @@
+"""Which ranks of a group share memory: found by trying, since neither names nor kernels say.
+
+Ranks that believe to be on one host try to share memory. Where that fails, as between containers of one machine, each
+of them is a host of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from phalanx.errors import InitializationError
+from phalanx.system.host import this_host
+from phalanx.transports.contract import Communicator
+from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.segment import NotOneHost
+from phalanx.transports.solo import SoloCommunicator
+
+__all__ = ["join_islands"]
+
+
+def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Layout, Communicator, str]:
+    """Find the ranks that share memory with this one. Every rank of the group calls it.
+
+    Args:
+        store: where they meet, and nobody has met before.
+        rank, size: this process's place in the group.
+        timeout: for all of them to come.
+
+    Returns:
+        Where all ranks are; a communicator of those on this host; and why ranks that believe to be on one host share
+        no memory, empty if there are none.
+
+    Raises:
+        InitializationError: a rank did not come.
+    """
+    believed = _exchange(store, "host", rank, size, timeout, json.dumps(asdict(this_host()), sort_keys=True))
+    here = [other for other in range(size) if believed[other] == believed[rank]]
+    local: Communicator = SoloCommunicator()
+    found, reason = f"rank {rank}", ""
+    if len(here) > 1:
+        own = PrefixStore(f"memory/{here[0]}", store)
+        try:
+            local = SharedMemoryCommunicator(own, here.index(rank), len(here), timeout, names=here)
+            found = f"island {here[0]}"
+        except NotOneHost as apart:
+            reason = f"ranks {', '.join(map(str, here))}: {apart}"
+    try:
+        told = _exchange(store, "island", rank, size, timeout, json.dumps([found, reason]))
+    except BaseException:
+        local.close()
+        raise
+    islands, reasons = zip(*map(json.loads, told), strict=True)
+    return (
+        Layout(islands, rank, [json.loads(host)["name"] for host in believed]),
+        local,
+        "; ".join(sorted({text for text in reasons if text})),
+    )
+
+
+def _exchange(store: Store, name: str, rank: int, size: int, timeout: timedelta, value: str) -> Sequence[str]:
+    """What each rank says."""
+    store.set(f"{name}/{rank}", value)
+    keys = [f"{name}/{other}" for other in range(size)]
+    try:
+        store.wait(keys, timeout)
+    except InitializationError:
+        raise  # a rank has gone
+    except RuntimeError as error:
+        absent = [other for other, key in enumerate(keys) if not store.check([key])]
+        names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
+        raise InitializationError(
+            f"{names} did not say on which host within {timeout.total_seconds():.0f} s; look at their output"
+        ) from error
+    return [store.get(key).decode() for key in keys]

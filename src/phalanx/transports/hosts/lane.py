@@ -1,0 +1,82 @@
+"""The contract of an engine: what carries bytes between ranks of different hosts.
+
+A lane joins one rank of each host. The communicator cuts what has to travel into one slice for each lane, so that the
+lanes of a host share its link; an engine only moves contiguous bytes between two ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from datetime import timedelta
+
+import torch
+
+__all__ = ["Engine", "Transfer", "TransferFailed", "TransferLate"]
+
+
+class TransferFailed(Exception):
+    """The rank at the other end of a transfer is gone, or the way to it; or the engine was aborted here.
+
+    Attributes:
+        peer: that rank.
+    """
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer = peer
+
+
+class TransferLate(TransferFailed):
+    """The rank at the other end has not come within the group's timeout."""
+
+
+class Transfer(ABC):
+    """A send or receive under way. It keeps its tensor alive."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            TransferFailed, TransferLate: it is not.
+        """
+
+
+class Engine(ABC):
+    """Moves bytes between the ranks of one group.
+
+    Attributes:
+        name: the library, for people.
+    """
+
+    name: str
+
+    @abstractmethod
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """Start to send a contiguous tensor to a rank. It may not change until the transfer is done.
+
+        It may wait for the peer to connect. So that no circle of ranks waits for each other, each rank uses its peers
+        for the first time in one order that all ranks share.
+
+        Raises:
+            TransferFailed: the ranks cannot be connected.
+        """
+
+    @abstractmethod
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """Start to receive into a contiguous tensor from a rank, in the order in which that rank sends with this tag.
+
+        What is sent may be shorter than the tensor, and must not be longer. It may wait and fail as :meth:`send` does.
+        """
+
+    @abstractmethod
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a transfer that is waited for from now on may take."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End all transfers, here and at the peers, with an error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back connections and threads."""
