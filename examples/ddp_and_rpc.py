@@ -17,7 +17,6 @@ import asyncio
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,17 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import phalanx
 from phalanx import World, rpc
 from phalanx.data.loader import sharded_loader
-
-sys.path.insert(0, str(Path(__file__).parent))
-from text_classification import (
-    LR_DECAY,
-    Classifier,
-    fingerprint,
-    is_held_out,
-    load_reviews,
-    make_dataset,
-    make_vocabulary,
-)
+from text_classification import LR_DECAY, Classifier, evaluate_here, fingerprint, load_datasets, make_parser
 
 EMBEDDINGS = ("embedding", "ngrams")
 
@@ -104,28 +93,12 @@ class Lookup(nn.Module):
         return found
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--epochs", type=int, default=6, help="passes over the reviews [%(default)s]")
-    add("--batch-size", type=int, default=128, help="reviews per step, of all replicas together [%(default)s]")
-    add("--lr", type=float, default=1e-3, help=f"learning rate, times {LR_DECAY} each epoch [%(default)s]")
-    add("--dropout", type=float, default=0.5, help="share of the features dropped in training [%(default)s]")
-    add("--seed", type=int, default=0, help="of the parameters, the order, the dropout [%(default)s]")
-    add("--limit", type=int, metavar="N", help="use only N training and N held-out reviews")
-    return parser.parse_args()
-
-
 def train(world: World, group: phalanx.Group, options: argparse.Namespace) -> dict[str, Any]:
     """Train one replica; the results."""
-    reviews = load_reviews()
-    training = [review for review in reviews if not is_held_out(review[0])][: options.limit]
-    held_out = [review for review in reviews if is_held_out(review[0])][: options.limit]
-    vocabulary = make_vocabulary(text for text, _ in training)
-    dataset, per_replica = make_dataset(training, vocabulary), options.batch_size // group.size
+    vocabulary, train_set, test_set = load_datasets(options.limit)
+    per_replica = options.batch_size // group.size
     share: dict[str, Any] = {"rank": group.rank, "world_size": group.size, "shuffle": True, "seed": options.seed}
-    loader = sharded_loader(dataset, per_replica, drop_last=True, **share)
+    loader = sharded_loader(train_set, per_replica, drop_last=True, **share)
 
     server = world.world_size - 1
     tables = (
@@ -156,26 +129,14 @@ def train(world: World, group: phalanx.Group, options: argparse.Namespace) -> di
                 tables.step(context_id, lr)
         print(f"replica {group.rank}: epoch {epoch + 1}/{options.epochs}", file=sys.stderr)
     seconds = time.perf_counter() - started
-    accuracy = evaluate(plain, make_dataset(held_out, vocabulary)) if group.rank == 0 else 0.0
+    accuracy = evaluate_here(plain, test_set) if group.rank == 0 else 0.0
     results = {"accuracy": accuracy, "loss": loss.item(), "train_seconds": seconds, "replicas": group.size}
-    return results | {"held_out": len(held_out), "tables_sha256": tables.fingerprint()}
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, dataset: torch.utils.data.TensorDataset) -> float:
-    """The share of the reviews that the model labels correctly."""
-    model.eval()
-    tokens, labels = dataset.tensors
-    right = [
-        (model(some).argmax(dim=1) == wanted).sum()
-        for some, wanted in zip(torch.split(tokens, 512), torch.split(labels, 512), strict=True)
-    ]
-    return int(sum(right)) / len(labels)
+    return results | {"held_out": len(test_set), "tables_sha256": tables.fingerprint()}
 
 
 def main() -> None:
     """Join the world, and train or serve."""
-    options = parse_arguments()
+    options = make_parser(__doc__).parse_args()
     with phalanx.init(backend="phalanx") as world:
         replicas = world.world_size - 1
         if replicas < 1 or options.batch_size % replicas:

@@ -30,34 +30,18 @@ from torch import nn
 import phalanx
 from phalanx import World, rpc
 from phalanx.data.loader import sharded_loader
-
-sys.path.insert(0, str(Path(__file__).parent))
-from text_classification import (
-    LR_DECAY,
-    Classifier,
-    fingerprint,
-    is_held_out,
-    load_reviews,
-    make_dataset,
-    make_vocabulary,
-)
+from text_classification import LR_DECAY, Classifier, evaluate_here, fingerprint, load_datasets, make_parser
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--servers", type=int, default=1, help="how many of the ranks are servers [%(default)s]")
     add("--mode", choices=("synchronous", "bounded", "asynchronous"), default="synchronous", help="[%(default)s]")
     add("--staleness", type=int, default=4, help="steps ahead of the slowest, for --mode bounded [%(default)s]")
     add("--sparse", action="store_true", help="pull and push only the rows of embeddings that a batch has")
     add("--checkpoint", type=Path, metavar="PATH", help="where servers keep their shards, each with its name added")
-    add("--epochs", type=int, default=6, help="passes over the reviews [%(default)s]")
-    add("--batch-size", type=int, default=128, help="reviews per step, of all trainers together [%(default)s]")
-    add("--lr", type=float, default=1e-3, help=f"learning rate, times {LR_DECAY} each epoch [%(default)s]")
-    add("--dropout", type=float, default=0.5, help="share of the features dropped in training [%(default)s]")
-    add("--seed", type=int, default=0, help="of the parameters, the order, the dropout [%(default)s]")
-    add("--limit", type=int, metavar="N", help="use only N training and N held-out reviews")
     return parser.parse_args()
 
 
@@ -76,12 +60,9 @@ def options_for(options: argparse.Namespace, trainers: int) -> dict[str, Any]:
 
 def train(options: argparse.Namespace, trainer: int, trainers: int, servers: list[str]) -> dict[str, Any]:
     """Train on one trainer's share of the reviews. Returns its results; the model is evaluated on all held-out ones."""
-    reviews = load_reviews()
-    training = [review for review in reviews if not is_held_out(review[0])][: options.limit]
-    held_out = [review for review in reviews if is_held_out(review[0])][: options.limit]
-    vocabulary = make_vocabulary(text for text, _ in training)
+    vocabulary, train_set, test_set = load_datasets(options.limit)
     loader = sharded_loader(
-        make_dataset(training, vocabulary),
+        train_set,
         options.batch_size // trainers,
         rank=trainer,
         world_size=trainers,
@@ -114,22 +95,10 @@ def train(options: argparse.Namespace, trainer: int, trainers: int, servers: lis
             print(f"trainer {trainer}: epoch {epoch + 1}/{options.epochs}, step {trained.steps}", file=sys.stderr)
         seconds = time.perf_counter() - started
         trained.pull(rows=True)
-    accuracy = evaluate(model, make_dataset(held_out, vocabulary)) if trainer == 0 else 0.0
+    accuracy = evaluate_here(model, test_set) if trainer == 0 else 0.0
     results: dict[str, Any] = {"accuracy": accuracy, "loss": loss.item(), "train_seconds": seconds}
     results |= {"mode": options.mode, "trainers": trainers, "servers": len(servers), "steps": trained.steps}
-    return results | {"held_out": len(held_out), "parameters_sha256": fingerprint(model)}
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, dataset: torch.utils.data.TensorDataset) -> float:
-    """The share of the reviews that the model labels correctly."""
-    model.eval()
-    tokens, labels = dataset.tensors
-    right = [
-        (model(some).argmax(dim=1) == wanted).sum()
-        for some, wanted in zip(torch.split(tokens, 512), torch.split(labels, 512), strict=True)
-    ]
-    return int(sum(right)) / len(labels)
+    return results | {"held_out": len(test_set), "parameters_sha256": fingerprint(model)}
 
 
 def run(world: World, options: argparse.Namespace) -> None:

@@ -104,6 +104,15 @@ def make_dataset(reviews: list[Review], vocabulary: str) -> TensorDataset:
     return TensorDataset(tokenise(texts, vocabulary), torch.tensor([label for _, label in reviews]))
 
 
+def load_datasets(limit: int | None) -> tuple[str, TensorDataset, TensorDataset]:
+    """The vocabulary, the training reviews and the held-out ones; of both only the first ``limit``."""
+    reviews = load_reviews()
+    training = [review for review in reviews if not is_held_out(review[0])][:limit]
+    held_out = [review for review in reviews if is_held_out(review[0])][:limit]
+    vocabulary = make_vocabulary(text for text, _ in training)
+    return vocabulary, make_dataset(training, vocabulary), make_dataset(held_out, vocabulary)
+
+
 def ngram_rows(tokens: torch.Tensor) -> torch.Tensor:
     """A row of the n-gram table for every run of one to three characters; ``PADDING`` where the text has ended."""
     hashes, rows = torch.zeros_like(tokens), []
@@ -112,6 +121,13 @@ def ngram_rows(tokens: torch.Tensor) -> torch.Tensor:
         hashes = hashes[:, : last.shape[1]] * 104_729 + last * 7_919 + extra
         rows.append(torch.where(last == PADDING, PADDING, 1 + hashes % (NGRAMS - 1)))
     return torch.cat(rows, dim=1)
+
+
+def ngram_scores(tokens: torch.Tensor, ngrams: nn.Module, dropout: nn.Module) -> torch.Tensor:
+    """The scores of each row of ``tokens`` by what ``ngrams`` has for its rows of the n-gram table: one number each."""
+    rows = ngram_rows(tokens)
+    said = dropout(ngrams(rows).squeeze(2)).sum(dim=1) / rows.count_nonzero(dim=1).clamp(min=1).sqrt()
+    return NGRAM_SCALE * torch.stack([-said, said], dim=1)
 
 
 class Classifier(nn.Module):
@@ -137,9 +153,7 @@ class Classifier(nn.Module):
         embedded = self.embedding(tokens).transpose(1, 2)
         found = [convolution(embedded).amax(dim=-1).relu() for convolution in self.convolutions]
         scores: torch.Tensor = self.output(self.dropout(torch.cat(found, dim=1)))
-        rows = ngram_rows(tokens)
-        said = self.dropout(self.ngrams(rows).squeeze(2)).sum(dim=1) / rows.count_nonzero(dim=1).clamp(min=1).sqrt()
-        return scores + NGRAM_SCALE * torch.stack([-said, said], dim=1)
+        return scores + ngram_scores(tokens, self.ngrams, self.dropout)
 
 
 def train_epoch(world: World, model: nn.Module, loader: Batches, optimizer: Optimizer, title: str) -> float:
@@ -159,16 +173,28 @@ def train_epoch(world: World, model: nn.Module, loader: Batches, optimizer: Opti
 
 
 @torch.no_grad()
+def count_correct(model: nn.Module, batches: Batches) -> tuple[int, int]:
+    """How many reviews the model labels correctly, and how many there are."""
+    model.eval()
+    device = next(model.parameters()).device
+    correct = seen = 0
+    for tokens, labels in batches:
+        correct += int((model(tokens.to(device)).argmax(dim=1) == labels.to(device)).sum())
+        seen += len(labels)
+    return correct, seen
+
+
 def evaluate(world: World, model: nn.Module, loader: Batches, reviews: int) -> float:
     """The share of ``reviews`` that the model labels correctly; each counts once, whatever the number of ranks."""
-    model.eval()
-    correct = seen = 0
-    for tokens, labels in loader:
-        correct += int((model(tokens.to(world.device)).argmax(dim=1) == labels.to(world.device)).sum())
-        seen += len(labels)
-    correct, seen = world.sum((correct, seen))
+    correct, seen = world.sum(count_correct(model, loader))
     if seen != reviews:
         raise RuntimeError(f"{reviews} reviews are held out, but the ranks evaluated {seen} together")
+    return correct / seen
+
+
+def evaluate_here(model: nn.Module, dataset: TensorDataset) -> float:
+    """The share of the reviews of ``dataset`` that the model labels correctly, all of them on this rank."""
+    correct, seen = count_correct(model, DataLoader(dataset, batch_size=512))
     return correct / seen
 
 
@@ -189,9 +215,9 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(parameters)).hexdigest()
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with the options of every training of this classifier."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--epochs", type=int, default=6, help="passes over the reviews in all [%(default)s]")
     add("--batch-size", type=int, default=128, help="reviews per step, of all ranks together [%(default)s]")
@@ -199,6 +225,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--dropout", type=float, default=0.5, help="share of the features dropped in training [%(default)s]")
     add("--seed", type=int, default=0, help="of the parameters, the order, the dropout [%(default)s]")
     add("--limit", type=int, metavar="N", help="use only N training and N held-out reviews")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = make_parser(__doc__)
+    add = parser.add_argument
     add("--backend", help="phalanx, gloo, mpi, ...; by default what suits the device")
     add("--checkpoint", type=Path, metavar="PATH", default="text_classification.pt", help="[%(default)s]")
     add("--resume", action="store_true", help="continue from the checkpoint, up to --epochs")
@@ -221,11 +254,7 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Train up to ``options.epochs``, evaluating and saving after each; the results."""
     check(world, options)
     per_rank = options.batch_size // world.world_size
-    reviews = load_reviews()
-    training = [review for review in reviews if not is_held_out(review[0])][: options.limit]
-    held_out = [review for review in reviews if is_held_out(review[0])][: options.limit]
-    vocabulary = make_vocabulary(text for text, _ in training)
-    train_set, test_set = make_dataset(training, vocabulary), make_dataset(held_out, vocabulary)
+    vocabulary, train_set, test_set = load_datasets(options.limit)
     loader = world.loader(train_set, per_rank, shuffle=True, seed=options.seed, drop_last=True)
     test_loader = world.loader(test_set, per_rank)
 
@@ -257,13 +286,13 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         loss = train_epoch(world, model, loader, optimizer, title)
         seconds += time.perf_counter() - started
-        accuracy = evaluate(world, plain_model, test_loader, len(held_out))
+        accuracy = evaluate(world, plain_model, test_loader, len(test_set))
         world.print(f"{title}  loss {loss:.4f}  held-out accuracy {accuracy:.4f}")
         world.save(options.checkpoint, state | made_with)
     samples = (options.epochs - first_epoch) * len(loader) * options.batch_size
     results: dict[str, Any] = {"accuracy": accuracy, "loss": loss, "samples_per_s": samples / seconds}
     results |= {"train_seconds": seconds, "epochs": options.epochs, "ranks": world.world_size}
-    results |= {"backend": world.backend, "training": len(training), "held_out": len(held_out)}
+    results |= {"backend": world.backend, "training": len(train_set), "held_out": len(test_set)}
     return results | {"parameters_sha256": fingerprint(plain_model)}
 
 

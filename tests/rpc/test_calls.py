@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, ClosedError, InitializationError, RankError
+from phalanx.rpc import session
 from tests.rpc import workers
 from tests.rpc.workers import SIZES, next_of, with_workers
 from tests.support.ranks import Member, on_ranks
@@ -178,3 +180,19 @@ def test_no_thread_and_no_descriptor_is_left() -> None:
         return before == (threading.active_count(), len(os.listdir("/proc/self/fd")))
 
     assert on_ranks(body, 3) == [True] * 3
+
+
+def test_one_that_waits_long_says_so_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that only serves waits in ``shutdown`` for as long as the others train."""
+    now_s = 0.0
+
+    def sleep(duration_s: float) -> None:
+        nonlocal now_s
+        now_s += duration_s
+
+    told: list[str] = []
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
+    monkeypatch.setattr(session, "tell", told.append)
+    with pytest.raises(InitializationError, match="waited 3600 s for rank 1, 2"):
+        session._wait(lambda: [1, 2], 3600.0, "for", 2)
+    assert told == ["waiting for rank 1, 2"] * 5  # after 5 s, 20 s, 80 s, 320 s and 1280 s

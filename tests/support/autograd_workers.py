@@ -21,6 +21,7 @@ from phalanx.rpc.future import Future
 from tests.support.ranks import Member
 
 CALL = "test.call"
+Do = Callable[..., Any]
 
 # This worker's parameters, and what its hooks have seen, by name.
 parameters: dict[str, torch.Tensor] = {}
@@ -36,6 +37,15 @@ def parameter(name: str, *shape: int) -> torch.Tensor:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameters[name] = torch.rand(shape, generator=generator).requires_grad_()
         return parameters[name]
+
+
+def times(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
+    """A product with a parameter."""
+    return x * parameter(name, 3)
+
+
+def own(do: Do, name: str) -> torch.Tensor:
+    return parameter(name, 3)
 
 
 def saw(name: str) -> Callable[[torch.Tensor], None]:

@@ -54,6 +54,11 @@ class Pool:
         self._end(patience_s=10)
 
     @property
+    def size(self) -> int:
+        """How many ranks."""
+        return self._size
+
+    @property
     def running(self) -> bool:
         """Whether there are ranks, so that the next job does not start new ones."""
         return bool(self._ranks)

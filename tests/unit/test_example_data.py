@@ -7,19 +7,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
+from tests.support.examples import example as load_example
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     pytest.importorskip("snownlp")
-    spec = importlib.util.spec_from_file_location("text_classification", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("text_classification")
 
 
 @pytest.fixture(scope="module")

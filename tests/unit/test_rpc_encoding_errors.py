@@ -16,17 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.support.encoded import carried
 
 from phalanx.errors import ArgumentError, EncodingError
 from phalanx.rpc import rebuilding
-from phalanx.rpc.encoding import decode, encode
+from phalanx.rpc.encoding import encode
 
 CALL = ("function", "args", "kwargs")
-
-
-def carried(value: Any) -> Any:
-    head, buffers = encode(value)
-    return decode(head, [memoryview(bytearray(buffer)) for buffer in buffers])
 
 
 class Holder:

@@ -1,4 +1,4 @@
-"""The store that rank 0 serves: against a plain dict, with several ranks and threads, over torch's C++, and its end."""
+"""The store that rank 0 serves: against a plain dict, with several ranks and threads, and its end."""
 
 from __future__ import annotations
 
@@ -13,18 +13,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.ranks import Member, on_ranks
 from tests.support.stores import Job, soon
 from torch._C._distributed_c10d import PrefixStore
 
-import phalanx
 from phalanx.errors import InitializationError
-from phalanx.place.place import Place
-from phalanx.rendezvous.meet import leave, meet
 from phalanx.store import requests as wire
 from phalanx.store.client import JobStore
 from phalanx.store.table import Table
@@ -386,88 +381,3 @@ def test_a_store_that_nobody_holds_any_more_lets_its_port_go() -> None:
     with Job(2) as job:
         job.ranks.clear()
         assert soon(lambda: not job.server._thread.is_alive())
-
-
-def by_hand(place: Member) -> Place:
-    port = 20_000 + os.getppid() % 10_000
-    at = {"master_addr": "127.0.0.1", "master_port": port}
-    return Place("env", place.rank, place.size, None, None, None, None, **at)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_gloo_works_over_it_and_the_last_to_leave_may_be_anybody(size: int) -> None:
-    def body(place: Member) -> list[float]:
-        store = meet(by_hand(place), 60.0, 1)
-        dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
-        sums = []
-        for ranks in (range(place.size), range(place.size - 1)):
-            group = dist.new_group(list(ranks))
-            if place.rank in ranks:
-                tensor = torch.tensor([float(place.rank)])
-                dist.all_reduce(tensor, group=group)
-                sums.append(tensor.item())
-        objects: list[Any] = [None] * place.size
-        dist.all_gather_object(objects, place.rank)
-        assert objects == list(range(place.size))
-        dist.destroy_process_group()
-        leave(store)
-        return sums
-
-    everybody, fewer = sum(range(size)), sum(range(size - 1))
-    assert on_ranks(body, size) == [[everybody, fewer]] * (size - 1) + [[everybody]]
-
-
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_a_world_is_opened_closed_and_opened_again_on_one_port(size: int) -> None:
-    def body(place: Member) -> list[float]:
-        os.environ.update(
-            RANK=str(place.rank),
-            WORLD_SIZE=str(place.size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(20_000 + os.getppid() % 10_000),
-        )
-        sums = []
-        for _ in range(3):
-            world = phalanx.init(quiet=True, timeout_s=60)
-            tensor = torch.ones(1)
-            world.all_reduce(tensor)
-            sums.append(tensor.item())
-            phalanx.close()
-        return sums
-
-    assert on_ranks(body, size) == [[float(size)] * 3] * size
-
-
-def test_a_forked_child_has_connections_of_its_own_or_none() -> None:
-    """A worker of a data loader inherits the parent's descriptors; neither may read the other's answers."""
-
-    def body(place: Member) -> bool:
-        store = meet(by_hand(place), 60.0, 1)
-        assert isinstance(store, JobStore)
-        store.set(f"rank {place.rank}", "before")
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                if place.rank == 0:
-                    with pytest.raises(dist.DistStoreError, match="belongs to the process that this one was forked"):
-                        store.get("rank 0")
-                else:
-                    for number in range(200):
-                        store.set("child", str(number))
-                        assert store.get("child") == str(number).encode()
-                code = 0
-            finally:
-                os._exit(code)
-        for number in range(200):
-            store.set(f"parent {place.rank}", str(number))
-            assert store.get(f"parent {place.rank}") == str(number).encode()
-        assert os.waitpid(pid, 0)[1] == 0
-        store.set(f"done {place.rank}", "")
-        store.wait(["done 0", "done 1"])
-        leave(store)
-        if place.rank == 0:
-            store._peer._thread.join(20)  # type: ignore[union-attr] # this process ends without its exit handlers
-        return True
-
-    assert on_ranks(body, 2) == [True, True]

@@ -159,14 +159,15 @@ def own_address(*, one_host: bool) -> str:
 
 
 def _wait(missing: Callable[[], list[int]], timeout_s: float, what: str, size: int) -> None:
-    began = told = time.monotonic()
+    began = time.monotonic()
+    silent_s = _TELL_S
     while late := missing():
-        now = time.monotonic()
+        waited_s = time.monotonic() - began
         names = ", ".join(map(str, late[:8])) + (", …" if len(late) > 8 else "")
-        if now - began > timeout_s:
+        if waited_s > timeout_s:
             raise InitializationError(f"waited {timeout_s:g} s {what} rank {names}")
-        if now - told > _TELL_S:
-            told = now
+        if waited_s > silent_s:
+            silent_s = 4 * waited_s  # a worker that only serves waits for as long as the others train
             tell(f"waiting {what} rank {names}")
         time.sleep(max(1 / _MOST_LOOKS_PER_S, size / _LOOKS_PER_S))
 

@@ -8,10 +8,12 @@ import torch
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
 )
 
 from tests.differential.program import program
@@ -23,6 +25,8 @@ MORE_STAGES = {
     "interleaved_1f1b": ScheduleInterleaved1F1B,
     "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
 }
+# The first rank has the first stage and the last one, its neighbour the two beside them.
+FOLDED = {"zbv_zero_bubble": ScheduleZBVZeroBubble, "dual_pipe_v": ScheduleDualPipeV}
 
 
 def stage(member: Member, index: int, count: int) -> PipelineStage:
@@ -56,3 +60,10 @@ def one_stage_a_rank(member: Member, schedule: Any) -> Any:
 def two_stages_a_rank(member: Member, schedule: Any) -> Any:
     stages = [stage(member, member.rank + turn * member.size, 2 * member.size) for turn in range(2)]
     return run(member, schedule(stages, n_microbatches=member.size, loss_fn=loss), stages)
+
+
+@program(cases=FOLDED, tolerance=1e-6)
+def two_folded_stages_a_rank(member: Member, schedule: Any) -> Any:
+    count = 2 * member.size
+    stages = [stage(member, index, count) for index in (member.rank, count - 1 - member.rank)]
+    return run(member, schedule(stages, n_microbatches=count, loss_fn=loss), stages)

@@ -1,0 +1,154 @@
+"""Pipelines for tests: by torch's schedules, by stages that call each other, and what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import pipelining
+
+from phalanx import rpc
+from tests.support.examples import example
+
+__all__ = ["SCHEDULES", "Answer", "check", "run"]
+
+ONE_STAGE = ("GPipe", "1F1B")
+FOLDED = ("ZBVZeroBubble", "DualPipeV")  # of 3 ranks, rank 0 has the stages 0 and 5, in the other schedules 0 and 3
+SCHEDULES = (*ONE_STAGE, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *FOLDED, "rpc")
+MICRO_BATCHES, WIDTH = 8, 16
+STEPS = 3  # in the first one, a schedule also finds out the shapes of what the stages send
+LR = 0.5
+
+# The gradients by stage and step, in the order of the stage's parameters, and the losses of each step's micro-batches.
+Answer = tuple[dict[int, list[list[torch.Tensor]]], list[list[torch.Tensor]]]
+
+
+class Stage(nn.Module):
+    """A stage that passes on two tensors. The last one returns the second only."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.last = stage == stages - 1
+        self.layer, self.score = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, known: torch.Tensor, scores: torch.Tensor | None = None) -> Any:
+        """What it knows, and the scores."""
+        known = known + self.layer(known).tanh()
+        # Not of `known` itself: schedules with a separate pass for the weights detach what a stage sends, in place.
+        own = self.score(known.relu())
+        scores = own if scores is None else scores + own
+        return scores if self.last else (known, scores)
+
+
+def batch(step: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and labels of a step, with so many rows in each micro-batch."""
+    generator = torch.Generator().manual_seed(step)
+    rows *= MICRO_BATCHES
+    return torch.randn(rows, WIDTH, generator=generator), torch.randint(4, (rows,), generator=generator)
+
+
+def update(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Take a step; the gradients."""
+    gradients = []
+    for parameter in parameters:
+        assert parameter.grad is not None
+        gradients.append(parameter.grad)
+        parameter.data -= LR * parameter.grad
+        parameter.grad = None
+    return gradients
+
+
+def in_one_process(stages: int, rows: int, *, backwards: bool) -> Answer:
+    """What must come out, if the gradients of the micro-batches are added up in their order, or backwards."""
+    model = [Stage(stage, stages) for stage in range(stages)]
+    gradients: dict[int, list[list[torch.Tensor]]] = {stage: [] for stage in range(stages)}
+    losses = []
+    for step in range(STEPS):
+        parts = list(zip(*(part.chunk(MICRO_BATCHES) for part in batch(step, rows)), strict=True))
+        now = []
+        for inputs, labels in reversed(parts) if backwards else parts:
+            values: Any = (inputs,)
+            for stage in model:
+                values = stage(*values)
+            now.append(nn.functional.cross_entropy(values, labels))
+            now[-1].backward()
+        losses.append([loss.detach() for loss in (reversed(now) if backwards else now)])
+        for at, stage in enumerate(model):
+            for parameter in stage.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= MICRO_BATCHES
+            gradients[at].append(update(list(stage.parameters())))
+    return gradients, losses
+
+
+def run(rank: int, ranks: int, name: str, rows: int) -> Answer:
+    """On each rank: the gradients of its stages, and the losses where the last stage is; with ``rpc`` all on rank 0.
+
+    For that the ranks are workers, and have imported the example: its remote stages are used.
+    """
+    if name == "rpc":
+        return _run_remote(ranks, rows) if rank == 0 else ({}, [])
+    stages = ranks * (1 if name in ONE_STAGE else 2)
+    mine = [rank] if name in ONE_STAGE else [rank, stages - 1 - rank if name in FOLDED else rank + ranks]
+    parts = {at: pipelining.PipelineStage(Stage(at, stages), at, stages, torch.device("cpu")) for at in mine}
+    kind: Any = pipelining.schedules.get_schedule_class(name)
+    schedule = kind(
+        parts[rank] if name in ONE_STAGE else list(parts.values()),
+        n_microbatches=MICRO_BATCHES,
+        loss_fn=nn.functional.cross_entropy,
+    )
+    gradients: dict[int, list[list[torch.Tensor]]] = {at: [] for at in mine}
+    losses: list[list[torch.Tensor]] = []
+    for step in range(STEPS):
+        inputs, labels = batch(step, rows)
+        now: list[torch.Tensor] = []
+        schedule.step(*((inputs,) if 0 in mine else ()), target=labels, losses=now)
+        losses.append([loss.detach() for loss in now])
+        for at in mine:
+            gradients[at].append(update(list(parts[at].submod.parameters())))
+    return gradients, losses
+
+
+def _run_remote(ranks: int, rows: int) -> Answer:
+    module = example("pipeline")
+    remote: list[Any] = []
+    for at in reversed(range(ranks)):
+        layers = module.Layers([Stage(at, ranks)])
+        remote.insert(0, rpc.make(at, module.RemoteStage, layers, LR, remote[0] if remote else None))
+    gradients: dict[int, list[list[torch.Tensor]]] = {at: [] for at in range(ranks)}
+    losses: list[list[torch.Tensor]] = []
+    for step in range(STEPS):
+        inputs, labels = (part.chunk(MICRO_BATCHES) for part in batch(step, rows))
+        with rpc.context() as context_id:
+            scores = [each.wait() for each in [remote[0].start.forward(part) for part in inputs]]
+            now = [nn.functional.cross_entropy(*each) for each in zip(scores, labels, strict=True)]
+            losses.append([loss.detach() for loss in now])
+            rpc.backward(context_id, [torch.stack(now).mean()])
+            for at, stage in enumerate(remote):
+                gradients[at].append(rpc.call(stage, _update_remote, context_id))
+    return gradients, losses
+
+
+def _update_remote(stage: Any, context_id: int) -> list[torch.Tensor]:
+    """Where a stage lives: take a step; the gradients."""
+    parameters = list(stage._layers.parameters())
+    found = rpc.get_gradients(context_id)
+    for parameter in parameters:
+        parameter.grad = found[parameter]
+    return update(parameters)
+
+
+def check(ranks: int, name: str, rows: int, answers: Sequence[Answer]) -> None:
+    """Whether the ranks have computed what one process does: to the bit, if the order of additions is known."""
+    stages = ranks * (1 if name in (*ONE_STAGE, "rpc") else 2)
+    expected, expected_losses = in_one_process(stages, rows, backwards=name == "LoopedBFS")
+    found = {at: steps for gradients, _ in answers for at, steps in gradients.items()}
+    assert sorted(found) == list(range(stages))
+    (losses,) = [losses for gradients, losses in answers if (0 if name == "rpc" else stages - 1) in gradients]
+    # The gradients of calls are added up in the order in which they come back.
+    rtol, atol = (1e-5, 1e-6) if name == "rpc" else (0.0, 0.0)
+    torch.testing.assert_close(losses, expected_losses, rtol=rtol, atol=atol)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
