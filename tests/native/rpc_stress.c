@@ -159,7 +159,7 @@ static int call(struct worker *worker, uint32_t to, uint64_t body, struct box *b
 static void *serve(void *argument)
 {
     struct worker *worker = argument;
-    struct box *box = malloc(sizeof *box), *inner = malloc(sizeof *box);
+    struct box *box = calloc(1, sizeof *box), *inner = calloc(1, sizeof *box);
     int status;
     while ((status = phx_rpc_next(worker->hub, &box->box)) != PHX_PEER_LOST) {
         if (status == PHX_UNDER_WAY)
@@ -195,7 +195,7 @@ static void *work(void *argument)
 {
     struct worker *worker = argument;
     uint64_t state = 88172645463325252ull + worker->number + atomic_fetch_add(&begun, 1) * 7919;
-    struct box *box = malloc(sizeof *box);
+    struct box *box = calloc(1, sizeof *box);
     for (uint32_t i = 0; i < turns; i++) {
         const uint32_t to = (worker->number + 1 + (uint32_t)(chance(&state) % (count - 1))) % count;
         if (chance(&state) % 5 == 0)

@@ -12,8 +12,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
-
 
 #define TICK_MS 40
 #define MANY_LINKS 16u
@@ -52,9 +52,10 @@ void phx_rpc_ring(struct phx_rpc_place *place, uint32_t bits, uint32_t otherwise
 
 void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits)
 {
+    const int one = bits == PHX_RPC_SERVERS;
     atomic_fetch_add_explicit(&hub->place->bell, 1, memory_order_seq_cst);
-    if (atomic_load_explicit(&hub->place->sleepers, memory_order_seq_cst))
-        wake(hub->place, bits == PHX_RPC_SERVERS ? 1 : INT_MAX, bits);
+    if (atomic_load_explicit(one ? &hub->sleeping : &hub->place->sleepers, memory_order_seq_cst))
+        wake(hub->place, one ? 1 : INT_MAX, bits);
 }
 
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
@@ -62,6 +63,9 @@ void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
     uint32_t not_yet = 0;
     if (!atomic_compare_exchange_strong(&link->ended, &not_yet, why))
         return;
+    atomic_store_explicit(&link->own->closed, why, memory_order_release);
+    if (link->peer)
+        phx_rpc_ring(link->peer, PHX_RPC_SERVERS, 0);
     phx_rpc_call_up(link->hub, PHX_RPC_SERVERS);
     phx_rpc_call_up(link->hub, PHX_RPC_WAITERS);
     phx_wake(phx_low_half(&link->own->rings[0].tail));
@@ -103,15 +107,25 @@ static void *watch(void *argument)
             room = more && others ? 2 * count : room;
         }
         count = count < room ? count : room;
-        for (uint32_t i = 0; i < count; i++) {
-            links[i] = hub->links[i];
-            polled[i] = (struct pollfd){.fd = atomic_load(&links[i]->ended) ? -1 : links[i]->pidfd, .events = POLLIN};
-            phx_rpc_hold(links[i]);
+        /* Those with a pidfd come first: poll() refuses more entries than the process may have descriptors. */
+        uint32_t watched = 0;
+        for (uint32_t i = 0, last = count; i < count; i++) {
+            phx_rpc_link *link = hub->links[i];
+            phx_rpc_hold(link);
+            if (link->pidfd < 0 || atomic_load(&link->ended)) {
+                links[--last] = link;
+                continue;
+            }
+            polled[watched] = (struct pollfd){.fd = link->pidfd, .events = POLLIN};
+            links[watched++] = link;
         }
         pthread_mutex_unlock(&hub->lock);
-        const int ready = poll(polled, count, count > MANY_LINKS ? MANY_TICK_MS : TICK_MS);
+        const long tick_ms = count > MANY_LINKS ? MANY_TICK_MS : TICK_MS;
+        const int ready = poll(polled, watched, (int)tick_ms);
+        if (ready < 0) /* the limit on descriptors was lowered since, or the kernel has no memory */
+            nanosleep(&(struct timespec){.tv_nsec = tick_ms * 1000000}, NULL);
         for (uint32_t i = 0; i < count; i++) {
-            if (ready > 0 && polled[i].revents)
+            if (ready > 0 && i < watched && polled[i].revents)
                 phx_rpc_ends(links[i], PHX_RPC_GONE);
             else if (!atomic_load(&links[i]->ended))
                 look_after(links[i], now);
@@ -122,6 +136,20 @@ static void *watch(void *argument)
     free(polled);
     free(links);
     return NULL;
+}
+
+/* How many cores this process may use. The kernel refuses a set that has fewer bits than the machine may have cores. */
+static uint32_t cores(void)
+{
+    for (int bits = CPU_SETSIZE; bits <= 1 << 20; bits *= 2) {
+        cpu_set_t *set = CPU_ALLOC((size_t)bits);
+        const size_t bytes = CPU_ALLOC_SIZE((size_t)bits);
+        const int found = set && sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
+        CPU_FREE(set);
+        if (found)
+            return (uint32_t)found;
+    }
+    return 1;
 }
 
 static int start_watcher(phx_rpc_hub *hub)
@@ -144,12 +172,16 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie)
         errno = ENOMEM;
         return NULL;
     }
-    hub->fd = memfd_create("phalanx-rpc", MFD_CLOEXEC);
+    hub->fd = phx_rpc_make_file(PHX_RPC_PAGE);
     void *page = MAP_FAILED;
-    if (hub->fd >= 0 && ftruncate(hub->fd, PHX_RPC_PAGE) == 0)
+    if (hub->fd >= 0)
         page = mmap(NULL, PHX_RPC_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, hub->fd, 0);
+    if (page != MAP_FAILED && !phx_rpc_back(page, PHX_RPC_PAGE)) {
+        munmap(page, PHX_RPC_PAGE);
+        page = MAP_FAILED;
+        errno = ENOMEM;
+    }
     if (page != MAP_FAILED) {
-        cpu_set_t cores;
         hub->place = page;
         hub->place->magic = PHX_RPC_MAGIC;
         hub->place->abi = PHX_ABI;
@@ -157,7 +189,7 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie)
         atomic_store(&hub->place->alive_ns, phx_now_ns());
         phx_rpc_stamp(hub);
         hub->forks = atomic_load(&phx_rpc_forks);
-        hub->cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? (uint32_t)CPU_COUNT(&cores) : 1;
+        hub->cores = cores();
         atomic_store(&hub->refs, 1);
         pthread_mutex_init(&hub->lock, NULL);
         errno = start_watcher(hub);

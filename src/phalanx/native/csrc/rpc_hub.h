@@ -11,7 +11,7 @@
 
 #define PHX_RPC_LINKS 4096u
 
-/* A message that was taken out of its ring before anybody could have it. */
+/* A message that was taken out of its ring before the thread that it is for has come for it. */
 struct phx_rpc_item {
     struct phx_rpc_item *next;
     struct phx_rpc_box box;
@@ -24,7 +24,7 @@ struct phx_rpc_inbox {
     struct phx_rpc_item *first, **last; /* taken out of the ring, in order, before what is still in it */
     uint64_t aside;                     /* bytes of those */
     uint32_t notices;                   /* how many of those are notices */
-    uint32_t begins;                    /* the kind of the message that somebody has and has not begun with; or 0 */
+    uint32_t begins;                    /* the kind of the message that a thread took and has not begun with; or 0 */
     char *assembly;                     /* an image that is coming in pieces */
     uint64_t assembled, whole;
     uint32_t copying;                   /* a thread copies a piece, without the lock */
@@ -46,7 +46,8 @@ struct phx_rpc_hub {
     uint32_t forks, cores;
     _Atomic uint32_t refs; /* the handle, and each link */
     _Atomic uint32_t shut;
-    _Atomic uint32_t serving, sleeping; /* threads in phx_rpc_next(), and how many of them sleep */
+    _Atomic uint32_t serving;  /* threads in phx_rpc_next() */
+    _Atomic uint32_t sleeping; /* how many of those sleep, or are about to; seq_cst, raised before they sleep */
     _Atomic uint32_t answers;
     pthread_t watcher;
     struct phx_rpc_waiter *waiters;
@@ -57,7 +58,7 @@ struct phx_rpc_hub {
 
 struct phx_rpc_link {
     phx_rpc_hub *hub;
-    _Atomic uint32_t refs; /* the handle, the hub's list, each received large image, who works on it without the lock */
+    _Atomic uint32_t refs; /* the handle, the hub's list, each received large image, a thread that works without the lock */
     char *map;
     uint64_t bytes;
     struct phx_rpc_channel *channel;

@@ -15,6 +15,15 @@ static int cannot(phx_rpc_link *link)
     return !phx_rpc_mine(link->hub) || atomic_load_explicit(&link->ended, memory_order_relaxed) || !link->peer;
 }
 
+/* What a send returns that found no room: try again; or, if the system has no memory left for the ring, the link ends. */
+static int no_room(phx_rpc_link *link, const struct phx_rpc_end_of_ring *out)
+{
+    if (!out->no_memory)
+        return PHX_UNDER_WAY;
+    phx_rpc_ends(link, PHX_RPC_NO_MEMORY);
+    return PHX_PEER_LOST;
+}
+
 static void ring_for(phx_rpc_link *link, const struct phx_rpc_image *image)
 {
     if (image->kind == PHX_RPC_ANSWER || image->kind == PHX_RPC_FAILURE)
@@ -36,11 +45,11 @@ int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
         memcpy(place, image, nbytes);
         phx_rpc_publish(out, nbytes);
     }
+    const int status = place ? PHX_OK : no_room(link, out);
     pthread_mutex_unlock(&link->sending);
-    if (!place)
-        return PHX_UNDER_WAY;
-    ring_for(link, image);
-    return PHX_OK;
+    if (place)
+        ring_for(link, image);
+    return status;
 }
 
 /* Copy `nbytes` from byte `from` on of what the pieces are together. */
@@ -97,7 +106,7 @@ int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
         return PHX_BAD_ARGUMENT;
     void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block, 0);
     if (!place)
-        return PHX_UNDER_WAY;
+        return no_room(link, out);
     struct phx_rpc_image image; /* once it is published, the block may be released and used again */
     memcpy(&image, link->slab.data + block.at, sizeof image);
     memcpy(place, &block, sizeof block);
@@ -113,7 +122,8 @@ void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
         atomic_store_explicit(&link->own->released[block.block], block.sequence, memory_order_release);
 }
 
-/* Wait for the other process to take something after it had taken `taken`: 1; 0 if it did not, or a signal came. */
+/* Wait for the other process to take something after it had taken `taken`. Returns 1, or 0 if it did not, or if a signal
+ * came. */
 static int took(struct phx_rpc_ring *ring, uint64_t taken)
 {
     const uint64_t until = phx_now_ns() + ROOM_NS;
@@ -136,8 +146,8 @@ int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data,
         const uint64_t some = nbytes - *done < PHX_RPC_PIECE ? nbytes - *done : PHX_RPC_PIECE;
         const uint64_t taken = atomic_load_explicit(&out->ring->tail, memory_order_acquire);
         void *place = phx_rpc_reserve(out, *done ? PHX_RPC_MORE : PHX_RPC_FIRST, some, nbytes);
-        if (!place && !took(out->ring, taken))
-            return PHX_UNDER_WAY;
+        if (!place && (out->no_memory || !took(out->ring, taken)))
+            return no_room(link, out);
         if (!place)
             continue;
         gather(place, pieces, data, sizes, *done, some, 0);

@@ -45,8 +45,9 @@ _WHY = (  # enum phx_rpc_end
     "it has left",
     "its process has ended",
     "its process has become another program",
+    "it found the memory shared with this process damaged, or had no memory left for a message",
     "the memory shared with it is damaged",
-    "this process has no memory for what it sends",
+    "this process has no memory left for the messages between them",
 )
 
 
@@ -166,10 +167,16 @@ class SharedLink(Link):
             seen = answers.value  # before done(): another thread counts after it has delivered
             if done() or self._over:
                 return
-            status = receive(hub._handle, self._handle, call, seen, box.address)
-            if status == Status.OK:
-                hub._take(box, serving=False)
-            elif status == Status.PEER_LOST or time.monotonic() >= until:
+            try:
+                status = receive(hub._handle, self._handle, call, seen, box.address)
+                if status == Status.OK:
+                    hub._take(box, serving=False)
+            except BaseException:
+                # A signal's handler may raise as soon as the core has returned. What it brought may be for others.
+                if box.has_more():
+                    hub._take(box, serving=False)
+                raise
+            if status == Status.PEER_LOST or (status != Status.OK and time.monotonic() >= until):
                 return
 
     def close(self) -> None:
@@ -359,7 +366,8 @@ class SharedHub:
     def _take(self, box: Box, *, serving: bool) -> None:
         """Give what has been received to the receiver."""
         values = box.open()
-        handle, lane, ended, kind = values[0], values[5], values[6], values[11]
+        box.taken = values[8]
+        handle, lane, ended, kind = values[0], values[5], values[6], values[12]
         link = self._links.get(handle)
         if ended:
             if link is not None:
@@ -374,7 +382,7 @@ class SharedHub:
         except Damaged:
             if link is not None:
                 self._core.phx_rpc_end(handle)
-                link._end(_WHY[5])
+                link._end(_WHY[6])
             return
         try:
             if kind == Kind.REQUEST:
