@@ -97,18 +97,23 @@ static void send_one(uint32_t kind, uint64_t call)
     const void *data[2] = {image, image + cut};
     const uint64_t parts[2] = {cut, nbytes - cut};
     const int large = nbytes > PHX_RPC_SMALL;
-    const uint64_t handle = large ? phx_rpc_put(peer, 2, data, parts) : 0;
+    const uint64_t shared = large && chance() % 2 ? phx_rpc_share(hub, 2, data, parts) : 0;
+    const uint64_t handle = large && !shared ? phx_rpc_put(peer, 2, data, parts) : 0;
     uint64_t done = 0;
     int status = PHX_UNDER_WAY;
     for (int turn = 0; turn < 3 && status == PHX_UNDER_WAY; turn++) {
         const uint64_t taken = phx_rpc_taken(peer, large);
-        status = !large ? phx_rpc_send(peer, image, nbytes)
-                        : handle ? phx_rpc_post(peer, handle) : phx_rpc_stream(peer, 2, data, parts, &done);
+        status = !large   ? phx_rpc_send(peer, image, nbytes)
+                 : shared ? phx_rpc_lend(peer, shared, call)
+                 : handle ? phx_rpc_post(peer, handle)
+                          : phx_rpc_stream(peer, 2, data, parts, &done);
         if (status == PHX_UNDER_WAY)
             phx_rpc_wait_room(peer, large, taken);
     }
     if (status != PHX_OK && handle)
         phx_rpc_take_back(peer, handle);
+    if (shared)
+        phx_rpc_unshare(hub, shared);
     free(image);
 }
 
@@ -127,7 +132,7 @@ static void *call(void *unused)
 static void victim(int to, int from)
 {
     struct offer offer = {.pid = phx_rpc_pid(), .cookie = {1}, .place_cookie = {2}};
-    hub = phx_rpc_open(offer.place_cookie);
+    hub = phx_rpc_open(offer.place_cookie, SLAB);
     CHECK(hub);
     peer = phx_rpc_offer(hub, offer.cookie, SLAB, &offer.fd);
     offer.place = phx_rpc_descriptor(hub);
@@ -165,7 +170,7 @@ static void damage(void)
     const struct phx_rpc_end_of_ring *out = &peer->out[chance() % 2];
     char *record = out->data + (out->at - (chance() % 8 + 1) * 16) % out->bytes;
     const uint32_t block = (uint32_t)(chance() % 4 ? chance() % 4 : chance() % PHX_RPC_BLOCKS);
-    switch (chance() % 16) {
+    switch (chance() % 18) {
     case 0: atomic_store(&ring->head, any_value()); break;
     case 1: atomic_store(&ring->head, out->at + chance() % 4 * 16); break;
     case 2: atomic_store(&theirs->tail, any_value()); break;
@@ -180,6 +185,8 @@ static void damage(void)
     case 11: peer->channel->slab_bytes = any_value(); break;
     case 12: *(uint32_t *)(record + chance() % 4 * 4) = (uint32_t)any_value(); break;
     case 13: *(uint64_t *)(record + chance() % 2 * 8) = any_value(); break;
+    case 16: atomic_store(&peer->other->returned[chance() % 4], (uint32_t)any_value()); break;
+    case 17: *(uint64_t *)(hub->loans.slab.data + chance() % 4 * 8) = any_value(); break;
     case 14: *(uint64_t *)(peer->slab.data + chance() % 4 * 8 + chance() % 3 * 4096) = any_value(); break;
     default: *(uint64_t *)(out->data + chance() % (out->bytes / 8) * 8) = any_value();
     }
@@ -191,7 +198,7 @@ static void attacker(int to, int from, uint64_t often)
     struct offer offer;
     char byte = 0;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    hub = phx_rpc_open(cookie);
+    hub = phx_rpc_open(cookie, SLAB);
     CHECK(hub && read(from, &offer, sizeof offer) == sizeof offer);
     peer = phx_rpc_accept(hub, offer.pid, offer.fd, offer.cookie, offer.place, offer.place_cookie);
     CHECK(peer && write(to, &byte, 1) == 1 && read(from, &byte, 1) == 1);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import threading
 import time
@@ -18,6 +19,7 @@ from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.encoding import encode
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.message import SentToMany
 
 __all__ = ["CALL", "Asked", "call", "each", "name_of", "perform", "start"]
 
@@ -134,7 +136,10 @@ def each(
     with in_transit.sending() as kept:
         head, buffers = encode(Asked(function, args, kwargs))
     name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
-    return [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=made) for to in group]
+    with contextlib.closing(SentToMany(buffers)) as shared:
+        return [
+            agent.request_encoded(to, CALL, head, shared, timeout_s, asked=name, kept=kept, made=made) for to in group
+        ]
 
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -64,8 +64,9 @@ struct phx_rpc_box {
 typedef struct phx_rpc_hub phx_rpc_hub;
 typedef struct phx_rpc_link phx_rpc_link;
 
-/* Make this process's hub. `cookie` is 16 random bytes. Returns NULL with errno set if it cannot be made. */
-PHX_API phx_rpc_hub *phx_rpc_open(const uint8_t *cookie);
+/* Make this process's hub. `cookie` is 16 random bytes; `shared_bytes` is the size of the slab for phx_rpc_share().
+ * Returns NULL with errno set if it cannot be made. */
+PHX_API phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes);
 /* Return the descriptor under which other processes find the hub's place. */
 PHX_API int phx_rpc_descriptor(phx_rpc_hub *hub);
 /* End every link, and have every call that waits return PHX_PEER_LOST. The handle stays valid. */
@@ -102,8 +103,8 @@ PHX_API int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
 /* Copy a large image, given in pieces, into the slab. Returns a handle for phx_rpc_post(), or 0 if the slab has no room;
  * then phx_rpc_stream() can send it. */
 PHX_API uint64_t phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes);
-/* Send what phx_rpc_put() has copied; returns what phx_rpc_send() does. Of phx_rpc_post() and phx_rpc_stream(), only one
- * at a time may run for a link. After PHX_UNDER_WAY the caller tries again, or takes the image back. */
+/* Send what phx_rpc_put() has copied; returns what phx_rpc_send() does. Of phx_rpc_post(), phx_rpc_stream() and
+ * phx_rpc_lend(), only one at a time may run for a link. After PHX_UNDER_WAY the caller tries again, or takes the image back. */
 PHX_API int phx_rpc_post(phx_rpc_link *link, uint64_t handle);
 /* Give back the room of an image that was put and not posted. */
 PHX_API void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle);
@@ -111,6 +112,13 @@ PHX_API void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle);
  * PHX_OK when all of it has been sent, else what phx_rpc_send() returns. */
 PHX_API int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
                            uint64_t *done);
+/* Copy a large image that goes over several links, given in pieces, to where all of them can read it. Returns a handle, or
+ * 0 if there is no room. Each link is lent it by phx_rpc_lend(), with the number of its own call. When the caller lends it
+ * no more, it calls phx_rpc_unshare(); the room is free when all receivers have released the image as well. */
+PHX_API uint64_t phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes);
+PHX_API void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t handle);
+/* Send what was shared; as phx_rpc_post(). PHX_BAD_ARGUMENT: this link cannot borrow it, and phx_rpc_put() can send it. */
+PHX_API int phx_rpc_lend(phx_rpc_link *link, uint64_t handle, uint64_t call);
 /* Return how many bytes the other process has taken from the lane since the channel was made. */
 PHX_API uint64_t phx_rpc_taken(phx_rpc_link *link, uint32_t lane);
 /* Sleep until the other process has taken more than `taken`, which the caller read before it found no room; 50 ms at

@@ -3,6 +3,7 @@
 #include "rpc_hub.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <poll.h>
@@ -132,6 +133,8 @@ static void *watch(void *argument)
             phx_rpc_trim(&links[i]->slab, now);
             phx_rpc_drop(links[i]);
         }
+        phx_rpc_collect(&hub->loans, 0);
+        phx_rpc_trim(&hub->loans.slab, now);
     }
     free(polled);
     free(links);
@@ -162,7 +165,48 @@ static int start_watcher(phx_rpc_hub *hub)
     return failed;
 }
 
-phx_rpc_hub *phx_rpc_open(const uint8_t *cookie)
+static uint64_t place_bytes(const phx_rpc_hub *hub)
+{
+    return PHX_RPC_SHARED_AT + hub->loans.slab.bytes;
+}
+
+/* Make the file of the hub's place and slab, and map it. Returns 0, or -1 with errno set. */
+static int make_place(phx_rpc_hub *hub, const uint8_t *cookie)
+{
+    hub->fd = phx_rpc_make_file(place_bytes(hub));
+    if (hub->fd < 0)
+        return -1;
+    char *map = mmap(NULL, place_bytes(hub), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, hub->fd, 0);
+    if (map != MAP_FAILED && phx_rpc_back(map, PHX_RPC_PAGE)) {
+        hub->place = (struct phx_rpc_place *)map;
+        hub->loans.slab.data = map + PHX_RPC_SHARED_AT;
+        hub->place->magic = PHX_RPC_MAGIC;
+        hub->place->abi = PHX_ABI;
+        hub->place->slab_bytes = hub->loans.slab.bytes;
+        memcpy(hub->place->cookie, cookie, sizeof hub->place->cookie);
+        return 0;
+    }
+    const int reason = map != MAP_FAILED ? ENOMEM : errno;
+    if (map != MAP_FAILED)
+        munmap(map, place_bytes(hub));
+    close(hub->fd);
+    errno = reason;
+    return -1;
+}
+
+static void free_hub(phx_rpc_hub *hub)
+{
+    if (hub->pagemap >= 0)
+        close(hub->pagemap);
+    munmap(hub->place, place_bytes(hub));
+    pthread_mutex_destroy(&hub->lock);
+    pthread_mutex_destroy(&hub->loans.lock);
+    pthread_mutex_destroy(&hub->loans.slab.lock);
+    free(hub->links);
+    free(hub);
+}
+
+phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, note_forks);
@@ -172,37 +216,30 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie)
         errno = ENOMEM;
         return NULL;
     }
-    hub->fd = phx_rpc_make_file(PHX_RPC_PAGE);
-    void *page = MAP_FAILED;
-    if (hub->fd >= 0)
-        page = mmap(NULL, PHX_RPC_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, hub->fd, 0);
-    if (page != MAP_FAILED && !phx_rpc_back(page, PHX_RPC_PAGE)) {
-        munmap(page, PHX_RPC_PAGE);
-        page = MAP_FAILED;
-        errno = ENOMEM;
+    hub->loans.slab.bytes = shared_bytes;
+    hub->loans.slab.released = hub->loans.released;
+    if (make_place(hub, cookie)) {
+        const int reason = errno;
+        free(hub->links);
+        free(hub);
+        errno = reason;
+        return NULL;
     }
-    if (page != MAP_FAILED) {
-        hub->place = page;
-        hub->place->magic = PHX_RPC_MAGIC;
-        hub->place->abi = PHX_ABI;
-        memcpy(hub->place->cookie, cookie, sizeof hub->place->cookie);
-        atomic_store(&hub->place->alive_ns, phx_now_ns());
-        phx_rpc_stamp(hub);
-        hub->forks = atomic_load(&phx_rpc_forks);
-        hub->cores = cores();
-        atomic_store(&hub->refs, 1);
-        pthread_mutex_init(&hub->lock, NULL);
-        errno = start_watcher(hub);
-        if (!errno)
-            return hub;
-        munmap(page, PHX_RPC_PAGE);
-    }
-    const int reason = errno;
-    if (hub->fd >= 0)
-        close(hub->fd);
-    free(hub->links);
-    free(hub);
-    errno = reason;
+    atomic_store(&hub->place->alive_ns, phx_now_ns());
+    phx_rpc_stamp(hub);
+    hub->forks = atomic_load(&phx_rpc_forks);
+    hub->cores = cores();
+    atomic_store(&hub->refs, 1);
+    pthread_mutex_init(&hub->lock, NULL);
+    pthread_mutex_init(&hub->loans.lock, NULL);
+    pthread_mutex_init(&hub->loans.slab.lock, NULL);
+    hub->pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    const int failed = start_watcher(hub);
+    if (!failed)
+        return hub;
+    close(hub->fd);
+    free_hub(hub);
+    errno = failed;
     return NULL;
 }
 
@@ -227,6 +264,7 @@ void phx_rpc_shut(phx_rpc_hub *hub)
         phx_rpc_drop(link);
     }
     pthread_join(hub->watcher, NULL);
+    phx_rpc_collect(&hub->loans, 1); /* nothing is shared any more, so no receiver can see the memory change */
     close(hub->fd);
     phx_rpc_call_up(hub, PHX_RPC_SERVERS | PHX_RPC_WAITERS);
 }
@@ -235,10 +273,7 @@ void phx_rpc_unref(phx_rpc_hub *hub)
 {
     if (atomic_fetch_sub(&hub->refs, 1) != 1)
         return;
-    munmap(hub->place, PHX_RPC_PAGE);
-    pthread_mutex_destroy(&hub->lock);
-    free(hub->links);
-    free(hub);
+    free_hub(hub);
 }
 
 void phx_rpc_close(phx_rpc_hub *hub)

@@ -6,6 +6,7 @@
 
 #include "process.h"
 #include "rpc.h"
+#include "rpc_loans.h"
 #include "rpc_ring.h"
 #include "rpc_slab.h"
 
@@ -54,6 +55,8 @@ struct phx_rpc_hub {
     phx_rpc_link **links; /* under the lock, like `count` and `turn` */
     _Atomic uint32_t count;
     uint32_t turn;
+    int pagemap; /* of this process; -1 if it has none */
+    struct phx_rpc_loans loans;
 };
 
 struct phx_rpc_link {
@@ -66,6 +69,9 @@ struct phx_rpc_link {
     struct phx_rpc_place *peer;
     char *their_slab;
     uint64_t slab_bytes;
+    char *borrowed; /* the other hub's slab, mapped privately; NULL if that could not be */
+    uint64_t borrowed_bytes;
+    _Atomic uint64_t borrowed_touched; /* how far it is mapped */
     _Atomic uint64_t their_touched; /* how far their slab is mapped here */
     struct phx_process process;
     uint32_t pid;
@@ -110,6 +116,13 @@ void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits);
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why);
 /* Cease to receive from a link, with the hub's lock held. */
 void phx_rpc_unlist(phx_rpc_link *link);
+
+/* Whether nothing can be sent: the link has ended, or the process was forked. */
+int phx_rpc_cannot_send(phx_rpc_link *link);
+/* What a send returns that found no room: try again; or, if the system has no memory left for the ring, the link ends. */
+int phx_rpc_no_room(phx_rpc_link *link, const struct phx_rpc_end_of_ring *out);
+/* Ring the other hub's bell for a thread that an image may be for. */
+void phx_rpc_ring_for(phx_rpc_link *link, const struct phx_rpc_image *image);
 
 void phx_rpc_unref(phx_rpc_hub *hub);
 

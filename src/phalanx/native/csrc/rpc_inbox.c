@@ -58,19 +58,27 @@ static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_reco
         box->block = PHX_RPC_INLINE;
         return image->nbytes == record->nbytes;
     }
-    struct phx_rpc_block block;
-    if (record->type != PHX_RPC_BLOCK || lane != PHX_RPC_BULK_LANE || record->nbytes != sizeof block)
+    const int is_lent = record->type == PHX_RPC_LENT;
+    struct phx_rpc_lent lent;
+    if ((record->type != PHX_RPC_BLOCK && !is_lent) || lane != PHX_RPC_BULK_LANE ||
+        record->nbytes != (is_lent ? sizeof lent : sizeof lent.block) || (is_lent && !link->borrowed))
         return 0;
-    memcpy(&block, bytes, sizeof block);
-    if (block.block >= PHX_RPC_BLOCKS || block.at % 64 || block.at > link->slab_bytes ||
-        block.nbytes > link->slab_bytes - block.at || block.nbytes < sizeof *image)
+    memcpy(&lent, bytes, record->nbytes);
+    const struct phx_rpc_block *block = &lent.block;
+    const char *slab = is_lent ? link->borrowed : link->their_slab;
+    const uint64_t slab_bytes = is_lent ? link->borrowed_bytes : link->slab_bytes;
+    if (block->block >= (is_lent ? PHX_RPC_LOANS : PHX_RPC_BLOCKS) || block->at > slab_bytes ||
+        block->at % (is_lent ? phx_rpc_page_bytes() : 64) || block->nbytes > slab_bytes - block->at ||
+        block->nbytes < sizeof *image)
         return 0;
-    memcpy(image, link->their_slab + block.at, sizeof *image);
-    box->where = (uintptr_t)(link->their_slab + block.at);
+    memcpy(image, slab + block->at, sizeof *image);
+    if (is_lent)
+        image->call = lent.call;
+    box->where = (uintptr_t)(slab + block->at);
     box->nbytes = image->nbytes;
-    box->block = block.block;
-    box->sequence = block.sequence;
-    return image->nbytes >= sizeof *image && image->nbytes <= block.nbytes;
+    box->block = is_lent ? block->block | PHX_RPC_LOAN : block->block;
+    box->sequence = block->sequence;
+    return image->nbytes >= sizeof *image && image->nbytes <= block->nbytes;
 }
 
 /* How much private memory a message takes while it is set aside. */
@@ -209,7 +217,7 @@ enum phx_rpc_step phx_rpc_look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t la
         if (inbox->copying || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
             return PHX_RPC_NOTHING;
         const int there = phx_rpc_peek(&inbox->in, &record, &bytes);
-        if (there > 0 && inbox->assembly && record.type == PHX_RPC_BLOCK)
+        if (there > 0 && inbox->assembly && (record.type == PHX_RPC_BLOCK || record.type == PHX_RPC_LENT))
             give_up(inbox);
         if (there > 0 && lane == PHX_RPC_BULK_LANE && (record.type == PHX_RPC_FIRST || record.type == PHX_RPC_MORE))
             return inbox->aside > ASIDE_BYTES ? PHX_RPC_NOTHING : piece(hub, link, inbox, &record, bytes);

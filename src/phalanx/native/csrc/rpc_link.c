@@ -32,8 +32,8 @@ static uint64_t channel_bytes(uint64_t slab_bytes)
     return phx_rpc_slabs_at() + 2 * slab_bytes;
 }
 
-/* Open descriptor `number` of the process if it is the channel, or without `slab_bytes` the place, of this cookie. */
-static int reach(uint32_t pid, int number, const uint8_t *cookie, uint64_t *slab_bytes)
+/* Open descriptor `number` of the process if it is the place, or the channel, of this cookie. */
+static int reach(uint32_t pid, int number, const uint8_t *cookie, int is_place, uint64_t *slab_bytes)
 {
     struct phx_rpc_channel head; /* the beginning of a place is the same */
     struct stat file;
@@ -43,11 +43,10 @@ static int reach(uint32_t pid, int number, const uint8_t *cookie, uint64_t *slab
     /* The descriptor's number may belong to another file by now, so nothing is mapped before this check. */
     const size_t start = offsetof(struct phx_rpc_channel, sides);
     if (pread(fd, &head, start, 0) == (ssize_t)start && head.magic == PHX_RPC_MAGIC && head.abi == PHX_ABI &&
-        memcmp(head.cookie, cookie, sizeof head.cookie) == 0 && fstat(fd, &file) == 0 &&
-        (slab_bytes ? is_slab(head.slab_bytes) && (uint64_t)file.st_size == channel_bytes(head.slab_bytes)
-                    : (uint64_t)file.st_size == PHX_RPC_PAGE)) {
-        if (slab_bytes)
-            *slab_bytes = head.slab_bytes;
+        memcmp(head.cookie, cookie, sizeof head.cookie) == 0 && fstat(fd, &file) == 0 && is_slab(head.slab_bytes) &&
+        (uint64_t)file.st_size ==
+            (is_place ? PHX_RPC_SHARED_AT + head.slab_bytes : channel_bytes(head.slab_bytes))) {
+        *slab_bytes = head.slab_bytes;
         return fd;
     }
     close(fd);
@@ -118,14 +117,20 @@ static void say_who(phx_rpc_link *link)
 /* Map the other process's place, and look at the process. */
 static int meet(phx_rpc_link *link, uint32_t pid, int place_fd, const uint8_t *place_cookie)
 {
-    const int fd = reach(pid, place_fd, place_cookie, NULL);
+    const int fd = reach(pid, place_fd, place_cookie, 1, &link->borrowed_bytes);
     if (fd < 0)
         return -1;
     void *page = mmap(NULL, PHX_RPC_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void *slab = mmap(NULL, link->borrowed_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd,
+                      PHX_RPC_SHARED_AT);
     close(fd);
+    if (slab != MAP_FAILED)
+        link->borrowed = slab;
     if (page == MAP_FAILED)
         return -1;
     link->peer = page;
+    if (link->borrowed)
+        atomic_store_explicit(&link->own->borrows, 1, memory_order_release);
     link->pid = pid;
     if (phx_own_pid() == (uint32_t)getpid()) /* else pids mean others here than in this process's /proc */
         link->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
@@ -193,7 +198,7 @@ phx_rpc_link *phx_rpc_accept(phx_rpc_hub *hub, uint32_t pid, int number, const u
                              const uint8_t *place_cookie)
 {
     uint64_t slab_bytes = 0;
-    const int fd = phx_rpc_mine(hub) ? reach(pid, number, cookie, &slab_bytes) : -1;
+    const int fd = phx_rpc_mine(hub) ? reach(pid, number, cookie, 0, &slab_bytes) : -1;
     if (fd < 0)
         return NULL;
     phx_rpc_link *link = view(hub, fd, slab_bytes, 1);
@@ -246,6 +251,8 @@ void phx_rpc_drop(phx_rpc_link *link)
         close(link->pidfd);
     if (link->peer)
         munmap(link->peer, PHX_RPC_PAGE);
+    if (link->borrowed)
+        munmap(link->borrowed, link->borrowed_bytes);
     munmap(link->map, link->bytes);
     pthread_mutex_destroy(&link->slab.lock);
     pthread_mutex_destroy(&link->sending);
@@ -273,6 +280,12 @@ void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint
         return; /* a forked child; its parent still has the image */
     if (block == PHX_RPC_OWN)
         munmap((void *)(uintptr_t)where, nbytes);
+    else if ((block ^ PHX_RPC_LOAN) < PHX_RPC_LOANS) {
+        /* The pages that were changed here are copies. They must go before the memory gets another content. */
+        if (!phx_rpc_changed(link->hub->pagemap, where, nbytes) ||
+            madvise((void *)(uintptr_t)where, nbytes, MADV_DONTNEED) == 0)
+            atomic_store_explicit(&link->other->returned[block ^ PHX_RPC_LOAN], sequence, memory_order_release);
+    }
     else if (block < PHX_RPC_BLOCKS)
         atomic_store_explicit(&link->other->released[block], sequence, memory_order_release);
     phx_rpc_drop(link);

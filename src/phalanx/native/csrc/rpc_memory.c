@@ -64,6 +64,23 @@ int phx_rpc_back(void *data, uint64_t nbytes)
     return madvise(data, nbytes, MADV_POPULATE_WRITE) == 0 || (errno != EFAULT && errno != ENOMEM);
 }
 
+int phx_rpc_changed(int pagemap, uint64_t where, uint64_t nbytes)
+{
+    const uint64_t in_ram = 1ull << 63, swapped = 1ull << 62, of_file = 1ull << 61;
+    const uint64_t page = phx_rpc_page_bytes(), end = (where + nbytes + page - 1) / page;
+    uint64_t entries[512];
+    for (uint64_t at = where / page; at < end;) {
+        const uint64_t count = end - at < 512 ? end - at : 512;
+        if (pread(pagemap, entries, count * 8, (off_t)(at * 8)) != (ssize_t)(count * 8))
+            return 1;
+        for (uint64_t i = 0; i < count; i++)
+            if ((entries[i] & swapped) || ((entries[i] & in_ram) && !(entries[i] & of_file)))
+                return 1;
+        at += count;
+    }
+    return 0;
+}
+
 uint64_t phx_rpc_page_bytes(void)
 {
     static _Atomic uint64_t known; /* the same value, whichever thread writes it */

@@ -16,6 +16,10 @@ int phx_rpc_open_file(uint32_t pid, int number);
  * writing there would raise SIGBUS. Kernels before 5.14 cannot tell, and 1 is returned. */
 int phx_rpc_back(void *data, uint64_t nbytes);
 
+/* Whether this process has copies of pages of a private mapping of a file, because it has changed them. `pagemap` is a
+ * descriptor of its /proc/self/pagemap; without one, or if it says nothing, 1 is returned. */
+int phx_rpc_changed(int pagemap, uint64_t where, uint64_t nbytes);
+
 /* The bytes of a page: 4096, or 16384 or 65536 on some ARM systems. */
 uint64_t phx_rpc_page_bytes(void);
 

@@ -85,13 +85,15 @@ again:
 /* Map a slab's new pages at once, which is quicker than a page fault for each. */
 static void map_pages(const struct phx_rpc_box *box)
 {
-    if (box->block >= PHX_RPC_BLOCKS)
+    if (box->block >= PHX_RPC_INLINE)
         return;
     phx_rpc_link *link = (phx_rpc_link *)(uintptr_t)box->link;
-    const uint64_t at = box->where - (uintptr_t)link->their_slab, end = at + box->nbytes;
-    if (end <= atomic_load_explicit(&link->their_touched, memory_order_relaxed))
+    const int is_lent = box->block >= PHX_RPC_BLOCKS;
+    _Atomic uint64_t *touched = is_lent ? &link->borrowed_touched : &link->their_touched;
+    const uint64_t end = box->where - (uintptr_t)(is_lent ? link->borrowed : link->their_slab) + box->nbytes;
+    if (end <= atomic_load_explicit(touched, memory_order_relaxed))
         return;
-    atomic_store_explicit(&link->their_touched, end, memory_order_relaxed);
+    atomic_store_explicit(touched, end, memory_order_relaxed);
     const uint64_t before = box->where % phx_rpc_page_bytes();
     (void)!madvise((void *)(uintptr_t)(box->where - before), box->nbytes + before, MADV_POPULATE_READ);
 }

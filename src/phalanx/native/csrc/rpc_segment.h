@@ -1,6 +1,8 @@
 /* The shared memory of RPC between processes of one host: every word that two processes share.
  *
- * Each process with a hub has a *place*, one page, which every process that has a link to it maps. Each link has a
+ * Each process with a hub has a *place*, one page, which every process that has a link to it maps. A slab follows it, for
+ * images that go to several processes at once. Its receivers map that slab privately, because each may change what it has
+ * received; when a receiver returns an image, it drops the pages that it has changed. Each link has a
  * *channel*, made by the side that dials (side 0) and mapped by both. A side sends through two rings and a slab of its
  * own in it. A small image goes through the small ring. A large one lies in the slab, and only a record of it goes
  * through the bulk ring; if the slab has no room, the image goes through the bulk ring in pieces. Only its own side
@@ -38,6 +40,10 @@
  *               receiving side, release, with the block's sequence number, when nobody there can reach the block's memory
  *               any more; by the sending side, likewise, if the block was never sent. Read by the sending side, acquire,
  *               before it uses the block again. Death before: the link ends, and the whole channel with it.
+ *   returned    As `released`, for the images of the hub's slab: one for each loan, in the lender's side of the channel.
+ *               Death of the receiver: the lender finds that its process is gone.
+ *   borrows     Whether this side has mapped the other hub's slab. Written once, release; read by the other side, acquire,
+ *               before it lends anything.
  *   closed      Why its side has ended the link (enum phx_rpc_end), or 0. Written by that side, release, after all that it
  *               has sent. Read by the other, acquire, which ends the link too when it has taken everything. Death before:
  *               as any death.
@@ -60,11 +66,14 @@
 #define PHX_RPC_BULK_RING 1048576u
 #define PHX_RPC_PIECE 131072u /* of an image that goes in pieces: less than half of the bulk ring */
 #define PHX_RPC_BLOCKS 1024u
+#define PHX_RPC_LOANS 512u
+#define PHX_RPC_SHARED_AT 2097152u /* where the hub's slab begins in the file of its place */
 
 struct phx_rpc_place {
     uint64_t magic;
     uint32_t abi;
     uint8_t cookie[16];
+    uint64_t slab_bytes;
     _Alignas(PHX_RPC_LINE) _Atomic uint32_t bell, sleepers, spinners;
     _Alignas(PHX_RPC_LINE) _Atomic uint64_t alive_ns, python_ns;
 };
@@ -82,7 +91,9 @@ struct phx_rpc_side {
     int32_t fd;
     uint8_t place_cookie[16];
     uint64_t start_time, image;
+    _Atomic uint32_t borrows;
     _Alignas(PHX_RPC_LINE) _Atomic uint32_t released[PHX_RPC_BLOCKS];
+    _Alignas(PHX_RPC_LINE) _Atomic uint32_t returned[PHX_RPC_LOANS];
 };
 
 struct phx_rpc_channel {
@@ -99,13 +110,22 @@ struct phx_rpc_record {
     uint32_t type;
     uint64_t whole; /* of an image in pieces, in its first piece: the bytes of all of them */
 };
-enum phx_rpc_type { PHX_RPC_SKIP = 1, PHX_RPC_IMAGE, PHX_RPC_BLOCK, PHX_RPC_FIRST, PHX_RPC_MORE };
+enum phx_rpc_type { PHX_RPC_SKIP = 1, PHX_RPC_IMAGE, PHX_RPC_BLOCK, PHX_RPC_FIRST, PHX_RPC_MORE, PHX_RPC_LENT };
 
 /* What a PHX_RPC_BLOCK record says. */
 struct phx_rpc_block {
     uint64_t at, nbytes; /* in the slab */
     uint32_t block, sequence;
 };
+
+/* What a PHX_RPC_LENT record says: a block of the hub's slab, with the number and sequence number of the loan, and the call
+ * that the image is for here. */
+struct phx_rpc_lent {
+    struct phx_rpc_block block;
+    uint64_t call;
+};
+/* What is added to the number of a loan in a phx_rpc_box, to tell it from a block. */
+#define PHX_RPC_LOAN 0x80000000u
 
 /* Where the parts of a channel begin, each at a page; a side's ring or slab follows at its number times its size. */
 static inline uint64_t phx_rpc_rings_at(void)

@@ -24,6 +24,9 @@ struct phx_rpc_slab {
 int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block);
 /* If nothing was allocated for a while, give the system back what lies between the blocks in use and behind them. */
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns);
+/* Allocate a block for an image that is given in pieces, and copy it there. Returns as phx_rpc_allocate(). */
+int phx_rpc_copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *const *data, const uint64_t *sizes,
+                    struct phx_rpc_block *block);
 /* Describe a block by its number and sequence number. Returns 1, or 0 if it has been released since. */
 int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block);
 

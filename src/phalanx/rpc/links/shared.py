@@ -20,12 +20,13 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import c_int, c_uint32, c_uint64
+from functools import partial
 from pathlib import Path
 
 from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.image import OWN, Box, Damaged, pack, pieces, received
-from phalanx.rpc.message import Kind, Message
+from phalanx.rpc.message import Kind, Message, SentToMany
 from phalanx.system.awake import AwakeClock
 from phalanx.words import tell
 
@@ -126,32 +127,43 @@ class SharedLink(Link):
                 raise self._lost()
 
     def _send_large(self, message: Message, timeout_s: float) -> None:
-        patience = _Patience(self, _BULK_LANE, timeout_s)
+        if isinstance(message.buffers, SentToMany):
+            shared = message.buffers.copy_of(self._hub, partial(self._hub._share, message), self._hub._unshare)
+            lend = partial(self._core.phx_rpc_lend, self._handle, shared, message.call)
+            if shared and self._post(lend, timeout_s) != Status.BAD_ARGUMENT:
+                return
         with pieces(message) as where:
             placed = self._core.phx_rpc_put(self._handle, *where)  # beside other large messages, and small ones
+            if placed:
+                attempt = partial(self._core.phx_rpc_post, self._handle, placed)
+            else:
+                attempt = partial(self._core.phx_rpc_stream, self._handle, *where, c_uint64())
             try:
-                done = c_uint64()
-                while not self._bulk.acquire(timeout=0.05):
-                    patience.look()
-                    patience.check()
-                try:
-                    while True:
-                        patience.look()
-                        if placed:
-                            status = self._core.phx_rpc_post(self._handle, placed)
-                        else:
-                            status = self._core.phx_rpc_stream(self._handle, *where, done)
-                        if status != Status.UNDER_WAY:
-                            break
-                        patience.wait()
-                finally:
-                    self._bulk.release()
+                if self._post(attempt, timeout_s) != Status.OK:
+                    raise self._lost()
             except BaseException:
                 if placed:
                     self._core.phx_rpc_take_back(self._handle, placed)
                 raise
-        if status:
+
+    def _post(self, attempt: Callable[[], int], timeout_s: float) -> int:
+        """Call ``attempt``, which puts records into the bulk lane, until it has: its status."""
+        patience = _Patience(self, _BULK_LANE, timeout_s)
+        while not self._bulk.acquire(timeout=0.05):
+            patience.look()
+            patience.check()
+        try:
+            while True:
+                patience.look()
+                status = attempt()
+                if status != Status.UNDER_WAY:
+                    break
+                patience.wait()
+        finally:
+            self._bulk.release()
+        if status not in (Status.OK, Status.BAD_ARGUMENT):
             raise self._lost()
+        return status
 
     def _lost(self) -> LinkEnded:
         if os.getpid() != self._hub._pid:
@@ -215,7 +227,7 @@ class SharedHub:
         receiver: takes what comes.
         threads: on how many threads at most; they are started when they are needed.
         slab_bytes: how much of a link's memory large messages may take in each direction before they are copied in
-            pieces; a multiple of 4096.
+            pieces, and how much those to several workers may take together; a multiple of 4096.
 
     Raises:
         OSError: there can be none on this system.
@@ -237,7 +249,7 @@ class SharedHub:
         self._threads: set[threading.Thread] = set()
         self._most = threads
         self._closed = False
-        self._handle = self._core.phx_rpc_open(self._cookie)
+        self._handle = self._core.phx_rpc_open(self._cookie, slab_bytes)
         if not self._handle:
             error = ctypes.get_errno()
             raise OSError(error, f"no shared memory for RPC: {os.strerror(error)}")
@@ -323,6 +335,13 @@ class SharedHub:
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
+
+    def _share(self, message: Message) -> int:
+        with pieces(message) as where:
+            return int(self._core.phx_rpc_share(self._handle, *where))
+
+    def _unshare(self, shared: int) -> None:
+        self._core.phx_rpc_unshare(self._handle, shared)
 
     def _box(self) -> Box:
         try:
