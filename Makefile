@@ -55,6 +55,7 @@ benchmark: $(VENV)/.installed  ## The figures of docs/benchmarks.md, measured he
 	$(BIN)/python benchmarks/ddp_step.py
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/rpc_link.py
+	$(BIN)/python benchmarks/rpc_join.py
 
 sanitize: $(VENV)/.installed  ## The C core under sanitizers, ten times longer than in the tests
 	PHALANX_STRESS_SCALE=10 $(BIN)/python -m pytest tests/unit/test_sanitizers.py

@@ -28,39 +28,23 @@ from pathlib import Path
 from typing import Any
 
 # Why a test cannot pass over Phalanx, and which these are.
-_CALLS = "a script function calls others from inside TorchScript, whose C++ asks torch's own agent"
-_REFERENCES = "TorchScript holds references of torch's own agent only"
-_GRADIENTS = "TorchScript compiles calls of distributed autograd to torch's C++"
 _TORCHSCRIPT = {
-    _CALLS: {
-        "JitDistAutogradTest": "jit_fork_within_context restore_context_after_swtich_to_jit_thread",
-        "JitRpcTest": (
-            "all_kwargs_are_populated_by_defaults args_and_kwargs_contain_different_types "
-            "args_kwargs_are_neither_passed async_function_remote async_function_remote_multi async_function_simple "
-            "call_python_function_remotely_from_script_not_supported call_rpc_with_profiling "
-            "call_script_function_that_not_exists_remotely_from_script "
-            "call_script_function_that_raises_remotely_from_script future_passed_between_python_and_jit "
-            "kwargs_not_passed no_kwargs_are_populated_by_defaults record_function_on_caller_rpc_async "
-            "rpc_async_jit_profiled rpc_torchscript_record_function some_kwargs_are_populated_by_defaults"
-        ),
-    },
-    _REFERENCES: {
-        "DistAutogradTest": "trainer_ps_torchscript_functions",
-        "JitRpcTest": (
-            "load_script_module_with_pickled_rref local_rref_local_value my_script_module_with_rrefs "
-            "remote_script_module return_local_script_class_rref_in_py_and_use_in_script "
-            "return_local_script_module_rref_in_py_and_use_in_script rref_as_arg_and_return rref_is_owner "
-            "rref_jit_pickle_not_supported rref_list_mutate rref_local_value rref_python_annotation "
-            "user_rrefs_confirmed user_rrefs_confirmed_remote"
-        ),
+    "TorchScript compiles references that are attributes of a script module to torch's C++": {
+        "JitRpcTest": "load_script_module_with_pickled_rref my_script_module_with_rrefs",
         "RemoteModuleTest": (
             "forward_async forward_async_script forward_sync forward_sync_script "
             "remote_module_py_pickle_not_supported_script"
         ),
         "ThreeWorkersRemoteModuleTest": "send_remote_module_over_the_wire_script_not_supported",
     },
-    _GRADIENTS: {
-        "JitDistAutogradTest": "dist_backward get_gradients",
+    "script functions that use RPC run in Python, so the profiler shows their calls as Python's": {
+        "JitRpcTest": "record_function_on_caller_rpc_async rpc_async_jit_profiled rpc_torchscript_record_function",
+    },
+    "it requires that a script function cannot call a Python function; here it can": {
+        "JitRpcTest": "call_python_function_remotely_from_script_not_supported",
+    },
+    "it requires the text of the error that C++ raises when a script saves a reference; here it is Python's": {
+        "JitRpcTest": "rref_jit_pickle_not_supported",
     },
 }
 

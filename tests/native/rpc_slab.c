@@ -1,5 +1,7 @@
-/* The slab: random blocks never overlap and keep their bytes, all room comes back, and memory is given back when idle. */
+/* The slab: random blocks never overlap and keep their bytes, also those of several threads, all room comes back, memory
+ * is given back when idle, and a block for which the system has no memory is not allocated. */
 #define _GNU_SOURCE
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -58,6 +60,60 @@ static int allocate(uint64_t nbytes)
     return 1;
 }
 
+/* Blocks beyond the end of the file cannot have memory, as if the system had none left for them. */
+static void without_memory(void)
+{
+    const int fd = memfd_create("phalanx-test", MFD_CLOEXEC);
+    CHECK(fd >= 0 && ftruncate(fd, BYTES / 2) == 0);
+    char *whole = slab.data;
+    slab.data = mmap(NULL, BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(slab.data != MAP_FAILED);
+    slab.backed = slab.reached = 0;
+    for (int turn = 0; turn < 3; turn++) {
+        CHECK(!allocate(BYTES) && !allocate(BYTES / 2 + 1));
+        CHECK(allocate(BYTES / 4) && allocate(BYTES / 4) && !allocate(1));
+        release(turn % 2);
+        CHECK(allocate(BYTES / 4) && !allocate(BYTES / 4));
+        release(0);
+        release(0);
+    }
+    munmap(slab.data, BYTES);
+    slab.data = whole;
+    close(fd);
+}
+
+/* Several threads allocate, write, and release, while the slab is trimmed as if it had been idle. */
+static void *take_turns(void *seed)
+{
+    uint64_t state = (uintptr_t)seed;
+    for (int turn = 0; turn < 2000; turn++) {
+        struct phx_rpc_block block;
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        if (state % 50 == 0)
+            phx_rpc_trim(&slab, phx_now_ns() + LATER);
+        if (!phx_rpc_allocate(&slab, 1 + state % (BYTES / 3), &block))
+            continue;
+        const uint64_t step = 4096;
+        for (uint64_t i = 0; i < block.nbytes; i += step)
+            slab.data[block.at + i] = (char)block.sequence;
+        for (uint64_t i = 0; i < block.nbytes; i += step)
+            CHECK(slab.data[block.at + i] == (char)block.sequence);
+        atomic_store_explicit(&released[block.block], block.sequence, memory_order_release);
+    }
+    return NULL;
+}
+
+static void several_threads(void)
+{
+    pthread_t threads[4];
+    for (uintptr_t i = 0; i < 4; i++)
+        CHECK(pthread_create(&threads[i], NULL, take_turns, (void *)(i + 1)) == 0);
+    for (int i = 0; i < 4; i++)
+        pthread_join(threads[i], NULL);
+    CHECK(allocate(BYTES));
+    release(0);
+}
+
 int main(void)
 {
     const int fd = memfd_create("phalanx-test", MFD_CLOEXEC);
@@ -85,20 +141,49 @@ int main(void)
     CHECK(allocate(BYTES));
     release(0);
 
-    /* A block in the middle stays, and so does what lies before it. */
+    /* A block in the middle stays; what lies before and behind it goes, once the slab has not been used for a while. */
     CHECK(allocate(BYTES / 4) && allocate(BYTES / 4) && allocate(BYTES / 2));
     release(2);
     release(0);
     phx_rpc_trim(&slab, phx_now_ns());
     CHECK(taken(fd) == BYTES);
     phx_rpc_trim(&slab, phx_now_ns() + LATER);
-    CHECK(taken(fd) == BYTES / 2);
+    CHECK(taken(fd) == BYTES / 4);
+    CHECK(allocate(BYTES / 4)); /* it is in use again */
     release(0);
-    CHECK(allocate(100000)); /* it is in use again */
+    release(0);
     phx_rpc_trim(&slab, phx_now_ns());
     CHECK(taken(fd) == BYTES / 2);
-    release(0);
     phx_rpc_trim(&slab, phx_now_ns() + 2 * LATER);
     CHECK(taken(fd) == 0);
+
+    /* A block that is kept for long does not keep the memory before it, and what was given back can be used again. */
+    CHECK(allocate(BYTES / 4) && allocate(BYTES / 4) && allocate(BYTES / 4) && allocate(BYTES / 4));
+    release(0); /* the last one takes its place in the list */
+    release(1);
+    phx_rpc_trim(&slab, phx_now_ns() + 3 * LATER);
+    CHECK(taken(fd) == BYTES / 2);
+    CHECK(allocate(BYTES / 8) && allocate(BYTES / 8) && allocate(BYTES / 4) && !allocate(1));
+    CHECK(taken(fd) == BYTES);
+    while (count)
+        release(0);
+    phx_rpc_trim(&slab, phx_now_ns() + 4 * LATER);
+    CHECK(taken(fd) == 0);
+
+    /* The sequence numbers come round to one under which the block was released before. */
+    CHECK(allocate(1));
+    const uint32_t before = held[0].sequence;
+    release(0);
+    slab.sequence = before - 1;
+    CHECK(allocate(1) && held[0].sequence == before);
+    CHECK(allocate(1) && held[1].at != held[0].at);
+    release(0);
+    release(0);
+    slab.sequence = UINT32_MAX;
+    CHECK(allocate(1));
+    release(0);
+
+    several_threads();
+    without_memory();
     return 0;
 }

@@ -11,7 +11,7 @@ CORE = ROOT / "src/phalanx/native/csrc"
 
 def test_blocks_keep_apart_and_idle_memory_goes_back(tmp_path: Path) -> None:
     program = tmp_path / "slab"
-    sources = [ROOT / "tests/native/rpc_slab.c", CORE / "rpc_slab.c", CORE / "futex.c"]
+    sources = [ROOT / "tests/native/rpc_slab.c", *(CORE / name for name in ("rpc_slab.c", "rpc_memory.c", "futex.c"))]
     flags = ["-std=gnu11", "-O1", "-g", "-pthread", "-Wall", "-Wextra", "-Werror"]
     subprocess.run(["cc", *flags, f"-I{CORE}", *map(str, sources), "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=600)

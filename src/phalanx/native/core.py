@@ -207,7 +207,7 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
     hub = link = box = c_void_p
     pieces = [link, c_uint32, POINTER(c_void_p), POINTER(c_uint64)]
     for name, result, arguments in (
-        ("phx_rpc_open", hub, [c_char_p]),
+        ("phx_rpc_open", hub, [c_char_p, c_uint64]),
         ("phx_rpc_descriptor", c_int, [hub]),
         ("phx_rpc_shut", None, [hub]),
         ("phx_rpc_close", None, [hub]),
@@ -225,6 +225,9 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_post", c_int, [link, c_uint64]),
         ("phx_rpc_take_back", None, [link, c_uint64]),
         ("phx_rpc_stream", c_int, [*pieces, POINTER(c_uint64)]),
+        ("phx_rpc_share", c_uint64, [hub, *pieces[1:]]),
+        ("phx_rpc_unshare", None, [hub, c_uint64]),
+        ("phx_rpc_lend", c_int, [link, c_uint64, c_uint64]),
         ("phx_rpc_taken", c_uint64, [link, c_uint32]),
         ("phx_rpc_wait_room", None, [link, c_uint32, c_uint64]),
         ("phx_rpc_next", c_int, [hub, box]),

@@ -288,6 +288,7 @@ class Agent:
         self._connections.close()
         self._calls.close()
         self._handlers.close()
+        self._members.close()
         for call in self._calls.take_all():
             call.future.set_exception(self._ended_here(call))
         for callback in self._at_end:
@@ -380,8 +381,11 @@ class Agent:
 
     def _tell_of(self, peer: Member, why: str) -> None:
         how = "left" if why == "it has left" else "lost"
-        with contextlib.suppress(Exception):  # the store may be gone as well
-            self._members.leave(peer, why)
+        if how == "left":  # it has said so itself
+            self._members.note(peer, why)
+        else:
+            with contextlib.suppress(Exception):  # the store may be gone as well
+                self._members.leave(peer, why)
         for watcher in list(self._watchers):
             try:
                 watcher(peer, how)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import ArgumentError, InitializationError, RankError
+from phalanx.rpc.ending_store import EndingStore
 from phalanx.system.host import this_host
 from phalanx.wire.key import Key
 
@@ -107,7 +108,7 @@ class Members:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store = EndingStore(store)
         self._lock = threading.Lock()
         self._entries: dict[int, Member] = {}
         self._gone: dict[int, str] = {}
@@ -152,12 +153,20 @@ class Members:
                 )
             before = bearer
 
-    def leave(self, member: Member, why: str) -> None:
-        """Say that an incarnation is no more. The first reason stays."""
+    def note(self, member: Member, why: str) -> None:
+        """Note that an incarnation is no more, which the store knows already."""
         with self._lock:
             self._gone.setdefault(member.incarnation, why)
-        self._store.compare_set(f"gone/{member.incarnation}", "", why)
-        self._store.add("goings", 1)
+
+    def leave(self, member: Member, why: str) -> None:
+        """Say that an incarnation is no more. The first reason stays."""
+        self.note(member, why)
+        if self._store.compare_set(f"gone/{member.incarnation}", "", why).decode() == why:
+            self._store.add("goings", 1)  # else somebody has said so already
+
+    def close(self) -> None:
+        """Ask the store no more, and return when no thread does."""
+        self._store.close()
 
     def gone(self, member: Member) -> str:
         """Why this incarnation is no more; empty if it is not known to be gone."""

@@ -7,15 +7,40 @@ can hand it on without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-__all__ = ["Buffer", "Kind", "Message"]
+__all__ = ["Buffer", "Kind", "Message", "SentToMany"]
 
 # Memory of a tensor or of another large object: C-contiguous, of bytes. A received one may be written to, and it stays
 # valid as long as the object does.
 Buffer = memoryview
+
+
+class SentToMany(list[Buffer]):
+    """The buffers of messages to several workers, which are the same but for their numbers.
+
+    A way between processes may make one copy of such a message that all receivers read. It is given up with
+    :meth:`close`, when the last message has been sent; receivers keep what they have.
+    """
+
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
+        super().__init__(buffers)
+        self._copies: dict[object, tuple[int, Callable[[int], None]]] = {}
+
+    def copy_of(self, owner: object, make: Callable[[], int], give_up: Callable[[int], None]) -> int:
+        """The handle of ``owner``'s copy, which is made by ``make`` if there is none; 0 if none can be made."""
+        if owner not in self._copies:
+            self._copies[owner] = make(), give_up
+        return self._copies[owner][0]
+
+    def close(self) -> None:
+        """Give the copies up."""
+        while self._copies:
+            handle, give_up = self._copies.popitem()[1]
+            if handle:
+                give_up(handle)
 
 
 class Kind(IntEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import operator
 import threading
 import time
@@ -19,6 +20,7 @@ from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.codecs import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.rpc.message import SentToMany
 
 __all__ = ["ASKED", "CALL", "Asked", "call", "each", "name_of", "perform", "start"]
 
@@ -136,7 +138,10 @@ def each(
         return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
     (head, buffers), kept = in_transit.sending(ASKED.encode, (function, args, kwargs))
     name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
-    return [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=made) for to in group]
+    with contextlib.closing(SentToMany(buffers)) as shared:
+        return [
+            agent.request_encoded(to, CALL, head, shared, timeout_s, asked=name, kept=kept, made=made) for to in group
+        ]
 
 
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

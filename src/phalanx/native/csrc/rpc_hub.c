@@ -3,6 +3,7 @@
 #include "rpc_hub.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <poll.h>
@@ -12,8 +13,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
-
 
 #define TICK_MS 40
 #define MANY_LINKS 16u
@@ -52,9 +53,10 @@ void phx_rpc_ring(struct phx_rpc_place *place, uint32_t bits, uint32_t otherwise
 
 void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits)
 {
+    const int one = bits == PHX_RPC_SERVERS;
     atomic_fetch_add_explicit(&hub->place->bell, 1, memory_order_seq_cst);
-    if (atomic_load_explicit(&hub->place->sleepers, memory_order_seq_cst))
-        wake(hub->place, bits == PHX_RPC_SERVERS ? 1 : INT_MAX, bits);
+    if (atomic_load_explicit(one ? &hub->sleeping : &hub->place->sleepers, memory_order_seq_cst))
+        wake(hub->place, one ? 1 : INT_MAX, bits);
 }
 
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
@@ -62,6 +64,9 @@ void phx_rpc_ends(phx_rpc_link *link, uint32_t why)
     uint32_t not_yet = 0;
     if (!atomic_compare_exchange_strong(&link->ended, &not_yet, why))
         return;
+    atomic_store_explicit(&link->own->closed, why, memory_order_release);
+    if (link->peer)
+        phx_rpc_ring(link->peer, PHX_RPC_SERVERS, 0);
     phx_rpc_call_up(link->hub, PHX_RPC_SERVERS);
     phx_rpc_call_up(link->hub, PHX_RPC_WAITERS);
     phx_wake(phx_low_half(&link->own->rings[0].tail));
@@ -103,25 +108,51 @@ static void *watch(void *argument)
             room = more && others ? 2 * count : room;
         }
         count = count < room ? count : room;
-        for (uint32_t i = 0; i < count; i++) {
-            links[i] = hub->links[i];
-            polled[i] = (struct pollfd){.fd = atomic_load(&links[i]->ended) ? -1 : links[i]->pidfd, .events = POLLIN};
-            phx_rpc_hold(links[i]);
+        /* Those with a pidfd come first: poll() refuses more entries than the process may have descriptors. */
+        uint32_t watched = 0;
+        for (uint32_t i = 0, last = count; i < count; i++) {
+            phx_rpc_link *link = hub->links[i];
+            phx_rpc_hold(link);
+            if (link->pidfd < 0 || atomic_load(&link->ended)) {
+                links[--last] = link;
+                continue;
+            }
+            polled[watched] = (struct pollfd){.fd = link->pidfd, .events = POLLIN};
+            links[watched++] = link;
         }
         pthread_mutex_unlock(&hub->lock);
-        const int ready = poll(polled, count, count > MANY_LINKS ? MANY_TICK_MS : TICK_MS);
+        const long tick_ms = count > MANY_LINKS ? MANY_TICK_MS : TICK_MS;
+        const int ready = poll(polled, watched, (int)tick_ms);
+        if (ready < 0) /* the limit on descriptors was lowered since, or the kernel has no memory */
+            nanosleep(&(struct timespec){.tv_nsec = tick_ms * 1000000}, NULL);
         for (uint32_t i = 0; i < count; i++) {
-            if (ready > 0 && polled[i].revents)
+            if (ready > 0 && i < watched && polled[i].revents)
                 phx_rpc_ends(links[i], PHX_RPC_GONE);
             else if (!atomic_load(&links[i]->ended))
                 look_after(links[i], now);
             phx_rpc_trim(&links[i]->slab, now);
             phx_rpc_drop(links[i]);
         }
+        phx_rpc_collect(&hub->loans, 0);
+        phx_rpc_trim(&hub->loans.slab, now);
     }
     free(polled);
     free(links);
     return NULL;
+}
+
+/* How many cores this process may use. The kernel refuses a set that has fewer bits than the machine may have cores. */
+static uint32_t cores(void)
+{
+    for (int bits = CPU_SETSIZE; bits <= 1 << 20; bits *= 2) {
+        cpu_set_t *set = CPU_ALLOC((size_t)bits);
+        const size_t bytes = CPU_ALLOC_SIZE((size_t)bits);
+        const int found = set && sched_getaffinity(0, bytes, set) == 0 ? CPU_COUNT_S(bytes, set) : 0;
+        CPU_FREE(set);
+        if (found)
+            return (uint32_t)found;
+    }
+    return 1;
 }
 
 static int start_watcher(phx_rpc_hub *hub)
@@ -134,7 +165,48 @@ static int start_watcher(phx_rpc_hub *hub)
     return failed;
 }
 
-phx_rpc_hub *phx_rpc_open(const uint8_t *cookie)
+static uint64_t place_bytes(const phx_rpc_hub *hub)
+{
+    return PHX_RPC_SHARED_AT + hub->loans.slab.bytes;
+}
+
+/* Make the file of the hub's place and slab, and map it. Returns 0, or -1 with errno set. */
+static int make_place(phx_rpc_hub *hub, const uint8_t *cookie)
+{
+    hub->fd = phx_rpc_make_file(place_bytes(hub));
+    if (hub->fd < 0)
+        return -1;
+    char *map = mmap(NULL, place_bytes(hub), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, hub->fd, 0);
+    if (map != MAP_FAILED && phx_rpc_back(map, PHX_RPC_PAGE)) {
+        hub->place = (struct phx_rpc_place *)map;
+        hub->loans.slab.data = map + PHX_RPC_SHARED_AT;
+        hub->place->magic = PHX_RPC_MAGIC;
+        hub->place->abi = PHX_ABI;
+        hub->place->slab_bytes = hub->loans.slab.bytes;
+        memcpy(hub->place->cookie, cookie, sizeof hub->place->cookie);
+        return 0;
+    }
+    const int reason = map != MAP_FAILED ? ENOMEM : errno;
+    if (map != MAP_FAILED)
+        munmap(map, place_bytes(hub));
+    close(hub->fd);
+    errno = reason;
+    return -1;
+}
+
+static void free_hub(phx_rpc_hub *hub)
+{
+    if (hub->pagemap >= 0)
+        close(hub->pagemap);
+    munmap(hub->place, place_bytes(hub));
+    pthread_mutex_destroy(&hub->lock);
+    pthread_mutex_destroy(&hub->loans.lock);
+    pthread_mutex_destroy(&hub->loans.slab.lock);
+    free(hub->links);
+    free(hub);
+}
+
+phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, note_forks);
@@ -144,33 +216,30 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie)
         errno = ENOMEM;
         return NULL;
     }
-    hub->fd = memfd_create("phalanx-rpc", MFD_CLOEXEC);
-    void *page = MAP_FAILED;
-    if (hub->fd >= 0 && ftruncate(hub->fd, PHX_RPC_PAGE) == 0)
-        page = mmap(NULL, PHX_RPC_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, hub->fd, 0);
-    if (page != MAP_FAILED) {
-        cpu_set_t cores;
-        hub->place = page;
-        hub->place->magic = PHX_RPC_MAGIC;
-        hub->place->abi = PHX_ABI;
-        memcpy(hub->place->cookie, cookie, sizeof hub->place->cookie);
-        atomic_store(&hub->place->alive_ns, phx_now_ns());
-        phx_rpc_stamp(hub);
-        hub->forks = atomic_load(&phx_rpc_forks);
-        hub->cores = sched_getaffinity(0, sizeof cores, &cores) == 0 ? (uint32_t)CPU_COUNT(&cores) : 1;
-        atomic_store(&hub->refs, 1);
-        pthread_mutex_init(&hub->lock, NULL);
-        errno = start_watcher(hub);
-        if (!errno)
-            return hub;
-        munmap(page, PHX_RPC_PAGE);
+    hub->loans.slab.bytes = shared_bytes;
+    hub->loans.slab.released = hub->loans.released;
+    if (make_place(hub, cookie)) {
+        const int reason = errno;
+        free(hub->links);
+        free(hub);
+        errno = reason;
+        return NULL;
     }
-    const int reason = errno;
-    if (hub->fd >= 0)
-        close(hub->fd);
-    free(hub->links);
-    free(hub);
-    errno = reason;
+    atomic_store(&hub->place->alive_ns, phx_now_ns());
+    phx_rpc_stamp(hub);
+    hub->forks = atomic_load(&phx_rpc_forks);
+    hub->cores = cores();
+    atomic_store(&hub->refs, 1);
+    pthread_mutex_init(&hub->lock, NULL);
+    pthread_mutex_init(&hub->loans.lock, NULL);
+    pthread_mutex_init(&hub->loans.slab.lock, NULL);
+    hub->pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    const int failed = start_watcher(hub);
+    if (!failed)
+        return hub;
+    close(hub->fd);
+    free_hub(hub);
+    errno = failed;
     return NULL;
 }
 
@@ -195,6 +264,7 @@ void phx_rpc_shut(phx_rpc_hub *hub)
         phx_rpc_drop(link);
     }
     pthread_join(hub->watcher, NULL);
+    phx_rpc_collect(&hub->loans, 1); /* nothing is shared any more, so no receiver can see the memory change */
     close(hub->fd);
     phx_rpc_call_up(hub, PHX_RPC_SERVERS | PHX_RPC_WAITERS);
 }
@@ -203,10 +273,7 @@ void phx_rpc_unref(phx_rpc_hub *hub)
 {
     if (atomic_fetch_sub(&hub->refs, 1) != 1)
         return;
-    munmap(hub->place, PHX_RPC_PAGE);
-    pthread_mutex_destroy(&hub->lock);
-    free(hub->links);
-    free(hub);
+    free_hub(hub);
 }
 
 void phx_rpc_close(phx_rpc_hub *hub)

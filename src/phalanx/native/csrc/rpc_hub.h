@@ -6,12 +6,13 @@
 
 #include "process.h"
 #include "rpc.h"
+#include "rpc_loans.h"
 #include "rpc_ring.h"
 #include "rpc_slab.h"
 
 #define PHX_RPC_LINKS 4096u
 
-/* A message that was taken out of its ring before anybody could have it. */
+/* A message that was taken out of its ring before the thread that it is for has come for it. */
 struct phx_rpc_item {
     struct phx_rpc_item *next;
     struct phx_rpc_box box;
@@ -24,7 +25,7 @@ struct phx_rpc_inbox {
     struct phx_rpc_item *first, **last; /* taken out of the ring, in order, before what is still in it */
     uint64_t aside;                     /* bytes of those */
     uint32_t notices;                   /* how many of those are notices */
-    uint32_t begins;                    /* the kind of the message that somebody has and has not begun with; or 0 */
+    uint32_t begins;                    /* the kind of the message that a thread took and has not begun with; or 0 */
     char *assembly;                     /* an image that is coming in pieces */
     uint64_t assembled, whole;
     uint32_t copying;                   /* a thread copies a piece, without the lock */
@@ -46,7 +47,8 @@ struct phx_rpc_hub {
     uint32_t forks, cores;
     _Atomic uint32_t refs; /* the handle, and each link */
     _Atomic uint32_t shut;
-    _Atomic uint32_t serving, sleeping; /* threads in phx_rpc_next(), and how many of them sleep */
+    _Atomic uint32_t serving;  /* threads in phx_rpc_next() */
+    _Atomic uint32_t sleeping; /* how many of those sleep, or are about to; seq_cst, raised before they sleep */
     _Atomic uint32_t answers;
     _Atomic uint32_t answer_ns, request_ns; /* how long a wait for either has taken lately */
     pthread_t watcher;
@@ -54,11 +56,13 @@ struct phx_rpc_hub {
     phx_rpc_link **links; /* under the lock, like `count` and `turn` */
     _Atomic uint32_t count;
     uint32_t turn;
+    int pagemap; /* of this process; -1 if it has none */
+    struct phx_rpc_loans loans;
 };
 
 struct phx_rpc_link {
     phx_rpc_hub *hub;
-    _Atomic uint32_t refs; /* the handle, the hub's list, each received large image, who works on it without the lock */
+    _Atomic uint32_t refs; /* the handle, the hub's list, each received large image, a thread that works without the lock */
     char *map;
     uint64_t bytes;
     struct phx_rpc_channel *channel;
@@ -66,6 +70,9 @@ struct phx_rpc_link {
     struct phx_rpc_place *peer;
     char *their_slab;
     uint64_t slab_bytes;
+    char *borrowed; /* the other hub's slab, mapped privately; NULL if that could not be */
+    uint64_t borrowed_bytes;
+    _Atomic uint64_t borrowed_touched; /* how far it is mapped */
     _Atomic uint64_t their_touched; /* how far their slab is mapped here */
     struct phx_process process;
     uint32_t pid;
@@ -110,6 +117,13 @@ void phx_rpc_call_up(phx_rpc_hub *hub, uint32_t bits);
 void phx_rpc_ends(phx_rpc_link *link, uint32_t why);
 /* Cease to receive from a link, with the hub's lock held. */
 void phx_rpc_unlist(phx_rpc_link *link);
+
+/* Whether nothing can be sent: the link has ended, or the process was forked. */
+int phx_rpc_cannot_send(phx_rpc_link *link);
+/* What a send returns that found no room: try again; or, if the system has no memory left for the ring, the link ends. */
+int phx_rpc_no_room(phx_rpc_link *link, const struct phx_rpc_end_of_ring *out);
+/* Ring the other hub's bell for a thread that an image may be for. */
+void phx_rpc_ring_for(phx_rpc_link *link, const struct phx_rpc_image *image);
 
 void phx_rpc_unref(phx_rpc_hub *hub);
 

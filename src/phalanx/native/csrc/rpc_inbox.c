@@ -1,9 +1,9 @@
-/* Who gets what comes next in a lane.
+/* Deciding which thread gets the next message of a lane, since any thread that looks may find any message.
  *
- * A thread that serves (phx_rpc_next) takes it: a request, a notice, or an answer that nobody waits for in the core. A
- * thread that waits for an answer (phx_rpc_await) may find anything. Its own answer it takes; another's it hands to the
- * thread that waits for that; and the rest it sets aside, in order, for the threads that serve. An answer is not taken
- * before a notice that was sent before it. */
+ * A thread that serves (in phx_rpc_next) takes requests, notices, and answers that no thread in the core waits for. A
+ * thread that waits for an answer (in phx_rpc_await) takes that answer. Either hands an answer that another thread waits
+ * for to that thread. A thread that waits sets all other messages aside, in order, for the threads that serve. No answer
+ * is taken before a notice that was sent before it. */
 #define _GNU_SOURCE
 #include "rpc_inbox.h"
 
@@ -45,7 +45,8 @@ static void hand(phx_rpc_hub *hub, struct phx_rpc_waiter *waiter, uint64_t call)
     phx_rpc_call_up(hub, phx_rpc_bit(call));
 }
 
-/* Describe what a record brings: 1; 0: it is damaged. The image's header is copied, so that it is read once. */
+/* Describe the message that a record announces. Returns 1, or 0 if the record is damaged. The image's header is copied,
+ * because the other process can change it at any time. */
 static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_record *record, const char *bytes,
                     struct phx_rpc_box *box, struct phx_rpc_image *image)
 {
@@ -57,22 +58,30 @@ static int describe(phx_rpc_link *link, uint32_t lane, const struct phx_rpc_reco
         box->block = PHX_RPC_INLINE;
         return image->nbytes == record->nbytes;
     }
-    struct phx_rpc_block block;
-    if (record->type != PHX_RPC_BLOCK || lane != PHX_RPC_BULK_LANE || record->nbytes != sizeof block)
+    const int is_lent = record->type == PHX_RPC_LENT;
+    struct phx_rpc_lent lent;
+    if ((record->type != PHX_RPC_BLOCK && !is_lent) || lane != PHX_RPC_BULK_LANE ||
+        record->nbytes != (is_lent ? sizeof lent : sizeof lent.block) || (is_lent && !link->borrowed))
         return 0;
-    memcpy(&block, bytes, sizeof block);
-    if (block.block >= PHX_RPC_BLOCKS || block.at % 64 || block.at > link->slab_bytes ||
-        block.nbytes > link->slab_bytes - block.at || block.nbytes < sizeof *image)
+    memcpy(&lent, bytes, record->nbytes);
+    const struct phx_rpc_block *block = &lent.block;
+    const char *slab = is_lent ? link->borrowed : link->their_slab;
+    const uint64_t slab_bytes = is_lent ? link->borrowed_bytes : link->slab_bytes;
+    if (block->block >= (is_lent ? PHX_RPC_LOANS : PHX_RPC_BLOCKS) || block->at > slab_bytes ||
+        block->at % (is_lent ? phx_rpc_page_bytes() : 64) || block->nbytes > slab_bytes - block->at ||
+        block->nbytes < sizeof *image)
         return 0;
-    memcpy(image, link->their_slab + block.at, sizeof *image);
-    box->where = (uintptr_t)(link->their_slab + block.at);
+    memcpy(image, slab + block->at, sizeof *image);
+    if (is_lent)
+        image->call = lent.call;
+    box->where = (uintptr_t)(slab + block->at);
     box->nbytes = image->nbytes;
-    box->block = block.block;
-    box->sequence = block.sequence;
-    return image->nbytes >= sizeof *image && image->nbytes <= block.nbytes;
+    box->block = is_lent ? block->block | PHX_RPC_LOAN : block->block;
+    box->sequence = block->sequence;
+    return image->nbytes >= sizeof *image && image->nbytes <= block->nbytes;
 }
 
-/* How much private memory a message takes that was set aside. */
+/* How much private memory a message takes while it is set aside. */
 static uint64_t takes_aside(const struct phx_rpc_item *item)
 {
     return sizeof *item + (item->box.block >= PHX_RPC_INLINE ? item->box.nbytes : 0);
@@ -115,14 +124,20 @@ void phx_rpc_settle(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *
     }
 }
 
+/* Forget a message whose sender was interrupted after some of its pieces. */
+static void give_up(struct phx_rpc_inbox *inbox)
+{
+    munmap(inbox->assembly, inbox->whole);
+    inbox->assembly = NULL;
+}
+
 /* Copy a piece of an image into memory of its own, without the lock, so that small messages pass meanwhile. */
 static enum phx_rpc_step piece(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox,
                        const struct phx_rpc_record *record, const char *bytes)
 {
     if (record->type == PHX_RPC_FIRST) {
-        if (inbox->assembly) /* the sender gave up */
-            munmap(inbox->assembly, inbox->whole);
-        inbox->assembly = NULL;
+        if (inbox->assembly)
+            give_up(inbox);
         inbox->whole = record->whole;
         inbox->assembled = 0;
         if (record->whole < sizeof(struct phx_rpc_image) || record->whole > LARGEST) {
@@ -165,7 +180,7 @@ static enum phx_rpc_step piece(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_
             phx_rpc_settle(hub, link, inbox);
         }
     }
-    phx_rpc_drop(link); /* the list has one: only a link that was told or ended here has left it */
+    phx_rpc_drop(link); /* if this frees the link, it was ended here meanwhile, and nobody uses it any more */
     return PHX_RPC_MOVED;
 }
 
@@ -202,6 +217,8 @@ enum phx_rpc_step phx_rpc_look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t la
         if (inbox->copying || atomic_load(&link->ended) >= PHX_RPC_DAMAGED)
             return PHX_RPC_NOTHING;
         const int there = phx_rpc_peek(&inbox->in, &record, &bytes);
+        if (there > 0 && inbox->assembly && (record.type == PHX_RPC_BLOCK || record.type == PHX_RPC_LENT))
+            give_up(inbox);
         if (there > 0 && lane == PHX_RPC_BULK_LANE && (record.type == PHX_RPC_FIRST || record.type == PHX_RPC_MORE))
             return inbox->aside > ASIDE_BYTES ? PHX_RPC_NOTHING : piece(hub, link, inbox, &record, bytes);
         if (there < 0 || (there && !describe(link, lane, &record, bytes, &news, &image)))

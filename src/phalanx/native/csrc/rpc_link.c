@@ -2,8 +2,6 @@
 #define _GNU_SOURCE
 
 #include <errno.h>
-#include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -24,28 +22,31 @@ _Static_assert(2 * (PHX_RPC_SMALL + sizeof(struct phx_rpc_record)) <= PHX_RPC_SM
                    2 * (PHX_RPC_PIECE + sizeof(struct phx_rpc_record)) <= PHX_RPC_BULK_RING,
                "every record finds room at any place of an empty ring");
 
+static int is_slab(uint64_t bytes)
+{
+    return bytes && bytes % PHX_RPC_PAGE == 0 && bytes <= PHX_RPC_LARGEST_SLAB;
+}
+
 static uint64_t channel_bytes(uint64_t slab_bytes)
 {
     return phx_rpc_slabs_at() + 2 * slab_bytes;
 }
 
-/* Descriptor `number` of the process, if that is a file of this cookie; its first bytes are like those of `head`. */
-static int reach(uint32_t pid, int number, const uint8_t *cookie, uint64_t *slab_bytes)
+/* Open descriptor `number` of the process if it is the place, or the channel, of this cookie. */
+static int reach(uint32_t pid, int number, const uint8_t *cookie, int is_place, uint64_t *slab_bytes)
 {
-    char path[48];
     struct phx_rpc_channel head; /* the beginning of a place is the same */
     struct stat file;
-    snprintf(path, sizeof path, "/proc/%u/fd/%d", pid, number);
-    const int fd = open(path, O_RDWR | O_CLOEXEC);
+    const int fd = phx_rpc_open_file(pid, number);
     if (fd < 0)
         return -1;
     /* The descriptor's number may belong to another file by now, so nothing is mapped before this check. */
     const size_t start = offsetof(struct phx_rpc_channel, sides);
     if (pread(fd, &head, start, 0) == (ssize_t)start && head.magic == PHX_RPC_MAGIC && head.abi == PHX_ABI &&
-        memcmp(head.cookie, cookie, sizeof head.cookie) == 0 && fstat(fd, &file) == 0 &&
-        (uint64_t)file.st_size == (slab_bytes ? channel_bytes(head.slab_bytes) : PHX_RPC_PAGE)) {
-        if (slab_bytes)
-            *slab_bytes = head.slab_bytes;
+        memcmp(head.cookie, cookie, sizeof head.cookie) == 0 && fstat(fd, &file) == 0 && is_slab(head.slab_bytes) &&
+        (uint64_t)file.st_size ==
+            (is_place ? PHX_RPC_SHARED_AT + head.slab_bytes : channel_bytes(head.slab_bytes))) {
+        *slab_bytes = head.slab_bytes;
         return fd;
     }
     close(fd);
@@ -71,7 +72,11 @@ static phx_rpc_link *view(phx_rpc_hub *hub, int fd, uint64_t slab_bytes, uint32_
         return NULL;
     link->bytes = channel_bytes(slab_bytes);
     void *map = mmap(NULL, link->bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    if (map == MAP_FAILED) {
+    if (map == MAP_FAILED || !phx_rpc_back(map, sizeof(struct phx_rpc_channel))) {
+        if (map != MAP_FAILED) {
+            munmap(map, link->bytes);
+            errno = ENOMEM;
+        }
         free(link);
         return NULL;
     }
@@ -112,14 +117,20 @@ static void say_who(phx_rpc_link *link)
 /* Map the other process's place, and look at the process. */
 static int meet(phx_rpc_link *link, uint32_t pid, int place_fd, const uint8_t *place_cookie)
 {
-    const int fd = reach(pid, place_fd, place_cookie, NULL);
+    const int fd = reach(pid, place_fd, place_cookie, 1, &link->borrowed_bytes);
     if (fd < 0)
         return -1;
     void *page = mmap(NULL, PHX_RPC_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    void *slab = mmap(NULL, link->borrowed_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd,
+                      PHX_RPC_SHARED_AT);
     close(fd);
+    if (slab != MAP_FAILED)
+        link->borrowed = slab;
     if (page == MAP_FAILED)
         return -1;
     link->peer = page;
+    if (link->borrowed)
+        atomic_store_explicit(&link->own->borrows, 1, memory_order_release);
     link->pid = pid;
     if (phx_own_pid() == (uint32_t)getpid()) /* else pids mean others here than in this process's /proc */
         link->pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
@@ -147,7 +158,8 @@ int phx_rpc_begin(phx_rpc_link *link)
     if (!phx_rpc_mine(hub))
         return PHX_PEER_LOST;
     pthread_mutex_lock(&hub->lock);
-    const int room = hub->count < PHX_RPC_LINKS && !atomic_load(&hub->shut) && !link->listed && !link->told;
+    const int room =
+        link->peer && hub->count < PHX_RPC_LINKS && !atomic_load(&hub->shut) && !link->listed && !link->told;
     if (room) {
         hub->links[hub->count++] = link;
         link->listed = 1;
@@ -161,14 +173,12 @@ int phx_rpc_begin(phx_rpc_link *link)
 
 phx_rpc_link *phx_rpc_offer(phx_rpc_hub *hub, const uint8_t *cookie, uint64_t slab_bytes, int *fd)
 {
-    if (!phx_rpc_mine(hub) || atomic_load(&hub->shut)) {
+    if (!phx_rpc_mine(hub) || atomic_load(&hub->shut) || !is_slab(slab_bytes)) {
         errno = EINVAL;
         return NULL;
     }
-    *fd = memfd_create("phalanx-rpc", MFD_CLOEXEC);
-    phx_rpc_link *link = NULL;
-    if (*fd >= 0 && ftruncate(*fd, (off_t)channel_bytes(slab_bytes)) == 0)
-        link = view(hub, *fd, slab_bytes, 0);
+    *fd = phx_rpc_make_file(channel_bytes(slab_bytes));
+    phx_rpc_link *link = *fd >= 0 ? view(hub, *fd, slab_bytes, 0) : NULL;
     if (link) {
         link->channel->magic = PHX_RPC_MAGIC;
         link->channel->abi = PHX_ABI;
@@ -188,7 +198,7 @@ phx_rpc_link *phx_rpc_accept(phx_rpc_hub *hub, uint32_t pid, int number, const u
                              const uint8_t *place_cookie)
 {
     uint64_t slab_bytes = 0;
-    const int fd = phx_rpc_mine(hub) ? reach(pid, number, cookie, &slab_bytes) : -1;
+    const int fd = phx_rpc_mine(hub) ? reach(pid, number, cookie, 0, &slab_bytes) : -1;
     if (fd < 0)
         return NULL;
     phx_rpc_link *link = view(hub, fd, slab_bytes, 1);
@@ -241,6 +251,8 @@ void phx_rpc_drop(phx_rpc_link *link)
         close(link->pidfd);
     if (link->peer)
         munmap(link->peer, PHX_RPC_PAGE);
+    if (link->borrowed)
+        munmap(link->borrowed, link->borrowed_bytes);
     munmap(link->map, link->bytes);
     pthread_mutex_destroy(&link->slab.lock);
     pthread_mutex_destroy(&link->sending);
@@ -254,9 +266,6 @@ void phx_rpc_end(phx_rpc_link *link)
     if (!phx_rpc_mine(hub))
         return;
     phx_rpc_ends(link, PHX_RPC_HERE);
-    atomic_store_explicit(&link->own->closed, 1, memory_order_release);
-    if (link->peer)
-        phx_rpc_ring(link->peer, PHX_RPC_SERVERS, 0);
     phx_rpc_hold(link);
     pthread_mutex_lock(&hub->lock);
     link->told = 1;
@@ -271,6 +280,12 @@ void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint
         return; /* a forked child; its parent still has the image */
     if (block == PHX_RPC_OWN)
         munmap((void *)(uintptr_t)where, nbytes);
+    else if ((block ^ PHX_RPC_LOAN) < PHX_RPC_LOANS) {
+        /* The pages that were changed here are copies. They must go before the memory gets another content. */
+        if (!phx_rpc_changed(link->hub->pagemap, where, nbytes) ||
+            madvise((void *)(uintptr_t)where, nbytes, MADV_DONTNEED) == 0)
+            atomic_store_explicit(&link->other->returned[block ^ PHX_RPC_LOAN], sequence, memory_order_release);
+    }
     else if (block < PHX_RPC_BLOCKS)
         atomic_store_explicit(&link->other->released[block], sequence, memory_order_release);
     phx_rpc_drop(link);

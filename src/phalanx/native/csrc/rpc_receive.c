@@ -1,4 +1,4 @@
-/* Receiving: any number of threads look at all rings, one at a time, and each leaves with what it may have. */
+/* Receiving: any number of threads look at all rings, one at a time, and each leaves with a message that is for it. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <linux/futex.h>
@@ -31,11 +31,12 @@ static int drained(const phx_rpc_link *link)
     return 1;
 }
 
-/* Tell of the end of a link, once, after its last message. */
+/* Put the news that a link has ended into the box, once, after its last message. Returns whether it did. */
 static int tell(phx_rpc_link *link, struct phx_rpc_box *box)
 {
-    if (!atomic_load(&link->ended) && atomic_load_explicit(&link->other->closed, memory_order_acquire))
-        phx_rpc_ends(link, PHX_RPC_CLOSED);
+    const uint32_t closed = atomic_load_explicit(&link->other->closed, memory_order_acquire);
+    if (closed && !atomic_load(&link->ended))
+        phx_rpc_ends(link, closed >= PHX_RPC_DAMAGED ? PHX_RPC_GAVE_UP : PHX_RPC_CLOSED);
     const uint32_t why = atomic_load(&link->ended);
     if (!why || link->told || !drained(link))
         return 0;
@@ -85,18 +86,26 @@ again:
     return 0;
 }
 
-/* Map a slab's new pages at once, which is quicker than one fault after the other. */
+/* Map a slab's new pages at once, which is quicker than a page fault for each. */
 static void map_pages(const struct phx_rpc_box *box)
 {
-    if (box->block >= PHX_RPC_BLOCKS)
+    if (box->block >= PHX_RPC_INLINE)
         return;
     phx_rpc_link *link = (phx_rpc_link *)(uintptr_t)box->link;
-    const uint64_t at = box->where - (uintptr_t)link->their_slab, end = at + box->nbytes;
-    if (end <= atomic_load_explicit(&link->their_touched, memory_order_relaxed))
+    const int is_lent = box->block >= PHX_RPC_BLOCKS;
+    _Atomic uint64_t *touched = is_lent ? &link->borrowed_touched : &link->their_touched;
+    const uint64_t end = box->where - (uintptr_t)(is_lent ? link->borrowed : link->their_slab) + box->nbytes;
+    if (end <= atomic_load_explicit(touched, memory_order_relaxed))
         return;
-    atomic_store_explicit(&link->their_touched, end, memory_order_relaxed);
-    (void)!madvise((void *)(uintptr_t)(box->where / PHX_RPC_PAGE * PHX_RPC_PAGE),
-                   box->nbytes + box->where % PHX_RPC_PAGE, MADV_POPULATE_READ);
+    atomic_store_explicit(touched, end, memory_order_relaxed);
+    const uint64_t before = box->where % phx_rpc_page_bytes();
+    (void)!madvise((void *)(uintptr_t)(box->where - before), box->nbytes + before, MADV_POPULATE_READ);
+}
+
+static void took(struct phx_rpc_box *box, uint32_t taken)
+{
+    box->taken = taken + 1;
+    map_pages(box);
 }
 
 static int sleep_on(phx_rpc_hub *hub, uint32_t bell, uint32_t bits, uint64_t nap_ns, int serves)
@@ -113,7 +122,7 @@ static int sleep_on(phx_rpc_hub *hub, uint32_t bell, uint32_t bits, uint64_t nap
     return reason == ETIMEDOUT || reason == EINTR;
 }
 
-/* Watch the bell for a short time: 1 if it rang. */
+/* Watch the bell for a short time. Returns whether it rang. */
 static int spin(phx_rpc_hub *hub, uint32_t bell, uint64_t until)
 {
     _Atomic uint32_t *word = &hub->place->bell;
@@ -161,7 +170,7 @@ static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_wai
             phx_rpc_unhook(hub, self->link, self->call);
         const int filled = self && atomic_load(&self->filled);
         pthread_mutex_unlock(&hub->lock);
-        if (leave && atomic_load(&hub->sleeping))
+        if (leave) /* also if none sleeps: one may have looked before, and be about to sleep */
             phx_rpc_call_up(hub, PHX_RPC_SERVERS);
         if (found || filled) {
             note(usual, phx_now_ns() - begun);
@@ -185,11 +194,12 @@ int phx_rpc_next(phx_rpc_hub *hub, struct phx_rpc_box *box)
 {
     if (!phx_rpc_mine(hub))
         return PHX_PEER_LOST;
+    const uint32_t taken = box->taken;
     atomic_fetch_add(&hub->serving, 1);
     const int status = receive(hub, box, NULL, 0);
     box->idle = atomic_fetch_sub(&hub->serving, 1) - 1;
     if (status == PHX_OK)
-        map_pages(box);
+        took(box, taken);
     return status;
 }
 
@@ -197,6 +207,7 @@ int phx_rpc_await(phx_rpc_hub *hub, phx_rpc_link *link, uint64_t call, uint32_t 
 {
     if (!phx_rpc_mine(hub))
         return PHX_PEER_LOST;
+    const uint32_t taken = box->taken;
     struct phx_rpc_waiter self = {.link = link, .call = call, .box = box};
     pthread_mutex_lock(&hub->lock);
     self.next = hub->waiters;
@@ -204,14 +215,16 @@ int phx_rpc_await(phx_rpc_hub *hub, phx_rpc_link *link, uint64_t call, uint32_t 
     for (uint32_t lane = 0; lane < PHX_RPC_LANES && !link->told; lane++)
         phx_rpc_settle(hub, link, &link->inboxes[lane]);
     pthread_mutex_unlock(&hub->lock);
-    const int status = receive(hub, box, &self, answers);
+    int status = receive(hub, box, &self, answers);
     if (status == PHX_PEER_LOST) {
         pthread_mutex_lock(&hub->lock);
         phx_rpc_unhook(hub, link, call);
+        if (atomic_load(&self.filled)) /* by another thread, since this one last looked */
+            status = PHX_OK;
         pthread_mutex_unlock(&hub->lock);
     }
     if (status == PHX_OK)
-        map_pages(box);
+        took(box, taken);
     return status;
 }
 

@@ -5,19 +5,24 @@
 #include <stddef.h>
 
 #include "futex.h"
+#include "rpc_memory.h"
 #include "rpc_segment.h"
 
-/* One end of a ring: where it lies, and how far this end is. */
+/* One end of a ring: where it lies, and how far this end is. The sender's is guarded by a lock of its process, the
+ * receiver's by its hub's. */
 struct phx_rpc_end_of_ring {
     struct phx_rpc_ring *ring;
     char *data;
     uint64_t bytes;
     uint64_t at;   /* the sender's head, or the receiver's tail */
     uint64_t seen; /* the other end's counter, as last read */
+    uint64_t backed; /* of the sender: how much of the ring, from its start, has memory of the system */
+    uint32_t no_memory; /* of the sender: the system had no more for it */
 };
 
 #define PHX_RPC_RECORD sizeof(struct phx_rpc_record)
-/* A ring that is empty goes on at its start once it is past this, so that one with little traffic has few pages. */
+/* The sender of an empty ring continues at its start once it is past this, so that a ring with little traffic has few
+ * pages. */
 #define PHX_RPC_FRESH 16384u
 
 static inline uint64_t phx_rpc_takes(uint64_t nbytes)
@@ -25,7 +30,19 @@ static inline uint64_t phx_rpc_takes(uint64_t nbytes)
     return PHX_RPC_RECORD + (nbytes + 15) / 16 * 16;
 }
 
-/* Room for a record of `nbytes`, half of the ring at most, written but for what follows it; NULL: there is none. */
+/* Have the system provide the ring's memory up to `end`, and some more, so that it is seldom asked. */
+static inline int phx_rpc_back_ring(struct phx_rpc_end_of_ring *out, uint64_t end)
+{
+    const uint64_t page = phx_rpc_page_bytes(), step = page > PHX_RPC_FRESH ? page : PHX_RPC_FRESH;
+    end = (end + step - 1) / step * step;
+    out->no_memory = !phx_rpc_back(out->data + out->backed, end - out->backed);
+    if (!out->no_memory)
+        out->backed = end;
+    return !out->no_memory;
+}
+
+/* Find room for a record of `nbytes`, half of the ring at most, and write its header. Returns where its bytes go, or NULL
+ * if there is no room, or no memory (`no_memory`). */
 static inline void *phx_rpc_reserve(struct phx_rpc_end_of_ring *out, uint32_t type, uint64_t nbytes, uint64_t whole)
 {
     const uint64_t need = phx_rpc_takes(nbytes), at = out->at % out->bytes, rest = out->bytes - at;
@@ -35,6 +52,10 @@ static inline void *phx_rpc_reserve(struct phx_rpc_end_of_ring *out, uint32_t ty
     if (!skip && at >= PHX_RPC_FRESH && out->seen == out->at && rest + need <= out->bytes)
         skip = rest;
     if (out->at + skip + need - out->seen > out->bytes)
+        return NULL;
+    const uint64_t end = skip ? at + PHX_RPC_RECORD : at + need;
+    if ((end > out->backed && !phx_rpc_back_ring(out, end)) ||
+        (skip && need > out->backed && !phx_rpc_back_ring(out, need)))
         return NULL;
     if (skip) {
         *(struct phx_rpc_record *)(out->data + at) =
@@ -67,7 +88,8 @@ static inline void phx_rpc_advance(struct phx_rpc_end_of_ring *in, uint64_t byte
         phx_wake(phx_low_half(&in->ring->tail));
 }
 
-/* The next record: 1 with a copy of it, and where its bytes are; 0: there is none; -1: this is no ring any more. */
+/* Look at the next record. Returns 1 with a copy of it, and where its bytes are; 0 if there is none; -1 if what is there
+ * cannot be a record. */
 static inline int phx_rpc_peek(struct phx_rpc_end_of_ring *in, struct phx_rpc_record *record, const char **bytes)
 {
     for (;;) {

@@ -10,12 +10,20 @@
 #define ROOM_NS 50000u       /* how long to wait for room for a piece before this thread sleeps */
 #define TURN_BYTES 524288u   /* a long copy lets other threads have the core after so many bytes */
 
-static int cannot(phx_rpc_link *link)
+int phx_rpc_cannot_send(phx_rpc_link *link)
 {
     return !phx_rpc_mine(link->hub) || atomic_load_explicit(&link->ended, memory_order_relaxed) || !link->peer;
 }
 
-static void ring_for(phx_rpc_link *link, const struct phx_rpc_image *image)
+int phx_rpc_no_room(phx_rpc_link *link, const struct phx_rpc_end_of_ring *out)
+{
+    if (!out->no_memory)
+        return PHX_UNDER_WAY;
+    phx_rpc_ends(link, PHX_RPC_NO_MEMORY);
+    return PHX_PEER_LOST;
+}
+
+void phx_rpc_ring_for(phx_rpc_link *link, const struct phx_rpc_image *image)
 {
     if (image->kind == PHX_RPC_ANSWER || image->kind == PHX_RPC_FAILURE)
         phx_rpc_ring(link->peer, phx_rpc_bit(image->call), PHX_RPC_SERVERS);
@@ -25,7 +33,7 @@ static void ring_for(phx_rpc_link *link, const struct phx_rpc_image *image)
 
 int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
 {
-    if (cannot(link))
+    if (phx_rpc_cannot_send(link))
         return PHX_PEER_LOST;
     if (nbytes < sizeof(struct phx_rpc_image) || nbytes > PHX_RPC_SMALL)
         return PHX_BAD_ARGUMENT;
@@ -36,11 +44,11 @@ int phx_rpc_send(phx_rpc_link *link, const void *image, uint64_t nbytes)
         memcpy(place, image, nbytes);
         phx_rpc_publish(out, nbytes);
     }
+    const int status = place ? PHX_OK : phx_rpc_no_room(link, out);
     pthread_mutex_unlock(&link->sending);
-    if (!place)
-        return PHX_UNDER_WAY;
-    ring_for(link, image);
-    return PHX_OK;
+    if (place)
+        phx_rpc_ring_for(link, image);
+    return status;
 }
 
 /* Copy `nbytes` from byte `from` on of what the pieces are together. */
@@ -71,19 +79,27 @@ static uint64_t sum(uint32_t pieces, const uint64_t *sizes)
     return nbytes;
 }
 
-uint64_t phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes)
+int phx_rpc_copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *const *data, const uint64_t *sizes,
+                    struct phx_rpc_block *block)
 {
-    struct phx_rpc_block block;
     const uint64_t nbytes = sum(pieces, sizes);
-    if (cannot(link) || nbytes > link->slab.bytes || !phx_rpc_allocate(&link->slab, nbytes, &block))
+    if (nbytes > slab->bytes || !phx_rpc_allocate(slab, nbytes, block))
         return 0;
     for (uint64_t done = 0; done < nbytes;) {
         const uint64_t some = nbytes - done < TURN_BYTES ? nbytes - done : TURN_BYTES;
-        gather(link->slab.data + block.at + done, pieces, data, sizes, done, some, nbytes >= STREAM_FROM);
+        gather(slab->data + block->at + done, pieces, data, sizes, done, some, nbytes >= STREAM_FROM);
         done += some;
         if (done < nbytes)
             sched_yield();
     }
+    return 1;
+}
+
+uint64_t phx_rpc_put(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes)
+{
+    struct phx_rpc_block block;
+    if (phx_rpc_cannot_send(link) || !phx_rpc_copy_in(&link->slab, pieces, data, sizes, &block))
+        return 0;
     return (uint64_t)block.sequence << 32 | block.block;
 }
 
@@ -91,18 +107,18 @@ int phx_rpc_post(phx_rpc_link *link, uint64_t handle)
 {
     struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
     struct phx_rpc_block block;
-    if (cannot(link))
+    if (phx_rpc_cannot_send(link))
         return PHX_PEER_LOST;
     if (!phx_rpc_find(&link->slab, (uint32_t)handle, (uint32_t)(handle >> 32), &block))
         return PHX_BAD_ARGUMENT;
     void *place = phx_rpc_reserve(out, PHX_RPC_BLOCK, sizeof block, 0);
     if (!place)
-        return PHX_UNDER_WAY;
+        return phx_rpc_no_room(link, out);
     struct phx_rpc_image image; /* once it is published, the block may be released and used again */
     memcpy(&image, link->slab.data + block.at, sizeof image);
     memcpy(place, &block, sizeof block);
     phx_rpc_publish(out, sizeof block);
-    ring_for(link, &image);
+    phx_rpc_ring_for(link, &image);
     return PHX_OK;
 }
 
@@ -113,7 +129,8 @@ void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle)
         atomic_store_explicit(&link->own->released[block.block], block.sequence, memory_order_release);
 }
 
-/* Wait for the other process to take something after it had taken `taken`: 1; 0 if it did not, or a signal came. */
+/* Wait for the other process to take something after it had taken `taken`. Returns 1, or 0 if it did not, or if a signal
+ * came. */
 static int took(struct phx_rpc_ring *ring, uint64_t taken)
 {
     const uint64_t until = phx_now_ns() + ROOM_NS;
@@ -131,27 +148,27 @@ int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data,
     struct phx_rpc_end_of_ring *out = &link->out[PHX_RPC_BULK_LANE];
     const uint64_t nbytes = sum(pieces, sizes);
     while (*done < nbytes) {
-        if (cannot(link))
+        if (phx_rpc_cannot_send(link))
             return PHX_PEER_LOST;
         const uint64_t some = nbytes - *done < PHX_RPC_PIECE ? nbytes - *done : PHX_RPC_PIECE;
         const uint64_t taken = atomic_load_explicit(&out->ring->tail, memory_order_acquire);
         void *place = phx_rpc_reserve(out, *done ? PHX_RPC_MORE : PHX_RPC_FIRST, some, nbytes);
-        if (!place && !took(out->ring, taken))
-            return PHX_UNDER_WAY;
+        if (!place && (out->no_memory || !took(out->ring, taken)))
+            return phx_rpc_no_room(link, out);
         if (!place)
             continue;
         gather(place, pieces, data, sizes, *done, some, 0);
         phx_rpc_publish(out, some);
         *done += some;
         /* The first piece of memory is the beginning of the image. A waiting caller assembles its answer itself. */
-        ring_for(link, data[0]);
+        phx_rpc_ring_for(link, data[0]);
     }
     return PHX_OK;
 }
 
 void phx_rpc_wait_room(phx_rpc_link *link, uint32_t lane, uint64_t taken)
 {
-    if (cannot(link))
+    if (phx_rpc_cannot_send(link))
         return;
     struct phx_rpc_ring *ring = link->out[lane].ring;
     if (atomic_load_explicit(&ring->tail, memory_order_acquire) == taken)

@@ -7,11 +7,8 @@
 #include <sys/mman.h>
 
 #include "futex.h"
+#include "rpc_memory.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
-#define ALIGN 4096u
 #define KEEP_BYTES 1048576u
 #define KEEP_NS 10000000000ull
 
@@ -51,39 +48,60 @@ static int place(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_bloc
     slab->used++;
     if (++slab->sequence == 0)
         slab->sequence = 1;
+    /* Else a number that was released long ago would release this block when the sequence numbers come round to it. */
+    atomic_store_explicit(&slab->released[number], 0, memory_order_relaxed);
     slab->blocks[number] = *block =
         (struct phx_rpc_block){.at = at, .nbytes = nbytes, .block = number, .sequence = slab->sequence};
     return 1;
 }
 
+/* Have the system provide a block's memory, all at once, which is also quicker than a page fault for each page. */
+static int back(struct phx_rpc_slab *slab, const struct phx_rpc_block *block, uint64_t backed)
+{
+    const uint64_t from = backed > block->at ? backed : block->at, end = block->at + block->nbytes;
+    if (from >= end || phx_rpc_back(slab->data + from, end - from))
+        return 1;
+    pthread_mutex_lock(&slab->lock);
+    if (slab->backed > from)
+        slab->backed = from;
+    pthread_mutex_unlock(&slab->lock);
+    atomic_store_explicit(&slab->released[block->block], block->sequence, memory_order_release);
+    return 0;
+}
+
 int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block)
 {
-    nbytes = (nbytes + ALIGN - 1) / ALIGN * ALIGN;
+    const uint64_t page = phx_rpc_page_bytes();
+    nbytes = (nbytes + page - 1) / page * page;
     pthread_mutex_lock(&slab->lock);
     const int found = place(slab, nbytes, block);
-    uint64_t from = slab->touched;
-    const uint64_t to = found ? block->at + nbytes : 0;
-    if (to > from)
-        slab->touched = to;
+    const uint64_t backed = slab->backed, end = found ? block->at + nbytes : 0;
+    if (end > backed && block->at <= backed)
+        slab->backed = end;
+    if (end > slab->reached)
+        slab->reached = end;
     slab->used_ns = phx_now_ns();
     pthread_mutex_unlock(&slab->lock);
-    if (found && from < block->at)
-        from = block->at;
-    /* All at once is quicker than a page fault for each page. Where the kernel cannot, the copy takes them. */
-    if (to > from)
-        (void)!madvise(slab->data + from, to - from, MADV_POPULATE_WRITE);
-    return found;
+    return found && back(slab, block, backed);
 }
 
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns)
 {
     pthread_mutex_lock(&slab->lock);
-    if (slab->touched > KEEP_BYTES && slab->used_ns + KEEP_NS < now_ns) {
+    if (slab->reached > KEEP_BYTES && slab->used_ns + KEEP_NS < now_ns) {
         sweep(slab);
-        const struct phx_rpc_block *last = slab->used ? &slab->blocks[slab->order[slab->used - 1]] : NULL;
-        const uint64_t end = last ? last->at + last->nbytes : 0;
-        if (slab->touched > end + KEEP_BYTES && madvise(slab->data + end, slab->touched - end, MADV_REMOVE) == 0)
-            slab->touched = end;
+        uint64_t at = 0;
+        for (uint32_t i = 0; i <= slab->used; i++) {
+            const struct phx_rpc_block *next = i < slab->used ? &slab->blocks[slab->order[i]] : NULL;
+            const uint64_t end = next ? next->at : slab->reached;
+            if (end > at + KEEP_BYTES && madvise(slab->data + at, end - at, MADV_REMOVE) == 0) {
+                if (slab->backed > at)
+                    slab->backed = at;
+                if (!next)
+                    slab->reached = at;
+            }
+            at = next ? next->at + next->nbytes : at;
+        }
         slab->used_ns = now_ns; /* look again after as long */
     }
     pthread_mutex_unlock(&slab->lock);

@@ -6,23 +6,28 @@
 
 #include "rpc_segment.h"
 
+/* One side's notes of its slab, in its private memory. The lock guards all but `data`, `bytes` and `released`. */
 struct phx_rpc_slab {
     pthread_mutex_t lock;
     char *data;
     uint64_t bytes;
     _Atomic uint32_t *released;
-    uint64_t touched; /* how far memory has been taken for it */
-    uint64_t used_ns; /* when a block was last allocated */
+    uint64_t backed;  /* everything before this place has memory of the system */
+    uint64_t reached; /* nothing behind this place has */
+    uint64_t used_ns; /* when a block was last allocated, or trimming was tried */
     uint32_t sequence, used;
     uint16_t order[PHX_RPC_BLOCKS]; /* the used blocks, by where they lie */
-    struct phx_rpc_block blocks[PHX_RPC_BLOCKS];
+    struct phx_rpc_block blocks[PHX_RPC_BLOCKS]; /* by number; one that is not used has the sequence number 0 */
 };
 
-/* A block of `nbytes`: 1, or 0 if there is no room. Its memory belongs to the caller. */
+/* Allocate a block of `nbytes`, whose memory the caller may write. Returns 1, or 0 if there is no room, or no memory. */
 int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block);
-/* Give memory back that has not been used for a while. */
+/* If nothing was allocated for a while, give the system back what lies between the blocks in use and behind them. */
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns);
-/* What a block that was allocated here is; 0 if it is none any more. */
+/* Allocate a block for an image that is given in pieces, and copy it there. Returns as phx_rpc_allocate(). */
+int phx_rpc_copy_in(struct phx_rpc_slab *slab, uint32_t pieces, const void *const *data, const uint64_t *sizes,
+                    struct phx_rpc_block *block);
+/* Describe a block by its number and sequence number. Returns 1, or 0 if it has been released since. */
 int phx_rpc_find(struct phx_rpc_slab *slab, uint32_t number, uint32_t sequence, struct phx_rpc_block *block);
 
 #endif

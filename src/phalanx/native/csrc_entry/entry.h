@@ -18,7 +18,6 @@ struct entry_core {
     __typeof__(&phx_send_now) send_now;
     __typeof__(&phx_recv) recv;
     __typeof__(&phx_message_wait) message_wait;
-    __typeof__(&phx_message_source) message_source;
     __typeof__(&phx_message_free) message_free;
 };
 

@@ -1,7 +1,7 @@
 /* The quick messages: a send that is done at once, and a receive whose caller waits for it.
  *
- * Messages do not take the group's lock: any thread may send and receive beside a collective. Who closes the group waits
- * for the threads that are in the mailbox's list `inside` (transports/shm/mailbox.py). */
+ * Messages do not take the group's lock: any thread may send and receive beside a collective. The thread that closes the
+ * group waits for the threads that are in the mailbox's list `inside` (transports/shm/mailbox.py). */
 #include "entry.h"
 
 #define INSIDE_PYTHON 4096 /* bytes that are copied so fast that giving up the interpreter's lock would take longer */
@@ -58,24 +58,23 @@ static int send_now(entry *self, PyObject *object, const struct entry_tensor *te
     return sent;
 }
 
-/* Receive, and wait for it. Returns the sender's rank; -2 if the call is for Python; -1 with an exception. The caller
- * holds the tensor. */
-static int64_t receive(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t peer, uint32_t tag)
+/* Receive, and wait for it. Returns 1 if the message has been received; 0 if it is for Python; -1 with an exception. The
+ * caller holds the tensor. */
+static int receive(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t peer, uint32_t tag)
 {
-    int status = PHX_OK;
-    int64_t source = -1;
+    int status = PHX_OK, received = 0;
     phx_comm *comm = open_mailbox(self);
     if (!comm)
-        return PyErr_Occurred() ? -1 : -2;
+        return PyErr_Occurred() ? -1 : 0;
     if (!entry_unchanged(&entry_process.tensors, object, tensor))
-        return -2;
+        return 0;
     if (enter(self))
         return -1;
     phx_message *message = entry_process.core.recv(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
     if (message)
         ENTRY_UNLOCKED(status, entry_process.core.message_wait(comm, message, 0));
     if (message && !status) {
-        source = entry_process.core.message_source(message);
+        received = 1;
         entry_process.core.message_free(comm, message);
     } else if (message) {
         /* The message is Python's now: it finds the same status, raises the error for it, and gives the message back. */
@@ -85,9 +84,10 @@ static int64_t receive(entry *self, PyObject *object, const struct entry_tensor 
             Py_DECREF(raised);
             PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
         }
+        received = -1;
     }
     leave(self);
-    return message ? source : -2;
+    return received;
 }
 
 /* A rank or a tag: 1, or 0 if it is not a plain integer, or a large one. */
@@ -107,17 +107,22 @@ static int read_peer_and_tag(PyObject *const *args, int64_t *peer, int64_t *tag)
     return read_number(args[0], peer) && read_number(args[1], tag);
 }
 
+/* The arguments (tensor, peer, tag) of a message to or from another rank: 1, 0 or -1 as entry_read(). */
+static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, struct entry_tensor *tensor, int64_t *peer,
+                        int64_t *tag)
+{
+    if (nargs != 3 || !read_peer_and_tag(args + 1, peer, tag) || !may_move(self, *peer) || *peer == self->rank)
+        return 0;
+    const int seen = entry_is_seen_by_functions();
+    return seen ? (seen < 0 ? -1 : 0) : entry_read(&entry_process.tensors, NULL, args[0], tensor);
+}
+
 /* send_now(tensor, dst, tag): whether it has been sent. */
 PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
     int64_t peer, tag;
-    if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) || peer == self->rank)
-        return ENTRY_NOT_ME;
-    const int seen = entry_is_seen_by_functions();
-    if (seen)
-        return ENTRY_NOT_ENTERED(seen < 0 ? -1 : 0);
-    int done = entry_read(&entry_process.tensors, NULL, args[0], &tensor);
+    int done = read_message(self, args, nargs, &tensor, &peer, &tag);
     if (done == 1)
         done = send_now(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
     return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
@@ -128,16 +133,10 @@ PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
     int64_t peer, tag;
-    if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) || peer == self->rank)
-        return ENTRY_NOT_ME;
-    const int seen = entry_is_seen_by_functions();
-    if (seen)
-        return ENTRY_NOT_ENTERED(seen < 0 ? -1 : 0);
-    const int plain = entry_read(&entry_process.tensors, NULL, args[0], &tensor);
-    if (plain != 1)
-        return ENTRY_NOT_ENTERED(plain);
-    const int64_t source = receive(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
-    return source >= 0 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(source == -1 ? -1 : 0);
+    int done = read_message(self, args, nargs, &tensor, &peer, &tag);
+    if (done == 1)
+        done = receive(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
+    return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
 }
 
 /* Whether the caller's caller is `waits`, which is torch's function that waits for the message that its helper starts. */
@@ -186,13 +185,13 @@ PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs)
     if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) ||
         !is_called_by(entry_process.recv_code))
         return ENTRY_NOT_ME;
-    const int plain = entry_read_only_one(NULL, args[0], &object, &tensor);
-    if (plain != 1)
-        return ENTRY_NOT_ENTERED(plain);
-    const int64_t source = receive(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
+    int done = entry_read_only_one(NULL, args[0], &object, &tensor);
+    if (done != 1)
+        return ENTRY_NOT_ENTERED(done);
+    done = receive(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
     Py_DECREF(object);
-    if (source < 0)
-        return ENTRY_NOT_ENTERED(source == -1 ? -1 : 0);
+    if (done != 1)
+        return ENTRY_NOT_ENTERED(done);
     Py_INCREF(entry_process.done);
     return entry_process.done;
 }

@@ -156,11 +156,9 @@ static int set_core(PyObject *functions)
     core->send_now = (__typeof__(core->send_now))address(functions, "phx_send_now");
     core->recv = (__typeof__(core->recv))address(functions, "phx_recv");
     core->message_wait = (__typeof__(core->message_wait))address(functions, "phx_message_wait");
-    core->message_source = (__typeof__(core->message_source))address(functions, "phx_message_source");
     core->message_free = (__typeof__(core->message_free))address(functions, "phx_message_free");
     if (core->all_reduce && core->reduce && core->reduce_scatter && core->broadcast && core->all_gather &&
-        core->barrier && core->send_now && core->recv && core->message_wait && core->message_source &&
-        core->message_free)
+        core->barrier && core->send_now && core->recv && core->message_wait && core->message_free)
         return 0;
     if (!PyErr_Occurred())
         PyErr_SetString(PyExc_ValueError, "the address of a function of the core is missing");

@@ -21,7 +21,7 @@ __all__ = ["BOX_BYTES", "LARGEST_SMALL", "OWN", "Box", "Damaged", "pack", "piece
 ALIGN = 64
 LARGEST_SMALL = 126976  # PHX_RPC_SMALL: an image of more bytes does not fit into a ring
 _HEADER = struct.Struct("<QIHBxI4xQ")  # struct phx_rpc_image
-_BOX = struct.Struct("<QQQ5I20xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
+_BOX = struct.Struct("<QQQ6I16xQIHBxI4xQ")  # struct phx_rpc_box, and the header of the image after it
 _BOX_HEAD = 64
 BOX_BYTES = _BOX_HEAD + LARGEST_SMALL
 OWN = 0xFFFFFFFF  # PHX_RPC_OWN: an image in memory that the core has taken for it alone
@@ -130,18 +130,24 @@ class Box:
     Attributes:
         address: where it lies.
         view: its bytes.
+        taken: how often the core had put something into it when the thread last took that out.
     """
 
     def __init__(self) -> None:
         self._memory = ctypes.create_string_buffer(BOX_BYTES)
         self.address = ctypes.addressof(self._memory)
         self.view = memoryview(self._memory).cast("B")
+        self.taken = 0
 
     def open(self) -> tuple[int, ...]:
-        """What came last: link, where, nbytes, block, sequence, lane, ended, idle; then of its image call, head_bytes,
-        service_bytes, kind, buffers, nbytes.
+        """What came last: link, where, nbytes, block, sequence, lane, ended, idle, taken; then of its image call,
+        head_bytes, service_bytes, kind, buffers, nbytes.
         """
         return _BOX.unpack_from(self._memory)
+
+    def has_more(self) -> bool:
+        """Whether something was put into it that has not been taken out."""
+        return self.open()[8] != self.taken
 
 
 def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int, int, int], None]) -> Message:
@@ -150,9 +156,7 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
     Raises:
         Damaged: its lengths do not fit together.
     """
-    link, where, nbytes, block, sequence, _, _, _, call, head_bytes, service_bytes, kind, buffers, _ = values
-    if kind not in _KINDS:
-        raise Damaged
+    link, where, nbytes, block, sequence, _, _, _, _, call, head_bytes, service_bytes, kind, buffers, _ = values
     at = _HEADER.size + 8 * buffers
     body = at + service_bytes
     end = body + head_bytes
@@ -168,6 +172,8 @@ def received(box: Box, values: tuple[int, ...], release: Callable[[int, int, int
         if end > nbytes:
             raise Damaged
         head = view[body:end]
+    if kind not in _KINDS:  # only now, because a large image is given back by its memory
+        raise Damaged
     parts = []
     if buffers:
         for size in struct.unpack_from(f"<{buffers}Q", view, _HEADER.size):

@@ -20,12 +20,13 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import c_int, c_uint32, c_uint64
+from functools import partial
 from pathlib import Path
 
 from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.image import OWN, Box, Damaged, pack, pieces, received
-from phalanx.rpc.message import Kind, Message
+from phalanx.rpc.message import Kind, Message, SentToMany
 from phalanx.system.awake import AwakeClock
 from phalanx.words import tell
 
@@ -45,8 +46,9 @@ _WHY = (  # enum phx_rpc_end
     "it has left",
     "its process has ended",
     "its process has become another program",
+    "it found the memory shared with this process damaged, or had no memory left for a message",
     "the memory shared with it is damaged",
-    "this process has no memory for what it sends",
+    "this process has no memory left for the messages between them",
 )
 
 
@@ -125,32 +127,43 @@ class SharedLink(Link):
                 raise self._lost()
 
     def _send_large(self, message: Message, timeout_s: float) -> None:
-        patience = _Patience(self, _BULK_LANE, timeout_s)
+        if isinstance(message.buffers, SentToMany):
+            shared = message.buffers.copy_of(self._hub, partial(self._hub._share, message), self._hub._unshare)
+            lend = partial(self._core.phx_rpc_lend, self._handle, shared, message.call)
+            if shared and self._post(lend, timeout_s) != Status.BAD_ARGUMENT:
+                return
         with pieces(message) as where:
             placed = self._core.phx_rpc_put(self._handle, *where)  # beside other large messages, and small ones
+            if placed:
+                attempt = partial(self._core.phx_rpc_post, self._handle, placed)
+            else:
+                attempt = partial(self._core.phx_rpc_stream, self._handle, *where, c_uint64())
             try:
-                done = c_uint64()
-                while not self._bulk.acquire(timeout=0.05):
-                    patience.look()
-                    patience.check()
-                try:
-                    while True:
-                        patience.look()
-                        if placed:
-                            status = self._core.phx_rpc_post(self._handle, placed)
-                        else:
-                            status = self._core.phx_rpc_stream(self._handle, *where, done)
-                        if status != Status.UNDER_WAY:
-                            break
-                        patience.wait()
-                finally:
-                    self._bulk.release()
+                if self._post(attempt, timeout_s) != Status.OK:
+                    raise self._lost()
             except BaseException:
                 if placed:
                     self._core.phx_rpc_take_back(self._handle, placed)
                 raise
-        if status:
+
+    def _post(self, attempt: Callable[[], int], timeout_s: float) -> int:
+        """Call ``attempt``, which puts records into the bulk lane, until it has: its status."""
+        patience = _Patience(self, _BULK_LANE, timeout_s)
+        while not self._bulk.acquire(timeout=0.05):
+            patience.look()
+            patience.check()
+        try:
+            while True:
+                patience.look()
+                status = attempt()
+                if status != Status.UNDER_WAY:
+                    break
+                patience.wait()
+        finally:
+            self._bulk.release()
+        if status not in (Status.OK, Status.BAD_ARGUMENT):
             raise self._lost()
+        return status
 
     def _lost(self) -> LinkEnded:
         if os.getpid() != self._hub._pid:
@@ -166,10 +179,16 @@ class SharedLink(Link):
             seen = answers.value  # before done(): another thread counts after it has delivered
             if done() or self._over:
                 return
-            status = receive(hub._handle, self._handle, call, seen, box.address)
-            if status == Status.OK:
-                hub._take(box, serving=False)
-            elif status == Status.PEER_LOST or time.monotonic() >= until:
+            try:
+                status = receive(hub._handle, self._handle, call, seen, box.address)
+                if status == Status.OK:
+                    hub._take(box, serving=False)
+            except BaseException:
+                # A signal's handler may raise as soon as the core has returned. What it brought may be for others.
+                if box.has_more():
+                    hub._take(box, serving=False)
+                raise
+            if status == Status.PEER_LOST or (status != Status.OK and time.monotonic() >= until):
                 return
 
     def close(self) -> None:
@@ -208,7 +227,7 @@ class SharedHub:
         receiver: takes what comes.
         threads: on how many threads at most; they are started when they are needed.
         slab_bytes: how much of a link's memory large messages may take in each direction before they are copied in
-            pieces; a multiple of 4096.
+            pieces, and how much those to several workers may take together; a multiple of 4096.
 
     Raises:
         OSError: there can be none on this system.
@@ -230,7 +249,7 @@ class SharedHub:
         self._threads: set[threading.Thread] = set()
         self._most = threads
         self._closed = False
-        self._handle = self._core.phx_rpc_open(self._cookie)
+        self._handle = self._core.phx_rpc_open(self._cookie, slab_bytes)
         if not self._handle:
             error = ctypes.get_errno()
             raise OSError(error, f"no shared memory for RPC: {os.strerror(error)}")
@@ -317,6 +336,13 @@ class SharedHub:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 
+    def _share(self, message: Message) -> int:
+        with pieces(message) as where:
+            return int(self._core.phx_rpc_share(self._handle, *where))
+
+    def _unshare(self, shared: int) -> None:
+        self._core.phx_rpc_unshare(self._handle, shared)
+
     def _box(self) -> Box:
         try:
             return self._boxes.box  # type: ignore[no-any-return]
@@ -359,7 +385,8 @@ class SharedHub:
     def _take(self, box: Box, *, serving: bool) -> None:
         """Give what has been received to the receiver."""
         values = box.open()
-        handle, lane, ended, kind = values[0], values[5], values[6], values[11]
+        box.taken = values[8]
+        handle, lane, ended, kind = values[0], values[5], values[6], values[12]
         link = self._links.get(handle)
         if ended:
             if link is not None:
@@ -374,7 +401,7 @@ class SharedHub:
         except Damaged:
             if link is not None:
                 self._core.phx_rpc_end(handle)
-                link._end(_WHY[5])
+                link._end(_WHY[6])
             return
         try:
             if kind == Kind.REQUEST:

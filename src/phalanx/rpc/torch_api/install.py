@@ -15,7 +15,16 @@ import torch
 
 from phalanx.errors import InitializationError
 from phalanx.rpc.late_imports import after_import
-from phalanx.rpc.torch_api import autograd_names, current, futures, gathering, invoking, profiling, torch_agent
+from phalanx.rpc.torch_api import (
+    autograd_names,
+    current,
+    futures,
+    gathering,
+    interpreted,
+    invoking,
+    profiling,
+    torch_agent,
+)
 from phalanx.rpc.torch_api.rref import PyRRef, RRef
 from phalanx.rpc.torch_api.torch_names import api, cpp, cpp_autograd
 
@@ -65,6 +74,7 @@ def install() -> None:
                 setattr(module, name, new)
     profiling.follow_profiles()
     gathering.count_lost()
+    interpreted.interpret()
     after_import("torch.distributed.optim.optimizer", _optimize_in_python)
 
 

@@ -62,7 +62,10 @@ class PyRRef:
     def local_value(self) -> Any:
         if not isinstance(self._reference, Owned):
             where = f"user {current.agent().get_worker_info()}. Call it on owner {self.owner()}"
-            raise PhalanxError(f"For {self._reference.in_errors()}, can't call localValue() on {where}")
+            raise PhalanxError(
+                f"Can't call RRef.local_value() on a non-owner RRef. "
+                f"For {self._reference.in_errors()}, can't call localValue() on {where}"
+            )
         value = self._reference.value.wait()
         internal._handle_exception(value)
         return value

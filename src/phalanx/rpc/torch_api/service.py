@@ -149,12 +149,13 @@ class Service:
         answer: OwnFuture[Any] = OwnFuture()
 
         def encode(done: OwnFuture[Any]) -> None:
+            value = None
             try:
                 value = done.wait(0)
                 with running_in(autograd):
                     answer.set_result(tuple(self._encoded(incoming.peer, value, [])))
             except Exception as error:
-                answer.set_exception(error)
+                answer.set_exception(self._why_not_sent(incoming.peer, value, error))
 
         def found(done: OwnFuture[Owned]) -> None:
             try:
@@ -164,6 +165,14 @@ class Service:
 
         self._agent.references.find(Identity(*identity)).add_done_callback(found)
         return answer
+
+    def _why_not_sent(self, peer: Member, value: Any, error: Exception) -> Exception:
+        if not isinstance(error, RuntimeError) or not isinstance(value, (torch.ScriptObject, torch.jit.ScriptModule)):
+            return error
+        return PhalanxError(
+            f"what was asked for is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
+            f"{self._agent.get_worker_info()}, to user, {peer}: {error}. Call a function that gets the RRef there"
+        )
 
     def _backward(self, incoming: Incoming, message: tuple[Any, ...]) -> None:
         self._started()

@@ -8,12 +8,13 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.errors import InitializationError, PhalanxError, RankError
+from phalanx.errors import ArgumentError, InitializationError, PhalanxError, RankError
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Member
 from phalanx.rpc.future import Future
@@ -25,10 +26,25 @@ from phalanx.rpc.torch_api.torch_names import cpp
 from phalanx.system.host import this_host
 from phalanx.words import tell
 
-__all__ = ["TensorPipeAgent"]
+__all__ = ["TensorPipeAgent", "check_device_maps"]
 
 _LOOK_S = 0.01
 _NAMES_S = 1800.0
+
+
+def check_device_maps(maps: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Refuse device maps by which tensors would have to arrive on another device than they left.
+
+    Raises:
+        ArgumentError: one of them does.
+    """
+    for worker, devices in maps.items():
+        for here, there in devices.items():
+            if torch.device(here) != torch.device(there):
+                raise ArgumentError(
+                    f"the device map to {worker} leads from {here} to {there}, but tensors arrive on the device that "
+                    f"they left. Map each device to itself, and move tensors in the function that is called"
+                )
 
 
 class TensorPipeAgent:
@@ -53,6 +69,7 @@ class TensorPipeAgent:
         devices: Any,
     ) -> None:
         cpp.WorkerInfo(name, worker_id)  # checks the name
+        check_device_maps(opts.device_maps)
         self._store, self._options = store, opts
         self._world_size = world_size
         self._reverse_device_maps, self._devices = dict(reverse_device_maps), list(devices)

@@ -1,8 +1,4 @@
-"""Script functions: found by their qualified names, checked by the caller, and called from Python on the callee.
-
-What TorchScript does in C++ cannot be had: calls made from inside of a script function, and remote references as its
-arguments, go to the C++ agent that Phalanx stands in for.
-"""
+"""Script functions: found by their qualified names, checked by the caller, and called from Python on the callee."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc.torch_api.rref import PyRRef
 from phalanx.rpc.torch_api.torch_names import jit
 
 __all__ = ["check_arguments", "script_function"]
@@ -24,7 +19,10 @@ def script_function(name: str) -> Any:
     """
     function = jit._state._python_cu.find_function(name)
     if function is None:
-        raise PhalanxError(f"attempted to get undefined function {name}: this worker's program has not defined it")
+        raise PhalanxError(
+            f"attempted to get undefined function {name.rpartition('.')[2]}: this worker's program has not defined a "
+            f"script function {name}"
+        )
     return function
 
 
@@ -32,13 +30,8 @@ def check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> N
     """Refuse a call of a script function before it is sent.
 
     Raises:
-        PhalanxError: the arguments hold remote references, or do not fit the function's.
+        PhalanxError: the arguments do not fit the function's.
     """
-    if any(isinstance(value, PyRRef) for value in (*args, *kwargs.values())):
-        raise PhalanxError(
-            f"the script function {name} takes an RRef, which TorchScript can only hold if torch's own agent made it. "
-            f"Pass the value, make it a Python function, or run this program without --replace rpc"
-        )
     schema = script_function(name).schema
     known = [argument.name for argument in schema.arguments]
     if len(args) > len(known):

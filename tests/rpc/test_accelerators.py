@@ -1,0 +1,104 @@
+"""Tensors of accelerators in calls between processes; what needs no accelerator is tested without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
+from phalanx.errors import ArgumentError
+from phalanx.rpc.torch_api.torch_agent import check_device_maps
+from tests.rpc.test_torch_api import started
+from tests.support.ranks import Member, run_ranks, values
+
+PATIENCE_S = 600
+PROGRAM = """
+    import torch
+    import phalanx
+    from phalanx import rpc
+
+    world = phalanx.init()
+    device = torch.accelerator.current_accelerator()
+    last = f"{device.type}:{torch.accelerator.device_count() - 1}"
+
+    def where(tensor):
+        return str(tensor.device), float(tensor.sum()), tensor
+
+    def product(left, right):
+        return left @ right
+
+    rpc.init()
+    if world.rank == 0:
+        for name in (f"{device.type}:0", last):  # also one that is not the current device
+            for nbytes in (40, 4 << 20):
+                sent = torch.ones(nbytes // 4, device=name)
+                assert where(sent)[:2] == rpc.call(1, where, sent)[:2]
+                back = rpc.call(1, where, sent)[2]
+                assert str(back.device) == name and torch.equal(back, sent)
+            mixed = {"there": torch.ones(3, device=name), "here": torch.ones(3)}
+            got = rpc.call(1, dict, mixed)
+            assert [str(got[key].device) for key in mixed] == [name, "cpu"]
+
+        stream = torch.Stream(last)  # what another stream is still computing is sent when it is done
+        with stream:
+            big = torch.ones(2048, 2048, device=last)
+            for _ in range(20):
+                big = big @ torch.full_like(big, 1 / 2048)
+            _, total, back = rpc.call(1, where, big)
+        assert abs(total - 2048**2) < 1 and torch.equal(back, big)
+
+        both = [each.wait()[:2] for each in rpc.each(None, where, torch.ones(1 << 18, device=last))]
+        assert both == [(last, float(1 << 18))] * (world.world_size - 1)
+
+        with rpc.context() as context_id:
+            left = torch.ones(4, 4, device=last, requires_grad=True)
+            rpc.backward(context_id, [rpc.call(1, product, left, torch.ones(4, 4, device=last)).sum()])
+            gradient = rpc.get_gradients(context_id)[left]
+            assert str(gradient.device) == last and torch.equal(gradient.cpu(), torch.full((4, 4), 4.0))
+        print("all right")
+    rpc.shutdown()
+    phalanx.close()
+"""
+
+
+def test_a_device_map_to_another_device_is_refused() -> None:
+    cuda = torch.device("cuda:0"), torch.device("cuda:1")
+    check_device_maps({})
+    check_device_maps({"worker1": {cuda[0]: cuda[0], cuda[1]: cuda[1]}, "worker2": {}})
+    with pytest.raises(ArgumentError, match=r"to worker1 leads from cuda:0 to cuda:1"):
+        check_device_maps({"worker1": {cuda[0]: cuda[1]}})
+
+
+def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], str]:
+    return str(tensor.device), tuple(tensor.shape), str(tensor.dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_meta_tensors_arrive_as_such(size: int) -> None:
+    def rank(member: Member) -> None:
+        rpc = started(member)
+        to = f"worker{(member.rank + 1) % member.size}"
+        sent = torch.empty(3, 5, dtype=torch.bfloat16, device="meta")
+        assert rpc.rpc_sync(to, described, args=(sent,)) == ("meta", (3, 5), "torch.bfloat16")
+        back = rpc.rpc_sync(to, torch.nn.functional.relu, args=(sent.t(),))
+        assert (back.device.type, back.shape, back.stride()) == ("meta", (5, 3), sent.t().stride())
+        rpc.shutdown()
+
+    values(run_ranks(rank, size))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_with_tensors_of_an_accelerator(size: int, tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(dedent(PROGRAM))
+    command = [sys.executable, "-m", "phalanx", "run", "--no-prefix", "-n", str(size), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all right" in done.stdout
