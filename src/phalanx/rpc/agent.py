@@ -109,9 +109,9 @@ class Agent:
         """Tell the others that this worker needs them no more, and is there until they need it no more."""
         self._members.say_done(self.me)
 
-    def not_done(self, members: Sequence[Member]) -> list[int]:
-        """The ranks of those workers that are still there and have not said so."""
-        return [member.rank for member in self._members.not_done(members)]
+    def not_done(self, members: Sequence[Member]) -> list[Member]:
+        """Those workers that are still there, as far as is known, and have not said so."""
+        return self._members.not_done(members)
 
     def serve(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False, codec: Codec = PICKLED
@@ -220,23 +220,30 @@ class Agent:
         future._cancel = partial(self._cancel, call)
         future._run = self.run
         if kept:
-            future.companions = kept
+            call.kept = kept
         try:
             self._calls.add(call)
             if self._closed:  # since the first look, so close() may have ended all calls before this one
                 raise ClosedError("rpc.shutdown() was called meanwhile")
             link = call.link = self._connections.link_to(member, until)
+            if number not in self._calls:  # its time was over meanwhile, or this worker was closed
+                self._calls.answered(number)
+                return future
             if len(self._calls) > MOST_CALLS:
                 self._calls.wait_for_room(member, MOST_CALLS, until)
             link.send(Message(Kind.REQUEST, number, service, head, buffers), until - time.monotonic())
         except Unreached as error:
+            self._calls.answered(number)  # nobody has received it
             if isinstance(error, TimeoutError) and time.monotonic() >= until:
                 if self._calls.take(number) is not None:
                     self._give_up(call)
             elif self._calls.take(number) is not None:
                 future.set_exception(self._lost(call, str(error) or type(error).__name__))
-        except BaseException:
-            self._calls.take(number)
+        except Exception:
+            self._calls.take(number)  # nobody has received it
+            future.cancel()
+            raise
+        except BaseException:  # a signal, before or after it was sent
             future.cancel()
             raise
         if (
@@ -318,7 +325,11 @@ class Agent:
             call.link.wait(over, call.number, min(timeout_s, call.until - time.monotonic()))
 
     def _cancel(self, call: Call) -> None:
-        if self._calls.take(call.number) is not None and call.link is not None:
+        if self._calls.give_up(call.number) is None:
+            return
+        if call.link is None:  # it was not sent
+            self._calls.answered(call.number)
+        else:
             self._handlers.run(self._send_cancel, call)
 
     def _give_up(self, call: Call) -> None:
@@ -380,15 +391,24 @@ class Agent:
         if peer is None:
             return
         self._serving.forget(peer)
-        self._handlers.run(self._tell_of, peer, why)
+        self._members.note_gone(peer, why)
+        self._handlers.run(self._tell_watchers, peer, why)
+        # Beside that, because a store whose host is cut off takes long to fail.
+        self._handlers.run(self._tell_store, peer, why)
 
     def _found_gone(self, member: Member) -> None:
         self._handlers.run(self._tell_of, member, "nothing listens at its address any more")
 
     def _tell_of(self, peer: Member, why: str) -> None:
-        how = "left" if why == "it has left" else "lost"
+        self._tell_store(peer, why)
+        self._tell_watchers(peer, self._members.gone(peer))  # it may have left, and said so there
+
+    def _tell_store(self, peer: Member, why: str) -> None:
         with contextlib.suppress(Exception):  # the store may be gone as well
             self._members.leave(peer, why)
+
+    def _tell_watchers(self, peer: Member, why: str) -> None:
+        how = "left" if why == "it has left" else "lost"
         for watcher in list(self._watchers):
             try:
                 watcher(peer, how)
@@ -399,6 +419,7 @@ class Agent:
         call = self._calls.take(message.call)
         wants_receipt = message.service == RECEIPT
         if call is None:  # the caller has given up
+            self._calls.answered(message.call)
             if wants_receipt:
                 self._handlers.run(self._send_receipt, link, message.call, False)
             return

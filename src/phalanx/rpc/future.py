@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 from phalanx.words import tell
@@ -51,7 +51,6 @@ class Future(Generic[T]):
         self._help_on = help_on
         self._cancel = cancel
         self._run = run
-        self.companions: Sequence[Any] = ()  # what has to live until it is complete
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
@@ -144,7 +143,7 @@ class Future(Generic[T]):
         with self._lock:
             if self._done:
                 return False
-            self._value, self._error, self._done, self.companions = value, error, True, ()
+            self._value, self._error, self._done = value, error, True
             sleepers, self._sleepers = self._sleepers, []
             short, self._short_callbacks = self._short_callbacks, []
             callbacks, self._callbacks = self._callbacks, []

@@ -152,11 +152,17 @@ class Members:
                 )
             before = bearer
 
-    def leave(self, member: Member, why: str) -> None:
-        """Say that an incarnation is no more. The first reason stays."""
+    def note_gone(self, member: Member, why: str) -> None:
+        """Note in this process that an incarnation is no more. The first reason stays."""
         with self._lock:
             self._gone.setdefault(member.incarnation, why)
-        self._store.compare_set(f"gone/{member.incarnation}", "", why)
+
+    def leave(self, member: Member, why: str) -> None:
+        """Say to all workers that an incarnation is no more. The first reason in the store stays."""
+        self.note_gone(member, why)
+        first = self._store.compare_set(f"gone/{member.incarnation}", "", why).decode()
+        with self._lock:
+            self._gone[member.incarnation] = first
         self._store.add("goings", 1)
 
     def gone(self, member: Member) -> str:

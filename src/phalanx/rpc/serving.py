@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -97,6 +98,7 @@ class Serving:
         try:
             if given_up is not None and given_up.is_set():
                 self._under_way.pop((peer.incarnation, message.call), None)
+                self._answer_nobody(link, message.call)
                 return
             if service is None:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
@@ -132,7 +134,10 @@ class Serving:
 
     def _answer(self, link: Link, peer: Member, number: int, codec: Codec, value: Any, *, failed: bool = False) -> None:
         given_up = self._under_way.pop((peer.incarnation, number), None)
-        if given_up is None or given_up.is_set():
+        if given_up is None:
+            return
+        if given_up.is_set():
+            self._answer_nobody(link, number)
             return
         kept: list[in_transit.Kept] = []
         try:
@@ -155,6 +160,11 @@ class Serving:
                 return
             self._under_way[peer.incarnation, number] = given_up
             self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
+
+    def _answer_nobody(self, link: Link, number: int) -> None:
+        """Say of a call that was given up that nothing which came with it is relied on any more."""
+        with contextlib.suppress(LinkEnded, OSError):
+            link.send(Message(Kind.FAILURE, number, "", b"", ()), math.inf)
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
         given_up = self._under_way.get((incoming.peer.incarnation, number))
