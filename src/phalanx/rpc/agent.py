@@ -145,6 +145,10 @@ class Agent:
         """The workers that the directory has beside those with these numbers, and that have not gone."""
         return self._members.beside(known)
 
+    def known_gone(self) -> list[Member]:
+        """The workers of which this process knows that they are no more; the store is not asked."""
+        return self._members.known_gone()
+
     def reach(self, member: Member, patience_s: float) -> str:
         """Have a link to a worker, so that its end is noticed. Why it is gone; empty if it is there or not known."""
         try:

@@ -259,6 +259,11 @@ class Members:
         with self._lock:
             return self._entries.get(incarnation)
 
+    def known_gone(self) -> list[Member]:
+        """The workers that this process has met and knows to be gone; the store is not asked."""
+        with self._lock:
+            return [self._entries[number] for number in self._gone if number in self._entries]
+
     def _missing(self, kind: str, numbers: list[int]) -> list[int]:
         """The numbers for which the store has no key of a kind, in few requests if they are few, or nearly all."""
         if not numbers or self._store.check([f"{kind}/{number}" for number in numbers]):
