@@ -31,7 +31,7 @@ from tests.support.shared_links import mappings, read, write
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from phalanx import rpc
-from phalanx.errors import ObjectLost, PeerLost, RankError
+from phalanx.errors import PeerLost, RankError
 from phalanx.rpc import session, streams
 from phalanx.rpc.autograd.contexts import contexts
 

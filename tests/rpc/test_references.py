@@ -132,9 +132,9 @@ class Player:
         ]
 
     def play(self) -> None:
-        for _ in range(STEPS):
+        for move in [*self.chance.choices(self.moves, k=STEPS), self.make]:
             with contextlib.suppress(Cancelled, CallTimeout, WorkerLost, ObjectLost):  # seen at the end
-                self.chance.choice(self.moves)()
+                move()
 
     def other(self) -> int:
         return self.chance.randrange(self.size)

@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -76,7 +75,7 @@ class Agent:
         self._watchers: list[Callable[[Member, str], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._closed = False
-        self._calls = Calls(self._give_up)
+        self._calls = Calls(self._give_up, self._tell_of_end)
         self._handlers = Handlers()
         self._serving = Serving(self._handlers, typed_only=typed_only)
         self._members = Members(store)
@@ -192,11 +191,8 @@ class Agent:
         """
         self._require_open()
         self._require_allowed(codec, asked or service)
-        with in_transit.sending() as kept:
-            head, buffers = codec.encode(value)
-        return self.request_encoded(
-            to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made, codec=codec
-        )
+        (head, buffers), kept = in_transit.sending(codec.encode, value)
+        return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
 
     def request_encoded(
         self,
@@ -214,15 +210,23 @@ class Agent:
         """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``in_transit.py``."""
         self._require_open()
         self._require_allowed(codec, asked or service)
-        member = self.member(to)
+        return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
+
+    def _begin(
+        self,
+        to: str | int | Member,
+        service: str,
+        head: bytes | memoryview,
+        buffers: list[memoryview],
+        timeout_s: float | None,
+        asked: str,
+        kept: Sequence[Any],
+        made: Callable[[Any], Any] | None,
+        codec: Codec,
+    ) -> Future[Any]:
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        number = self._calls.number()
-        until = time.monotonic() + allowed
-        future: Future[Any] = Future()
-        call = Call(number, member, asked or service, until, allowed, future, capture(), made, codec)
-        future._help_on = partial(self._help, call)
-        future._cancel = partial(self._cancel, call)
-        future._run = self.run
+        call = Call(self._calls, self.run, self.member(to), asked, allowed, capture(2), made, codec)
+        number, member, until, future = call.number, call.to, call.until, call.future
         if kept:
             call.kept = kept
         try:
@@ -318,22 +322,8 @@ class Agent:
                 f"whose answer is a pickle. It can call typed services: rpc.service(to, name, Interface)"
             )
 
-    def _help(self, call: Call, done: Callable[[], bool], timeout_s: float) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError.of_parent("this call", os.getpid())
-
-        def over() -> bool:  # the answer has come, though another thread may still settle what is in it
-            return done() or call.number not in self._calls
-
+    def _tell_of_end(self, call: Call) -> None:
         if call.link is not None:
-            call.link.wait(over, call.number, min(timeout_s, call.until - time.monotonic()))
-
-    def _cancel(self, call: Call) -> None:
-        if self._calls.give_up(call.number) is None:
-            return
-        if call.link is None:  # it was not sent
-            self._calls.answered(call.number)
-        else:
             self._handlers.run(self._send_cancel, call)
 
     def _give_up(self, call: Call) -> None:
@@ -346,8 +336,7 @@ class Agent:
                 timeout_s=call.timeout_s,
             )
         )
-        if call.link is not None:
-            self._handlers.run(self._send_cancel, call)
+        self._tell_of_end(call)
 
     def _send_cancel(self, call: Call) -> None:
         head, buffers = NUMBER.encode(call.number)
@@ -428,10 +417,7 @@ class Agent:
                 self._handlers.run(self._send_receipt, link, message.call, False)
             return
         try:
-            with in_transit.receiving() as to_settle:
-                value = call.decode(message)
-                if message.kind is Kind.FAILURE:
-                    value = value.rebuilt(call.to, unpickle=call.codec.unpickles)
+            value, to_settle = in_transit.receiving(call.decode, message)
         except Exception as error:
             call.future.set_exception(error)
             if wants_receipt:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.rpc.codecs import PICKLED, Codec
+from phalanx.errors import ClosedError
+from phalanx.rpc.codecs import Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import Link
@@ -23,9 +24,12 @@ __all__ = ["Call", "Calls"]
 _PAUSE_S = 0.001
 
 
-@dataclass(eq=False)
 class Call:
     """A request without an answer yet.
+
+    Args:
+        calls: all of them.
+        run: calls a function with arguments on a thread that may block.
 
     Attributes:
         number: unique in this process.
@@ -42,23 +46,56 @@ class Call:
         kept: what the callee relies on until it answers; see ``in_transit.py``.
     """
 
-    number: int
-    to: Member
-    asked: str
-    until: float
-    timeout_s: float
-    future: Future[Any]
-    site: CallSite | None
-    made: Callable[[Any], Any] | None = None
-    codec: Codec = PICKLED
-    link: Link | None = None
-    began: float = field(default_factory=time.monotonic)
-    kept: Sequence[Any] = ()
+    __slots__ = (
+        "_calls",
+        "asked",
+        "began",
+        "codec",
+        "future",
+        "kept",
+        "link",
+        "made",
+        "number",
+        "site",
+        "timeout_s",
+        "to",
+        "until",
+    )
+
+    def __init__(
+        self,
+        calls: Calls,
+        run: Callable[..., None],
+        to: Member,
+        asked: str,
+        timeout_s: float,
+        site: CallSite | None,
+        made: Callable[[Any], Any] | None,
+        codec: Codec,
+    ) -> None:
+        self._calls = calls
+        self.number = calls.number()
+        self.to, self.asked, self.timeout_s, self.site, self.made, self.codec = to, asked, timeout_s, site, made, codec
+        self.began = now = time.monotonic()
+        self.until = now + timeout_s
+        self.link: Link | None = None
+        self.kept: Sequence[Any] = ()
+        self.future: Future[Any] = Future(self._help, self._cancel, run)
+
+    def _help(self, done: Callable[[], bool], timeout_s: float) -> None:
+        if os.getpid() != self._calls.pid:
+            raise ClosedError.of_parent("this call", os.getpid())
+        calls, number = self._calls, self.number
+        if self.link is not None:  # when the answer has come, another thread may still settle what is in it
+            self.link.wait(lambda: number not in calls, number, min(timeout_s, self.until - time.monotonic()))
+
+    def _cancel(self) -> None:
+        self._calls.cancel(self)
 
     def decode(self, message: Message) -> Any:
-        """What an answer says; of a failure, the :class:`Failure`."""
+        """What an answer says: a value, or an exception."""
         if message.kind is Kind.FAILURE:
-            return Failure.decode(message.head)
+            return Failure.decode(message.head).rebuilt(self.to, unpickle=self.codec.unpickles)
         return self.codec.decode(message.head, message.buffers)
 
     def complete(self, kind: Kind, value: Any) -> None:
@@ -84,21 +121,23 @@ class Calls:
 
     Args:
         late: is called with each of these, which is no longer in the table.
+        cancelled: the same for those that the caller has given up.
+
+    Attributes:
+        pid: the process that they belong to.
     """
 
-    def __init__(self, late: Callable[[Call], None]) -> None:
+    def __init__(self, late: Callable[[Call], None], cancelled: Callable[[Call], None]) -> None:
+        self.pid = os.getpid()
         self._late = late
+        self._cancelled = cancelled
         self._calls: dict[int, Call] = {}
         self._given_up: dict[int, Call] = {}  # for what their callees rely on until they answer
-        self._numbers = itertools.count(1)
+        self.number = itertools.count(1).__next__  # a number that no other call of this process has
         self._changed = threading.Condition()
         self._next = math.inf
         self._thread: threading.Thread | None = None
         self._closed = False
-
-    def number(self) -> int:
-        """A number that no other call of this process has."""
-        return next(self._numbers)
 
     def add(self, call: Call) -> None:
         """Enter a call, before it is sent."""
@@ -131,6 +170,15 @@ class Calls:
     def answered(self, number: int) -> None:
         """The callee of a call that was given up relies on nothing any more."""
         self._given_up.pop(number, None)
+
+    def cancel(self, call: Call) -> None:
+        """Remove a call that nobody waits for any more."""
+        if self.give_up(call.number) is None:
+            return
+        if call.link is None:  # it was not sent
+            self.answered(call.number)
+        else:
+            self._cancelled(call)
 
     def take_all(self, link: Link | None = None) -> list[Call]:
         """Remove all calls that took a link; all if none is given."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from phalanx.errors import EncodingError
 from phalanx.rpc.encoding import decode, encode
 
-__all__ = ["NUMBER", "PICKLED", "Codec"]
+__all__ = ["NUMBER", "PICKLED", "Codec", "pickled_parts"]
 
 _NUMBER = struct.Struct("!Q")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Codec:
     """How values travel. The callee's decodes requests and encodes answers; the caller's does the reverse.
 
@@ -39,6 +40,11 @@ def _decode_number(head: bytes | memoryview, buffers: Sequence[memoryview]) -> i
         raise EncodingError.damaged(f"{len(head)} bytes where the number of a call should be")
     number: int = _NUMBER.unpack(head)[0]
     return number
+
+
+def pickled_parts(*names: str) -> Codec:
+    """:data:`PICKLED` for a tuple whose parts have names, which errors use."""
+    return Codec(partial(encode, names=names), decode, unpickles=True)
 
 
 PICKLED = Codec(encode, decode, unpickles=True)

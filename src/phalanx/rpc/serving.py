@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,20 +26,26 @@ __all__ = ["CANCEL", "RECEIPT", "Incoming", "Serving"]
 CANCEL, RECEIPT = "cancel", "receipt"
 
 
-@dataclass(frozen=True)
 class Incoming:
     """What a service's handler learns about a request beside its value.
 
     Attributes:
         peer: who asks.
-        cancelled: whether the caller has given the call up since.
+        given_up: whether the caller has given the call up since.
     """
 
-    peer: Member
-    cancelled: Callable[[], bool]
+    __slots__ = ("given_up", "peer")
+
+    def __init__(self, peer: Member) -> None:
+        self.peer = peer
+        self.given_up = False
+
+    def cancelled(self) -> bool:
+        """Whether the caller has given the call up since."""
+        return self.given_up
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Service:
     handler: Callable[[Incoming, Any], Any]
     quick: bool
@@ -59,7 +64,7 @@ class Serving:
         self._handlers = handlers
         self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
-        self._under_way: dict[tuple[int, int], threading.Event] = {}  # by caller and number; set if given up
+        self._under_way: dict[tuple[int, int], Incoming] = {}  # by caller and number
         self._kept: dict[tuple[int, int], list[in_transit.Kept]] = {}  # what the receivers of answers rely on
         self.add(CANCEL, self._on_cancel, quick=True, codec=NUMBER)
         self.add(RECEIPT, self._on_receipt, quick=True, codec=NUMBER)
@@ -73,30 +78,31 @@ class Serving:
     def take(self, link: Link, peer: Member, message: Message, *, may_block: bool) -> None:
         """Run what a message asks for: on this thread if that is allowed, else soon on another."""
         service = self._services.get(message.service)
+        incoming = Incoming(peer)
         if message.kind is Kind.REQUEST:
-            self._under_way[peer.incarnation, message.call] = threading.Event()
+            self._under_way[peer.incarnation, message.call] = incoming
         if may_block or (service is not None and service.quick):
-            self._run(link, peer, service, message)
+            self._run(link, incoming, service, message)
         else:
-            self._handlers.run(self._run, link, peer, service, message)
+            self._handlers.run(self._run, link, incoming, service, message)
 
     def forget(self, peer: Member) -> None:
         """A worker is gone: nobody waits for what it asked, and it relies on nothing."""
-        for (caller, _), given_up in list(self._under_way.items()):
+        for (caller, _), incoming in list(self._under_way.items()):
             if caller == peer.incarnation:
-                given_up.set()
+                incoming.given_up = True
         for key in list(self._kept):
             if key[0] == peer.incarnation:
                 self._kept.pop(key, None)
 
-    def _run(self, link: Link, peer: Member, service: _Service | None, message: Message) -> None:
-        given_up = self._under_way.get((peer.incarnation, message.call))
+    def _run(self, link: Link, incoming: Incoming, service: _Service | None, message: Message) -> None:
+        peer = incoming.peer
         asks = message.kind is Kind.REQUEST
         codec = service.codec if service is not None else PICKLED
         if self._typed_only and codec.unpickles:
             codec = NUMBER  # for what is refused, without pickle
         try:
-            if given_up is not None and given_up.is_set():
+            if incoming.given_up:
                 self._under_way.pop((peer.incarnation, message.call), None)
                 self._answer_nobody(link, message.call)
                 return
@@ -107,9 +113,7 @@ class Serving:
                     f"this worker unpickles nothing (rpc.init(typed_only=True)), so it refuses "
                     f"{message.service!r}. Its typed services can be called: rpc.service(to, name, Interface)"
                 )
-            incoming = Incoming(peer, given_up.is_set if given_up is not None else bool)
-            with in_transit.receiving() as to_settle:
-                value = codec.decode(message.head, message.buffers)
+            value, to_settle = in_transit.receiving(codec.decode, message.head, message.buffers)
             for settle in to_settle:
                 settle()
             result = service.handler(incoming, value)
@@ -133,16 +137,20 @@ class Serving:
             self._answer(link, peer, number, codec, error, failed=True)
 
     def _answer(self, link: Link, peer: Member, number: int, codec: Codec, value: Any, *, failed: bool = False) -> None:
-        given_up = self._under_way.pop((peer.incarnation, number), None)
-        if given_up is None:
+        incoming = self._under_way.pop((peer.incarnation, number), None)
+        if incoming is None:
             return
-        if given_up.is_set():
+        if incoming.given_up:
             self._answer_nobody(link, number)
             return
         kept: list[in_transit.Kept] = []
+        head: bytes
+        buffers: list[memoryview] = []
         try:
-            with in_transit.sending() as kept:
-                head, buffers = (_failure(value, codec), []) if failed else codec.encode(value)
+            if failed:
+                head = _failure(value, codec)
+            else:
+                (head, buffers), kept = in_transit.sending(codec.encode, value)
         except Exception as error:
             failed = True
             head, buffers = _failure(error, codec), []
@@ -158,7 +166,7 @@ class Serving:
             if failed or isinstance(error, TimeoutError):
                 tell(f"warning: {peer} takes no answers: {error}")
                 return
-            self._under_way[peer.incarnation, number] = given_up
+            self._under_way[peer.incarnation, number] = incoming
             self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
 
     def _answer_nobody(self, link: Link, number: int) -> None:
@@ -169,7 +177,7 @@ class Serving:
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
         given_up = self._under_way.get((incoming.peer.incarnation, number))
         if given_up is not None:
-            given_up.set()
+            given_up.given_up = True
 
     def _on_receipt(self, incoming: Incoming, receipt: int) -> None:
         number, used = divmod(receipt, 2)
