@@ -15,6 +15,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -294,6 +295,19 @@ def left() -> list[str]:
     return [f"{name}: {list(things)}" for name, things in found.items() if things]
 
 
+def descriptors() -> list[str]:
+    """What this process has open; of a socket, its two ends."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            what = os.readlink(f"/proc/self/fd/{name}")
+            if what.startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as copy:
+                    what = f"{copy.getsockname()} to {copy.getpeername()}"
+            found.append(what)
+    return found
+
+
 def soon(happens: Callable[[], bool]) -> bool:
     until = time.monotonic() + PATIENCE_S
     while not happens():
@@ -370,20 +384,21 @@ def play(case: Case, path: str) -> None:
             for rank in range(case.size):
                 if rank != case.victim:
                     read(member.folder / f"over-{rank}")  # they may still ask the store
-        gc.collect()
-        if not soon(lambda: not before.left_by(Holdings.now())):
-            wrong += before.left_by(Holdings.now())
+
+        def clean() -> bool:
+            gc.collect()  # the worker is a circle, and the last thread that knew it may just have ended
+            return not before.left_by(Holdings.now())
+
+        if not soon(clean):
+            wrong += [*before.left_by(Holdings.now()), *descriptors()]
         if not soon(lambda: not mappings()):
             wrong.append(f"{mappings()} mappings")
         assert not wrong, wrong
 
     outcomes = run_ranks(run, case.size)
-    for outcome in outcomes:
-        if outcome.rank == case.victim:
-            assert outcome.signal == signal.SIGKILL, outcome.traceback
-        else:
-            assert outcome.error is None, f"{case}: rank {outcome.rank}:\n{outcome.traceback}"
-            assert not outcome.signal
+    text = "\n".join(f"rank {outcome.rank}:\n{outcome.traceback}" for outcome in outcomes if outcome.error is not None)
+    assert not text, f"{case}\n{text}"
+    assert [one.signal for one in outcomes] == [signal.SIGKILL * (one.rank == case.victim) for one in outcomes]
     ran = collections.Counter(Path(path).read_text().splitlines()) if os.path.exists(path) else {}
     assert [number for number, times in ran.items() if times > 1] == []
 
