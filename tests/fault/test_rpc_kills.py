@@ -28,7 +28,7 @@ import torch
 from tests.rpc import workers
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks
-from tests.support.shared_links import mappings, read, write
+from tests.support.shared_links import mappings, write
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from phalanx import rpc
@@ -308,12 +308,18 @@ def descriptors() -> list[str]:
     return found
 
 
+def read(path: Path) -> bytes:
+    """The content of a file that another process makes."""
+    assert soon(path.exists), f"nobody made {path.name}"
+    return path.read_bytes()
+
+
 def soon(happens: Callable[[], bool]) -> bool:
     until = time.monotonic() + PATIENCE_S
     while not happens():
         if time.monotonic() > until:
             return False
-        time.sleep(0.02)
+        time.sleep(0.005)
     return True
 
 
@@ -354,11 +360,11 @@ def play(case: Case, path: str) -> None:
             worker = Worker(member, case, path)
             worker.run()
             wrong = worker.wrong
-            workers.kept.clear()
             write(member.folder / f"quiet-{member.rank}", b"")
             for rank in range(case.size):
                 if rank != case.victim:
                     read(member.folder / f"quiet-{rank}")
+            workers.kept.clear()
             if not soon(lambda: not left()):
                 wrong += left()
             write(member.folder / f"empty-{member.rank}", b"")
