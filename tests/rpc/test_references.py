@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -338,6 +339,31 @@ def test_objects_whose_holder_dies_are_freed_in_more_games(seed: int) -> None:
 
 def keep_it_sent(references: list[Reference], tensor: torch.Tensor) -> None:
     workers.keep(references[0])
+
+
+def raise_with_a_thing(owner: int, caller: int, folder: Path) -> None:
+    """Stop the caller, so that the answer waits there for longer than an owner waits for what holders say."""
+    error = Carrier([(rpc.make(owner, Account, 5), 5)])
+    os.kill(caller, signal.SIGSTOP)
+    (folder / "stopped").touch()
+    threading.Timer(0.3, gc.collect).start()  # the error and its traceback are a circle
+    raise error
+
+
+def test_what_comes_with_an_error_is_whole() -> None:
+    def body(member: Member) -> Any:
+        if member.rank == 2:
+            assert soon((member.folder / "stopped").exists)
+            time.sleep(1.5)
+            os.kill(int((member.folder / "caller").read_text()), signal.SIGCONT)
+        if member.rank:
+            return None
+        (member.folder / "caller").write_text(str(os.getpid()))
+        with pytest.raises(Carrier) as caught:
+            rpc.call("worker1", raise_with_a_thing, 2, os.getpid(), member.folder)
+        return caught.value.references[0][0].pay(2)
+
+    assert with_workers(body, 3)[0] == 7
 
 
 def kept_there() -> list[Reference]:

@@ -148,7 +148,7 @@ class Serving:
         buffers: list[memoryview] = []
         try:
             if failed:
-                head = _failure(value, codec)
+                head, kept = in_transit.sending(_failure, value, codec)
             else:
                 (head, buffers), kept = in_transit.sending(codec.encode, value)
         except Exception as error:
