@@ -17,6 +17,9 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from phalanx import rpc
 from phalanx.errors import PeerLost, WorkerLost
 from phalanx.rpc import session
+from phalanx.rpc.autograd import engine
+from phalanx.rpc.autograd.contexts import COUNT_BITS, LIFE_BITS, contexts, worker_id
+from phalanx.rpc.objects import _tables
 from tests.launch_support import Launcher, launcher
 from tests.rpc import workers
 from tests.rpc.test_objects import soon
@@ -157,6 +160,26 @@ def test_what_a_lost_worker_held_is_freed_though_the_store_does_not_answer() -> 
 
     outcomes = run_ranks(run, 3)
     assert outcomes[1].value is True, outcomes[1].traceback
+
+
+def test_what_is_read_after_the_end_of_its_sender_leaves_nothing() -> None:
+    """What a worker has sent before it died may be handled by a thread that runs after the death was noticed."""
+
+    def body(member: Member) -> Any:
+        victim = session.agent().member("worker1")
+        thing = rpc.make("worker0", workers.Account, 1)
+        kill_soon(rpc.call("worker1", workers.pid), 0.0)
+        assert soon(lambda: victim in session.agent().known_gone())
+        table = _tables[session.agent()]
+        assert soon(lambda: victim.incarnation in table.gone)
+        table.note(victim, [thing._number], [])
+        assert [info.holders for info in rpc.objects()] == [("worker0",)]
+        of_victim = worker_id(victim) << COUNT_BITS | (victim.incarnation & 0xFFFF) << LIFE_BITS
+        with engine.running_in((of_victim, None, [])):
+            assert contexts.all() == []
+        return "nothing"
+
+    assert with_a_victim(body, 2) == ["nothing"]
 
 
 def note(path: str, number: int) -> int:
