@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -235,9 +236,9 @@ class Worker:
             rpc.call(chance.choice(self.ranks), note, self.path, f"{number}.rank")
 
 
-def begin(member: Member, name: str, rank: int) -> None:
-    port = int(read(member.folder / "port"))
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+def begin(member: Member, name: str, rank: int, timeout_s: float = PATIENCE_S) -> None:
+    port, timeout = int(read(member.folder / "port")), timedelta(seconds=timeout_s)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timeout)
     session.begin(PrefixStore("rpc", store), name, rank, "127.0.0.1", PATIENCE_S)
 
 
@@ -250,7 +251,7 @@ def guests(member: Member, case: Case, path: str) -> None:
                 if case.tcp:
                     workers.use_tcp()
                 for visit in itertools.count():
-                    begin(member, "guest", -1)
+                    begin(member, "guest", -1, timeout_s=5)  # the store may be gone
                     for rank in range(case.size):
                         with contextlib.suppress(PeerLost, RankError):
                             rpc.call(rank, note, path, f"guest-{life}-{visit}-{rank}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from phalanx import rpc
@@ -20,6 +21,10 @@ from phalanx.rpc import session
 from phalanx.rpc.autograd import engine
 from phalanx.rpc.autograd.contexts import COUNT_BITS, LIFE_BITS, contexts, worker_id
 from phalanx.rpc.objects import _tables
+from phalanx.rpc.parameter_server.service import ATTACH, PUSH
+from phalanx.rpc.parameter_server.shard import Settings
+from phalanx.rpc.parameter_server.sharing import Piece
+from phalanx.rpc.serving import Incoming
 from tests.launch_support import Launcher, launcher
 from tests.rpc import workers
 from tests.rpc.test_objects import soon
@@ -177,6 +182,11 @@ def test_what_is_read_after_the_end_of_its_sender_leaves_nothing() -> None:
         of_victim = worker_id(victim) << COUNT_BITS | (victim.incarnation & 0xFFFF) << LIFE_BITS
         with engine.running_in((of_victim, None, [])):
             assert contexts.all() == []
+        serving = session.agent()._serving._services
+        settings = Settings("synchronous", 0, 1, torch.optim.SGD, torch.optim.SGD, {}, {}, "", 1)
+        asked = ("model", settings, [Piece(0, 0, 1, False)], [torch.ones(1)], True)
+        serving[ATTACH].handler(Incoming(victim), asked)
+        assert serving[PUSH].handler(Incoming(victim), ("model", [torch.ones(1)])) is None  # it is no trainer
         return "nothing"
 
     assert with_a_victim(body, 2) == ["nothing"]

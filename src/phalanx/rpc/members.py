@@ -155,6 +155,7 @@ class Members:
     def note_gone(self, member: Member, why: str) -> None:
         """Note in this process that an incarnation is no more. The first reason stays."""
         with self._lock:
+            self._entries.setdefault(member.incarnation, member)
             self._gone.setdefault(member.incarnation, why)
 
     def leave(self, member: Member, why: str) -> None:
