@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from phalanx.rpc import session
 from phalanx.rpc.autograd import engine
 from phalanx.rpc.autograd.blame import BackwardError
 from phalanx.rpc.autograd.contexts import contexts
+from phalanx.rpc.autograd.passes import Pass
 
 Do = Callable[..., Any]
 PATIENCE_S = 30.0
@@ -66,6 +68,12 @@ def alive(_: Any) -> tuple[int, int]:
     return len(found), sum(len(context.passes) for context in found)
 
 
+def passes_left(_: Any) -> int:
+    """How many passes this worker still has in memory."""
+    gc.collect()
+    return sum(type(each) is Pass for each in gc.get_objects())
+
+
 def wait_until(true: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
     while not true():
@@ -103,6 +111,25 @@ def test_a_failure_names_where_and_ends_the_pass_everywhere() -> None:
         rpc.shutdown()
 
     for size in (2, 3, 5):
+        on_ranks(rank, size)
+
+
+def test_passes_that_failed_are_freed_with_their_graphs() -> None:
+    def rank(member: Member) -> None:
+        workers.start_worker(member)
+        if not member.rank:
+            for _ in range(3):
+                x = torch.ones(3, requires_grad=True)
+                with engine.context() as context_id:
+                    y = workers.remote(1, passes_through, workers.remote, [*range(2, member.size), 0, 1], x, "raises")
+                    with pytest.raises(Special):
+                        engine.backward(context_id, [y.sum()])
+                del x, y
+            for other in range(member.size):
+                wait_until(lambda other=other: workers.remote(other, passes_left, None) == 0)  # type: ignore[misc]
+        rpc.shutdown()
+
+    for size in (2, 3):
         on_ranks(rank, size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks, values
-from tests.support.shared_links import Peer, finish, mappings, read, write
+from tests.support.shared_links import PATIENCE_S, Peer, finish, mappings, read, write
 
 from phalanx.rpc.links.contract import LinkEnded
 from phalanx.rpc.links.shared import SharedHub
@@ -331,3 +332,56 @@ def test_a_closed_hub_makes_no_links() -> None:
         assert isinstance(other.hub, SharedHub)
 
     values(run_ranks(rank, 1))
+
+
+def poke(chance: random.Random) -> None:
+    """Change something in the memory that this process shares with the other: the words, or the records."""
+    region = re.search(r"^(\w+)-(\w+) .*memfd:phalanx-rpc", largest(), re.MULTILINE)
+    assert region
+    start, end = int(region[1], 16), int(region[2], 16)
+    words = end - start - 2 * SLAB
+    at = start + chance.choice([chance.randrange(4096), chance.randrange(20_000), chance.randrange(words)])
+    value = chance.choice([chance.randbytes(8), b"\xff" * 8, b"\0" * 8, struct.pack("<Q", chance.randrange(1 << 20))])
+    ctypes.memmove(at, value, min(chance.choice([1, 4, 8]), start + words - at))
+
+
+def chatter(peer: Peer, over: threading.Event, seed: int) -> None:
+    """Send notices of all sizes until the link ends or it is over, whatever becomes of them."""
+    chance = random.Random(seed)
+    while not over.is_set() and not peer.ends:
+        with contextlib.suppress(LinkEnded, TimeoutError):
+            nbytes = chance.choice([0, 10, 1000, 50_000, 200_000, 600_000])
+            peer.links[1 - seed % 2].send(Message(Kind.NOTICE, 0, "", b"", [memoryview(bytes(nbytes))]), 0.05)
+
+
+@pytest.mark.parametrize("rounds", [15, pytest.param(300, marks=pytest.mark.long)], ids=["a few times", "many times"])
+def test_whatever_the_other_process_writes_into_shared_memory_ends_the_link_at_most(rounds: int) -> None:
+    def rank(member: Member) -> None:
+        holdings = Holdings.now()
+        for number in range(rounds):
+            folder = member.folder / str(number)
+            folder.mkdir(exist_ok=True)
+            chance = random.Random(number)
+            peer, over = Peer(SLAB), threading.Event()
+            peer.meet(Member(member.rank, 2, folder))
+            thread = threading.Thread(target=chatter, args=(peer, over, 2 * number + member.rank))
+            thread.start()
+            if member.rank == 0:
+                for _ in range(20):
+                    poke(chance)
+                    time.sleep(0.001)
+            time.sleep(0.01)
+            over.set()
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+            write(folder / f"done-{member.rank}", b"")
+            read(folder / f"done-{1 - member.rank}")
+            peer.hub.close()
+            peer.links.clear()
+            assert len(peer.ends) <= 1
+        del peer, thread
+        gc.collect()
+        assert not holdings.left_by(Holdings.now())
+        assert mappings() == 0
+
+    values(run_ranks(rank, 2))

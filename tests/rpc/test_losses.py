@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -11,12 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from phalanx import rpc
 from phalanx.errors import PeerLost, WorkerLost
+from phalanx.rpc import session
+from phalanx.rpc.autograd import engine
+from phalanx.rpc.autograd.contexts import COUNT_BITS, LIFE_BITS, contexts, worker_id
+from phalanx.rpc.objects import _tables
+from phalanx.rpc.parameter_server.service import ATTACH, PUSH
+from phalanx.rpc.parameter_server.shard import Settings
+from phalanx.rpc.parameter_server.sharing import Piece
+from phalanx.rpc.serving import Incoming
 from tests.launch_support import Launcher, launcher
 from tests.rpc import workers
+from tests.rpc.test_objects import soon
 from tests.support.ranks import Member, run_ranks
+from tests.support.shared_links import read, write
 
 __all__ = ["launcher"]
 
@@ -97,6 +110,86 @@ def test_a_worker_that_dies_during_shutdown_holds_nobody() -> None:
         return time.monotonic() - began < PATIENCE_S / 2
 
     assert with_a_victim(body, 3) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_worker_with_whom_nobody_has_talked_dies_during_shutdown_and_holds_nobody(size: int) -> None:
+    def run(member: Member) -> Any:
+        member.join()
+        rpc.init()
+        if member.rank == size - 1:
+            write(member.folder / "pid", str(os.getpid()).encode())
+            time.sleep(2 * PATIENCE_S)
+        if member.rank == 0:
+            kill_soon(int(read(member.folder / "pid")), 0.3)
+        began = time.monotonic()
+        rpc.shutdown(timeout_s=PATIENCE_S)
+        return time.monotonic() - began < PATIENCE_S / 2
+
+    outcomes = run_ranks(run, size)
+    assert [outcome.value for outcome in outcomes[:-1]] == [True] * (size - 1), outcomes[0].traceback
+
+
+def test_what_a_lost_worker_held_is_freed_though_the_store_does_not_answer() -> None:
+    """As when the host that serves the store is cut off together with the worker."""
+
+    def run(member: Member) -> Any:
+        port = member.folder / "port"
+        if member.rank == 0:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            write(member.folder / "store", str(os.getpid()).encode())
+            write(port, str(store.port).encode())
+            read(member.folder / "over")
+            return True
+        store = TCPStore("127.0.0.1", int(read(port)), is_master=False, wait_for_workers=False)
+        session.begin(PrefixStore("rpc", store), f"worker{member.rank}", -1, "127.0.0.1", PATIENCE_S)
+        write(member.folder / f"joined-{member.rank}", b"")
+        read(member.folder / f"joined-{3 - member.rank}")
+        if member.rank == 2:
+            time.sleep(2 * PATIENCE_S)
+        thing = rpc.make("worker1", workers.Account, 1)
+        pid = rpc.call("worker2", workers.pid)
+        rpc.call("worker2", workers.keep, thing)
+        del thing
+        gc.collect()
+        assert soon(lambda: [info.holders for info in rpc.objects()] == [("worker2",)])
+        os.kill(int(read(member.folder / "store")), signal.SIGSTOP)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            freed = soon(lambda: not rpc.objects())
+        finally:
+            os.kill(int(read(member.folder / "store")), signal.SIGCONT)
+        rpc.shutdown()
+        write(member.folder / "over", b"")
+        return freed
+
+    outcomes = run_ranks(run, 3)
+    assert outcomes[1].value is True, outcomes[1].traceback
+
+
+def test_what_is_read_after_the_end_of_its_sender_leaves_nothing() -> None:
+    """What a worker has sent before it died may be handled by a thread that runs after the death was noticed."""
+
+    def body(member: Member) -> Any:
+        victim = session.agent().member("worker1")
+        thing = rpc.make("worker0", workers.Account, 1)
+        kill_soon(rpc.call("worker1", workers.pid), 0.0)
+        assert soon(lambda: victim in session.agent().known_gone())
+        table = _tables[session.agent()]
+        assert soon(lambda: victim.incarnation in table.gone)
+        table.note(victim, [thing._number], [])
+        assert [info.holders for info in rpc.objects()] == [("worker0",)]
+        of_victim = worker_id(victim) << COUNT_BITS | (victim.incarnation & 0xFFFF) << LIFE_BITS
+        with engine.running_in((of_victim, None, [])):
+            assert contexts.all() == []
+        serving = session.agent()._serving._services
+        settings = Settings("synchronous", 0, 1, torch.optim.SGD, torch.optim.SGD, {}, {}, "", 1)
+        asked = ("model", settings, [Piece(0, 0, 1, False)], [torch.ones(1)], True)
+        serving[ATTACH].handler(Incoming(victim), asked)
+        assert serving[PUSH].handler(Incoming(victim), ("model", [torch.ones(1)])) is None  # it is no trainer
+        return "nothing"
+
+    assert with_a_victim(body, 2) == ["nothing"]
 
 
 def note(path: str, number: int) -> int:

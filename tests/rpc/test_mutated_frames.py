@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import resource
 import socket
 import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +26,10 @@ from phalanx.rpc.links.socket import SocketLink
 from phalanx.rpc.links.wire_format import Layout, layout_of
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
+from phalanx.wire.key import Key
+from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey
 from phalanx.wire.session import Session
+from tests.support.ranks import Member, on_ranks
 
 SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))
 KEY = b"k" * 32
@@ -242,3 +249,116 @@ def test_what_lies_in_shared_memory_is_a_message_or_damaged(seed: int) -> None:
         with contextlib.suppress(Damaged):
             message = received(box, tuple(values), lambda *args: None)
             assert message.nbytes <= len(changed)
+
+
+class Bomb:
+    """What must not be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.abort, ()
+
+
+def changed_proof(random_: random.Random) -> None:
+    """What a caller sends before it has proven anything."""
+    here = ("127.0.0.1", 29500)
+    challenge = Challenge(Key(KEY, "a test"), "rpc")
+    whole = Response(Key(KEY, "a test"), "rpc", challenge.greeting, here, pickle.dumps(Bomb())).message
+    for _ in range(20):
+        data = mutated(random_, whole)
+        with contextlib.suppress(NoProof, WrongKey, PassedOn):
+            proven = challenge.check(data, [here])
+            assert proven is None or data.startswith(whole)
+
+
+def changed_verdict(random_: random.Random) -> None:
+    """What a listener answers before it has proven anything."""
+    here = ("127.0.0.1", 29500)
+    key = Key(KEY, "a test")
+    challenge = Challenge(key, "rpc")
+    response = Response(key, "rpc", challenge.greeting, here, b"claim")
+    proven = challenge.check(response.message, [here])
+    assert proven is not None
+    whole = proven.answer(pickle.dumps(Bomb()))
+    for _ in range(20):
+        data = mutated(random_, whole)
+        with contextlib.suppress(NoProof, WrongKey):
+            if response.missing(data) == 0:
+                assert response.check(data) == pickle.dumps(Bomb())
+
+
+def changed_layout(random_: random.Random) -> None:
+    """What a frame whose digest is right says of itself."""
+    good = Layout(Kind.REQUEST, 7, "a service", 4, [1, 2, 3]).encode() + b"head"
+    for _ in range(20):
+        with contextlib.suppress(Malformed):
+            Layout.decode(memoryview(mutated(random_, good)))
+
+
+def changed_image(random_: random.Random) -> None:
+    """What lies in shared memory."""
+    image = pack(Message(Kind.REQUEST, 1, "call", pickle.dumps(Bomb()), [memoryview(b"abc")]), Link.SMALL_BYTES)
+    assert image is not None
+    box = Box()
+    for _ in range(20):
+        changed = mutated(random_, image)
+        box.view[64 : 64 + len(changed)] = changed
+        values = list(box.open())
+        values[2], values[3], values[-1] = len(changed), 0xFFFFFFFE, len(changed)
+        with contextlib.suppress(Damaged):
+            received(box, tuple(values), lambda *args: None)
+
+
+def changed_frame(random_: random.Random) -> None:
+    """What arrives at a link, without and with a digest that is right."""
+    pair = Pair()
+    for number in range(10):
+        kind, body = small(number, pickle.dumps(Bomb()))
+        pair.send(pair.frame(kind, body))
+    frame = pair.frame(*small(10, pickle.dumps(Bomb())))
+    pair.send(mutated(random_, frame) if random_.random() < 0.5 else pair.frame(kind, mutated(random_, body)))
+    pair.close()
+    assert 10 <= len(pair.receiver.messages) <= 11
+
+
+# Each of them, and how many changed messages of a hundred are of its kind.
+_CHANGES: list[tuple[Callable[[random.Random], None], int, int]] = [
+    (changed_proof, 20, 40),
+    (changed_verdict, 20, 19),
+    (changed_layout, 20, 20),
+    (changed_image, 20, 20),
+    (changed_frame, 1, 1),
+]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("count", [5_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_changed_messages_before_and_after_the_proof_crash_nothing_and_take_no_memory(count: int) -> None:
+    """In a process of its own, in which nothing is unpickled meanwhile."""
+
+    def run(member: Member) -> tuple[int, list[str]]:
+        random_ = random.Random(count)
+        unpickled: list[str] = []
+
+        def hear(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "pickle.find_class":
+                unpickled.append(str(arguments))
+
+        sys.addaudithook(hear)
+        done = grown = 0
+        for part in range(10):
+            for change, at_once, share in _CHANGES:
+                for _ in range(-(-count * share // 1000 // at_once)):
+                    change(random_)
+                    done += at_once
+            if part == 0:
+                grown = -resident_bytes()
+        grown += resident_bytes()
+        assert grown < 32 << 20, grown
+        return done, unpickled
+
+    ((done, unpickled),) = on_ranks(run, 1)
+    assert done >= count
+    assert unpickled == []

@@ -164,6 +164,10 @@ def hold(reference: Any) -> int:
 
 def holder_is_killed(member: Member) -> Any:
     rpc = started(member)
+    from phalanx.rpc.serving import Incoming
+    from phalanx.rpc.torch_api import current
+    from phalanx.rpc.torch_api.references import FORKED, Identity, Owned
+
     if member.rank == 1:
         signal.pause()
     if member.rank == 2:
@@ -178,6 +182,16 @@ def holder_is_killed(member: Member) -> Any:
     until(lambda: forks() == 1)
     rpc.rpc_sync("worker2", let_go)
     until(lambda: owned_values() == 0)
+    dead = {each.name: each for each in current.agent().phalanx.known_gone()}["worker1"]
+    for number in (1, 2):  # what it sent before is read after its end
+        name = Identity(1, number, dead.incarnation)
+        references = current.agent().references
+        if number == 1:
+            references.keep(Owned(name), name, dead.incarnation)
+        else:
+            references.own(name)
+            references._serve(Incoming(dead), (FORKED, name, name))
+        assert owned_values() == 0
     (member.folder / "over").touch()
     rpc.shutdown(graceful=False)
     return before

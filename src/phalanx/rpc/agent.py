@@ -37,6 +37,7 @@ __all__ = ["Agent", "Incoming", "Member"]
 
 # How many calls one worker may have under way at another; a further one waits for an answer.
 MOST_CALLS = 4096
+_LEFT = "it has left"
 
 
 class Agent:
@@ -108,9 +109,9 @@ class Agent:
         """Tell the others that this worker needs them no more, and is there until they need it no more."""
         self._members.say_done(self.me)
 
-    def not_done(self, members: Sequence[Member]) -> list[int]:
-        """The ranks of those workers that are still there and have not said so."""
-        return [member.rank for member in self._members.not_done(members)]
+    def not_done(self, members: Sequence[Member]) -> list[Member]:
+        """Those workers that are still there, as far as is known, and have not said so."""
+        return self._members.not_done(members)
 
     def serve(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False, codec: Codec = PICKLED
@@ -143,6 +144,10 @@ class Agent:
     def arrivals(self, known: Collection[int]) -> list[Member]:
         """The workers that the directory has beside those with these numbers, and that have not gone."""
         return self._members.beside(known)
+
+    def known_gone(self) -> list[Member]:
+        """The workers of which this process knows that they are no more; the store is not asked."""
+        return self._members.known_gone()
 
     def reach(self, member: Member, patience_s: float) -> str:
         """Have a link to a worker, so that its end is noticed. Why it is gone; empty if it is there or not known."""
@@ -224,23 +229,30 @@ class Agent:
         call = Call(self._calls, self.run, self.member(to), asked, allowed, capture(2), made, codec)
         number, member, until, future = call.number, call.to, call.until, call.future
         if kept:
-            future.companions = kept
+            call.kept = kept
         try:
             self._calls.add(call)
             if self._closed:  # since the first look, so close() may have ended all calls before this one
                 raise ClosedError("rpc.shutdown() was called meanwhile")
             link = call.link = self._connections.link_to(member, until)
+            if number not in self._calls:  # its time was over meanwhile, or this worker was closed
+                self._calls.answered(number)
+                return future
             if len(self._calls) > MOST_CALLS:
                 self._calls.wait_for_room(member, MOST_CALLS, until)
             link.send(Message(Kind.REQUEST, number, service, head, buffers), until - time.monotonic())
         except Unreached as error:
+            self._calls.answered(number)  # nobody has received it
             if isinstance(error, TimeoutError) and time.monotonic() >= until:
                 if self._calls.take(number) is not None:
                     self._give_up(call)
             elif self._calls.take(number) is not None:
                 future.set_exception(self._lost(call, str(error) or type(error).__name__))
-        except BaseException:
-            self._calls.take(number)
+        except Exception:
+            self._calls.take(number)  # nobody has received it
+            future.cancel()
+            raise
+        except BaseException:  # a signal, before or after it was sent
             future.cancel()
             raise
         if (
@@ -284,7 +296,7 @@ class Agent:
         if os.getpid() != self._pid:
             return
         with contextlib.suppress(Exception):  # the store may be gone with its host
-            self._members.leave(self.me, "it has left")
+            self._members.leave(self.me, _LEFT)
         self._connections.close()
         self._calls.close()
         self._handlers.close()
@@ -374,18 +386,25 @@ class Agent:
         if peer is None:
             return
         self._serving.forget(peer)
-        self._handlers.run(self._tell_of, peer, why)
+        self._members.note_gone(peer, why)
+        self._handlers.run(self._tell_watchers, peer, why)
+        # Beside that, because a store whose host is cut off takes long to fail.
+        self._handlers.run(self._tell_store, peer, why)
 
     def _found_gone(self, member: Member) -> None:
         self._handlers.run(self._tell_of, member, "nothing listens at its address any more")
 
     def _tell_of(self, peer: Member, why: str) -> None:
-        how = "left" if why == "it has left" else "lost"
-        if how == "left":  # it has said so itself
-            self._members.note(peer, why)
-        else:
+        self._tell_store(peer, why)
+        self._tell_watchers(peer, self._members.gone(peer))  # it may have left, and said so there
+
+    def _tell_store(self, peer: Member, why: str) -> None:
+        if why != _LEFT:  # else it has said so itself
             with contextlib.suppress(Exception):  # the store may be gone as well
                 self._members.leave(peer, why)
+
+    def _tell_watchers(self, peer: Member, why: str) -> None:
+        how = "left" if why == _LEFT else "lost"
         for watcher in list(self._watchers):
             try:
                 watcher(peer, how)
@@ -396,6 +415,7 @@ class Agent:
         call = self._calls.take(message.call)
         wants_receipt = message.service == RECEIPT
         if call is None:  # the caller has given up
+            self._calls.answered(message.call)
             if wants_receipt:
                 self._handlers.run(self._send_receipt, link, message.call, False)
             return

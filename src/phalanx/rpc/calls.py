@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.errors import ClosedError
@@ -43,6 +43,7 @@ class Call:
         made: makes the future's value of the answer.
         codec: how the answer is read.
         began: when.
+        kept: what the callee relies on until it answers; see ``in_transit.py``.
     """
 
     __slots__ = (
@@ -51,6 +52,7 @@ class Call:
         "began",
         "codec",
         "future",
+        "kept",
         "link",
         "made",
         "number",
@@ -77,6 +79,7 @@ class Call:
         self.began = now = time.monotonic()
         self.until = now + timeout_s
         self.link: Link | None = None
+        self.kept: Sequence[Any] = ()
         self.future: Future[Any] = Future(self._help, self._cancel, run)
 
     def _help(self, done: Callable[[], bool], timeout_s: float) -> None:
@@ -129,6 +132,7 @@ class Calls:
         self._late = late
         self._cancelled = cancelled
         self._calls: dict[int, Call] = {}
+        self._given_up: dict[int, Call] = {}  # for what their callees rely on until they answer
         self.number = itertools.count(1).__next__  # a number that no other call of this process has
         self._changed = threading.Condition()
         self._next = math.inf
@@ -151,19 +155,42 @@ class Calls:
         """Remove a call, for whoever completes it; None if somebody has done so."""
         return self._calls.pop(number, None)
 
+    def give_up(self, number: int) -> Call | None:
+        """:meth:`take` for a call whose answer nobody waits for any more. Call :meth:`answered` when it comes."""
+        call = self._calls.get(number)
+        if call is None:
+            return None
+        if call.kept:  # before it is taken, so that its answer finds it here or there
+            self._given_up[number] = call
+        if self.take(number) is None:
+            self.answered(number)
+            return None
+        return call
+
+    def answered(self, number: int) -> None:
+        """The callee of a call that was given up relies on nothing any more."""
+        self._given_up.pop(number, None)
+
     def cancel(self, call: Call) -> None:
         """Remove a call that nobody waits for any more."""
-        if self.take(call.number) is not None:
+        if self.give_up(call.number) is None:
+            return
+        if call.link is None:  # it was not sent
+            self.answered(call.number)
+        else:
             self._cancelled(call)
 
-    def take_all(self, link: Link | None = None, to: Member | None = None) -> list[Call]:
-        """Remove all calls that took a link, or were for a member; all if neither is given."""
-        chosen = [
+    def take_all(self, link: Link | None = None) -> list[Call]:
+        """Remove all calls that took a link; all if none is given."""
+        taken = [
             call
             for call in list(self._calls.values())
-            if (link is None or call.link is link) and (to is None or call.to.incarnation == to.incarnation)
+            if (link is None or call.link is link) and self.take(call.number) is not None
         ]
-        return [call for call in chosen if self.take(call.number) is not None]
+        for call in list(self._given_up.values()):
+            if link is None or call.link is link:
+                self.answered(call.number)
+        return taken
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -201,10 +228,13 @@ class Calls:
                 if self._next > now:
                     continue
                 self._next = math.inf
-            over = [call for call in list(self._calls.values()) if call.until <= now]
-            for call in over:
-                if self.take(call.number) is not None:
-                    self._late(call)
-            left = min((call.until for call in list(self._calls.values())), default=math.inf)
+            left = self._end_late(now)
             with self._changed:
                 self._next = min(self._next, left)
+
+    def _end_late(self, now: float) -> float:
+        """End the calls whose time is over, which this thread must not keep; when that of the next one will be."""
+        for call in list(self._calls.values()):
+            if call.until <= now and self.give_up(call.number) is not None:
+                self._late(call)
+        return min((call.until for call in list(self._calls.values())), default=math.inf)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 from phalanx.words import tell
@@ -39,7 +39,6 @@ class Future(Generic[T]):
         "_short_callbacks",
         "_sleepers",
         "_value",
-        "companions",
     )
 
     def __init__(
@@ -66,7 +65,6 @@ class Future(Generic[T]):
         self._help_on = help_on
         self._cancel = cancel
         self._run = run
-        self.companions: Sequence[Any] = ()  # what has to live until it is complete
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
@@ -164,7 +162,7 @@ class Future(Generic[T]):
         with self._lock:
             if self._done:
                 return False
-            self._value, self._error, self._done, self.companions = value, error, True, ()
+            self._value, self._error, self._done = value, error, True
             sleepers, short, callbacks, run = self._sleepers, self._short_callbacks, self._callbacks, self._run
             self._sleepers = self._short_callbacks = self._callbacks = None
             self._run = self._cancel = self._help_on = None  # they refer to the call, which refers to this

@@ -153,15 +153,19 @@ class Members:
                 )
             before = bearer
 
-    def note(self, member: Member, why: str) -> None:
-        """Note that an incarnation is no more, which the store knows already."""
+    def note_gone(self, member: Member, why: str) -> None:
+        """Note in this process that an incarnation is no more. The first reason stays."""
         with self._lock:
+            self._entries.setdefault(member.incarnation, member)
             self._gone.setdefault(member.incarnation, why)
 
     def leave(self, member: Member, why: str) -> None:
-        """Say that an incarnation is no more. The first reason stays."""
-        self.note(member, why)
-        if self._store.compare_set(f"gone/{member.incarnation}", "", why).decode() == why:
+        """Say to all workers that an incarnation is no more. The first reason in the store stays."""
+        self.note_gone(member, why)
+        first = self._store.compare_set(f"gone/{member.incarnation}", "", why).decode()
+        with self._lock:
+            self._gone[member.incarnation] = first
+        if first == why:
             self._store.add("goings", 1)  # else somebody has said so already
 
     def close(self) -> None:
@@ -261,6 +265,11 @@ class Members:
         """The worker of this number, if this process has read its entry; the store is not asked."""
         with self._lock:
             return self._entries.get(incarnation)
+
+    def known_gone(self) -> list[Member]:
+        """The workers that this process has met and knows to be gone; the store is not asked."""
+        with self._lock:
+            return [self._entries[number] for number in self._gone if number in self._entries]
 
     def _missing(self, kind: str, numbers: list[int]) -> list[int]:
         """The numbers for which the store has no key of a kind, in few requests if they are few, or nearly all."""

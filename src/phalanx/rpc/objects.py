@@ -74,6 +74,7 @@ class _Table:
         self.unsure: dict[Member, set[int]] = {}  # of which the owner was told, and did not say that it knows
         # References that are no more. Garbage collection adds to it at any instruction, so this must take no lock.
         self.dropped: queue.SimpleQueue[tuple[Member, int] | None] = queue.SimpleQueue()
+        self.gone: set[int] = set()  # incarnations: what one of them said last may be read after its end
         self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
         self.thread.start()
 
@@ -130,7 +131,7 @@ class _Table:
         with self.lock:
             for number in begun:
                 owned = self.owned.get(number)
-                if owned is not None:
+                if owned is not None and holder.incarnation not in self.gone:
                     owned.holders[holder.incarnation] = holder
             for number in ended:
                 owned = self.owned.get(number)
@@ -143,6 +144,7 @@ class _Table:
     def forget(self, gone: Member) -> None:
         """A process is gone: it holds nothing, and its objects are no more."""
         with self.lock:
+            self.gone.add(gone.incarnation)
             numbers = [number for number, owned in self.owned.items() if gone.incarnation in owned.holders]
         self._forget_owner(gone)
         self.note(gone, [], numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -103,6 +104,7 @@ class Serving:
         try:
             if incoming.given_up:
                 self._under_way.pop((peer.incarnation, message.call), None)
+                self._answer_nobody(link, message.call)
                 return
             if service is None:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
@@ -136,14 +138,17 @@ class Serving:
 
     def _answer(self, link: Link, peer: Member, number: int, codec: Codec, value: Any, *, failed: bool = False) -> None:
         incoming = self._under_way.pop((peer.incarnation, number), None)
-        if incoming is None or incoming.given_up:
+        if incoming is None:
+            return
+        if incoming.given_up:
+            self._answer_nobody(link, number)
             return
         kept: list[in_transit.Kept] = []
         head: bytes
         buffers: list[memoryview] = []
         try:
             if failed:
-                head = _failure(value, codec)
+                head, kept = in_transit.sending(_failure, value, codec)
             else:
                 (head, buffers), kept = in_transit.sending(codec.encode, value)
         except Exception as error:
@@ -163,6 +168,11 @@ class Serving:
                 return
             self._under_way[peer.incarnation, number] = incoming
             self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
+
+    def _answer_nobody(self, link: Link, number: int) -> None:
+        """Say of a call that was given up that nothing which came with it is relied on any more."""
+        with contextlib.suppress(LinkEnded, OSError):
+            link.send(Message(Kind.FAILURE, number, "", b"", ()), math.inf)
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
         given_up = self._under_way.get((incoming.peer.incarnation, number))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -25,6 +26,10 @@ __all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutd
 _LOOKS_PER_S = 1000
 _MOST_LOOKS_PER_S = 50
 _TELL_S = 5.0
+# When one who waits in shutdown() makes links to those who are late, to how many of them at a time, and in what time.
+_LINK_AFTER_S = 0.1
+_LINKS_AT_ONCE = 4
+_REACH_S = 2.0
 JOIN_S = 60.0  # for connecting to a launcher's store
 _NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
 
@@ -138,12 +143,26 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
             others = [member for member in made.members() if member.rank >= 0]
             try:
                 made.say_done()
-                _wait(lambda: made.not_done(others), timeout_s, "for", len(others))
+                _wait(partial(_late, made, others, time.monotonic()), timeout_s, "for", len(others))
             except (InitializationError, dist.DistError, RuntimeError) as error:  # the store may be gone with its host
                 tell(f"warning: rpc.shutdown() ends without the others: {error}")
     finally:
         _agent = None
         made.close()
+
+
+def _late(made: Agent, others: list[Member], since: float) -> list[int]:
+    """The ranks of those who are there and have not called ``shutdown``.
+
+    Nobody may have a link to one that is killed meanwhile, and so nobody would notice. So each who waits has links to
+    those whom it waits for, a few at a time, which are all of them before the end. They begin after its own rank, so
+    that those who wait have the others shared out among them.
+    """
+    late = made.not_done(others)
+    if time.monotonic() - since >= _LINK_AFTER_S:
+        for member in sorted(late, key=lambda member: (member.rank < made.me.rank, member.rank))[:_LINKS_AT_ONCE]:
+            made.reach(member, _REACH_S)
+    return [member.rank for member in late]
 
 
 def own_address(*, one_host: bool) -> str:

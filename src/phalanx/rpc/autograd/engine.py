@@ -67,6 +67,16 @@ def install(agent: Agent) -> None:
     agent.serve(RELEASE, _on_release)
     agent.serve(JOINED, _on_joined)
     agent.on_change(_on_change)
+    agent.on_close(_end)
+
+
+def _end() -> None:
+    """This process is no worker any more: it has no part in what others have begun, and keeps no way to the store."""
+    global _agent
+    agent, _agent = _require_agent(), None
+    for inside in contexts.all():
+        if not is_creator(agent.me, inside.number):
+            _forget(inside.number, "this worker has left")
 
 
 session.on_init(install)
@@ -167,6 +177,10 @@ def _join(sender: Member | None, number: int) -> Context | None:
         for member in agent.members():
             if is_creator(member, number):
                 agent.notify(member, JOINED, number)
+    # It may have died since it sent this, before there was a context here that could be forgotten.
+    if any(is_creator(member, number) for member in agent.known_gone()):
+        _forget(number, "its creator is gone")
+        return None
     return inside
 
 

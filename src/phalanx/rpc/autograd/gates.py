@@ -51,6 +51,10 @@ class Opening:
     ) -> None:
         self.send, self.places, self.wait, self.later = send, places, wait, later
 
+    def close(self) -> None:
+        """Let go of the pass, whose run has ended."""
+        del self.wait, self.later
+
 
 def run(
     openings: Sequence[Opening], roots: Sequence[torch.Tensor], begin: Callable[[], None], *, keep_graph: bool
@@ -63,28 +67,37 @@ def run(
         begin: is called before any function runs, on the engine's thread.
         keep_graph: whether the graph can be used again.
     """
-    with torch.enable_grad():
-        chain = START
-        for opening in reversed(openings):
-            chain = _apply_gate(opening, chain, *(opening.send.handles[place] for place in opening.places))
-            if chain.grad_fn is not None:
-                chain.grad_fn._set_sequence_nr(0)
-        first = _apply_begin(begin, chain, *roots)
-    torch.autograd.backward((first,), retain_graph=keep_graph)
+    begins = [begin]
+    try:
+        with torch.enable_grad():
+            chain = START
+            for opening in reversed(openings):
+                chain = _apply_gate(opening, chain, *(opening.send.handles[place] for place in opening.places))
+                if chain.grad_fn is not None:
+                    chain.grad_fn._set_sequence_nr(0)
+            first = _apply_begin(begins, chain, *roots)
+        torch.autograd.backward((first,), retain_graph=keep_graph)
+    finally:
+        # The pass keeps an error of this, whose traceback keeps the graph. If a function of it still led to the pass,
+        # all of them would stay for ever, because Python's garbage collection does not see from tensors to functions.
+        begins.clear()
+        for opening in openings:
+            opening.close()
 
 
 class _Begin(torch.autograd.Function):
     """The first function of a run."""
 
     @staticmethod
-    def forward(ctx: Any, begin: Callable[[], None], _: torch.Tensor, *roots: torch.Tensor) -> torch.Tensor:
-        ctx.begin = begin
+    def forward(ctx: Any, begins: list[Callable[[], None]], _: torch.Tensor, *roots: torch.Tensor) -> torch.Tensor:
+        ctx.begins = begins
         ctx.gradients = [torch.ones_like(root, memory_format=torch.contiguous_format) for root in roots]
         return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        ctx.begin()
+        for begin in ctx.begins:
+            begin()
         return (None, None, *ctx.gradients)
 
 

@@ -67,7 +67,12 @@ class _Server:
                 f"{self._agent.me} has other parameters under the name {name!r}: all trainers must give the same model "
                 f"and the same servers, and two models need two names"
             )
-        return shard.add(incoming.peer) if trains else shard.pull()
+        if not trains:
+            return shard.pull()
+        pulled = shard.add(incoming.peer)
+        if incoming.peer in self._agent.known_gone():  # it died meanwhile, before there was a trainer to drop
+            shard.drop(incoming.peer)
+        return pulled
 
     def _push(self, incoming: Incoming, asked: tuple[str, Sequence[torch.Tensor | None]]) -> Future[Pulled] | None:
         name, gradients = asked

@@ -266,6 +266,7 @@ class References:
             awaited = self._awaited.pop(value.identity, None)
         if awaited is not None:
             awaited.set_result(value)
+        self._drop_if_gone(holder, value.identity, fork)
 
     def release(self, identity: Identity, fork: Identity) -> None:
         """A reference is no more."""
@@ -287,6 +288,7 @@ class References:
             identity, fork = rest
             with self._changed:  # the call that makes the value may come later
                 self._forks.setdefault(identity, {})[fork] = incoming.peer.incarnation
+            self._drop_if_gone(incoming.peer.incarnation, identity, fork)
         elif verb == ACCEPTED:
             with self._changed:
                 kept = self._handed_on.pop(rest[0], None)
@@ -308,6 +310,11 @@ class References:
             self._changed.notify_all()
         if value is not None:
             self._dropped.put(value)  # its destructor may be long, and is not for this thread
+
+    def _drop_if_gone(self, holder: int, identity: Identity, fork: Identity) -> None:
+        """Of a reference that has just been entered: its holder may have died since it sent word of it."""
+        if any(member.incarnation == holder for member in self._agent.known_gone()):
+            self._drop(identity, fork)
 
     # Ends
 
