@@ -170,7 +170,7 @@ class Connections:
             if "refused" in said:
                 line.close()
                 raise LinkEnded(said["refused"])
-            link = SocketLink(line.sock, line.session, self._receiver, forget=self._network.forget)
+            link = SocketLink(line.sock, line.session, self._receiver, readers=self._network.readers)
             return self._add(member, link)
         finally:
             if hub is not None and offer:
@@ -202,14 +202,15 @@ class Connections:
             arrival.answer(b'{"shared": 1}')
             arrival.sock.close()
             return
-        link = SocketLink(arrival.sock, arrival.proven.session(), self._receiver, arrival.rest, self._network.forget)
+        session, readers = arrival.proven.session(), self._network.readers
+        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, readers)
         arrival.answer(b"{}")
         with contextlib.suppress(LinkEnded):
             self._add(peer, link)
 
     def _add(self, peer: Member, link: SocketLink) -> Link:
         chosen = self._enter(peer, link)
-        self._network.add(link)
+        link.begin()
         return chosen
 
     def _enter(self, peer: Member, link: Link) -> Link:

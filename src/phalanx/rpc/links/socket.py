@@ -1,8 +1,18 @@
 """The way over a proven TCP connection: between hosts, and between processes that cannot share memory.
 
-A sending thread writes to the socket itself, and one thread of the agent (``rpc/network.py``) reads all of them. The
-kernel is given little at a time (TCP_NOTSENT_LOWAT), so that a small message never waits behind more than that, and a
-piece, of a large one.
+*Who reads.* One thread at a time: the one that holds ``_reading``. A caller that waits for an answer takes it, and
+reads the socket itself (:meth:`SocketLink.wait`), so an answer wakes the thread that needs it and no other. It delivers
+all that comes on the way, also what others wait for. While it reads, the connection is not armed in the epoll of those
+threads that read for everybody (``readers.py``), so none of them is woken. When it leaves it gives ``_reading`` back
+first and arms the connection then: what has come in between wakes one of those threads. A caller that does not get
+``_reading`` sleeps until the thread that has it has delivered the answer. A thread of the epoll that is woken and does
+not get ``_reading`` does nothing, because the thread that has it arms the connection afterwards.
+
+*Who writes.* The sender itself, holding ``_writing`` for one frame. The kernel is given little at a time
+(TCP_NOTSENT_LOWAT), so that a small message never waits behind more than that, and a piece, of a large one.
+
+*The end.* A thread that reads tells of it after everything that came before; :meth:`SocketLink.close` does so at once.
+The socket is closed by the thread that finds both locks free then, so nobody uses a descriptor that is another one's.
 """
 
 from __future__ import annotations
@@ -10,17 +20,18 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phalanx.rpc.links import wire_format
+from phalanx.rpc.links.assembling import Assembler
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
-from phalanx.rpc.links.wire_format import Layout, layout_of, pieces_of
-from phalanx.rpc.message import Message
+from phalanx.rpc.links.readers import Armed, Readers
+from phalanx.rpc.links.wire_format import layout_of, pieces_of
+from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.session import Session
 from phalanx.wire.sockets import KeepAlive
 
 __all__ = ["KEEP_ALIVE", "SocketLink"]
@@ -29,23 +40,24 @@ __all__ = ["KEEP_ALIVE", "SocketLink"]
 # that is stopped or busy is not lost.
 KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=2, unacknowledged_s=3)
 _UNSENT_BYTES = 1 << 17
-_BLOCK = 1 << 18
 _DROP_S = 0.05
 _END_S = 1.0
-_LENGTH = struct.Struct("!I")
-_PREFIX = struct.Struct("!IB")  # the length of what follows, without the digest; the kind of the frame
+# How soon a caller that reads notices that its call has ended otherwise, as by cancel().
+_SLICE_MS = 50
+# How often a thread goes on reading one connection before it looks at the others.
+_AT_ONCE = 32
 _TCP_NOTSENT_LOWAT = 25
 
 
 class SocketLink(Link):
-    """One connection. :meth:`read` is called by the thread that reads; all else by any.
+    """One connection. All methods may be called from any thread.
 
     Args:
         sock: the connection, whose handshake is done; the link closes it.
         session: the digests of its messages.
         receiver: takes what comes.
         rest: bytes that came with the handshake.
-        forget: is called once the socket is not to be read any more.
+        readers: the threads that read it while no caller does. Without them, somebody calls :meth:`read`.
     """
 
     name = "tcp"
@@ -56,87 +68,107 @@ class SocketLink(Link):
         session: Session,
         receiver: Receiver,
         rest: bytes | bytearray = b"",
-        forget: Callable[[SocketLink], None] = lambda link: None,
+        readers: Readers | None = None,
     ) -> None:
         self.sock = sock
         self._session = session
         self._receiver = receiver
-        self._forget = forget
-        self._data = bytearray(rest)
-        self._piece: memoryview | None = None  # of the large message: it is received where it belongs
-        self._got = 0  # bytes of it, and of the digest and the prefix behind it, that have come
-        self._prefix = b""
-        self._tail = bytearray(TAG_BYTES + _PREFIX.size)
-        self._layout: Layout | None = None  # of the large message that is coming
-        self._head = b""
-        self._buffers: list[memoryview] = []
-        self._filled = 0  # bytes of the last of these buffers
+        self._readers = readers
+        self._armed: Armed | None = None
+        self._assembler = Assembler(session, rest)
+        self._reading = threading.Lock()  # held by the thread that reads
+        self._within = False  # that thread is between the socket and the receiver
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
         self._writing = threading.Lock()  # held for one frame
         self._large = threading.Lock()  # held for one large message
-        self._waiting = False  # a thread that writes waits until the kernel takes more
         self._unsent = b""  # the rest of a frame whose sender's time was over
+        self._known = True  # how much of the last frame was sent
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
         self._over = ""
         self._ending = threading.Lock()
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
+        """The descriptor; -1 after the end."""
         return self.sock.fileno()
+
+    def begin(self) -> None:
+        """Receive from now on. The receiver has to know the link before."""
+        self._reading.acquire()
+        try:
+            self._deliver(self._assembled(), serving=False)  # what came with the handshake
+            if self._readers is not None and not self._over:
+                self._armed = self._readers.add(self)
+        finally:
+            self._stop_reading()
+
+    # Sending
 
     def send(self, message: Message, timeout_s: float) -> None:
         """See :class:`Link`."""
         until = time.monotonic() + timeout_s
-        layout = layout_of(message)
         if message.nbytes <= self.SMALL_BYTES:
-            self._write(wire_format.SMALL, until, layout.encode(), bytes(message.head), *message.buffers)
+            self._write([wire_format.small_frame(message)], until)
             return
         if len(message.head) > wire_format.LONGEST_FRAME // 2:
             raise ValueError(f"the part of a message that is pickled has {len(message.head)} bytes, which is too long")
         if not self._large.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX))):
             raise TimeoutError(f"another large message has been on its way for {timeout_s:g} s")
         try:
-            self._write(wire_format.LARGE, until, layout.encode(), bytes(message.head))
+            self._write([layout_of(message).encode(), bytes(message.head)], until, wire_format.LARGE)
             try:
                 for piece in pieces_of(message.buffers):
-                    self._write(wire_format.PIECE, until, piece)
+                    self._write([piece], until, wire_format.PIECE)
             except (TimeoutError, KeyboardInterrupt):
-                self._write(wire_format.DROP, time.monotonic() + _DROP_S)
+                self._write([], time.monotonic() + _DROP_S, wire_format.DROP)
                 raise
         finally:
             self._large.release()
 
-    def _write(self, kind: int, until: float, *parts: bytes | memoryview) -> None:
-        """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing."""
-        nbytes = 1 + sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
-        prefix = _PREFIX.pack(nbytes, kind)
-        if not self._writing.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
+    def _write(self, parts: list[bytes | memoryview], until: float, kind: int = wire_format.SMALL) -> None:
+        """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing.
+
+        Args:
+            parts: what it has behind its prefix; a small message has its prefix already.
+            until: when its time is over.
+            kind: what frame it is.
+        """
+        if kind != wire_format.SMALL:
+            parts.insert(0, wire_format.PREFIX.pack(1 + sum(map(len, parts)), kind))
+        if not self._writing.acquire(False) and not self._writing.acquire(
+            timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
+        ):
             raise TimeoutError("the other process takes nothing")
         try:
-            if self._unsent and not self._flush(b"", until):
+            if self._unsent and not self._finish([memoryview(self._unsent)], until):
                 if kind != wire_format.DROP:
                     raise TimeoutError("the other process takes nothing")
-                self._unsent += self._session.seal(prefix)
+                self._unsent += self._session.seal(b"".join(parts))
                 return
-            if nbytes < wire_format.PIECE_BYTES // 4:
-                self._flush(self._session.seal(b"".join((prefix, *parts))), until)
-                return
-            tag = self._session.digest(prefix, *parts)
-            sent = self._try_to_send(prefix, *parts, tag)
-            if sent < len(prefix) + nbytes - 1 + TAG_BYTES:
-                rest = memoryview(b"".join((prefix, *parts, tag)))[sent:]
-                self._flush(bytes(rest), until)
+            self._known = False
+            parts.append(self._session.digest(*parts))
+            if len(parts) < 3:
+                parts = [b"".join(parts)]
+            sent, nbytes = self._try_to_send(parts), sum(map(len, parts))
+            if sent < nbytes:
+                self._finish(_behind(sent, parts), until)
+            self._known = True
         except (LinkEnded, TimeoutError):
-            raise
-        except BaseException:
-            if not self._waiting:  # a signal has come between two steps: nobody knows how much of a frame was sent
-                with contextlib.suppress(OSError):
-                    self.sock.shutdown(socket.SHUT_RDWR)
+            self._known = True
             raise
         finally:
+            if not self._known:  # a signal has come between two steps: nobody knows how much of a frame was sent
+                self._known = True
+                with contextlib.suppress(OSError):
+                    self.sock.shutdown(socket.SHUT_RDWR)
             self._writing.release()
+            if self._over:
+                self._close_socket()
 
-    def _try_to_send(self, *parts: bytes | memoryview) -> int:
+    def _try_to_send(self, parts: Sequence[bytes | memoryview]) -> int:
         if self._over:
             raise LinkEnded(self._over)
         try:
@@ -147,155 +179,126 @@ class SocketLink(Link):
             # The thread that reads learns of it as well, after it has read what had come before.
             raise LinkEnded(self._over or f"the connection has ended: {error.strerror}") from error
 
-    def _flush(self, data: bytes, until: float) -> bool:
-        """Write what is unsent, and this, as far as the time allows; the rest is kept. Whether all was written."""
-        self._unsent += data
-        while True:
-            self._unsent = self._unsent[self._try_to_send(self._unsent) :]
-            if not self._unsent:
-                return True
+    def _finish(self, rest: list[memoryview], until: float) -> bool:
+        """Write the rest of a frame as far as the time allows; what is left is kept. Whether all was written."""
+        self._known, self._unsent = False, b""
+        while rest:
             left = until - time.monotonic()
-            self._waiting = True  # from here on all that is unsent is known, and a signal does no harm
-            poll = select.poll()
-            # The socket is closed by _end() only when no thread is here, so the descriptor is its own.
-            poll.register(self.sock, select.POLLOUT)
-            if left <= 0 or not poll.poll(min(left, 3600) * 1000):
-                self._waiting = False
+            try:
+                writable = left > 0 and self._writable.poll(min(left, 3600) * 1000)
+            except BaseException:  # a signal has come while it waited: what is unsent is known
+                self._unsent, self._known = b"".join(rest), True
+                raise
+            if not writable:
+                self._unsent, self._known = b"".join(rest), True
                 return False
-            self._waiting = False
+            rest = _behind(self._try_to_send(rest), rest)
+        self._known = True
+        return True
+
+    # Receiving
+
+    def wait(self, done: Callable[[], bool], call: int, timeout_s: float) -> None:
+        """See :class:`Link`."""
+        if self._armed is None or not self._reading.acquire(False):
+            return
+        try:
+            self._armed.disarm()
+            until = time.monotonic() + timeout_s
+            while not self._over and not done():
+                left_ms = 1000 * (until - time.monotonic())
+                if left_ms <= 0:
+                    break
+                if self._readable.poll(min(left_ms, _SLICE_MS)):
+                    self._receive(serving=False)
+        finally:
+            self._stop_reading()
+
+    def ready(self) -> None:
+        """Something has come; a thread of ``readers`` calls this."""
+        request = None
+        if not self._reading.acquire(False):
+            return
+        try:
+            request = self._receive(serving=True)
+        finally:
+            self._stop_reading()
+        if request is not None:
+            self._readers.leave()  # type: ignore[union-attr]
+            self._receiver.deliver(self, request, may_block=True)
 
     def read(self) -> None:
         """Read what has come, and deliver the messages in it."""
+        self._reading.acquire()
         try:
-            if self._piece is None:
-                data = self.sock.recv(_BLOCK)
-                came = len(data)
-                self._data += data
-            else:
-                tail = memoryview(self._tail)[max(0, self._got - len(self._piece)) :]
-                came = self.sock.recvmsg_into([self._piece[self._got :], tail])[0]
-                self._got += came
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._end(f"the connection was lost: {error.strerror}")
-            return
-        if not came:
-            self._end("its process has ended, or its host")
-            return
-        try:
-            if self._piece is not None:
-                self._take_piece(self._piece)
-            self._parse()
-        except Malformed as error:
-            self._end(f"what it sent cannot be read: {error}")
+            self._receive(serving=False)
+        finally:
+            self._stop_reading()
 
-    def begin(self) -> None:
-        """Deliver what came with the handshake."""
-        try:
-            self._parse()
-        except Malformed as error:
-            self._end(f"what it sent cannot be read: {error}")
+    def _stop_reading(self) -> None:
+        interrupted, self._within = self._within, False
+        self._reading.release()
+        if interrupted and not self._over:  # by a signal: nobody knows how much of what had come was delivered
+            self._end("a signal has interrupted the thread that read from it")
+        elif self._over:
+            self._close_socket()
+        elif self._armed is not None:
+            self._armed.arm()
 
-    def _parse(self) -> None:
-        start = 0
-        data = memoryview(self._data)
-        while self._piece is None and len(data) >= start + _PREFIX.size and not self._over:
-            nbytes, kind = _PREFIX.unpack_from(data, start)
-            if not 1 <= nbytes <= wire_format.LONGEST_FRAME:
-                raise Malformed(f"a frame of {nbytes} bytes")
-            end = start + _LENGTH.size + nbytes
-            if len(data) < end + TAG_BYTES:
-                if kind == wire_format.PIECE:
-                    self._begin_piece(nbytes - 1, data[start:])
-                    start = len(data)
+    def _receive(self, *, serving: bool) -> Message | None:
+        """Read what has come, and deliver it, but return a request that this thread may run when it has left."""
+        request = None
+        for _ in range(_AT_ONCE):
+            if request is not None:
+                self._deliver([request], serving=False)
+                request = None
+            self._within = True
+            try:
+                came, more = self._assembler.receive(self.sock)
+            except BlockingIOError:
+                self._within = False
                 break
-            self._session.check_parts(data[end : end + TAG_BYTES], data[start:end])
-            self._take(kind, data[start + _PREFIX.size : end])
-            start = end + TAG_BYTES
-        self._data = bytearray(data[start:])
+            except OSError as error:
+                self._within = False
+                self._end(f"the connection was lost: {error.strerror}")
+                break
+            if not came:
+                self._within = False
+                self._end("its process has ended, or its host")
+                break
+            request = self._deliver(self._assembled(), serving=serving)
+            self._within = False
+            if not more or self._over:
+                break
+        return request
 
-    def _begin_piece(self, nbytes: int, come: memoryview) -> None:
-        """Receive the rest of a piece where it belongs. Its bytes count only once its digest has been found right."""
-        self._prefix, body = bytes(come[: _PREFIX.size]), come[_PREFIX.size :]
-        place = self._place_of(nbytes)
-        self._got = len(body)
-        place[: min(nbytes, len(body))] = body[:nbytes]
-        self._tail[: len(body[nbytes:])] = body[nbytes:]
-        self._piece = place
+    def _assembled(self) -> list[Message]:
+        messages: list[Message] = []
+        try:
+            self._assembler.take(messages)
+        except Malformed as error:
+            self._deliver(messages, serving=False)
+            self._end(f"what it sent cannot be read: {error}")
+            return []
+        return messages
 
-    def _take_piece(self, piece: memoryview) -> None:
-        nbytes = len(piece)
-        if self._got < nbytes + TAG_BYTES:
-            return
-        self._session.check_parts(bytes(self._tail[:TAG_BYTES]), self._prefix, piece)
-        self._data = self._tail[TAG_BYTES : self._got - nbytes]
-        self._piece = None
-        self._filled += nbytes
-        self._finish_if_full()
-
-    def _take(self, kind: int, body: memoryview) -> None:
-        if kind == wire_format.PIECE:
-            self._fill(body)
-        elif kind in (wire_format.SMALL, wire_format.LARGE):
-            layout, at = Layout.decode(body)
-            head = bytes(body[at : at + layout.head_nbytes])
-            if kind == wire_format.LARGE:
-                self._layout, self._head = layout, head
-                wire_format.check_sizes(layout.sizes)
-                self._buffers, self._filled = [], 0
-                self._finish_if_full()
-                return
-            at += layout.head_nbytes
-            if len(body) - at != sum(layout.sizes):
-                raise Malformed(f"{len(body) - at} bytes of buffers, and not {sum(layout.sizes)}")
-            buffers = []
-            for size in layout.sizes:
-                buffers.append(memoryview(bytearray(body[at : at + size])))
-                at += size
-            self._deliver(layout, head, buffers)
-        elif kind == wire_format.DROP:
-            self._layout, self._buffers, self._head = None, [], b""
-        elif kind == wire_format.END:
+    def _deliver(self, messages: list[Message], *, serving: bool) -> Message | None:
+        request = None
+        if serving and messages and messages[-1].kind is Kind.REQUEST and not self._assembler.left:
+            request = messages.pop()
+        for message in messages:
+            self._receiver.deliver(self, message, may_block=False)
+        if self._assembler.left:
             self._end("it has left")
-        else:
-            raise Malformed(f"a frame of kind {kind}")
+        return request
 
-    def _fill(self, body: memoryview) -> None:
-        self._place_of(len(body))[:] = body
-        self._filled += len(body)
-        self._finish_if_full()
-
-    def _place_of(self, nbytes: int) -> memoryview:
-        """Where the next piece of the large message belongs."""
-        if self._layout is None:
-            raise Malformed("a piece of no message")
-        buffer = self._buffers[-1]
-        if not 1 <= nbytes <= len(buffer) - self._filled:
-            raise Malformed("a piece of a wrong length")
-        return buffer[self._filled : self._filled + nbytes]
-
-    def _finish_if_full(self) -> None:
-        layout, buffers = self._layout, self._buffers
-        if layout is None:
-            return
-        while not buffers or self._filled == len(buffers[-1]):
-            if len(buffers) == len(layout.sizes):
-                self._layout, self._buffers = None, []
-                self._deliver(layout, self._head, buffers)
-                return
-            buffers.append(wire_format.room_for(layout.sizes[len(buffers)]))
-            self._filled = 0
-
-    def _deliver(self, layout: Layout, head: bytes, buffers: list[memoryview]) -> None:
-        message = Message(layout.kind, layout.call, layout.service, head, buffers)
-        self._receiver.deliver(self, message, may_block=False)
+    # The end
 
     def close(self) -> None:
         """See :class:`Link`."""
         if not self._over:
             with contextlib.suppress(LinkEnded, TimeoutError):
-                self._write(wire_format.END, time.monotonic() + _END_S)
+                self._write([], time.monotonic() + _END_S, wire_format.END)
         self._end("this process has closed it")
 
     def _end(self, why: str) -> None:
@@ -303,9 +306,33 @@ class SocketLink(Link):
             if self._over:
                 return
             self._over = why
-        self._forget(self)
+        if self._readers is not None:
+            self._readers.remove(self)
         with contextlib.suppress(OSError):  # it is gone
-            self.sock.shutdown(socket.SHUT_RDWR)
-        with self._writing:  # whoever writes has been woken by that, and has to be done with the descriptor
-            self.sock.close()
+            self.sock.shutdown(socket.SHUT_RDWR)  # this wakes whoever reads or writes
+        self._close_socket()
         self._receiver.ended(self, why)
+
+    def _close_socket(self) -> None:
+        """Close the socket, unless another thread reads or writes; that one does it then."""
+        if self._reading.acquire(False):
+            try:
+                if self._writing.acquire(False):
+                    try:
+                        self.sock.close()
+                    finally:
+                        self._writing.release()
+            finally:
+                self._reading.release()
+
+
+def _behind(nbytes: int, parts: Sequence[bytes | memoryview]) -> list[memoryview]:
+    """What is behind the first ``nbytes`` of these."""
+    rest = []
+    for part in parts:
+        if nbytes >= len(part):
+            nbytes -= len(part)
+        else:
+            rest.append(memoryview(part)[nbytes:])
+            nbytes = 0
+    return rest
