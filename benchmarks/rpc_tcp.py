@@ -4,8 +4,8 @@
     phalanx run -H h1:1,h2:1 benchmarks/rpc_tcp.py            (between two hosts)
 
 Both go between the same two processes, and each round measures one after the other: an echo of 100 bytes with
-``sendall`` and ``recv``, an empty call; then 64 MB to the other side, with ``sendall`` into one ``bytearray``, and as
-the argument of a call.
+``sendall`` and ``recv``, an empty call; then 64 MB to the other side, with ``sendall`` into one ``bytearray``,
+and as the argument of a call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The ways from this worker to the others: made when first needed, through shared memory if that can be, else TCP.
 
 The worker that dials proves the job's key, says who it is, and offers shared memory if the other one has the same host
-name. The other one accepts the offer if it can attach that memory, which proves that they share a host. Then the
-connection has done its work and is closed; otherwise it is the way.
+name. The other one accepts the offer if it can attach that memory, which proves that they share a host. The first one
+attaches the other's in turn, and says whether it could. If so, the connection has done its work and is closed; otherwise
+it is the way.
 """
 
 from __future__ import annotations
@@ -13,22 +14,29 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.own import OwnLink
-from phalanx.rpc.links.shared import SharedHub
+from phalanx.rpc.links.shared import SharedHub, SharedLink
 from phalanx.rpc.links.socket import SocketLink
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.network import Network
 from phalanx.wire.door import Arrival
+from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, PassedOn, WrongKey
+from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.words import tell
 
 __all__ = ["Connections", "Unreached"]
 
 # An honest worker answers a connection at once, unless its machine is very busy.
 DIAL_S = 10.0
+
+# By what it goes, as the worker that has dialled says after the other one has accepted its offer.
+_BY_MEMORY, _BY_TCP = b"m", b"t"
+_CHOICE_BYTES = len(_BY_TCP) + TAG_BYTES
 
 _CLOSED = "this worker has been closed"
 
@@ -162,11 +170,14 @@ class Connections:
                 raise LinkEnded("nothing listens at its address any more") from error
             said = json.loads(verdict)
             if said.get("shared") and hub is not None:
-                line.close()
-                shared = hub.confirm(offer)
-                chosen = self._enter(member, shared)
-                shared.begin()
-                return chosen
+                with contextlib.suppress(LinkEnded):  # then it goes by TCP
+                    shared = hub.confirm(offer)
+                    with contextlib.suppress(OSError), line.sock:  # it is noticed if that process is gone
+                        line.sock.sendall(line.session.seal(_BY_MEMORY))
+                    chosen = self._enter(member, shared)
+                    shared.begin()
+                    return chosen
+                line.sock.sendall(line.session.seal(_BY_TCP))
             if "refused" in said:
                 line.close()
                 raise LinkEnded(said["refused"])
@@ -196,15 +207,36 @@ class Connections:
             return
         shared = self._hub.accept(offer) if offer and self._hub is not None else None
         if shared is not None:
+            arrival.answer(b'{"shared": 1}')
+            session = arrival.proven.session()
+            chosen = partial(self._on_choice, peer, shared, arrival, session)
+            self._network.hear(arrival, _CHOICE_BYTES, chosen)
+            return
+        arrival.answer(b"{}")
+        self._add_arrival(peer, arrival, arrival.proven.session())
+
+    def _on_choice(self, peer: Member, shared: SharedLink, arrival: Arrival, session: Session) -> None:
+        """The caller has said whether it could attach this worker's memory, or has gone."""
+        data = arrival.rest
+        try:
+            session.check(data, len(_BY_TCP))
+        except Malformed:
+            data.clear()
+        if data.startswith(_BY_MEMORY):
+            arrival.sock.close()
             with contextlib.suppress(LinkEnded):
                 self._enter(peer, shared)
                 shared.begin()
-            arrival.answer(b'{"shared": 1}')
-            arrival.sock.close()
             return
-        session, readers = arrival.proven.session(), self._network.readers
-        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, readers)
-        arrival.answer(b"{}")
+        shared.close()
+        if data.startswith(_BY_TCP):
+            del data[:_CHOICE_BYTES]
+            self._add_arrival(peer, arrival, session)
+        else:
+            arrival.sock.close()
+
+    def _add_arrival(self, peer: Member, arrival: Arrival, session: Session) -> None:
+        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, self._network.readers)
         with contextlib.suppress(LinkEnded):
             self._add(peer, link)
 

@@ -6,6 +6,7 @@ it is welcome. From then on the threads of ``links/readers.py`` read the connect
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import selectors
@@ -62,6 +63,28 @@ class Network:
             OSError, NoProof, WrongKey: see :func:`phalanx.wire.dial.dial`.
         """
         return dial((address, port), self._key, ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
+
+    def hear(self, arrival: Arrival, nbytes: int, heard: Callable[[], None]) -> None:
+        """Receive what a caller says next, before its connection is read as others are. Call it from ``welcome``.
+
+        Args:
+            arrival: the connection; what comes is added to its ``rest``.
+            nbytes: how much is to come.
+            heard: is called on the network's thread when that has come, or the caller has gone.
+        """
+
+        def hear() -> None:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    data = arrival.sock.recv(max(0, nbytes - len(arrival.rest)))
+                except ConnectionError:
+                    data = b""
+                arrival.rest.extend(data)
+                if not data or len(arrival.rest) >= nbytes:
+                    self._selector.unregister(arrival.sock)
+                    heard()
+
+        self._selector.register(arrival.sock, selectors.EVENT_READ, hear)
 
     def stop(self) -> None:
         """Stop listening and reading. Call it from another thread; the connections are closed by their links."""
