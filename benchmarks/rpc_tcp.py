@@ -1,7 +1,8 @@
 """Calls over TCP beside a bare socket of Python, between two ranks, in turn.
 
     phalanx run -n 2 benchmarks/rpc_tcp.py                    (over loopback)
-    phalanx run -H h1:1,h2:1 benchmarks/rpc_tcp.py            (between two hosts)
+    RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=h1 MASTER_PORT=29500 python benchmarks/rpc_tcp.py
+                                                              (on h1; on h2 with RANK=1)
 
 Both go between the same two processes, and each round measures one after the other: an echo of 100 bytes with
 ``sendall`` and ``recv``, an empty call; then 64 MB to the other side, with ``sendall`` into one ``bytearray``,

@@ -2,8 +2,8 @@
 
 The worker that dials proves the job's key, says who it is, and offers shared memory if the other one has the same host
 name. The other one accepts the offer if it can attach that memory, which proves that they share a host. The first one
-attaches the other's in turn, and says whether it could. If so, the connection has done its work and is closed; otherwise
-it is the way.
+attaches the other's in turn, and says whether it could. If it could, the connection has done its work and is closed;
+otherwise it is the way.
 """
 
 from __future__ import annotations
