@@ -7,6 +7,7 @@ together with the digest and the prefix of the frame behind each, so they are co
 from __future__ import annotations
 
 import socket
+from collections import deque
 
 from phalanx.rpc.links import wire_format
 from phalanx.rpc.links.wire_format import Layout
@@ -29,10 +30,14 @@ class Assembler:
 
     Attributes:
         left: whether the other side has said that it leaves. What follows is not read.
+        received: how many numbered frames have come, also by earlier connections.
+        received_bytes: how many bytes these had.
+        acknowledged: how many frames the other side has received, as it has said last.
     """
 
     def __init__(self, session: Session, rest: bytes | bytearray = b"") -> None:
         self.left = False
+        self.received = self.received_bytes = self.acknowledged = 0
         self._session = session
         self._data = bytes(rest)
         self._piece: memoryview | None = None  # of the large message: it is received where it belongs
@@ -43,6 +48,10 @@ class Assembler:
         self._head = b""
         self._buffers: list[memoryview] = []
         self._filled = 0  # bytes of the last of these buffers
+
+    def go_on(self, session: Session, rest: bytes | bytearray) -> None:
+        """Receive from another connection, behind the last frame that has come whole."""
+        self._session, self._data, self._piece = session, bytes(rest), None
 
     def receive(self, sock: socket.socket) -> tuple[int, bool]:
         """Take what a socket has, once: how many bytes, 0 at its end, and whether there may be more already.
@@ -61,7 +70,7 @@ class Assembler:
         self._got += came
         return came, came == wanted
 
-    def take(self, messages: list[Message]) -> None:
+    def take(self, messages: deque[Message]) -> None:
         """Append the messages that are complete.
 
         Raises:
@@ -79,6 +88,8 @@ class Assembler:
                 frame = data[:-TAG_BYTES]  # what has come is one small message, as usual
                 self._session.check_parts(data[-TAG_BYTES:], frame)
                 self._data = b""
+                self.received += 1
+                self.received_bytes += nbytes
                 messages.append(wire_format.small_message(frame))
                 return
         view = memoryview(data)
@@ -93,6 +104,9 @@ class Assembler:
                     start = nbytes
                 break
             self._session.check_parts(view[end : end + TAG_BYTES], view[start:end])
+            if kind != wire_format.ACK:
+                self.received += 1
+                self.received_bytes += length
             if kind == wire_format.SMALL:
                 messages.append(wire_format.small_message(data[start:end]))
             else:
@@ -109,17 +123,19 @@ class Assembler:
         self._tail[: len(body[nbytes:])] = body[nbytes:]
         self._piece = place
 
-    def _take_piece(self, piece: memoryview, messages: list[Message]) -> None:
+    def _take_piece(self, piece: memoryview, messages: deque[Message]) -> None:
         nbytes = len(piece)
         if self._got < nbytes + TAG_BYTES:
             return
         self._session.check_parts(bytes(self._tail[:TAG_BYTES]), self._prefix, piece)
+        self.received += 1
+        self.received_bytes += nbytes
         self._data = bytes(self._tail[TAG_BYTES : self._got - nbytes])
         self._piece = None
         self._filled += nbytes
         self._finish_if_full(messages)
 
-    def _take_frame(self, kind: int, body: memoryview, messages: list[Message]) -> None:
+    def _take_frame(self, kind: int, body: memoryview, messages: deque[Message]) -> None:
         if kind == wire_format.PIECE:
             self._place_of(len(body))[:] = body
             self._filled += len(body)
@@ -134,6 +150,8 @@ class Assembler:
             self._layout, self._buffers, self._head = None, [], b""
         elif kind == wire_format.END:
             self.left = True
+        elif kind == wire_format.ACK and len(body) == wire_format.COUNT.size:
+            (self.acknowledged,) = wire_format.COUNT.unpack(body)
         else:
             raise Malformed(f"a frame of kind {kind}")
 
@@ -146,7 +164,7 @@ class Assembler:
             raise Malformed("a piece of a wrong length")
         return buffer[self._filled : self._filled + nbytes]
 
-    def _finish_if_full(self, messages: list[Message]) -> None:
+    def _finish_if_full(self, messages: deque[Message]) -> None:
         layout, buffers = self._layout, self._buffers
         if layout is None:
             return

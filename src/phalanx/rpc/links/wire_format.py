@@ -6,6 +6,7 @@
     PIECE    the next bytes of the buffers of the large message that is on its way
     DROP     the large message that is on its way ends here: its sender's time is over
     END      the sender leaves in order, and this is the last frame
+    ACK      how many frames the sender has received; this one alone is not numbered
 
 Only one large message is on its way in each direction, so its pieces need no number. The digest is the session's
 (``wire/session.py``), so nobody on the way can add, change, drop or repeat a frame.
@@ -23,6 +24,8 @@ from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
 
 __all__ = [
+    "ACK",
+    "COUNT",
     "DROP",
     "END",
     "LARGE",
@@ -41,7 +44,8 @@ __all__ = [
     "small_message",
 ]
 
-SMALL, LARGE, PIECE, DROP, END = 1, 2, 3, 4, 5
+SMALL, LARGE, PIECE, DROP, END, ACK = 1, 2, 3, 4, 5, 6
+COUNT = struct.Struct("!Q")  # the body of ACK
 PREFIX = struct.Struct("!IB")  # the length of what follows, without the digest; the kind of the frame
 LENGTH_BYTES = 4
 PIECE_BYTES = 1 << 16
