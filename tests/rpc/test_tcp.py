@@ -108,6 +108,26 @@ def test_a_stopped_worker_holds_up_nobody_longer_than_they_said() -> None:
     assert on_ranks(over_tcp(body), 2)[0] is True
 
 
+def test_a_worker_that_is_stopped_for_seconds_takes_the_rest_of_a_large_message_afterwards() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        pid = rpc.call(1, workers.pid)
+        futures: list[rpc.Future[Any]] = []
+        large = torch.ones(8 << 20)
+        os.kill(pid, signal.SIGSTOP)
+        thread = threading.Thread(target=lambda: futures.append(rpc.start(1, double, [large], 7)))
+        thread.start()
+        time.sleep(4.5)  # longer than a kernel that is told so waits for a peer that takes nothing
+        os.kill(pid, signal.SIGCONT)
+        thread.join()
+        (doubled,), number = futures[0].wait()
+        assert torch.equal(doubled, large * 2)
+        return number
+
+    assert on_ranks(over_tcp(body), 2)[0] == 7
+
+
 def test_a_peer_that_dies_within_a_large_message_is_lost() -> None:
     def body(member: Member) -> Any:
         if member.rank:

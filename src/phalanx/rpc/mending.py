@@ -30,7 +30,7 @@ from phalanx.wire.proof import NoProof, PassedOn, WrongKey
 
 __all__ = ["Mender"]
 
-UNREACHED_S = 0.8
+UNREACHED_S = 0.6
 ABSENT_S = 5.0
 _PAUSE_S = 0.02
 _ANOTHER = "another worker is at its address now"
