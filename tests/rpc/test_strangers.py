@@ -36,7 +36,7 @@ PATIENCE_S = 60.0
 
 def of_process() -> tuple[int, int]:
     """How many threads and descriptors this process has, without the threads that wait a while for more calls."""
-    pools = ("phalanx-rpc-handler", "phalanx-rpc-shared")
+    pools = ("phalanx-rpc-handler", "phalanx-rpc-shared", "phalanx-rpc-tcp")
     threads = [thread for thread in threading.enumerate() if thread.name not in pools]
     return len(threads), len(os.listdir("/proc/self/fd"))
 

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, WorkerLost
-from phalanx.rpc import session
+from phalanx.rpc import connections, session
+from phalanx.rpc.links.contract import LinkEnded
+from phalanx.rpc.links.shared import SharedHub, SharedLink
 from tests.rpc import workers
 from tests.rpc.workers import next_of
 from tests.support.ranks import Member, on_ranks, run_ranks
@@ -105,6 +108,26 @@ def test_a_stopped_worker_holds_up_nobody_longer_than_they_said() -> None:
     assert on_ranks(over_tcp(body), 2)[0] is True
 
 
+def test_a_worker_that_is_stopped_for_seconds_takes_the_rest_of_a_large_message_afterwards() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        pid = rpc.call(1, workers.pid)
+        futures: list[rpc.Future[Any]] = []
+        large = torch.ones(8 << 20)
+        os.kill(pid, signal.SIGSTOP)
+        thread = threading.Thread(target=lambda: futures.append(rpc.start(1, double, [large], 7)))
+        thread.start()
+        time.sleep(4.5)  # longer than a kernel that is told so waits for a peer that takes nothing
+        os.kill(pid, signal.SIGCONT)
+        thread.join()
+        (doubled,), number = futures[0].wait()
+        assert torch.equal(doubled, large * 2)
+        return number
+
+    assert on_ranks(over_tcp(body), 2)[0] == 7
+
+
 def test_a_peer_that_dies_within_a_large_message_is_lost() -> None:
     def body(member: Member) -> Any:
         if member.rank:
@@ -119,3 +142,31 @@ def test_a_peer_that_dies_within_a_large_message_is_lost() -> None:
     outcomes = run_ranks(over_tcp(body), 2)
     assert outcomes[0].error is None, outcomes[0].traceback
     assert outcomes[0].value == "lost"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_worker_that_cannot_attach_the_memory_of_one_that_could_talks_to_it_over_tcp(size: int) -> None:
+    def out_of_reach(hub: SharedHub, offer: bytes) -> SharedLink:
+        hub.withdraw(offer)
+        raise LinkEnded("its shared memory is out of reach: Permission denied")
+
+    def body(member: Member) -> Any:
+        changes: list[str] = []
+        watch = rpc.watch(lambda worker, event: changes.append(event))
+        for number in range(20):
+            assert rpc.call(next_of(member), workers.add, number, 1) == number + 1
+        dist.barrier()
+        watch.stop()
+        return way_to(next_of(member)), set(changes)
+
+    def run(member: Member) -> Any:
+        member.join()
+        vars(connections)["SharedHub"] = type("Blind", (SharedHub,), {"confirm": out_of_reach})
+        rpc.init()
+        try:
+            return body(member)
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(run, size) == [("tcp", {"came"})] * size

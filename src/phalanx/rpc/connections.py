@@ -1,34 +1,45 @@
 """The ways from this worker to the others: made when first needed, through shared memory if that can be, else TCP.
 
 The worker that dials proves the job's key, says who it is, and offers shared memory if the other one has the same host
-name. The other one accepts the offer if it can attach that memory, which proves that they share a host. Then the
-connection has done its work and is closed; otherwise it is the way.
+name. The other one accepts the offer if it can attach that memory, which proves that they share a host. The first one
+attaches the other's in turn, and says whether it could. If it could, the connection has done its work and is closed;
+otherwise it is the way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from typing import Any
 
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.own import OwnLink
-from phalanx.rpc.links.shared import SharedHub
+from phalanx.rpc.links.shared import SharedHub, SharedLink
 from phalanx.rpc.links.socket import SocketLink
 from phalanx.rpc.members import Member, Members
+from phalanx.rpc.mending import Mender
 from phalanx.rpc.network import Network
 from phalanx.wire.door import Arrival
+from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, PassedOn, WrongKey
+from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.words import tell
 
 __all__ = ["Connections", "Unreached"]
 
 # An honest worker answers a connection at once, unless its machine is very busy.
 DIAL_S = 10.0
+
+# By what it goes, as the worker that has dialled says after the other one has accepted its offer.
+_BY_MEMORY, _BY_TCP = b"m", b"t"
+_CHOICE_BYTES = len(_BY_TCP) + TAG_BYTES
 
 _CLOSED = "this worker has been closed"
 
@@ -58,6 +69,7 @@ class Connections:
         self._lock = threading.Lock()
         self._links: dict[int, Link] = {}
         self._peers: dict[Link, Member] = {}
+        self._accepted: dict[tuple[int, str], SocketLink] = {}  # by the caller's incarnation, and its number there
         self._dialling: dict[int, threading.Lock] = {}
         self._network = Network(address, key, self._welcome)
         self._hub: SharedHub | None = None
@@ -70,6 +82,7 @@ class Connections:
     def start(self, me: Member) -> None:
         """Accept connections from now on, as this worker."""
         self._me = me
+        self._mender = Mender(self._network, me.incarnation)
         own = OwnLink(self._receiver)
         self._links[me.incarnation] = own
         self._peers[own] = me
@@ -112,6 +125,8 @@ class Connections:
     def ended(self, link: Link) -> Member | None:
         """Forget a link that has ended, and return who is gone with it; None if another way there goes on."""
         with self._lock:
+            for key in [key for key, accepted in self._accepted.items() if accepted is link]:
+                del self._accepted[key]
             peer = self._peers.pop(link, None)
             if peer is None:
                 return None
@@ -154,7 +169,10 @@ class Connections:
                 offer = hub.offer()
         try:
             patience = max(0.05, min(DIAL_S, until - time.monotonic()))
-            claim = json.dumps({"me": asdict(me), "to": member.incarnation, "offer": offer.decode()}).encode()
+            number = secrets.token_hex(8)
+            claim = json.dumps(
+                {"me": asdict(me), "to": member.incarnation, "offer": offer.decode(), "link": number}
+            ).encode()
             try:
                 line, verdict = self._network.dial(member.address, member.port, claim, patience)
             except ConnectionRefusedError as error:
@@ -162,15 +180,19 @@ class Connections:
                 raise LinkEnded("nothing listens at its address any more") from error
             said = json.loads(verdict)
             if said.get("shared") and hub is not None:
-                line.close()
-                shared = hub.confirm(offer)
-                chosen = self._enter(member, shared)
-                shared.begin()
-                return chosen
+                with contextlib.suppress(LinkEnded):  # then it goes by TCP
+                    shared = hub.confirm(offer)
+                    with contextlib.suppress(OSError), line.sock:  # it is noticed if that process is gone
+                        line.sock.sendall(line.session.seal(_BY_MEMORY))
+                    chosen = self._enter(member, shared)
+                    shared.begin()
+                    return chosen
+                line.sock.sendall(line.session.seal(_BY_TCP))
             if "refused" in said:
                 line.close()
                 raise LinkEnded(said["refused"])
-            link = SocketLink(line.sock, line.session, self._receiver, forget=self._network.forget)
+            mend = self._mender.dialler(number, member)
+            link = SocketLink(line.sock, line.session, self._receiver, readers=self._network.readers, mend=mend)
             return self._add(member, link)
         finally:
             if hub is not None and offer:
@@ -184,8 +206,12 @@ class Connections:
             if claim == {"ping": 1} and me is not None:
                 _refuse(arrival, incarnation=me.incarnation)
                 return
+            if "mend" in claim:
+                self._go_on(arrival, claim)
+                return
             peer, to, offer = Member.from_claim(claim["me"]), claim["to"], str(claim["offer"]).encode()
-        except (ValueError, TypeError, KeyError, RecursionError):
+            number = str(claim.get("link", ""))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             arrival.sock.close()
             return
         if me is None or self._closed or to != me.incarnation:
@@ -196,20 +222,54 @@ class Connections:
             return
         shared = self._hub.accept(offer) if offer and self._hub is not None else None
         if shared is not None:
+            arrival.answer(b'{"shared": 1}')
+            session = arrival.proven.session()
+            chosen = partial(self._on_choice, peer, number, shared, arrival, session)
+            self._network.hear(arrival, _CHOICE_BYTES, chosen)
+            return
+        arrival.answer(b"{}")
+        self._add_arrival(peer, number, arrival, arrival.proven.session())
+
+    def _go_on(self, arrival: Arrival, claim: dict[str, Any]) -> None:
+        """A worker has lost its connection, and goes on with this one."""
+        mend = claim["mend"]
+        key, attempt, received = (int(claim["from"]), str(mend["link"])), int(mend["attempt"]), int(mend["received"])
+        link = self._accepted.get(key)
+        if link is None or self._me is None or self._closed or claim["to"] != self._me.incarnation:
+            _refuse(arrival, refused="it has ended the connection")
+        else:
+            self._mender.receive(link, arrival, attempt, received)
+
+    def _on_choice(self, peer: Member, number: str, shared: SharedLink, arrival: Arrival, session: Session) -> None:
+        """The caller has said whether it could attach this worker's memory, or has gone."""
+        data = arrival.rest
+        try:
+            session.check(data, len(_BY_TCP))
+        except Malformed:
+            data.clear()
+        if data.startswith(_BY_MEMORY):
+            arrival.sock.close()
             with contextlib.suppress(LinkEnded):
                 self._enter(peer, shared)
                 shared.begin()
-            arrival.answer(b'{"shared": 1}')
-            arrival.sock.close()
             return
-        link = SocketLink(arrival.sock, arrival.proven.session(), self._receiver, arrival.rest, self._network.forget)
-        arrival.answer(b"{}")
+        shared.close()
+        if data.startswith(_BY_TCP):
+            del data[:_CHOICE_BYTES]
+            self._add_arrival(peer, number, arrival, session)
+        else:
+            arrival.sock.close()
+
+    def _add_arrival(self, peer: Member, number: str, arrival: Arrival, session: Session) -> None:
+        mend, readers = self._mender.dialled(peer), self._network.readers
+        link = SocketLink(arrival.sock, session, self._receiver, arrival.rest, readers, mend)
+        self._accepted[peer.incarnation, number] = link
         with contextlib.suppress(LinkEnded):
             self._add(peer, link)
 
     def _add(self, peer: Member, link: SocketLink) -> Link:
         chosen = self._enter(peer, link)
-        self._network.add(link)
+        link.begin()
         return chosen
 
     def _enter(self, peer: Member, link: Link) -> Link:

@@ -1,21 +1,21 @@
-"""The thread that accepts connections from other workers and reads all of them.
+"""The thread that accepts connections from other workers.
 
-Who connects proves the key first (``wire/door.py``). Then it says who it is, and the agent answers whether it is
-welcome.
+A process that connects proves the key first (``wire/door.py``). Then it says who it is, and the agent answers whether
+it is welcome. From then on the threads of ``links/readers.py`` read the connection.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
 import selectors
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
-from phalanx.rpc.links.socket import KEEP_ALIVE, SocketLink
+from phalanx.rpc.links.readers import Readers
+from phalanx.rpc.links.socket import KEEP_ALIVE
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.door import Arrival, Door
 from phalanx.wire.key import Key
@@ -28,12 +28,16 @@ ROLE = "rpc"
 
 
 class Network:
-    """This process's listening socket and its connections.
+    """This process's listening socket, and the threads that read its connections.
 
     Args:
         address: where to listen; an address of this host.
         key: what every worker of the job knows.
         welcome: takes each connection that has proven the key.
+
+    Attributes:
+        address, port: where it listens.
+        readers: the threads that read the connections.
     """
 
     def __init__(self, address: str, key: Key, welcome: Callable[[Arrival], None]) -> None:
@@ -41,17 +45,15 @@ class Network:
         self._selector = selectors.DefaultSelector()
         listener = listen(address, 0)
         self.address, self.port = listener.getsockname()[:2]
+        self.readers = Readers()
         self._door = Door(listener, key, ROLE, KEEP_ALIVE, self._selector, welcome)
-        self._orders: deque[Callable[[], None]] = deque()
-        self._wake_read, self._wake_write = socket.socketpair()
-        for end in (self._wake_read, self._wake_write):
-            end.setblocking(False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._selector.register(self._bell, selectors.EVENT_READ, lambda: None)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-network", daemon=True)
 
     def start(self) -> None:
-        """Begin to accept and to read."""
+        """Begin to accept."""
         self._thread.start()
 
     def dial(self, address: str, port: int, claim: bytes, patience_s: float) -> tuple[Line, bytes]:
@@ -62,42 +64,38 @@ class Network:
         """
         return dial((address, port), self._key, ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
 
-    def add(self, link: SocketLink) -> None:
-        """Read a connection from now on."""
+    def hear(self, arrival: Arrival, nbytes: int, heard: Callable[[], None]) -> None:
+        """Receive what a caller says next, before its connection is read as others are. Call it from ``welcome``.
 
-        def begin() -> None:
-            link.begin()
-            with contextlib.suppress(ValueError, KeyError, OSError):  # it may have ended meanwhile
-                self._selector.register(link.sock, selectors.EVENT_READ, link.read)
+        Args:
+            arrival: the connection; what comes is added to its ``rest``.
+            nbytes: how much is to come.
+            heard: is called on the network's thread when that has come, or the caller has gone.
+        """
 
-        self._order(begin)
+        def hear() -> None:
+            with contextlib.suppress(BlockingIOError):
+                try:
+                    data = arrival.sock.recv(max(0, nbytes - len(arrival.rest)))
+                except ConnectionError:
+                    data = b""
+                arrival.rest.extend(data)
+                if not data or len(arrival.rest) >= nbytes:
+                    self._selector.unregister(arrival.sock)
+                    heard()
 
-    def forget(self, link: SocketLink) -> None:
-        """Read a connection no more. Its socket is closed afterwards, by the caller."""
-        with contextlib.suppress(ValueError, KeyError):
-            self._selector.unregister(link.sock)
+        self._selector.register(arrival.sock, selectors.EVENT_READ, hear)
 
     def stop(self) -> None:
         """Stop listening and reading. Call it from another thread; the connections are closed by their links."""
         self._stopping = True
-        self._order(lambda: None)
+        os.eventfd_write(self._bell, 1)
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
+        self.readers.close()
         self._door.close()
         self._selector.close()
-        self._wake_read.close()
-        self._wake_write.close()
-
-    def _order(self, what: Callable[[], None]) -> None:
-        self._orders.append(what)
-        with contextlib.suppress(BlockingIOError):  # it is full, so the thread is awake
-            self._wake_write.send(b"x")
-
-    def _on_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake_read.recv(4096)
-        while self._orders:
-            self._orders.popleft()()
+        os.close(self._bell)
 
     def _run(self) -> None:
         while not self._stopping:

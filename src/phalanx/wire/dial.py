@@ -11,7 +11,11 @@ from phalanx.wire.proof import GREETING, GREETING_BYTES, NoProof, Response
 from phalanx.wire.session import Session
 from phalanx.wire.sockets import KeepAlive, connect
 
-__all__ = ["Line", "dial"]
+__all__ = ["Line", "NoAnswer", "dial"]
+
+
+class NoAnswer(TimeoutError):
+    """The listener's kernel has accepted the connection, but its process sends nothing: it is busy, or stopped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +58,7 @@ def dial(
 
     Raises:
         OSError: nothing listens there, or the connection was closed.
-        TimeoutError: the listener sends nothing.
+        NoAnswer: the listener sends nothing.
         NoProof: the listener is not Phalanx.
         WrongKey: the listener is Phalanx, but proves another key.
     """
@@ -81,7 +85,12 @@ def dial(
 
 def _receive(sock: socket.socket, most: int, until: float) -> bytes:
     sock.settimeout(max(0.001, until - time.monotonic()))
-    data = sock.recv(most)
+    try:
+        data = sock.recv(most)
+    except TimeoutError as error:
+        if error.errno is not None:
+            raise  # the connection was lost
+        raise NoAnswer("timed out") from error
     if not data:
         raise ConnectionResetError("the connection was closed")
     return data

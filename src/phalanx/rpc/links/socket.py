@@ -1,51 +1,75 @@
 """The way over a proven TCP connection: between hosts, and between processes that cannot share memory.
 
-A sending thread writes to the socket itself, and one thread of the agent (``rpc/network.py``) reads all of them. The
-kernel is given little at a time (TCP_NOTSENT_LOWAT), so that a small message never waits behind more than that, and a
-piece, of a large one.
+*Who reads.* One thread at a time: the one that holds ``_reading``. A caller that waits for an answer takes it, and
+reads the socket itself (:meth:`SocketLink.wait`), so an answer wakes the thread that needs it and no other. It delivers
+all that comes on the way, also what others wait for. While it reads, the connection is not armed in the epoll of those
+threads that read for everybody (``readers.py``), so none of them is woken. When it leaves it gives ``_reading`` back
+first and arms the connection then: what has come in between wakes one of those threads. A caller that does not get
+``_reading`` sleeps until the thread that has it has delivered the answer. A thread of the epoll that is woken and does
+not get ``_reading`` does nothing, because the thread that has it arms the connection afterwards.
+
+*Who writes.* The sender itself, holding ``_writing`` for one frame (``sending.py``).
+
+*A break.* A connection that is reset, or times out, is not the end of a link that has somebody to mend it
+(``rpc/mending.py``). The thread that reads puts it down: it takes ``_writing`` as well and closes the socket. While the
+link is down, frames are kept (``unacknowledged.py``) and not written, and nobody reads. :meth:`SocketLink.resume` takes
+both locks, puts another connection in its place, and writes again what the other side has not received.
+
+*The end.* A thread that reads tells of it after everything that came before; :meth:`SocketLink.close` does so at once.
+The socket is closed by the thread that finds both locks free then, so nobody uses a descriptor that is another one's.
+
+Locks are taken in the order ``_large``, ``_reading``, ``_writing``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from phalanx.rpc.links import wire_format
-from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
-from phalanx.rpc.links.wire_format import Layout, layout_of, pieces_of
-from phalanx.rpc.message import Message
+from phalanx.rpc.links.assembling import Assembler
+from phalanx.rpc.links.contract import LinkEnded, Receiver
+from phalanx.rpc.links.readers import Readers
+from phalanx.rpc.links.sending import SendingLink
+from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.session import Session
 from phalanx.wire.sockets import KeepAlive
 
 __all__ = ["KEEP_ALIVE", "SocketLink"]
 
-# A host that vanishes, or a link that is cut, counts as lost after 3 s. The kernel answers the probes, so a process
-# that is stopped or busy is not lost.
-KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=2, unacknowledged_s=3)
-_UNSENT_BYTES = 1 << 17
-_BLOCK = 1 << 18
-_DROP_S = 0.05
+# A connection whose other host has vanished, or that was cut, breaks after 2 s. The kernel answers the probes, so this
+# does not end the connection of a process that is stopped or busy, unless that takes nothing of what was sent.
+KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=1, unacknowledged_s=2)
 _END_S = 1.0
-_LENGTH = struct.Struct("!I")
-_PREFIX = struct.Struct("!IB")  # the length of what follows, without the digest; the kind of the frame
-_TCP_NOTSENT_LOWAT = 25
+# How soon a caller that reads notices that its call has ended otherwise, as by cancel().
+_SLICE_MS = 50
+# How often a thread goes on reading one connection before it looks at the others.
+_AT_ONCE = 32
+# After how much the other side is told that it has come.
+_ACKNOWLEDGED_BYTES, _ACKNOWLEDGED_FRAMES = 1 << 18, 64
 
 
-class SocketLink(Link):
-    """One connection. :meth:`read` is called by the thread that reads; all else by any.
+class SocketLink(SendingLink):
+    """One connection. All methods may be called from any thread.
 
     Args:
         sock: the connection, whose handshake is done; the link closes it.
         session: the digests of its messages.
         receiver: takes what comes.
         rest: bytes that came with the handshake.
-        forget: is called once the socket is not to be read any more.
+        readers: the threads that read it while no caller does. Without them, somebody calls :meth:`read`.
+        mend: is called when the connection breaks, with this link and the reason. Without it, that is the end.
+
+    Attributes:
+        mending: held by whoever puts another connection in its place.
+        attempt: the number of the last attempt of the other side to connect again.
     """
 
     name = "tcp"
@@ -56,256 +80,286 @@ class SocketLink(Link):
         session: Session,
         receiver: Receiver,
         rest: bytes | bytearray = b"",
-        forget: Callable[[SocketLink], None] = lambda link: None,
+        readers: Readers | None = None,
+        mend: Callable[[SocketLink, str], None] | None = None,
     ) -> None:
-        self.sock = sock
-        self._session = session
+        self.mending = threading.Lock()
+        self.attempt = 0
+        self._mend = mend
         self._receiver = receiver
-        self._forget = forget
-        self._data = bytearray(rest)
-        self._piece: memoryview | None = None  # of the large message: it is received where it belongs
-        self._got = 0  # bytes of it, and of the digest and the prefix behind it, that have come
-        self._prefix = b""
-        self._tail = bytearray(TAG_BYTES + _PREFIX.size)
-        self._layout: Layout | None = None  # of the large message that is coming
-        self._head = b""
-        self._buffers: list[memoryview] = []
-        self._filled = 0  # bytes of the last of these buffers
-        self._writing = threading.Lock()  # held for one frame
-        self._large = threading.Lock()  # held for one large message
-        self._waiting = False  # a thread that writes waits until the kernel takes more
-        self._unsent = b""  # the rest of a frame whose sender's time was over
-        self._over = ""
+        self._readers = readers
+        self._reading = threading.Lock()  # held by the thread that reads
+        self._within = False  # that thread is between the socket and the receiver
+        self._came: deque[Message] = deque()  # received, and not delivered yet
         self._ending = threading.Lock()
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        super().__init__(sock, session, Assembler(session, rest), mends=mend is not None)
+
+    def _use(self, sock: socket.socket, session: Session) -> None:
+        super()._use(sock, session)
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
 
     def fileno(self) -> int:
-        """The descriptor, for a selector."""
+        """The descriptor; -1 after the end."""
         return self.sock.fileno()
 
-    def send(self, message: Message, timeout_s: float) -> None:
-        """See :class:`Link`."""
-        until = time.monotonic() + timeout_s
-        layout = layout_of(message)
-        if message.nbytes <= self.SMALL_BYTES:
-            self._write(wire_format.SMALL, until, layout.encode(), bytes(message.head), *message.buffers)
+    def begin(self) -> None:
+        """Receive from now on. The receiver has to know the link before."""
+        self._reading.acquire()
+        try:
+            self._take()  # what came with the handshake
+            self._deliver(serving=False)
+            if self._readers is not None and not self.over:
+                self._armed = self._readers.add(self)
+        finally:
+            self._stop_reading()
+
+    @contextlib.contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Have others read while this thread waits, if it is the one that reads: it may wait for what they receive."""
+        me = threading.get_ident()
+        if me != self._reader:
+            yield
             return
-        if len(message.head) > wire_format.LONGEST_FRAME // 2:
-            raise ValueError(f"the part of a message that is pickled has {len(message.head)} bytes, which is too long")
-        if not self._large.acquire(timeout=max(0.0, min(timeout_s, threading.TIMEOUT_MAX))):
-            raise TimeoutError(f"another large message has been on its way for {timeout_s:g} s")
+        self._reader = 0
+        self._reading.release()
+        if self._armed is not None and not self.down:
+            self._armed.arm()
         try:
-            self._write(wire_format.LARGE, until, layout.encode(), bytes(message.head))
-            try:
-                for piece in pieces_of(message.buffers):
-                    self._write(wire_format.PIECE, until, piece)
-            except (TimeoutError, KeyboardInterrupt):
-                self._write(wire_format.DROP, time.monotonic() + _DROP_S)
-                raise
+            yield
         finally:
-            self._large.release()
+            self._reading.acquire()
+            self._reader = me
 
-    def _write(self, kind: int, until: float, *parts: bytes | memoryview) -> None:
-        """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing."""
-        nbytes = 1 + sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
-        prefix = _PREFIX.pack(nbytes, kind)
-        if not self._writing.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
-            raise TimeoutError("the other process takes nothing")
+    def wait(self, done: Callable[[], bool], call: int, timeout_s: float) -> None:
+        """See :class:`Link`."""
+        if self._armed is None or not self._reading.acquire(False):
+            return
         try:
-            if self._unsent and not self._flush(b"", until):
-                if kind != wire_format.DROP:
-                    raise TimeoutError("the other process takes nothing")
-                self._unsent += self._session.seal(prefix)
-                return
-            if nbytes < wire_format.PIECE_BYTES // 4:
-                self._flush(self._session.seal(b"".join((prefix, *parts))), until)
-                return
-            tag = self._session.digest(prefix, *parts)
-            sent = self._try_to_send(prefix, *parts, tag)
-            if sent < len(prefix) + nbytes - 1 + TAG_BYTES:
-                rest = memoryview(b"".join((prefix, *parts, tag)))[sent:]
-                self._flush(bytes(rest), until)
-        except (LinkEnded, TimeoutError):
-            raise
-        except BaseException:
-            if not self._waiting:  # a signal has come between two steps: nobody knows how much of a frame was sent
-                with contextlib.suppress(OSError):
-                    self.sock.shutdown(socket.SHUT_RDWR)
-            raise
+            self._reader = threading.get_ident()
+            self._armed.disarm()
+            until = time.monotonic() + timeout_s
+            self._deliver(serving=False)  # what a thread that was interrupted by a signal has left
+            while not self.over and not self.down and not done():
+                left_ms = 1000 * (until - time.monotonic())
+                if left_ms <= 0:
+                    break
+                if self._readable.poll(min(left_ms, _SLICE_MS)):
+                    self._receive(serving=False)
         finally:
-            self._writing.release()
+            self._stop_reading()
 
-    def _try_to_send(self, *parts: bytes | memoryview) -> int:
-        if self._over:
-            raise LinkEnded(self._over)
+    def ready(self) -> None:
+        """Something has come, or may be sent; a thread of ``readers`` calls this."""
+        request = None
+        if not self._reading.acquire(False):
+            return
         try:
-            return self.sock.sendmsg(parts) if len(parts) > 1 else self.sock.send(parts[0])
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            # The thread that reads learns of it as well, after it has read what had come before.
-            raise LinkEnded(self._over or f"the connection has ended: {error.strerror}") from error
-
-    def _flush(self, data: bytes, until: float) -> bool:
-        """Write what is unsent, and this, as far as the time allows; the rest is kept. Whether all was written."""
-        self._unsent += data
-        while True:
-            self._unsent = self._unsent[self._try_to_send(self._unsent) :]
-            if not self._unsent:
-                return True
-            left = until - time.monotonic()
-            self._waiting = True  # from here on all that is unsent is known, and a signal does no harm
-            poll = select.poll()
-            # The socket is closed by _end() only when no thread is here, so the descriptor is its own.
-            poll.register(self.sock, select.POLLOUT)
-            if left <= 0 or not poll.poll(min(left, 3600) * 1000):
-                self._waiting = False
-                return False
-            self._waiting = False
+            self._reader = threading.get_ident()
+            if self._unsent and self._writing.acquire(False):
+                try:
+                    if self._unsent and not self.down:
+                        with contextlib.suppress(LinkEnded):
+                            self._finish([memoryview(self._unsent)], 0.0)
+                finally:
+                    self._stop_writing()
+            request = self._receive(serving=True)
+        finally:
+            self._stop_reading()
+        if request is not None:
+            self._readers.leave()  # type: ignore[union-attr]
+            self._receiver.deliver(self, request, may_block=True)
 
     def read(self) -> None:
         """Read what has come, and deliver the messages in it."""
+        self._reading.acquire()
         try:
-            if self._piece is None:
-                data = self.sock.recv(_BLOCK)
-                came = len(data)
-                self._data += data
-            else:
-                tail = memoryview(self._tail)[max(0, self._got - len(self._piece)) :]
-                came = self.sock.recvmsg_into([self._piece[self._got :], tail])[0]
-                self._got += came
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._end(f"the connection was lost: {error.strerror}")
-            return
-        if not came:
-            self._end("its process has ended, or its host")
-            return
-        try:
-            if self._piece is not None:
-                self._take_piece(self._piece)
-            self._parse()
-        except Malformed as error:
-            self._end(f"what it sent cannot be read: {error}")
+            self._receive(serving=False)
+        finally:
+            self._stop_reading()
 
-    def begin(self) -> None:
-        """Deliver what came with the handshake."""
-        try:
-            self._parse()
-        except Malformed as error:
-            self._end(f"what it sent cannot be read: {error}")
+    def _stop_reading(self) -> None:
+        interrupted, self._within, self._reader = self._within, False, 0
+        if interrupted and not self.over:  # by a signal: nobody knows how much of what had come was taken
+            self._break("a signal has interrupted the thread that read from it")
+        self._reading.release()
+        if self.over:
+            self._close_socket()
+        elif self._armed is not None and not self.down:
+            self._armed.arm_both() if self._unsent else self._armed.arm()
 
-    def _parse(self) -> None:
-        start = 0
-        data = memoryview(self._data)
-        while self._piece is None and len(data) >= start + _PREFIX.size and not self._over:
-            nbytes, kind = _PREFIX.unpack_from(data, start)
-            if not 1 <= nbytes <= wire_format.LONGEST_FRAME:
-                raise Malformed(f"a frame of {nbytes} bytes")
-            end = start + _LENGTH.size + nbytes
-            if len(data) < end + TAG_BYTES:
-                if kind == wire_format.PIECE:
-                    self._begin_piece(nbytes - 1, data[start:])
-                    start = len(data)
+    def _receive(self, *, serving: bool) -> Message | None:
+        """Read what has come, and deliver it, but return a request that this thread may run when it has left."""
+        request = None
+        for _ in range(_AT_ONCE):
+            if request is not None:
+                self._receiver.deliver(self, request, may_block=False)
+                request = None
+            if self.over or self.down:
                 break
-            self._session.check_parts(data[end : end + TAG_BYTES], data[start:end])
-            self._take(kind, data[start + _PREFIX.size : end])
-            start = end + TAG_BYTES
-        self._data = bytearray(data[start:])
+            self._within = True
+            try:
+                came, more = self._assembler.receive(self.sock)
+            except BlockingIOError:
+                self._within = False
+                break
+            except OSError as error:
+                self._within = False
+                self._break(f"the connection was lost: {error.strerror}")
+                break
+            if not came:
+                self._within = False
+                self._break("its process has ended, or its host")
+                break
+            self._take()
+            self._within = False
+            request = self._deliver(serving=serving)
+            if not more:
+                break
+        return request
 
-    def _begin_piece(self, nbytes: int, come: memoryview) -> None:
-        """Receive the rest of a piece where it belongs. Its bytes count only once its digest has been found right."""
-        self._prefix, body = bytes(come[: _PREFIX.size]), come[_PREFIX.size :]
-        place = self._place_of(nbytes)
-        self._got = len(body)
-        place[: min(nbytes, len(body))] = body[:nbytes]
-        self._tail[: len(body[nbytes:])] = body[nbytes:]
-        self._piece = place
-
-    def _take_piece(self, piece: memoryview) -> None:
-        nbytes = len(piece)
-        if self._got < nbytes + TAG_BYTES:
+    def _take(self) -> None:
+        """Take what is complete of what has come, and say now and then how much that was."""
+        assembler, acknowledged = self._assembler, self._kept.forgotten
+        try:
+            assembler.take(self._came)
+            if assembler.acknowledged > acknowledged:
+                self._kept.forget(assembler.acknowledged)
+        except Malformed as error:
+            self._deliver(serving=False)
+            self._end(f"what it sent cannot be read: {error}")
             return
-        self._session.check_parts(bytes(self._tail[:TAG_BYTES]), self._prefix, piece)
-        self._data = self._tail[TAG_BYTES : self._got - nbytes]
-        self._piece = None
-        self._filled += nbytes
-        self._finish_if_full()
+        frames, nbytes = self._acknowledged
+        if (
+            assembler.received - frames >= _ACKNOWLEDGED_FRAMES
+            or assembler.received_bytes - nbytes >= _ACKNOWLEDGED_BYTES
+        ) and self._mend is not None:
+            self._acknowledges = True
+            if self._writing.acquire(False):
+                self._stop_writing()
 
-    def _take(self, kind: int, body: memoryview) -> None:
-        if kind == wire_format.PIECE:
-            self._fill(body)
-        elif kind in (wire_format.SMALL, wire_format.LARGE):
-            layout, at = Layout.decode(body)
-            head = bytes(body[at : at + layout.head_nbytes])
-            if kind == wire_format.LARGE:
-                self._layout, self._head = layout, head
-                wire_format.check_sizes(layout.sizes)
-                self._buffers, self._filled = [], 0
-                self._finish_if_full()
-                return
-            at += layout.head_nbytes
-            if len(body) - at != sum(layout.sizes):
-                raise Malformed(f"{len(body) - at} bytes of buffers, and not {sum(layout.sizes)}")
-            buffers = []
-            for size in layout.sizes:
-                buffers.append(memoryview(bytearray(body[at : at + size])))
-                at += size
-            self._deliver(layout, head, buffers)
-        elif kind == wire_format.DROP:
-            self._layout, self._buffers, self._head = None, [], b""
-        elif kind == wire_format.END:
+    def _deliver(self, *, serving: bool) -> Message | None:
+        came, left = self._came, self._assembler.left
+        request = None
+        if serving and came and came[-1].kind is Kind.REQUEST and not left:
+            request = came.pop()
+        while came:
+            self._receiver.deliver(self, came.popleft(), may_block=False)
+        if left:
             self._end("it has left")
-        else:
-            raise Malformed(f"a frame of kind {kind}")
+        return request
 
-    def _fill(self, body: memoryview) -> None:
-        self._place_of(len(body))[:] = body
-        self._filled += len(body)
-        self._finish_if_full()
+    # Breaks
 
-    def _place_of(self, nbytes: int) -> memoryview:
-        """Where the next piece of the large message belongs."""
-        if self._layout is None:
-            raise Malformed("a piece of no message")
-        buffer = self._buffers[-1]
-        if not 1 <= nbytes <= len(buffer) - self._filled:
-            raise Malformed("a piece of a wrong length")
-        return buffer[self._filled : self._filled + nbytes]
-
-    def _finish_if_full(self) -> None:
-        layout, buffers = self._layout, self._buffers
-        if layout is None:
+    def _break(self, why: str) -> None:
+        """The connection is of no use any more. The caller holds ``_reading``."""
+        if self._mend is None or self._assembler.left:
+            self._end(why)
             return
-        while not buffers or self._filled == len(buffers[-1]):
-            if len(buffers) == len(layout.sizes):
-                self._layout, self._buffers = None, []
-                self._deliver(layout, self._head, buffers)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)  # this wakes a thread that writes
+        with self._writing:
+            if self.down or self.over:
                 return
-            buffers.append(wire_format.room_for(layout.sizes[len(buffers)]))
-            self._filled = 0
+            self.down, self._unsent = True, b""
+            if self._readers is not None:
+                self._readers.remove(self)
+            self.sock.close()
+        self._mend(self, why)
 
-    def _deliver(self, layout: Layout, head: bytes, buffers: list[memoryview]) -> None:
-        message = Message(layout.kind, layout.call, layout.service, head, buffers)
-        self._receiver.deliver(self, message, may_block=False)
+    def suspend(self) -> bool:
+        """Break the connection, because another one is to take its place. Whether the link is down, and not over."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)  # this wakes a thread that reads
+        self._reading.acquire()
+        try:
+            if not self.down and not self.over:
+                self._break("the other side has connected anew")
+        finally:
+            self._stop_reading()
+        return not self.over
+
+    @property
+    def received(self) -> int:
+        """How many frames have come. It is final while the link is down."""
+        return self._assembler.received
+
+    def resume(self, sock: socket.socket, session: Session, rest: bytes | bytearray, received: int) -> None:
+        """Go on with another connection.
+
+        Args:
+            sock: the connection, whose handshake is done; the link closes it.
+            session: the digests of its frames.
+            rest: bytes that came with the handshake.
+            received: how many frames the other side has received.
+
+        Raises:
+            Malformed: it cannot have received as many, or the link does not have those after them any more.
+        """
+        with self._reading:
+            self._writing.acquire()
+            try:
+                if self.over or not self.down:
+                    sock.close()
+                    self._writing.release()
+                    return
+                if received < self._kept.forgotten:
+                    raise Malformed("frames are asked for again which have come")
+                self._kept.forget(received)
+                self._use(sock, session)
+                self._assembler.go_on(session, rest)
+                self._acknowledged = self.received, self._assembler.received_bytes
+                self.down = False
+                if self._readers is not None:
+                    self._armed = self._readers.add(self)
+            except BaseException:
+                self._writing.release()
+                raise
+        # From here on this thread writes, and others read: both sides have to take what the other one sends again.
+        try:
+            if self._armed is not None:
+                self._armed.arm()
+            for parts in self._kept.all():
+                self._send_frame(parts, math.inf)
+        except LinkEnded:
+            pass
+        finally:
+            self._stop_writing()
+
+    # The end
 
     def close(self) -> None:
         """See :class:`Link`."""
-        if not self._over:
+        if not self.over:
             with contextlib.suppress(LinkEnded, TimeoutError):
-                self._write(wire_format.END, time.monotonic() + _END_S)
+                self._write([], time.monotonic() + _END_S, wire_format.END)
         self._end("this process has closed it")
+
+    def give_up(self, why: str) -> None:
+        """End the link, because there will be no other connection."""
+        self._end(why)
 
     def _end(self, why: str) -> None:
         with self._ending:
-            if self._over:
+            if self.over:
                 return
-            self._over = why
-        self._forget(self)
+            self.over = why
+        if self._readers is not None:
+            self._readers.remove(self)
         with contextlib.suppress(OSError):  # it is gone
-            self.sock.shutdown(socket.SHUT_RDWR)
-        with self._writing:  # whoever writes has been woken by that, and has to be done with the descriptor
-            self.sock.close()
+            self.sock.shutdown(socket.SHUT_RDWR)  # this wakes whoever reads or writes
+        self._close_socket()
+        with self._kept.changed:
+            self._kept.changed.notify_all()  # they wait for what will not come
         self._receiver.ended(self, why)
+
+    def _close_socket(self) -> None:
+        if self._reading.acquire(False):
+            try:
+                if self._writing.acquire(False):
+                    try:
+                        self.sock.close()
+                    finally:
+                        self._writing.release()
+            finally:
+                self._reading.release()

@@ -6,6 +6,7 @@
     PIECE    the next bytes of the buffers of the large message that is on its way
     DROP     the large message that is on its way ends here: its sender's time is over
     END      the sender leaves in order, and this is the last frame
+    ACK      how many frames the sender has received; this one alone is not numbered
 
 Only one large message is on its way in each direction, so its pieces need no number. The digest is the session's
 (``wire/session.py``), so nobody on the way can add, change, drop or repeat a frame.
@@ -17,26 +18,36 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
 
 __all__ = [
+    "ACK",
+    "COUNT",
     "DROP",
     "END",
     "LARGE",
+    "LENGTH_BYTES",
     "LONGEST_FRAME",
     "PIECE",
     "PIECE_BYTES",
+    "PREFIX",
     "SMALL",
     "Layout",
     "check_sizes",
     "layout_of",
     "pieces_of",
     "room_for",
+    "small_frame",
+    "small_message",
 ]
 
-SMALL, LARGE, PIECE, DROP, END = 1, 2, 3, 4, 5
+SMALL, LARGE, PIECE, DROP, END, ACK = 1, 2, 3, 4, 5, 6
+COUNT = struct.Struct("!Q")  # the body of ACK
+PREFIX = struct.Struct("!IB")  # the length of what follows, without the digest; the kind of the frame
+LENGTH_BYTES = 4
 PIECE_BYTES = 1 << 16
 # A head is small: what is large travels beside it. Without a limit a broken length would reserve any amount of memory.
 LONGEST_FRAME = 1 << 30
@@ -45,6 +56,8 @@ _MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _MAPPED_BYTES = 1 << 18  # from here on, memory is mapped, and the kernel gives it when the bytes arrive
 _FIXED = struct.Struct("!BQHII")  # kind, call, bytes of the service's name, number of buffers, bytes of the head
 _SIZE = struct.Struct("!Q")
+_SMALL_PREFIX = struct.Struct("!IBBQHII")  # PREFIX and _FIXED
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class Layout:
@@ -90,6 +103,57 @@ class Layout:
         if end + head_nbytes > len(data):
             raise Malformed(f"a head of {head_nbytes} bytes in a frame of {len(data)}")
         return layout, end
+
+
+@lru_cache(4096)
+def _name(service: str) -> bytes:
+    return service.encode()
+
+
+@lru_cache(4096)
+def _service(name: bytes) -> str:
+    return name.decode()
+
+
+def small_frame(message: Message) -> bytes:
+    """A small message as a frame without its digest."""
+    name, head, buffers = _name(message.service), message.head, message.buffers
+    count = len(buffers)
+    nbytes = 1 + _FIXED.size + len(name) + 8 * count + len(head)
+    if not count:
+        prefix = _SMALL_PREFIX.pack(nbytes, SMALL, message.kind, message.call, len(name), 0, len(head))
+        return b"".join((prefix, name, head))
+    sizes = [buffer.nbytes for buffer in buffers]
+    prefix = _SMALL_PREFIX.pack(nbytes + sum(sizes), SMALL, message.kind, message.call, len(name), count, len(head))
+    return b"".join((prefix, name, struct.pack(f"!{count}Q", *sizes), head, *buffers))
+
+
+def small_message(frame: bytes) -> Message:
+    """The message of such a frame.
+
+    Raises:
+        Malformed: these bytes are not a message.
+    """
+    nbytes = len(frame)
+    if nbytes >= _SMALL_PREFIX.size:
+        _, _, kind, call, name_nbytes, count, head_nbytes = _SMALL_PREFIX.unpack_from(frame)
+        end = _SMALL_PREFIX.size + name_nbytes
+        if not count and end + head_nbytes == nbytes and kind in _KINDS:  # the usual one
+            try:
+                return Message(_KINDS[kind], call, _service(frame[_SMALL_PREFIX.size : end]), frame[end:])
+            except UnicodeDecodeError as error:
+                raise Malformed(f"a layout that cannot be read: {error}") from error
+    body = memoryview(frame)[PREFIX.size :]
+    layout, at = Layout.decode(body)
+    head = bytes(body[at : at + layout.head_nbytes])
+    at += layout.head_nbytes
+    if len(body) - at != sum(layout.sizes):
+        raise Malformed(f"{len(body) - at} bytes of buffers, and not {sum(layout.sizes)}")
+    buffers = []
+    for size in layout.sizes:
+        buffers.append(memoryview(bytearray(body[at : at + size])))
+        at += size
+    return Message(layout.kind, layout.call, layout.service, head, buffers)
 
 
 def layout_of(message: Message) -> Layout:

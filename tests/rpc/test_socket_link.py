@@ -1,0 +1,184 @@
+"""A link over TCP by itself: who reads it, and that nothing is lost when that changes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from phalanx.rpc.links.contract import Link
+from phalanx.rpc.links.readers import Readers
+from phalanx.rpc.links.socket import SocketLink
+from phalanx.rpc.message import Kind, Message
+from phalanx.wire.session import Session
+
+KEY = b"k" * 32
+PATIENCE_S = 60.0
+
+
+class Side:
+    """One process's side: it answers requests with what they brought, and notes on which thread each answer came."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, tuple[Message, threading.Thread]] = {}
+        self.served: list[int] = []
+        self.notices: list[int] = []
+        self.gates: dict[str, threading.Event] = {}
+        self.came = threading.Condition()
+        self.over = threading.Event()
+        self.numbers = itertools.count(1)
+
+    def deliver(self, link: Link, message: Message, *, may_block: bool) -> None:
+        if message.kind is Kind.ANSWER:
+            with self.came:
+                assert message.call not in self.answers
+                self.answers[message.call] = message, threading.current_thread()
+                self.came.notify_all()
+        elif message.kind is Kind.NOTICE:
+            self.notices.append(message.call)
+        elif may_block:
+            self._run(link, message)
+        else:
+            threading.Thread(target=self._run, args=(link, message)).start()
+
+    def _run(self, link: Link, message: Message) -> None:
+        self.served.append(message.call)
+        if message.service in self.gates:
+            self.gates[message.service].wait(PATIENCE_S)
+        link.send(Message(Kind.ANSWER, message.call, "", message.head, message.buffers), PATIENCE_S)
+
+    def ended(self, link: Link, why: str) -> None:
+        self.over.set()
+
+    def call(self, link: Link, head: bytes, *buffers: bytes, service: str = "echo") -> threading.Thread:
+        """Send, and wait for the answer; the thread that brought it."""
+        number = next(self.numbers)
+        link.send(Message(Kind.REQUEST, number, service, head, [memoryview(part) for part in buffers]), PATIENCE_S)
+        link.wait(lambda: number in self.answers, number, PATIENCE_S)
+        with self.came:
+            assert self.came.wait_for(lambda: number in self.answers, PATIENCE_S)
+        answer, thread = self.answers.pop(number)
+        assert (answer.head, [bytes(part) for part in answer.buffers]) == (head, list(buffers))
+        return thread
+
+
+@contextmanager
+def linked() -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]]:
+    """Two sides of one link, in one process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    ends, readers = [], []
+    for sock, is_listener in ((near, False), (far, True)):
+        side = Side()
+        readers.append(Readers())
+        link = SocketLink(sock, Session(KEY, is_listener=is_listener), side, b"", readers[-1])
+        link.begin()
+        ends.append((side, link))
+    try:
+        yield ends[0], ends[1]
+    finally:
+        for _, link in ends:
+            link.close()
+        for each in readers:
+            each.close()
+
+
+def test_the_thread_that_waits_for_an_answer_reads_it() -> None:
+    with linked() as ((side, link), _):
+        threads = [side.call(link, b"head") for _ in range(50)]
+    assert threads.count(threading.current_thread()) > 25  # an answer may be quicker than the caller
+
+
+def test_while_nobody_waits_the_threads_of_the_link_read() -> None:
+    with linked() as ((side, link), (other, far)):
+        for number in range(100):
+            link.send(Message(Kind.REQUEST, number, "echo", b"", []), PATIENCE_S)
+        with side.came:
+            assert side.came.wait_for(lambda: len(side.answers) == 100, PATIENCE_S)
+        assert other.call(far, b"back") is not None
+
+
+def test_a_caller_that_reads_serves_what_the_other_side_asks_meanwhile() -> None:
+    with linked() as ((side, link), (other, far)):
+        other.gates["slow"] = threading.Event()
+        outcome: list[threading.Thread] = []
+        waiting = threading.Thread(target=lambda: outcome.append(side.call(link, b"x", service="slow")))
+        waiting.start()
+        while not other.served:
+            time.sleep(0.001)
+        for number in range(20):  # the only reader there is the one that waits for a slow answer
+            other.call(far, b"%d" % number, b"z" * (number % 3) * 50_000)
+        other.gates["slow"].set()
+        waiting.join(PATIENCE_S)
+        assert len(outcome) == 1
+
+
+def test_a_request_that_takes_long_holds_up_no_other() -> None:
+    with linked() as ((side, link), (other, _)):
+        other.gates["slow"] = threading.Event()
+        slow = [threading.Thread(target=side.call, args=(link, b"x"), kwargs={"service": "slow"}) for _ in range(20)]
+        for thread in slow:
+            thread.start()
+        side.call(link, b"quick")
+        while len(other.served) < 21:
+            time.sleep(0.001)
+        other.gates["slow"].set()
+        for thread in slow:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+def test_waiting_ends_when_the_call_has_ended_otherwise() -> None:
+    with linked() as ((_, link), _):
+        given_up = threading.Event()
+        threading.Timer(0.2, given_up.set).start()
+        began = time.monotonic()
+        link.wait(given_up.is_set, 1, PATIENCE_S)
+        link.wait(lambda: False, 1, 0.2)
+        assert time.monotonic() - began < PATIENCE_S / 2
+
+
+def test_waiting_ends_when_the_link_ends() -> None:
+    with linked() as ((side, link), (_, far)):
+        threading.Timer(0.2, far.close).start()
+        link.wait(side.over.is_set, 1, PATIENCE_S)
+        assert side.over.is_set()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_message_is_lost_or_doubled_when_many_threads_call_in_both_directions(seed: int) -> None:
+    def work(side: Side, link: SocketLink, seed: int, failed: list[BaseException]) -> None:
+        random_ = random.Random(seed)
+        try:
+            for number in range(60):
+                size = random_.choice([0, 1, 100, 10_000, 65_000, 70_000, 400_000])
+                side.call(link, b"%d" % number, random_.randbytes(size))
+        except BaseException as error:
+            failed.append(error)
+
+    with linked() as ends:
+        failed: list[BaseException] = []
+        threads = [
+            threading.Thread(target=work, args=(side, link, 100 * seed + 10 * number + way, failed))
+            for way, (side, link) in enumerate(ends)
+            for number in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for number in range(200):
+            ends[0][1].send(Message(Kind.NOTICE, number, "note", b"", []), PATIENCE_S)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        assert failed == []
+        ends[0][0].call(ends[0][1], b"the last")
+        assert ends[1][0].notices == list(range(200))
+        for side, _ in ends:
+            assert side.answers == {}
