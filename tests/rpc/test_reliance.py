@@ -18,7 +18,7 @@ import pytest
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, ClosedError
-from phalanx.rpc import session, streams
+from phalanx.rpc import connections, session, streams
 from phalanx.rpc.failure import RemoteError
 from phalanx.rpc.future import Future
 from tests.rpc import workers
@@ -100,7 +100,12 @@ def test_timeouts_go_on_after_a_callback_that_raises_or_waits() -> None:
     assert with_workers(body, 2) == [1, 1]
 
 
-def test_what_follows_a_call_may_call_and_may_shut_down() -> None:
+@pytest.mark.parametrize("tcp", [False, True])
+def test_what_follows_a_call_may_call(tcp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tcp:
+        monkeypatch.setitem(vars(connections), "SharedHub", None)
+        workers.use_tcp()
+
     def body(member: Member) -> Any:
         to = next_of(member)
         chain = rpc.start(to, workers.add, 1, 2)
@@ -109,10 +114,6 @@ def test_what_follows_a_call_may_call_and_may_shut_down() -> None:
         return chain.wait(PATIENCE_S)
 
     assert with_workers(body, 3) == [3 + sum(range(8))] * 3
-
-
-def add_there(to: str, number: int, value: int) -> Any:
-    return rpc.call(to, workers.add, value, number, timeout_s=10)
 
 
 def leave(code: int) -> None:
