@@ -194,10 +194,17 @@ static int make_place(phx_rpc_hub *hub, const uint8_t *cookie)
     return -1;
 }
 
+/* A thread that still reads it may find another file under its number, but nothing at such an offset. */
+static void close_pagemap(phx_rpc_hub *hub)
+{
+    const int fd = atomic_exchange(&hub->pagemap, -1);
+    if (fd >= 0)
+        close(fd);
+}
+
 static void free_hub(phx_rpc_hub *hub)
 {
-    if (hub->pagemap >= 0)
-        close(hub->pagemap);
+    close_pagemap(hub);
     munmap(hub->place, place_bytes(hub));
     pthread_mutex_destroy(&hub->lock);
     pthread_mutex_destroy(&hub->loans.lock);
@@ -233,7 +240,7 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
     pthread_mutex_init(&hub->lock, NULL);
     pthread_mutex_init(&hub->loans.lock, NULL);
     pthread_mutex_init(&hub->loans.slab.lock, NULL);
-    hub->pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    atomic_store(&hub->pagemap, open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC));
     const int failed = start_watcher(hub);
     if (!failed)
         return hub;
@@ -266,6 +273,7 @@ void phx_rpc_shut(phx_rpc_hub *hub)
     pthread_join(hub->watcher, NULL);
     phx_rpc_collect(&hub->loans, 1); /* nothing is shared any more, so no receiver can see the memory change */
     close(hub->fd);
+    close_pagemap(hub);
     phx_rpc_call_up(hub, PHX_RPC_SERVERS | PHX_RPC_WAITERS);
 }
 

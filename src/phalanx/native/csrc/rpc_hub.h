@@ -56,7 +56,7 @@ struct phx_rpc_hub {
     phx_rpc_link **links; /* under the lock, like `count` and `turn` */
     _Atomic uint32_t count;
     uint32_t turn;
-    int pagemap; /* of this process; -1 if it has none */
+    _Atomic int pagemap; /* of this process; -1 if there is none */
     struct phx_rpc_loans loans;
 };
 
