@@ -152,6 +152,49 @@ def test_waiting_ends_when_the_link_ends() -> None:
         assert side.over.is_set()
 
 
+def test_a_caller_that_is_interrupted_while_it_delivers_leaves_the_rest_to_others() -> None:
+    with linked() as ((side, link), (_, far)):
+        deliver, reached = side.deliver, threading.Event()
+
+        def interrupted(link: Link, message: Message, *, may_block: bool) -> None:
+            if message.call == 1:
+                raise KeyboardInterrupt
+            deliver(link, message, may_block=may_block)
+            reached.set()
+
+        side.deliver = interrupted  # type: ignore[method-assign]
+        with link._reading:  # so that both come at once
+            for number in (1, 2):
+                far.send(Message(Kind.NOTICE, number, "note", b"", []), PATIENCE_S)
+            time.sleep(0.2)
+        with pytest.raises(KeyboardInterrupt):
+            link.wait(lambda: False, 1, PATIENCE_S)
+        assert reached.wait(PATIENCE_S)
+        assert side.notices == [2]
+
+
+def test_a_caller_that_has_to_send_much_while_it_delivers_lets_others_read() -> None:
+    with linked() as ((side, link), (other, far)):
+        side.deliver, deliver = (
+            (  # it answers on the thread that has read the request, as quick services do
+                lambda link, message, *, may_block: (
+                    side._run(link, message)
+                    if message.kind is Kind.REQUEST
+                    else deliver(link, message, may_block=may_block)
+                )
+            ),
+            side.deliver,
+        )  # type: ignore[method-assign]
+        other.gates["slow"] = threading.Event()
+        waiting = threading.Thread(target=side.call, args=(link, b"x"), kwargs={"service": "slow"})
+        waiting.start()
+        for _ in range(5):  # each answer is more than may be under way without a word of the other side
+            other.call(far, b"", bytes(6 << 20))
+        other.gates["slow"].set()
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_message_is_lost_or_doubled_when_many_threads_call_in_both_directions(seed: int) -> None:
     def work(side: Side, link: SocketLink, seed: int, failed: list[BaseException]) -> None:
