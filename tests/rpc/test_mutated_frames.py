@@ -68,7 +68,8 @@ class Pair:
                 self.link.read()
 
     def frame(self, kind: int, body: bytes) -> bytes:
-        return self.session.seal(struct.pack("!IB", len(body) + 1, kind) + body)
+        frame = struct.pack("!IB", len(body) + 1, kind) + body
+        return frame + self.session.digest(frame, sha=kind == wire_format.HASHED)
 
     def close(self) -> None:
         self.other.close()
@@ -109,7 +110,8 @@ def frames(random_: random.Random) -> list[tuple[int, bytes]]:
     made.append((wire_format.LARGE, Layout(Kind.ANSWER, 3, "", 5, sizes).encode() + b"large"))
     for size in sizes:
         data = random_.randbytes(size)
-        made += [(wire_format.PIECE, bytes(piece)) for piece in wire_format.pieces_of([memoryview(data)])]
+        kind = random_.choice([wire_format.PIECE, wire_format.HASHED])
+        made += [(kind, bytes(piece)) for piece in wire_format.pieces_of([memoryview(data)])]
     made += [small(4), (wire_format.DROP, b""), (wire_format.END, b"")]
     return made
 
@@ -220,13 +222,14 @@ def test_memory_for_a_large_message_is_taken_when_its_bytes_arrive() -> None:
     pair.close()
 
 
+@pytest.mark.parametrize("kind", [wire_format.PIECE, wire_format.HASHED])
 @pytest.mark.parametrize("sizes", [[], [0], [0, 0, 5, 0], [300_000, 0, 1], [1 << 18, (1 << 18) - 1]])
-def test_a_large_message_arrives_as_it_was_sent(sizes: list[int]) -> None:
+def test_a_large_message_arrives_as_it_was_sent(sizes: list[int], kind: int) -> None:
     pair = Pair()
     parts = [random.Random(size).randbytes(size) for size in sizes]
     pair.send(pair.frame(wire_format.LARGE, Layout(Kind.REQUEST, 1, "call", 4, sizes).encode() + b"head"))
     for piece in wire_format.pieces_of([memoryview(part) for part in parts]):
-        pair.send(pair.frame(wire_format.PIECE, bytes(piece)))
+        pair.send(pair.frame(kind, bytes(piece)))
     (message,) = pair.receiver.messages
     assert (message.head, [bytes(part) for part in message.buffers]) == (b"head", parts)
     for part in message.buffers:
@@ -362,3 +365,16 @@ def test_changed_messages_before_and_after_the_proof_crash_nothing_and_take_no_m
     ((done, unpickled),) = on_ranks(run, 1)
     assert done >= count
     assert unpickled == []
+
+
+@pytest.mark.parametrize("nbytes", [100, 70_000])
+@pytest.mark.parametrize("kinds", [(wire_format.PIECE, wire_format.HASHED), (wire_format.HASHED, wire_format.PIECE)])
+def test_a_piece_that_says_that_it_has_the_other_digest_is_refused(kinds: tuple[int, int], nbytes: int) -> None:
+    pair = Pair()
+    pair.send(pair.frame(wire_format.LARGE, Layout(Kind.REQUEST, 1, "call", 0, [nbytes]).encode()))
+    frame = bytearray(pair.frame(kinds[0], bytes(nbytes)))
+    frame[4] = kinds[1]
+    pair.send(bytes(frame))
+    assert pair.receiver.messages == []
+    assert len(pair.receiver.why) == 1
+    pair.close()

@@ -29,6 +29,7 @@ class Side:
         self.answers: dict[int, tuple[Message, threading.Thread]] = {}
         self.served: list[int] = []
         self.notices: list[int] = []
+        self.quick = False  # it answers on the thread that has read the request, as quick services do
         self.gates: dict[str, threading.Event] = {}
         self.came = threading.Condition()
         self.over = threading.Event()
@@ -42,7 +43,7 @@ class Side:
                 self.came.notify_all()
         elif message.kind is Kind.NOTICE:
             self.notices.append(message.call)
-        elif may_block:
+        elif may_block or self.quick:
             self._run(link, message)
         else:
             threading.Thread(target=self._run, args=(link, message)).start()
@@ -150,6 +151,40 @@ def test_waiting_ends_when_the_link_ends() -> None:
         threading.Timer(0.2, far.close).start()
         link.wait(side.over.is_set, 1, PATIENCE_S)
         assert side.over.is_set()
+
+
+def test_a_caller_that_is_interrupted_while_it_delivers_leaves_the_rest_to_others() -> None:
+    with linked() as ((side, link), (_, far)):
+        deliver, reached = side.deliver, threading.Event()
+
+        def interrupted(link: Link, message: Message, *, may_block: bool) -> None:
+            if message.call == 1:
+                raise KeyboardInterrupt
+            deliver(link, message, may_block=may_block)
+            reached.set()
+
+        side.deliver = interrupted  # type: ignore[method-assign]
+        with link._reading:  # so that both come at once
+            for number in (1, 2):
+                far.send(Message(Kind.NOTICE, number, "note", b"", []), PATIENCE_S)
+            time.sleep(0.2)
+        with pytest.raises(KeyboardInterrupt):
+            link.wait(lambda: False, 1, PATIENCE_S)
+        assert reached.wait(PATIENCE_S)
+        assert side.notices == [2]
+
+
+def test_a_caller_that_has_to_send_much_while_it_delivers_lets_others_read() -> None:
+    with linked() as ((side, link), (other, far)):
+        side.quick = True
+        other.gates["slow"] = threading.Event()
+        waiting = threading.Thread(target=side.call, args=(link, b"x"), kwargs={"service": "slow"})
+        waiting.start()
+        for _ in range(5):  # each answer is more than may be under way without a word of the other side
+            other.call(far, b"", bytes(6 << 20))
+        other.gates["slow"].set()
+        waiting.join(PATIENCE_S)
+        assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("seed", range(3))

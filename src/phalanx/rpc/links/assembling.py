@@ -19,6 +19,7 @@ __all__ = ["Assembler"]
 
 _BLOCK_BYTES = 1 << 14
 _PREFIX = wire_format.PREFIX
+_PIECES = (wire_format.PIECE, wire_format.HASHED)
 
 
 class Assembler:
@@ -99,11 +100,12 @@ class Assembler:
                 raise Malformed(f"a frame of {length} bytes")
             end = start + wire_format.LENGTH_BYTES + length
             if nbytes < end + TAG_BYTES:
-                if kind == wire_format.PIECE:
+                if kind in _PIECES:
                     self._begin_piece(length - 1, view[start:])
                     start = nbytes
                 break
-            self._session.check_parts(view[end : end + TAG_BYTES], view[start:end])
+            tag = view[end : end + TAG_BYTES]
+            self._session.check_parts(tag, view[start:end], sha=kind == wire_format.HASHED)
             if kind != wire_format.ACK:
                 self.received += 1
                 self.received_bytes += length
@@ -127,7 +129,8 @@ class Assembler:
         nbytes = len(piece)
         if self._got < nbytes + TAG_BYTES:
             return
-        self._session.check_parts(bytes(self._tail[:TAG_BYTES]), self._prefix, piece)
+        sha = self._prefix[-1] == wire_format.HASHED
+        self._session.check_parts(bytes(self._tail[:TAG_BYTES]), self._prefix, piece, sha=sha)
         self.received += 1
         self.received_bytes += nbytes
         self._data = bytes(self._tail[TAG_BYTES : self._got - nbytes])
@@ -136,7 +139,7 @@ class Assembler:
         self._finish_if_full(messages)
 
     def _take_frame(self, kind: int, body: memoryview, messages: deque[Message]) -> None:
-        if kind == wire_format.PIECE:
+        if kind in _PIECES:
             self._place_of(len(body))[:] = body
             self._filled += len(body)
             self._finish_if_full(messages)

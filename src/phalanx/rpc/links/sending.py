@@ -26,7 +26,7 @@ from phalanx.rpc.links.readers import Armed
 from phalanx.rpc.links.unacknowledged import Unacknowledged
 from phalanx.rpc.links.wire_format import layout_of, pieces_of
 from phalanx.rpc.message import Message
-from phalanx.wire.session import Session
+from phalanx.wire.session import Session, sha_is_quicker
 
 __all__ = ["SendingLink"]
 
@@ -34,6 +34,9 @@ _UNSENT_BYTES = 1 << 17
 _DROP_S = 0.05
 # How much may be kept until the other side has said that it came: of large messages, and with small ones.
 _WINDOW_BYTES = (4 << 20, 8 << 20)
+# From how many bytes on HMAC-SHA-256 may be the quicker digest: it costs more to begin with.
+_HASHED_BYTES = 1 << 13
+_KIND_AT = wire_format.LENGTH_BYTES
 _TCP_NOTSENT_LOWAT = 25
 _TAKES_NOTHING = "the other process takes nothing"
 
@@ -104,7 +107,8 @@ class SendingLink(Link):
             self._write([layout_of(message).encode() + message.head], until, wire_format.LARGE)
             try:
                 for piece in pieces_of(message.buffers):
-                    self._write([piece], until, wire_format.PIECE)
+                    hashed = len(piece) >= _HASHED_BYTES and sha_is_quicker()
+                    self._write([piece], until, wire_format.HASHED if hashed else wire_format.PIECE)
             except (TimeoutError, KeyboardInterrupt):
                 self._write([], time.monotonic() + _DROP_S, wire_format.DROP)
                 raise
@@ -123,7 +127,7 @@ class SendingLink(Link):
         if kind != wire_format.SMALL:
             parts.insert(0, wire_format.PREFIX.pack(1 + sum(map(len, parts)), kind))
         if self._kept.nbytes > _WINDOW_BYTES[0]:
-            self._wait_for_room(_WINDOW_BYTES[kind != wire_format.PIECE], until)
+            self._wait_for_room(_WINDOW_BYTES[kind not in (wire_format.PIECE, wire_format.HASHED)], until)
         if not self._writing.acquire(False) and not self._writing.acquire(
             timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
         ):
@@ -159,7 +163,7 @@ class SendingLink(Link):
 
     def _send_frame(self, parts: Sequence[bytes | memoryview], until: float) -> None:
         """Write a frame with its digest; the rest is kept in ``_unsent`` if the time is over."""
-        tag = self._session.digest(*parts)
+        tag = self._session.digest(*parts, sha=parts[0][_KIND_AT] == wire_format.HASHED)
         parts = [b"".join((*parts, tag))] if len(parts) < 2 else [*parts, tag]
         sent, nbytes = self._try_to_send(parts), sum(map(len, parts))
         if sent < nbytes:

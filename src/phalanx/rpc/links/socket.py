@@ -106,6 +106,7 @@ class SocketLink(SendingLink):
     def begin(self) -> None:
         """Receive from now on. The receiver has to know the link before."""
         self._reading.acquire()
+        self._reader = threading.get_ident()
         try:
             self._take()  # what came with the handshake
             self._deliver(serving=False)
@@ -117,19 +118,13 @@ class SocketLink(SendingLink):
     @contextlib.contextmanager
     def _lent(self) -> Iterator[None]:
         """Have others read while this thread waits, if it is the one that reads: it may wait for what they receive."""
-        me = threading.get_ident()
-        if me != self._reader:
-            yield
-            return
-        self._reader = 0
-        self._reading.release()
-        if self._armed is not None and not self.down:
-            self._armed.arm()
-        try:
-            yield
-        finally:
-            self._reading.acquire()
-            self._reader = me
+        if self._reads():
+            self._stop_reading()
+        yield
+
+    def _reads(self) -> bool:
+        """Whether this thread reads. It may have done so and do it no more, because it had to send in between."""
+        return self._reader == threading.get_ident()
 
     def wait(self, done: Callable[[], bool], call: int, timeout_s: float) -> None:
         """See :class:`Link`."""
@@ -139,8 +134,8 @@ class SocketLink(SendingLink):
             self._reader = threading.get_ident()
             self._armed.disarm()
             until = time.monotonic() + timeout_s
-            self._deliver(serving=False)  # what a thread that was interrupted by a signal has left
-            while not self.over and not self.down and not done():
+            self._deliver(serving=False)  # what a thread has left that was interrupted, or had to send
+            while self._reads() and not self.over and not self.down and not done():
                 left_ms = 1000 * (until - time.monotonic())
                 if left_ms <= 0:
                     break
@@ -156,6 +151,7 @@ class SocketLink(SendingLink):
             return
         try:
             self._reader = threading.get_ident()
+            self._deliver(serving=False)  # what a thread has left that was interrupted, or had to send
             if self._unsent and self._writing.acquire(False):
                 try:
                     if self._unsent and not self.down:
@@ -173,20 +169,28 @@ class SocketLink(SendingLink):
     def read(self) -> None:
         """Read what has come, and deliver the messages in it."""
         self._reading.acquire()
+        self._reader = threading.get_ident()
         try:
             self._receive(serving=False)
         finally:
             self._stop_reading()
 
     def _stop_reading(self) -> None:
-        interrupted, self._within, self._reader = self._within, False, 0
+        if not self._reads():
+            return
+        interrupted, self._within = self._within, False
         if interrupted and not self.over:  # by a signal: nobody knows how much of what had come was taken
             self._break("a signal has interrupted the thread that read from it")
+        self._reader = 0
         self._reading.release()
         if self.over:
             self._close_socket()
         elif self._armed is not None and not self.down:
-            self._armed.arm_both() if self._unsent else self._armed.arm()
+            self._arm()
+
+    def _arm(self) -> None:
+        if self._armed is not None:
+            self._armed.arm_both() if self._unsent or self._came else self._armed.arm()
 
     def _receive(self, *, serving: bool) -> Message | None:
         """Read what has come, and deliver it, but return a request that this thread may run when it has left."""
@@ -195,7 +199,7 @@ class SocketLink(SendingLink):
             if request is not None:
                 self._receiver.deliver(self, request, may_block=False)
                 request = None
-            if self.over or self.down:
+            if self.over or self.down or not self._reads():
                 break
             self._within = True
             try:
@@ -214,7 +218,7 @@ class SocketLink(SendingLink):
             self._take()
             self._within = False
             request = self._deliver(serving=serving)
-            if not more:
+            if not more or not self._reads():
                 break
         return request
 
@@ -243,9 +247,9 @@ class SocketLink(SendingLink):
         request = None
         if serving and came and came[-1].kind is Kind.REQUEST and not left:
             request = came.pop()
-        while came:
+        while came and self._reads():
             self._receiver.deliver(self, came.popleft(), may_block=False)
-        if left:
+        if left and self._reads():
             self._end("it has left")
         return request
 
@@ -272,6 +276,7 @@ class SocketLink(SendingLink):
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)  # this wakes a thread that reads
         self._reading.acquire()
+        self._reader = threading.get_ident()
         try:
             if not self.down and not self.over:
                 self._break("the other side has connected anew")
@@ -317,8 +322,7 @@ class SocketLink(SendingLink):
                 raise
         # From here on this thread writes, and others read: both sides have to take what the other one sends again.
         try:
-            if self._armed is not None:
-                self._armed.arm()
+            self._arm()
             for parts in self._kept.all():
                 self._send_frame(parts, math.inf)
         except LinkEnded:

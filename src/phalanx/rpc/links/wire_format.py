@@ -4,6 +4,7 @@
     SMALL    a whole message: its layout, its head, its buffers
     LARGE    the layout and the head of a message whose buffers follow in pieces
     PIECE    the next bytes of the buffers of the large message that is on its way
+    HASHED   like PIECE, but its digest is HMAC-SHA-256; the sender takes what is quicker on its processor
     DROP     the large message that is on its way ends here: its sender's time is over
     END      the sender leaves in order, and this is the last frame
     ACK      how many frames the sender has received; this one alone is not numbered
@@ -28,6 +29,7 @@ __all__ = [
     "COUNT",
     "DROP",
     "END",
+    "HASHED",
     "LARGE",
     "LENGTH_BYTES",
     "LONGEST_FRAME",
@@ -44,7 +46,7 @@ __all__ = [
     "small_message",
 ]
 
-SMALL, LARGE, PIECE, DROP, END, ACK = 1, 2, 3, 4, 5, 6
+SMALL, LARGE, PIECE, DROP, END, ACK, HASHED = 1, 2, 3, 4, 5, 6, 7
 COUNT = struct.Struct("!Q")  # the body of ACK
 PREFIX = struct.Struct("!IB")  # the length of what follows, without the digest; the kind of the frame
 LENGTH_BYTES = 4
