@@ -34,10 +34,14 @@ class Network:
         address: where to listen; an address of this host.
         key: what every worker of the job knows.
         welcome: takes each connection that has proven the key.
+        tend: is called with the time, and says when it is to be called again; also after :meth:`wake`.
     """
 
-    def __init__(self, address: str, key: Key, welcome: Callable[[Arrival], None]) -> None:
+    def __init__(
+        self, address: str, key: Key, welcome: Callable[[Arrival], None], tend: Callable[[float], float]
+    ) -> None:
         self._key = key
+        self._tend = tend
         self._selector = selectors.DefaultSelector()
         listener = listen(address, 0)
         self.address, self.port = listener.getsockname()[:2]
@@ -77,10 +81,14 @@ class Network:
         with contextlib.suppress(ValueError, KeyError):
             self._selector.unregister(link.sock)
 
+    def wake(self) -> None:
+        """Have ``tend`` called soon."""
+        self._order(lambda: None)
+
     def stop(self) -> None:
         """Stop listening and reading. Call it from another thread; the connections are closed by their links."""
         self._stopping = True
-        self._order(lambda: None)
+        self.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self._door.close()
@@ -102,7 +110,7 @@ class Network:
     def _run(self) -> None:
         while not self._stopping:
             now = time.monotonic()
-            due = self._door.tend(now)
+            due = min(self._door.tend(now), self._tend(now))
             for key, _ in self._selector.select(None if due == math.inf else max(0.0, due - now)):
                 try:
                     key.data()

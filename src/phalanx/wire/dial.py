@@ -11,7 +11,11 @@ from phalanx.wire.proof import GREETING, GREETING_BYTES, NoProof, Response
 from phalanx.wire.session import Session
 from phalanx.wire.sockets import KeepAlive, connect
 
-__all__ = ["Line", "dial"]
+__all__ = ["Line", "Silent", "dial"]
+
+
+class Silent(TimeoutError):
+    """The listener's host has accepted the connection, and the listener has said nothing in time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +58,8 @@ def dial(
 
     Raises:
         OSError: nothing listens there, or the connection was closed.
-        TimeoutError: the listener sends nothing.
+        TimeoutError: the host does not answer.
+        Silent: the host does, and the listener sends nothing.
         NoProof: the listener is not Phalanx.
         WrongKey: the listener is Phalanx, but proves another key.
     """
@@ -81,7 +86,10 @@ def dial(
 
 def _receive(sock: socket.socket, most: int, until: float) -> bytes:
     sock.settimeout(max(0.001, until - time.monotonic()))
-    data = sock.recv(most)
+    try:
+        data = sock.recv(most)
+    except TimeoutError as error:
+        raise Silent(str(error)) from None
     if not data:
         raise ConnectionResetError("the connection was closed")
     return data

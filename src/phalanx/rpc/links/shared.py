@@ -11,7 +11,6 @@ learnt of that, it confirms. An offer names a process and two of its descriptors
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -20,13 +19,13 @@ import threading
 import time
 from collections.abc import Callable
 from ctypes import c_int, c_uint32, c_uint64
-from pathlib import Path
 
 from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.image import OWN, Box, Damaged, pack, pieces, received
 from phalanx.rpc.message import Kind, Message
 from phalanx.system.awake import AwakeClock
+from phalanx.system.processes import state_of
 from phalanx.words import tell
 
 __all__ = ["SharedHub", "SharedLink"]
@@ -178,19 +177,15 @@ class SharedLink(Link):
         self._end(_HERE)
 
     def state(self) -> dict[str, float | str]:
-        """What is known of the other process without asking it.
-
-        Returns:
-            ``alive_s_ago``: when it last ran at all. ``python_s_ago``: when its interpreter last ran; it is long ago if
-            something holds the interpreter's lock. ``process``: its state as the kernel names it (``T``: stopped), or
-            an empty text if it is gone.
-        """
+        """See :class:`Link`. ``python_s_ago`` is long ago if something holds the interpreter's lock."""
         alive, python = c_uint64(), c_uint64()
         pid = self._core.phx_rpc_facts(self._handle, alive, python)
-        state = ""
-        with contextlib.suppress(OSError):
-            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        return {"alive_s_ago": alive.value / 1e9, "python_s_ago": python.value / 1e9, "process": state}
+        return {
+            "alive_s_ago": alive.value / 1e9,
+            "python_s_ago": python.value / 1e9,
+            "process": state_of(pid),
+            "pid": pid,
+        }
 
     def _end(self, why: str) -> None:
         with self._ending:

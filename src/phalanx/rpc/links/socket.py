@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from phalanx.rpc.links import wire_format
+from phalanx.rpc.links.acknowledged import SILENT_S, Acknowledged
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.wire_format import Layout, layout_of, pieces_of
 from phalanx.rpc.message import Message
@@ -25,9 +26,9 @@ from phalanx.wire.sockets import KeepAlive
 
 __all__ = ["KEEP_ALIVE", "SocketLink"]
 
-# A host that vanishes, or a link that is cut, counts as lost after 3 s. The kernel answers the probes, so a process
-# that is stopped or busy is not lost.
-KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=2, unacknowledged_s=3)
+# A host that vanishes, or a link that is cut, counts as lost after 3 s: by these probes while nothing is on its way,
+# else by acknowledged.py. The kernel answers both, so a process that is stopped or busy is not lost.
+KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=2)
 _UNSENT_BYTES = 1 << 17
 _BLOCK = 1 << 18
 _DROP_S = 0.05
@@ -77,6 +78,8 @@ class SocketLink(Link):
         self._unsent = b""  # the rest of a frame whose sender's time was over
         self._over = ""
         self._ending = threading.Lock()
+        self._acknowledged = Acknowledged(sock)
+        self._silent_s = 0.0
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
@@ -189,6 +192,16 @@ class SocketLink(Link):
             self._parse()
         except Malformed as error:
             self._end(f"what it sent cannot be read: {error}")
+
+    def look(self) -> None:
+        """End the link if the other host is silent. The thread that reads calls it from time to time."""
+        self._silent_s = self._acknowledged.silent_s()
+        if self._silent_s >= SILENT_S:
+            self._end(f"its host has acknowledged nothing for {SILENT_S:g} s")
+
+    def state(self) -> dict[str, float | str]:
+        """See :class:`Link`."""
+        return {"silent_s": self._silent_s}
 
     def begin(self) -> None:
         """Deliver what came with the handshake."""
