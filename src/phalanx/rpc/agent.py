@@ -19,25 +19,29 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
+from phalanx.errors import ClosedError, EncodingError, WorkerLost
 from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
-from phalanx.rpc.codecs import NUMBER, PICKLED, Codec
+from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
 from phalanx.rpc.connections import Connections, Unreached
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
+from phalanx.rpc.inquiry import LONG_S, NEIGHBOUR, Finding, Inquiries, on_neighbour, place_name, tell_of_long
 from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.members import Member, Members, shared_key
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
 from phalanx.watch.call_site import capture
+from phalanx.watch.from_outside import Place
 from phalanx.wire.key import Key
 from phalanx.words import tell
 
 __all__ = ["Agent", "Incoming", "Member"]
 
-# How many calls one worker may have under way at another; a further one waits for an answer.
+# How many calls one worker may have under way at another, and how many bytes of arguments in those that are not small.
+# A further call waits for an answer.
 MOST_CALLS = 4096
+MOST_BYTES = 1 << 30
 
 
 class Agent:
@@ -52,6 +56,7 @@ class Agent:
         timeout_s: how long a call may take by default, in seconds.
         equip: register services; they are called before other workers can find this one.
         typed_only: unpickle nothing, and refuse what would need it.
+        long_s: after how long the user is told of a call that is still under way, in seconds.
 
     Attributes:
         me: this worker.
@@ -68,6 +73,7 @@ class Agent:
         equip: Sequence[Callable[[Agent], None]] = (),
         *,
         typed_only: bool = False,
+        long_s: float = LONG_S,
     ) -> None:
         self.timeout_s = timeout_s
         self._typed_only = typed_only
@@ -76,17 +82,22 @@ class Agent:
         self._watchers: list[Callable[[Member, str], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._closed = False
-        self._calls = Calls(self._give_up)
+        self._calls = Calls(self._on_late, self._on_long, long_s)
         self._handlers = Handlers()
         self._serving = Serving(self._handlers, typed_only=typed_only)
         self._members = Members(store)
         self._connections = Connections(
             self._members, address, shared_key(store, key), receiver=self, found_gone=self._found_gone
         )
+        self._inquiries = Inquiries(self._connections, self._members, self.request)
+        self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
+        self._place: Place | None = None
         try:
             for register in equip:
                 register(self)
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
+            with contextlib.suppress(OSError):  # then others cannot tell where it is
+                self._place = Place(place_name(self.me))
             self._connections.start(self.me)
             self._members.join(self.me, self._connections.is_there)
         except BaseException:
@@ -226,13 +237,14 @@ class Agent:
             if self._closed:  # since the first look, so close() may have ended all calls before this one
                 raise ClosedError("rpc.shutdown() was called meanwhile")
             link = call.link = self._connections.link_to(member, until)
-            if len(self._calls) > MOST_CALLS:
-                self._calls.wait_for_room(member, MOST_CALLS, until)
+            nbytes = sum(buffer.nbytes for buffer in buffers) if buffers else 0
+            if nbytes > link.SMALL_BYTES or len(self._calls) > MOST_CALLS:
+                self._calls.wait_for_room(call, nbytes, MOST_CALLS, MOST_BYTES)
             link.send(Message(Kind.REQUEST, number, service, head, buffers), until - time.monotonic())
         except Unreached as error:
             if isinstance(error, TimeoutError) and time.monotonic() >= until:
                 if self._calls.take(number) is not None:
-                    self._give_up(call)
+                    self._on_late([call])
             elif self._calls.take(number) is not None:
                 future.set_exception(self._lost(call, str(error) or type(error).__name__))
         except BaseException:
@@ -286,6 +298,9 @@ class Agent:
         self._handlers.close()
         for call in self._calls.take_all():
             call.future.set_exception(self._ended_here(call))
+        self._inquiries.close()
+        if self._place is not None:
+            self._place.close()
         for callback in self._at_end:
             try:
                 callback()
@@ -321,18 +336,17 @@ class Agent:
         if self._calls.take(call.number) is not None and call.link is not None:
             self._handlers.run(self._send_cancel, call)
 
-    def _give_up(self, call: Call) -> None:
-        call.future.set_exception(
-            CallTimeout(
-                f"{call.to} did not answer within {call.timeout_s:g} s: {call.describe()}. Is it slow, stopped, or "
-                f"waiting for this worker? Give it more time with timeout_s=...",
-                worker=call.to.name,
-                asked=call.asked,
-                timeout_s=call.timeout_s,
-            )
-        )
-        if call.link is not None:
-            self._handlers.run(self._send_cancel, call)
+    def _on_late(self, calls: list[Call]) -> None:
+        self._inquiries.begin(calls, self._give_up)
+
+    def _give_up(self, calls: list[Call], findings: list[Finding]) -> None:
+        for call, finding in zip(calls, findings, strict=True):
+            call.future.set_exception(call.late(finding.text, finding.cause, finding.at))
+            if call.link is not None:
+                self._handlers.run(self._send_cancel, call)
+
+    def _on_long(self, calls: list[Call]) -> None:
+        self._inquiries.begin(calls, tell_of_long)
 
     def _send_cancel(self, call: Call) -> None:
         head, buffers = NUMBER.encode(call.number)
@@ -341,20 +355,7 @@ class Agent:
                 call.link.send(Message(Kind.NOTICE, 0, CANCEL, head, buffers), 1.0)
 
     def _lost(self, call: Call, why: str) -> WorkerLost | ClosedError:
-        if self._closed:
-            return self._ended_here(call)
-        to = call.to
-        return WorkerLost(
-            f"{to} is gone ({why}) while this worker waited for {call.describe()}. Look at that worker's own output "
-            f"for the cause",
-            worker=to.name,
-            rank=to.rank,
-            pid=to.pid,
-            host=to.host,
-            incarnation=to.incarnation,
-            asked=call.asked,
-            elapsed_s=time.monotonic() - call.began,
-        )
+        return self._ended_here(call) if self._closed else call.lost(why)
 
     def _ended_here(self, call: Call) -> ClosedError:
         return ClosedError(f"rpc.shutdown() ended a call: {call.describe()}")

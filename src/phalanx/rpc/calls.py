@@ -6,10 +6,12 @@ import itertools
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.errors import CallTimeout, WorkerLost
 from phalanx.rpc.codecs import PICKLED, Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
@@ -19,8 +21,6 @@ from phalanx.rpc.message import Kind, Message
 from phalanx.watch.call_site import CallSite, text_of
 
 __all__ = ["Call", "Calls"]
-
-_PAUSE_S = 0.001
 
 
 @dataclass(eq=False)
@@ -39,6 +39,8 @@ class Call:
         made: makes the future's value of the answer.
         codec: how the answer is read.
         began: when.
+        note_at: the time at which the user is told that it takes long.
+        nbytes: of its arguments, as far as they count for the room of its worker.
     """
 
     number: int
@@ -52,6 +54,8 @@ class Call:
     codec: Codec = PICKLED
     link: Link | None = None
     began: float = field(default_factory=time.monotonic)
+    note_at: float = math.inf
+    nbytes: int = 0
 
     def decode(self, message: Message) -> Any:
         """What an answer says; of a failure, the :class:`Failure`."""
@@ -76,22 +80,51 @@ class Call:
         where = text_of(self.site)
         return f"{self.asked}{f' ({where})' if where else ''}, {time.monotonic() - self.began:.1f} s ago"
 
+    def lost(self, why: str) -> WorkerLost:
+        """The error for the end of the worker that is asked; ``why`` says how it was noticed."""
+        elapsed_s = time.monotonic() - self.began
+        return WorkerLost.while_waiting(str(self.to), why, self.describe(), elapsed_s=elapsed_s, **self._facts())
+
+    def late(self, why: str, cause: str, at: str) -> CallTimeout:
+        """The error for a call whose time is over; see :class:`~phalanx.errors.CallTimeout`."""
+        return CallTimeout.not_answered(
+            str(self.to), self.describe(), self.timeout_s, why, cause=cause, at=at, **self._facts()
+        )
+
+    def _facts(self) -> dict[str, Any]:
+        to = self.to
+        return {
+            "worker": to.name,
+            "rank": to.rank,
+            "pid": to.pid,
+            "host": to.host,
+            "incarnation": to.incarnation,
+            "asked": self.asked,
+            "line": text_of(self.site),
+        }
+
 
 class Calls:
     """All of them, with one thread that ends those whose time is over.
 
     Args:
-        late: is called with each of these, which is no longer in the table.
+        late: is called with those whose time is over, which are no longer in the table.
+        long: is called with those that are under way for long. Each is told again when it has taken twice as long.
+        long_s: how long that is, in seconds.
     """
 
-    def __init__(self, late: Callable[[Call], None]) -> None:
-        self._late = late
+    def __init__(self, late: Callable[[list[Call]], None], long: Callable[[list[Call]], None], long_s: float) -> None:
+        self._late, self._long, self._long_s = late, long, long_s
         self._calls: dict[int, Call] = {}
+        self._to: dict[int, dict[int, Call]] = {}  # the same, by worker
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         self._next = math.inf
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._room = threading.Condition()
+        self._waiting = 0  # for room; guarded by _room, and read without it
+        self._nbytes: Counter[int] = Counter()  # of the calls under way to each worker; guarded by _room
 
     def number(self) -> int:
         """A number that no other call of this process has."""
@@ -99,10 +132,13 @@ class Calls:
 
     def add(self, call: Call) -> None:
         """Enter a call, before it is sent."""
+        call.note_at = call.began + self._long_s
         self._calls[call.number] = call
-        if call.until < self._next:
+        self._to.setdefault(call.to.incarnation, {})[call.number] = call
+        due = min(call.until, call.note_at)
+        if due < self._next:
             with self._changed:
-                self._next = min(self._next, call.until)
+                self._next = min(self._next, due)
                 if self._thread is None and not self._closed:
                     thread = threading.Thread(target=self._watch, name="phalanx-rpc-timeouts", daemon=True)
                     thread.start()
@@ -111,15 +147,16 @@ class Calls:
 
     def take(self, number: int) -> Call | None:
         """Remove a call, for whoever completes it; None if somebody has done so."""
-        return self._calls.pop(number, None)
+        call = self._calls.pop(number, None)
+        if call is not None:
+            self._to[call.to.incarnation].pop(number, None)
+            if call.nbytes or self._waiting:
+                self._leave(call)
+        return call
 
-    def take_all(self, link: Link | None = None, to: Member | None = None) -> list[Call]:
-        """Remove all calls that took a link, or were for a member; all if neither is given."""
-        chosen = [
-            call
-            for call in list(self._calls.values())
-            if (link is None or call.link is link) and (to is None or call.to.incarnation == to.incarnation)
-        ]
+    def take_all(self, link: Link | None = None) -> list[Call]:
+        """Remove all calls that took a link; all calls if none is given."""
+        chosen = [call for call in list(self._calls.values()) if link is None or call.link is link]
         return [call for call in chosen if self.take(call.number) is not None]
 
     def __len__(self) -> int:
@@ -128,16 +165,46 @@ class Calls:
     def __contains__(self, number: int) -> bool:
         return number in self._calls
 
-    def wait_for_room(self, to: Member, most: int, until: float) -> None:
-        """Wait until fewer than ``most`` calls to a member are under way.
+    def wait_for_room(self, call: Call, nbytes: int, most: int, most_bytes: int) -> None:
+        """Wait until there is room for a call to its worker, whose only call always has room.
+
+        Args:
+            call: the call, which is in the table.
+            nbytes: of its arguments.
+            most, most_bytes: how many calls to the worker, and how many bytes of theirs, may be under way.
 
         Raises:
-            TimeoutError: that takes longer than until ``until``.
+            TimeoutError: that takes longer than the call may.
         """
-        while sum(call.to.incarnation == to.incarnation for call in list(self._calls.values())) > most:
-            if time.monotonic() > until:
-                raise TimeoutError
-            time.sleep(_PAUSE_S)
+        to = call.to.incarnation
+
+        def has_room() -> bool:
+            if call.number not in self._calls:
+                return True  # it has ended, as all do whose worker is lost
+            if self._nbytes[to] and self._nbytes[to] + nbytes > most_bytes:
+                return False
+            return len(self._to[to]) <= most
+
+        with self._room:
+            self._waiting += 1
+            try:
+                left = min(call.until - time.monotonic(), threading.TIMEOUT_MAX)
+                if not self._room.wait_for(has_room, max(0.0, left)):
+                    raise TimeoutError
+            finally:
+                self._waiting -= 1
+            call.nbytes = nbytes
+            self._nbytes[to] += nbytes
+        if call.number not in self._calls:  # it may have been removed before its bytes counted
+            self._leave(call)
+
+    def _leave(self, call: Call) -> None:
+        with self._room:
+            nbytes, call.nbytes = call.nbytes, 0
+            self._nbytes[call.to.incarnation] -= nbytes
+            if not self._nbytes[call.to.incarnation]:
+                del self._nbytes[call.to.incarnation]
+            self._room.notify_all()
 
     def close(self) -> None:
         """End the thread."""
@@ -159,9 +226,12 @@ class Calls:
                     continue
                 self._next = math.inf
             over = [call for call in list(self._calls.values()) if call.until <= now]
-            for call in over:
-                if self.take(call.number) is not None:
-                    self._late(call)
-            left = min((call.until for call in list(self._calls.values())), default=math.inf)
+            if late := [call for call in over if self.take(call.number) is not None]:
+                self._late(late)
+            if long := [call for call in list(self._calls.values()) if call.note_at <= now]:
+                for call in long:
+                    call.note_at = now + (now - call.began)
+                self._long(long)
+            left = min((min(call.until, call.note_at) for call in list(self._calls.values())), default=math.inf)
             with self._changed:
                 self._next = min(self._next, left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from phalanx.errors import EncodingError
 from phalanx.rpc.encoding import decode, encode
 
-__all__ = ["NUMBER", "PICKLED", "Codec"]
+__all__ = ["FACTS", "NUMBER", "PICKLED", "Codec"]
 
 _NUMBER = struct.Struct("!Q")
 
@@ -41,5 +42,18 @@ def _decode_number(head: bytes | memoryview, buffers: Sequence[memoryview]) -> i
     return number
 
 
+def _encode_facts(value: Any) -> tuple[bytes, list[memoryview]]:
+    return json.dumps(value).encode(), []
+
+
+def _decode_facts(head: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    try:
+        return json.loads(bytes(head))
+    except (ValueError, RecursionError) as error:
+        raise EncodingError.damaged(f"{len(head)} bytes where JSON should be ({error})") from error
+
+
 PICKLED = Codec(encode, decode, unpickles=True)
 NUMBER = Codec(_encode_number, _decode_number, unpickles=False)
+# What workers ask each other about themselves: numbers and text, as JSON. Such a question is not asked about in turn.
+FACTS = Codec(_encode_facts, _decode_facts, unpickles=False)

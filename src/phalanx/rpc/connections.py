@@ -84,6 +84,11 @@ class Connections:
         """Who is at the other end; None if the link has ended."""
         return self._peers.get(link)
 
+    @property
+    def host(self) -> str:
+        """The name of this host, as other workers know it."""
+        return self._me.host if self._me is not None else ""
+
     def link_now(self, member: Member) -> Link | None:
         """The way to a worker, if there is one."""
         return self._links.get(member.incarnation)

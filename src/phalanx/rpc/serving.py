@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc import in_transit
-from phalanx.rpc.codecs import NUMBER, PICKLED, Codec
+from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
+from phalanx.watch.call_site import running_at
 from phalanx.words import tell
 
-__all__ = ["CANCEL", "RECEIPT", "Incoming", "Serving"]
+__all__ = ["CANCEL", "PROGRESS", "RECEIPT", "Incoming", "Serving"]
 
-# The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it.
-CANCEL, RECEIPT = "cancel", "receipt"
+# The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it;
+# the third says how far calls have come (inquiry.py).
+CANCEL, RECEIPT, PROGRESS = "cancel", "receipt", "progress"
+_NOBODY, _LATER = 0, -1  # in the place of a thread
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,30 @@ class _Service:
     codec: Codec
 
 
+class _Request:
+    """A request that is under way here.
+
+    Attributes:
+        given_up: whether the caller has given it up.
+        thread: which thread runs its handler; ``_NOBODY`` before it has begun, ``_LATER`` if its answer comes later.
+        began: when that thread took it.
+    """
+
+    __slots__ = ("began", "given_up", "thread")
+
+    def __init__(self) -> None:
+        self.given_up = False
+        self.thread = _NOBODY
+        self.began = 0.0
+
+    def is_given_up(self) -> bool:
+        return self.given_up
+
+
+def _never() -> bool:
+    return False
+
+
 class Serving:
     """The services of one agent.
 
@@ -58,10 +87,11 @@ class Serving:
         self._handlers = handlers
         self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
-        self._under_way: dict[tuple[int, int], threading.Event] = {}  # by caller and number; set if given up
+        self._under_way: dict[tuple[int, int], _Request] = {}  # by caller and number, in the order in which they came
         self._kept: dict[tuple[int, int], list[in_transit.Kept]] = {}  # what the receivers of answers rely on
         self.add(CANCEL, self._on_cancel, quick=True, codec=NUMBER)
         self.add(RECEIPT, self._on_receipt, quick=True, codec=NUMBER)
+        self.add(PROGRESS, self._on_progress, quick=True, codec=FACTS)
 
     def add(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool, codec: Codec = PICKLED
@@ -73,7 +103,7 @@ class Serving:
         """Run what a message asks for: on this thread if that is allowed, else soon on another."""
         service = self._services.get(message.service)
         if message.kind is Kind.REQUEST:
-            self._under_way[peer.incarnation, message.call] = threading.Event()
+            self._under_way[peer.incarnation, message.call] = _Request()
         if may_block or (service is not None and service.quick):
             self._run(link, peer, service, message)
         else:
@@ -81,23 +111,25 @@ class Serving:
 
     def forget(self, peer: Member) -> None:
         """A worker is gone: nobody waits for what it asked, and it relies on nothing."""
-        for (caller, _), given_up in list(self._under_way.items()):
+        for (caller, _), request in list(self._under_way.items()):
             if caller == peer.incarnation:
-                given_up.set()
+                request.given_up = True
         for key in list(self._kept):
             if key[0] == peer.incarnation:
                 self._kept.pop(key, None)
 
     def _run(self, link: Link, peer: Member, service: _Service | None, message: Message) -> None:
-        given_up = self._under_way.get((peer.incarnation, message.call))
+        request = self._under_way.get((peer.incarnation, message.call))
         asks = message.kind is Kind.REQUEST
         codec = service.codec if service is not None else PICKLED
         if self._typed_only and codec.unpickles:
             codec = NUMBER  # for what is refused, without pickle
         try:
-            if given_up is not None and given_up.is_set():
-                self._under_way.pop((peer.incarnation, message.call), None)
-                return
+            if request is not None:
+                if request.given_up:
+                    self._under_way.pop((peer.incarnation, message.call), None)
+                    return
+                request.began, request.thread = time.monotonic(), threading.get_ident()
             if service is None:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
             if self._typed_only and service.codec.unpickles:
@@ -105,7 +137,7 @@ class Serving:
                     f"this worker unpickles nothing (rpc.init(typed_only=True)), so it refuses "
                     f"{message.service!r}. Its typed services can be called: rpc.service(to, name, Interface)"
                 )
-            incoming = Incoming(peer, given_up.is_set if given_up is not None else bool)
+            incoming = Incoming(peer, request.is_given_up if request is not None else _never)
             with in_transit.receiving() as to_settle:
                 value = codec.decode(message.head, message.buffers)
             for settle in to_settle:
@@ -120,6 +152,8 @@ class Serving:
         if not asks:
             return
         if isinstance(result, Future):
+            if request is not None:
+                request.thread = _LATER
             result.add_done_callback(partial(self._answer_later, link, peer, message.call, codec))
         else:
             self._answer(link, peer, message.call, codec, result)
@@ -131,8 +165,8 @@ class Serving:
             self._answer(link, peer, number, codec, error, failed=True)
 
     def _answer(self, link: Link, peer: Member, number: int, codec: Codec, value: Any, *, failed: bool = False) -> None:
-        given_up = self._under_way.pop((peer.incarnation, number), None)
-        if given_up is None or given_up.is_set():
+        request = self._under_way.pop((peer.incarnation, number), None)
+        if request is None or request.given_up:
             return
         kept: list[in_transit.Kept] = []
         try:
@@ -153,13 +187,31 @@ class Serving:
             if failed or isinstance(error, TimeoutError):
                 tell(f"warning: {peer} takes no answers: {error}")
                 return
-            self._under_way[peer.incarnation, number] = given_up
+            self._under_way[peer.incarnation, number] = request
             self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
-        given_up = self._under_way.get((incoming.peer.incarnation, number))
-        if given_up is not None:
-            given_up.set()
+        request = self._under_way.get((incoming.peer.incarnation, number))
+        if request is not None:
+            request.given_up = True
+
+    def _on_progress(self, incoming: Incoming, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """How far calls of a worker have come; what is not under way here has an empty entry."""
+        found: dict[int, dict[str, Any]] = {}
+        under_way = list(self._under_way.items())
+        waiting = running = 0
+        for (caller, number), request in under_way:
+            thread = request.thread
+            if caller == incoming.peer.incarnation and number in numbers:
+                found[number] = {"for_s": time.monotonic() - request.began, "at": _at(thread)}
+                if thread == _NOBODY:
+                    found[number] = {"behind": waiting}
+            waiting += thread == _NOBODY
+            running += thread != _NOBODY
+        for entry in found.values():
+            if "behind" in entry:
+                entry["running"] = running - 1  # but for this request itself
+        return [found.get(number, {}) for number in numbers]
 
     def _on_receipt(self, incoming: Incoming, receipt: int) -> None:
         number, used = divmod(receipt, 2)
@@ -170,3 +222,9 @@ class Serving:
 
 def _failure(error: BaseException, codec: Codec) -> bytes:
     return Failure.of(error, with_pickle=codec.unpickles).encode()
+
+
+def _at(thread: int) -> str:
+    """Where a thread of this process is in the user's program; empty if it is nowhere there."""
+    frame = sys._current_frames().get(thread)
+    return running_at(frame) if frame is not None else ""
