@@ -68,7 +68,7 @@ def asked_of_the_last(body: Callable[[str], Any], size: int, *, tcp: bool) -> li
         try:
             if member.rank < size - 1:
                 return body(f"worker{size - 1}")
-            while not workers.calls.get("over", 0) == size - 1:
+            while workers.calls.get("over", 0) != size - 1:
                 if _holding:
                     hold_the_interpreter(_holding.pop())
                 time.sleep(0.01)
@@ -139,3 +139,76 @@ def test_something_that_holds_the_interpreter_is_told_with_its_line(starter: Cal
     assert cause == "interpreter"
     if starter is hold_from_the_main_thread:  # of another thread that sleeps in C nobody can know that it has the lock
         assert at == f"hold_the_interpreter ({place})"
+
+
+def answer(number: int) -> int:
+    _gate.wait(LONG_S)
+    return number
+
+
+def test_a_call_that_waits_for_others_says_for_how_many() -> None:
+    def body(to: str) -> Any:
+        from phalanx.rpc import handlers, session
+
+        rpc.call(to, limit_threads)
+        calls = [rpc.start(to, answer, number) for number in range(9)]
+        error = timeout_of(to, workers.add, 1, 2)
+        rpc.start(to, workers.add, 1, 1).cancel()
+        session.agent().request(to, "open", None).wait()
+        assert [call.wait() for call in calls] == list(range(9))
+        return error.cause, str(error), handlers.MOST
+
+    [(cause, text, _)] = asked_of_the_last(body, 2, tcp=True)
+    assert cause == "queued"
+    assert "It has not begun this one: 4 calls are under way there, and 5 calls wait before this one." in text
+
+
+def limit_threads() -> None:
+    from phalanx.rpc import handlers, session
+
+    handlers.MOST = 4
+    session.agent().serve("open", lambda incoming, value: _gate.set(), quick=True)
+
+
+def slow_items() -> Any:
+    yield 1
+    _gate.wait(LONG_S)  # before the second item
+    yield 2
+
+
+def test_an_item_that_does_not_come_says_why_and_comes_later() -> None:
+    def body(to: str) -> Any:
+        items = rpc.call(to, slow_items, timeout_s=1)
+        assert next(items) == 1
+        with pytest.raises(CallTimeout) as caught:
+            next(items)
+        rpc.call(to, tell_it)
+        assert list(items) == [2]
+        return caught.value.cause, caught.value.at, caught.value.asked
+
+    place = line_of(slow_items, "# before the second item")
+    [(cause, at, asked)] = asked_of_the_last(body, 2, tcp=False)
+    assert (cause, at, asked) == ("handler", f"slow_items ({place})", "the next item of a generator")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_call_without_a_timeout_is_noted_once_and_seldom_again(size: int, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(member: Member) -> None:
+        member.join()
+        rpc.init(warn_after_s=0.5)
+        if member.rank == 0:
+            rpc.call(size - 1, work_until_told_by_time, 2.2, timeout_s=float("inf"))
+        rpc.shutdown()
+
+    on_ranks(run, size)
+    notes = [line for line in capfd.readouterr().err.splitlines() if "note: waiting for" in line]
+    place = line_of(work_until_told_by_time, "time.sleep")
+    assert 1 <= len(notes) <= 3  # after 0.5, 1 and 2 s, on a machine that is not too busy
+    for note in notes:
+        assert note.startswith(f"phalanx: note: waiting for worker{size - 1} (rank {size - 1}, pid ")
+        assert re.search(rf"work_until_told_by_time \({re.escape(__file__)}:\d+\), \d\.\d s ago", note)
+        assert f"is at work_until_told_by_time ({place})" in note
+
+
+def work_until_told_by_time(seconds: float) -> None:
+    time.sleep(seconds)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from phalanx.errors import ClosedError, EncodingError, WorkerLost
+from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
 from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
 from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
@@ -259,6 +259,14 @@ class Agent:
             future.set_exception(self._lost(call, "the way to it ended"))  # it ended before the link stood in the call
         return future
 
+    def overdue(self, future: Future[Any], timeout_s: float) -> CallTimeout | None:
+        """The error for a call that goes on, though this process has waited long enough; None if it is over by now.
+
+        It asks why, which takes a second or two at most.
+        """
+        call = self._calls.of(future)
+        return self._inquiries.overdue(call, timeout_s) if call is not None else None
+
     def notify(self, to: str | int | Member, service: str, value: Any) -> None:
         """Like ``request``, but nothing comes back, and nobody learns of an error.
 
@@ -341,7 +349,7 @@ class Agent:
 
     def _give_up(self, calls: list[Call], findings: list[Finding]) -> None:
         for call, finding in zip(calls, findings, strict=True):
-            call.future.set_exception(call.late(finding.text, finding.cause, finding.at))
+            call.future.set_exception(call.late(call.timeout_s, finding.text, finding.cause, finding.at))
             if call.link is not None:
                 self._handlers.run(self._send_cancel, call)
 

@@ -85,10 +85,10 @@ class Call:
         elapsed_s = time.monotonic() - self.began
         return WorkerLost.while_waiting(str(self.to), why, self.describe(), elapsed_s=elapsed_s, **self._facts())
 
-    def late(self, why: str, cause: str, at: str) -> CallTimeout:
+    def late(self, timeout_s: float, why: str, cause: str, at: str) -> CallTimeout:
         """The error for a call whose time is over; see :class:`~phalanx.errors.CallTimeout`."""
         return CallTimeout.not_answered(
-            str(self.to), self.describe(), self.timeout_s, why, cause=cause, at=at, **self._facts()
+            str(self.to), self.describe(), timeout_s, why, cause=cause, at=at, **self._facts()
         )
 
     def _facts(self) -> dict[str, Any]:
@@ -158,6 +158,10 @@ class Calls:
         """Remove all calls that took a link; all calls if none is given."""
         chosen = [call for call in list(self._calls.values()) if link is None or call.link is link]
         return [call for call in chosen if self.take(call.number) is not None]
+
+    def of(self, future: Future[Any]) -> Call | None:
+        """The call that completes a future, if it is under way."""
+        return next((call for call in list(self._calls.values()) if call.future is future), None)
 
     def __len__(self) -> int:
         return len(self._calls)

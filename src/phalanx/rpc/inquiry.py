@@ -118,6 +118,13 @@ class Inquiries:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def overdue(self, call: Call, timeout_s: float) -> CallTimeout:
+        """The error for a call that goes on, though its caller has waited for ``timeout_s`` seconds."""
+        finding = UNKNOWN
+        with contextlib.suppress(PhalanxError, *Unreached):
+            finding = self.look(call.to, [call.number], _patience_s(timeout_s))[0]
+        return call.late(timeout_s, finding.text, finding.cause, finding.at)
+
     def look(self, member: Member, numbers: Sequence[int], patience_s: float) -> list[Finding]:
         """Why a worker has not answered these calls; it waits for about ``patience_s`` seconds at most."""
         if (seen := self._seen(member)) is not None:
@@ -135,7 +142,7 @@ class Inquiries:
     def _run(self, group: list[Call], then: Callable[[list[Call], list[Finding]], None]) -> None:
         findings = [UNKNOWN] * len(group)
         try:
-            patience_s = min(_MOST_S, max(_LEAST_S, _PART * min(call.timeout_s for call in group)))
+            patience_s = _patience_s(min(call.timeout_s for call in group))
             with contextlib.suppress(PhalanxError, *Unreached):  # such as that this worker leaves
                 findings = self.look(group[0].to, [call.number for call in group], patience_s)
         finally:
@@ -186,6 +193,10 @@ class Inquiries:
             f"It has not said within {patience_s:g} s what it does, though its host answers: its process is stopped, "
             f"or something in it holds the interpreter's lock.",
         )
+
+
+def _patience_s(timeout_s: float) -> float:
+    return min(_MOST_S, max(_LEAST_S, _PART * timeout_s))
 
 
 def _stopped(member: Member, state: str) -> Finding | None:

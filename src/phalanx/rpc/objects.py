@@ -26,6 +26,7 @@ from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.watch.call_site import call_site
 
 __all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
 
@@ -40,20 +41,32 @@ class ObjectInfo(NamedTuple):
     Attributes:
         number: of the object here.
         type_name: its type.
-        made_by: the worker that made it, and the line of its program.
+        made_by: the worker that made it.
+        made_at: where its program did, as ``file:line``; empty if Phalanx made it by itself.
         holders: the workers that hold it.
     """
 
     number: int
     type_name: str
     made_by: str
+    made_at: str
     holders: tuple[str, ...]
+
+
+class _Making(NamedTuple):
+    """How an object is made, as it travels: the function, its arguments, and the line of the program that wants it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: str
 
 
 @dataclass(eq=False)
 class _Owned:
     value: Any
     made_by: str
+    made_at: str
     holders: dict[int, Member] = field(default_factory=dict)
 
 
@@ -74,11 +87,11 @@ class _Table:
         self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
         self.thread.start()
 
-    def add(self, value: Any, made_by: str) -> int:
+    def add(self, value: Any, made_by: str, made_at: str) -> int:
         """Keep a new object; the caller makes a reference to it."""
         with self.lock:
             number = next(self.numbers)
-            self.owned[number] = _Owned(value, made_by)
+            self.owned[number] = _Owned(value, made_by, made_at)
             return number
 
     def value(self, number: int) -> Any:
@@ -280,7 +293,7 @@ def make(
         Exception: what making it raised.
         WorkerLost, CallTimeout, EncodingError: as for ``rpc.call``.
     """
-    asked = verbs.Asked(kind, args, kwargs)
+    asked = _Making(kind, args, kwargs, call_site())
     name = verbs.name_of(kind)
     asking = f"to make a {name}"
     made: RemoteObject = requests.request(session.agent(), to, _MAKE, asked, timeout_s, asked=asking).wait()
@@ -299,7 +312,7 @@ def local(reference: RemoteObject) -> Any:
 
 
 def objects() -> list[ObjectInfo]:
-    """The objects that live in this process for others: what they are, who made them and who holds them."""
+    """The objects that live in this process for others: what they are, who made them where, and who holds them."""
     table = _table()
     with table.lock:
         return [
@@ -307,6 +320,7 @@ def objects() -> list[ObjectInfo]:
                 number,
                 type(owned.value).__qualname__,
                 owned.made_by,
+                owned.made_at,
                 tuple(sorted(member.name for member in owned.holders.values())),
             )
             for number, owned in table.owned.items()
@@ -342,24 +356,16 @@ def start_on(
 
 
 def _lost(target: RemoteObject, error: WorkerLost) -> ObjectLost:
-    owner = target._owner
-    return ObjectLost(
-        f"{target!r} is gone with its worker: {error}. Make it again",
-        worker=owner.name,
-        rank=owner.rank,
-        pid=owner.pid,
-        host=owner.host,
-        incarnation=owner.incarnation,
-        asked=error.asked,
-        elapsed_s=error.elapsed_s,
-    )
+    lost = ObjectLost(f"{target!r} is gone with its worker: {error}. Make it again")
+    vars(lost).update(vars(error))
+    return lost
 
 
-def _on_make(incoming: Incoming, asked: verbs.Asked) -> RemoteObject:
-    kind, args, kwargs = asked
+def _on_make(incoming: Incoming, asked: _Making) -> RemoteObject:
+    kind, args, kwargs, line = asked
     value = kind(*args, **kwargs)
     table = _table()
-    number = table.add(value, str(incoming.peer))
+    number = table.add(value, str(incoming.peer), line)
     reference = RemoteObject(table.agent.me, number, type(value).__qualname__)
     table.tell(table.agent.me)
     return reference

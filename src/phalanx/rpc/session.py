@@ -14,6 +14,7 @@ from phalanx.errors import ClosedError, InitializationError
 from phalanx.place.arguments import place_with
 from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
+from phalanx.rpc.inquiry import LONG_S
 from phalanx.rpc.members import Member
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
 from phalanx.wire.key import job_key
@@ -55,7 +56,16 @@ def current() -> Agent | None:
     return _agent
 
 
-def begin(store: Store, name: str, rank: int, address: str, timeout_s: float, *, typed_only: bool = False) -> Agent:
+def begin(
+    store: Store,
+    name: str,
+    rank: int,
+    address: str,
+    timeout_s: float,
+    *,
+    typed_only: bool = False,
+    warn_after_s: float = LONG_S,
+) -> Agent:
     """Make this process a worker in a store. ``init`` and torch's ``init_rpc`` call it.
 
     Raises:
@@ -66,7 +76,9 @@ def begin(store: Store, name: str, rank: int, address: str, timeout_s: float, *,
         raise InitializationError(
             f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
         )
-    _agent = Agent(store, name, rank, job_key(), address, timeout_s, equip=_equip, typed_only=typed_only)
+    _agent = Agent(
+        store, name, rank, job_key(), address, timeout_s, equip=_equip, typed_only=typed_only, long_s=warn_after_s
+    )
     return _agent
 
 
@@ -77,6 +89,7 @@ def init(
     wait_s: float = 300.0,
     join: str | None = None,
     typed_only: bool = False,
+    warn_after_s: float = LONG_S,
 ) -> Member:
     """Become a worker, so that others can call functions here and this process can call them.
 
@@ -91,6 +104,8 @@ def init(
         join: ``host:port`` of the job's store (its ranks' MASTER_ADDR and MASTER_PORT), for a process that is no rank.
         typed_only: unpickle nothing that another worker sends: only typed services (``rpc.serve``) can be called here,
             and only those of others can be called from here.
+        warn_after_s: a call that has not returned after so many seconds is noted on standard error, with why, and again
+            each time that it has taken twice as long; infinity for no notes.
 
     Returns:
         This worker: its name, rank, host, pid and incarnation.
@@ -102,11 +117,13 @@ def init(
         if name is None:
             raise InitializationError("a worker that is no rank needs a name: rpc.init(name, join=...)")
         store, address = _foreign_store(join, wait_s)
-        return begin(store, name, -1, address, timeout_s, typed_only=typed_only).me
+        return begin(store, name, -1, address, timeout_s, typed_only=typed_only, warn_after_s=warn_after_s).me
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
-    made = begin(_opening(store, rank), own_name, rank, address, timeout_s, typed_only=typed_only)
+    made = begin(
+        _opening(store, rank), own_name, rank, address, timeout_s, typed_only=typed_only, warn_after_s=warn_after_s
+    )
     try:
         _wait(
             lambda: sorted(set(range(size)) - {member.rank for member in made.members()}),
