@@ -58,17 +58,25 @@ class _Request:
         given_up: whether the caller has given it up.
         thread: which thread runs its handler; ``_NOBODY`` before it has begun, ``_LATER`` if its answer comes later.
         began: when that thread took it.
+        message: what has come.
     """
 
-    __slots__ = ("began", "given_up", "thread")
+    __slots__ = ("began", "given_up", "message", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, message: Message) -> None:
+        self.message = message
         self.given_up = False
         self.thread = _NOBODY
         self.began = 0.0
 
     def is_given_up(self) -> bool:
         return self.given_up
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more. What has not begun gives its memory back, though it keeps its turn."""
+        self.given_up = True
+        if self.thread == _NOBODY:
+            self.message.head, self.message.buffers = b"", ()
 
 
 def _never() -> bool:
@@ -103,7 +111,7 @@ class Serving:
         """Run what a message asks for: on this thread if that is allowed, else soon on another."""
         service = self._services.get(message.service)
         if message.kind is Kind.REQUEST:
-            self._under_way[peer.incarnation, message.call] = _Request()
+            self._under_way[peer.incarnation, message.call] = _Request(message)
         if may_block or (service is not None and service.quick):
             self._run(link, peer, service, message)
         else:
@@ -113,7 +121,7 @@ class Serving:
         """A worker is gone: nobody waits for what it asked, and it relies on nothing."""
         for (caller, _), request in list(self._under_way.items()):
             if caller == peer.incarnation:
-                request.given_up = True
+                request.give_up()
         for key in list(self._kept):
             if key[0] == peer.incarnation:
                 self._kept.pop(key, None)
@@ -193,7 +201,7 @@ class Serving:
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
         request = self._under_way.get((incoming.peer.incarnation, number))
         if request is not None:
-            request.given_up = True
+            request.give_up()
 
     def _on_progress(self, incoming: Incoming, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """How far calls of a worker have come; what is not under way here has an empty entry."""
