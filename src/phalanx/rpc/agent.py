@@ -60,6 +60,7 @@ class Agent:
 
     Attributes:
         me: this worker.
+        inquiries: why others do not answer.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Agent:
         self._connections = Connections(
             self._members, address, shared_key(store, key), receiver=self, found_gone=self._found_gone
         )
-        self._inquiries = Inquiries(self._connections, self._members, self.request)
+        self.inquiries = Inquiries(self._connections, self._members, self.request)
         self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
         self._place: Place | None = None
         try:
@@ -265,7 +266,7 @@ class Agent:
         It asks why, which takes a second or two at most.
         """
         call = self._calls.of(future)
-        return self._inquiries.overdue(call, timeout_s) if call is not None else None
+        return self.inquiries.overdue(call, timeout_s) if call is not None else None
 
     def notify(self, to: str | int | Member, service: str, value: Any) -> None:
         """Like ``request``, but nothing comes back, and nobody learns of an error.
@@ -306,7 +307,7 @@ class Agent:
         self._handlers.close()
         for call in self._calls.take_all():
             call.future.set_exception(self._ended_here(call))
-        self._inquiries.close()
+        self.inquiries.close()
         if self._place is not None:
             self._place.close()
         for callback in self._at_end:
@@ -345,7 +346,7 @@ class Agent:
             self._handlers.run(self._send_cancel, call)
 
     def _on_late(self, calls: list[Call]) -> None:
-        self._inquiries.begin(calls, self._give_up)
+        self.inquiries.begin(calls, self._give_up)
 
     def _give_up(self, calls: list[Call], findings: list[Finding]) -> None:
         for call, finding in zip(calls, findings, strict=True):
@@ -354,7 +355,7 @@ class Agent:
                 self._handlers.run(self._send_cancel, call)
 
     def _on_long(self, calls: list[Call]) -> None:
-        self._inquiries.begin(calls, tell_of_long)
+        self.inquiries.begin(calls, tell_of_long)
 
     def _send_cancel(self, call: Call) -> None:
         head, buffers = NUMBER.encode(call.number)

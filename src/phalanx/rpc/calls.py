@@ -20,7 +20,7 @@ from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
 from phalanx.watch.call_site import CallSite, text_of
 
-__all__ = ["Call", "Calls"]
+__all__ = ["Call", "Calls", "facts_of"]
 
 
 @dataclass(eq=False)
@@ -83,25 +83,34 @@ class Call:
     def lost(self, why: str) -> WorkerLost:
         """The error for the end of the worker that is asked; ``why`` says how it was noticed."""
         elapsed_s = time.monotonic() - self.began
-        return WorkerLost.while_waiting(str(self.to), why, self.describe(), elapsed_s=elapsed_s, **self._facts())
+        return WorkerLost.while_waiting(
+            str(self.to), why, self.describe(), elapsed_s=elapsed_s, **facts_of(self.to, self.asked, text_of(self.site))
+        )
 
     def late(self, timeout_s: float, why: str, cause: str, at: str) -> CallTimeout:
         """The error for a call whose time is over; see :class:`~phalanx.errors.CallTimeout`."""
         return CallTimeout.not_answered(
-            str(self.to), self.describe(), timeout_s, why, cause=cause, at=at, **self._facts()
+            str(self.to),
+            self.describe(),
+            timeout_s,
+            why,
+            cause=cause,
+            at=at,
+            **facts_of(self.to, self.asked, text_of(self.site)),
         )
 
-    def _facts(self) -> dict[str, Any]:
-        to = self.to
-        return {
-            "worker": to.name,
-            "rank": to.rank,
-            "pid": to.pid,
-            "host": to.host,
-            "incarnation": to.incarnation,
-            "asked": self.asked,
-            "line": text_of(self.site),
-        }
+
+def facts_of(worker: Member, asked: str, line: str) -> dict[str, Any]:
+    """What the errors of calls know of a worker, what it was asked, and where."""
+    return {
+        "worker": worker.name,
+        "rank": worker.rank,
+        "pid": worker.pid,
+        "host": worker.host,
+        "incarnation": worker.incarnation,
+        "asked": asked,
+        "line": line,
+    }
 
 
 class Calls:
