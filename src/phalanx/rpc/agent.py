@@ -31,6 +31,7 @@ from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.members import Member, Members, shared_key
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
+from phalanx.system.bounded import within
 from phalanx.watch.call_site import capture
 from phalanx.watch.from_outside import Place
 from phalanx.wire.key import Key
@@ -42,6 +43,7 @@ __all__ = ["Agent", "Incoming", "Member"]
 # A further call waits for an answer.
 MOST_CALLS = 4096
 MOST_BYTES = 1 << 30
+LEAVE_S = 5.0  # for the store, when this worker leaves
 
 
 class Agent:
@@ -117,13 +119,17 @@ class Agent:
         """All living workers, by rank and name."""
         return self._members.all()
 
+    def ranks_seen(self) -> set[int]:
+        """The ranks of all workers that have ever come, though some may have gone since."""
+        return self._members.ranks_seen()
+
     def say_done(self) -> None:
         """Tell the others that this worker needs them no more, and is there until they need it no more."""
         self._members.say_done(self.me)
 
-    def not_done(self, members: Sequence[Member]) -> list[int]:
-        """The ranks of those workers that are still there and have not said so."""
-        return [member.rank for member in self._members.not_done(members)]
+    def not_done(self, members: Sequence[Member]) -> list[Member]:
+        """Those workers that are still there and have not said so."""
+        return self._members.not_done(members)
 
     def serve(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool = False, codec: Codec = PICKLED
@@ -300,8 +306,8 @@ class Agent:
             self._closed = True
         if os.getpid() != self._pid:
             return
-        with contextlib.suppress(Exception):  # the store may be gone with its host
-            self._members.leave(self.me, "it has left")
+        with contextlib.suppress(Exception):  # the store may be gone with its host, or never answer
+            within(LEAVE_S, partial(self._members.leave, self.me, "it has left"))
         self._connections.close()
         self._calls.close()
         self._handlers.close()

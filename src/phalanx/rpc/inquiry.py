@@ -38,6 +38,7 @@ _PART, _LEAST_S, _MOST_S = 0.1, 0.25, 1.0
 _NEIGHBOUR_S = 1.0
 _MOST_NEIGHBOURS = 2
 _SILENT_S = 0.4  # a host acknowledges much sooner
+_MOST_ASKED = 3
 _MOST = 32  # inquiries at a time; what comes beyond is not looked into
 
 
@@ -124,6 +125,19 @@ class Inquiries:
         with contextlib.suppress(PhalanxError, *Unreached):
             finding = self.look(call.to, [call.number], _patience_s(timeout_s))[0]
         return call.late(timeout_s, finding.text, finding.cause, finding.at)
+
+    def why_not_done(self, members: Sequence[Member]) -> str:
+        """What keeps workers, in sentences; of many, only a few are asked. It takes up to about a second for each."""
+        sentences = []
+        for member in members[:_MOST_ASKED]:
+            with contextlib.suppress(PhalanxError, *Unreached):
+                if text := self.of_worker(member).text:
+                    sentences.append(f"{member}: {text[0].lower()}{text[1:]}")
+        return " ".join(sentences)
+
+    def of_worker(self, member: Member) -> Finding:
+        """What a worker does, or what has become of it; it takes about a second at most."""
+        return self.look(member, [0], _LEAST_S)[0]
 
     def look(self, member: Member, numbers: Sequence[int], patience_s: float) -> list[Finding]:
         """Why a worker has not answered these calls; it waits for about ``patience_s`` seconds at most."""
@@ -219,7 +233,10 @@ def _held(state: str, at: str) -> Finding:
 
 
 def _told(entry: dict[str, Any]) -> Finding:
-    """What a worker says about one call."""
+    """What a worker says about one call, or about itself."""
+    if "main" in entry:
+        at = str(entry["main"])
+        return Finding("handler", f"It runs; its main thread is at {at}." if at else "It runs.", at)
     if "behind" in entry:
         others, running = int(entry["behind"]), int(entry["running"])
         return Finding(

@@ -204,7 +204,10 @@ class Serving:
             request.give_up()
 
     def _on_progress(self, incoming: Incoming, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """How far calls of a worker have come; what is not under way here has an empty entry."""
+        """How far calls of a worker have come; what is not under way here has an empty entry.
+
+        There is no call 0: its entry says where this process's main thread is.
+        """
         found: dict[int, dict[str, Any]] = {}
         under_way = list(self._under_way.items())
         waiting = running = 0
@@ -219,6 +222,8 @@ class Serving:
         for entry in found.values():
             if "behind" in entry:
                 entry["running"] = running - 1  # but for this request itself
+        if 0 in numbers:
+            found[0] = {"main": _at(threading.main_thread().ident or 0)}
         return [found.get(number, {}) for number in numbers]
 
     def _on_receipt(self, incoming: Incoming, receipt: int) -> None:

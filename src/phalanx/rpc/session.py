@@ -16,16 +16,18 @@ from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
 from phalanx.rpc.members import Member
+from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
 from phalanx.wire.key import job_key
-from phalanx.words import tell
+from phalanx.words import format_named, tell
 
 __all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown"]
 
 # How often the store is asked whether others have come or are done: together the ranks ask it so often.
 _LOOKS_PER_S = 1000
 _MOST_LOOKS_PER_S = 50
-_TELL_S = 5.0
+_TELL_S = 5.0  # after which the user is told who is missing, and again each time that it has taken twice as long
+_STORE_S = 5.0  # for the job's store, beside what the others may take
 JOIN_S = 60.0  # for connecting to a launcher's store
 _NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
 
@@ -126,7 +128,8 @@ def init(
     )
     try:
         _wait(
-            lambda: sorted(set(range(size)) - {member.rank for member in made.members()}),
+            # A rank that was quick may have called shutdown() before this one has seen it.
+            lambda: sorted(set(range(size)) - made.ranks_seen()),
             wait_s,
             "for rpc.init() of",
             size,
@@ -151,16 +154,34 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
         return
     try:
         if wait and made.me.rank >= 0:
-            # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
-            others = [member for member in made.members() if member.rank >= 0]
-            try:
-                made.say_done()
-                _wait(lambda: made.not_done(others), timeout_s, "for", len(others))
-            except (InitializationError, dist.DistError, RuntimeError) as error:  # the store may be gone with its host
-                tell(f"warning: rpc.shutdown() ends without the others: {error}")
+            _wait_for_others(made, timeout_s)
     finally:
         _agent = None
         made.close()
+
+
+def _wait_for_others(made: Agent, timeout_s: float) -> None:
+    def wait() -> None:
+        # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
+        others = [member for member in made.members() if member.rank >= 0]
+        made.say_done()
+
+        def missing() -> list[int]:
+            waited_for[:] = made.not_done(others)
+            return [member.rank for member in waited_for]
+
+        _wait(missing, timeout_s, "for rpc.shutdown() of", len(others), lambda: made.inquiries.why_not_done(waited_for))
+
+    waited_for: list[Member] = []
+    try:
+        within(timeout_s + _STORE_S, wait)
+    except TimeoutError:
+        ranks = f" It last knew that {format_named('rank', [one.rank for one in waited_for])} had not come." * bool(
+            waited_for
+        )
+        tell(f"warning: rpc.shutdown() ends without the others: the job's store has not answered.{ranks}")
+    except (InitializationError, dist.DistError, RuntimeError) as error:  # the store may be gone with its host
+        tell(f"warning: rpc.shutdown() ends without the others: {error}")
 
 
 def own_address(*, one_host: bool) -> str:
@@ -175,16 +196,18 @@ def own_address(*, one_host: bool) -> str:
     return LOOPBACK if one_host else outward_address()
 
 
-def _wait(missing: Callable[[], list[int]], timeout_s: float, what: str, size: int) -> None:
-    began = told = time.monotonic()
+def _wait(
+    missing: Callable[[], list[int]], timeout_s: float, what: str, size: int, why: Callable[[], str] = str
+) -> None:
+    began = time.monotonic()
+    tell_at = began + _TELL_S
     while late := missing():
         now = time.monotonic()
-        names = ", ".join(map(str, late[:8])) + (", …" if len(late) > 8 else "")
         if now - began > timeout_s:
-            raise InitializationError(f"waited {timeout_s:g} s {what} rank {names}")
-        if now - told > _TELL_S:
-            told = now
-            tell(f"waiting {what} rank {names}")
+            raise InitializationError(f"waited {timeout_s:g} s {what} {format_named('rank', late)}. {why()}".rstrip())
+        if now > tell_at:
+            tell_at = now + (now - began)
+            tell(f"waiting {what} {format_named('rank', late)}. {why()}".rstrip())
         time.sleep(max(1 / _MOST_LOOKS_PER_S, size / _LOOKS_PER_S))
 
 

@@ -73,7 +73,7 @@ def _found(
                 question = [key[0], *key[1]]
                 state = agent.request(member, STATE, question, _PATIENCE_S, asked="backward()", codec=FACTS).wait()
         except CallTimeout:
-            return member, agent.inquiries.look(member, [0], _PATIENCE_S)[0]
+            return member, agent.inquiries.of_worker(member)
         except PeerLost:
             return member, Finding("gone", "It is gone.")
         if "for_s" in state:
