@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc import agent, handlers, session
+from phalanx.rpc import agent, connections, handlers, session
 from phalanx.rpc.handlers import Handlers
+from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
 from tests.support.ranks import Member, on_ranks
 
@@ -199,3 +201,24 @@ def test_calls_that_are_given_up_before_they_began_give_their_memory_back() -> N
             dist.destroy_process_group()
 
     assert on_ranks(body, 2) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_worker_whose_threads_all_wait_still_receives(size: int) -> None:
+    def body(member: Member) -> Any:
+        vars(connections)["SharedHub"] = partial(SharedHub, threads=4)
+        session.on_init(lambda made: made.serve("open", open_gate, quick=True))
+        member.join()
+        rpc.init(timeout_s=PATIENCE_S)
+        try:
+            if member.rank:
+                return True
+            futures = [rpc.start(1, wait_for_gate, number) for number in range(10)]
+            assert rpc.call(1, workers.add, 1, 2) == 3
+            session.agent().request(1, "open", None).wait()
+            return [future.wait() for future in futures] == list(range(10))
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(body, size) == [True] * size

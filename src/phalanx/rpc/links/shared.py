@@ -319,10 +319,11 @@ class SharedHub:
             self._boxes.box = Box()
             return self._boxes.box  # type: ignore[no-any-return]
 
-    def _add_thread(self) -> None:
+    def _add_thread(self) -> bool:
+        """Start one more thread; whether there may be one more."""
         with self._lock:
             if self._closed or len(self._threads) >= self._most:
-                return
+                return False
             thread = threading.Thread(target=self._serve, name="phalanx-rpc-shared", daemon=True)
             self._threads.add(thread)
         try:
@@ -332,6 +333,8 @@ class SharedHub:
                 self._threads.discard(thread)
             if not self._threads:
                 raise
+            return False
+        return True
 
     def _serve(self) -> None:
         receive, box = self._core.phx_rpc_next, self._box()
@@ -373,10 +376,9 @@ class SharedHub:
             return
         try:
             if kind == Kind.REQUEST:
-                if not values[7]:
-                    self._add_thread()  # another one has to receive meanwhile
+                others = values[7] or self._add_thread()  # one has to receive meanwhile
                 link._begun(handle, lane)
-                self._receiver.deliver(link, message, may_block=True)
+                self._receiver.deliver(link, message, may_block=bool(others))
             else:
                 self._receiver.deliver(link, message, may_block=False)
         except Exception as error:
