@@ -19,8 +19,11 @@ from phalanx.rpc.links.contract import Link
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
 from phalanx.watch.call_site import CallSite, text_of
+from phalanx.watch.waiting import publish
 
 __all__ = ["Call", "Calls", "facts_of"]
+
+_SEEN_S = 1.0  # after which the launcher knows of a call
 
 
 @dataclass(eq=False)
@@ -41,6 +44,7 @@ class Call:
         began: when.
         note_at: the time at which the user is told that it takes long.
         nbytes: of its arguments, as far as they count for the room of its worker.
+        is_seen: the launcher knows of it, as of all that are under way for a second.
     """
 
     number: int
@@ -56,6 +60,7 @@ class Call:
     began: float = field(default_factory=time.monotonic)
     note_at: float = math.inf
     nbytes: int = 0
+    is_seen: bool = False
 
     def decode(self, message: Message) -> Any:
         """What an answer says; of a failure, the :class:`Failure`."""
@@ -79,6 +84,11 @@ class Call:
         """The call for people: ``add (train.py:12), 3.1 s ago``."""
         where = text_of(self.site)
         return f"{self.asked}{f' ({where})' if where else ''}, {time.monotonic() - self.began:.1f} s ago"
+
+    def waiting(self) -> str:
+        """What a caller waits for, for people: ``worker1 (rank 1, ...) in add (train.py:12)``."""
+        where = text_of(self.site)
+        return f"{self.to} in {self.asked}{f' ({where})' if where else ''}"
 
     def lost(self, why: str) -> WorkerLost:
         """The error for the end of the worker that is asked; ``why`` says how it was noticed."""
@@ -124,6 +134,7 @@ class Calls:
 
     def __init__(self, late: Callable[[list[Call]], None], long: Callable[[list[Call]], None], long_s: float) -> None:
         self._late, self._long, self._long_s = late, long, long_s
+        self._seen_s = min(_SEEN_S, long_s)
         self._calls: dict[int, Call] = {}
         self._to: dict[int, dict[int, Call]] = {}  # the same, by worker
         self._numbers = itertools.count(1)
@@ -131,6 +142,7 @@ class Calls:
         self._next = math.inf
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._shown: Call | None = None  # what the launcher knows of
         self._room = threading.Condition()
         self._waiting = 0  # for room; guarded by _room, and read without it
         self._nbytes: Counter[int] = Counter()  # of the calls under way to each worker; guarded by _room
@@ -141,7 +153,7 @@ class Calls:
 
     def add(self, call: Call) -> None:
         """Enter a call, before it is sent."""
-        call.note_at = call.began + self._long_s
+        call.note_at = call.began + self._seen_s
         self._calls[call.number] = call
         self._to.setdefault(call.to.incarnation, {})[call.number] = call
         due = min(call.until, call.note_at)
@@ -159,6 +171,8 @@ class Calls:
         call = self._calls.pop(number, None)
         if call is not None:
             self._to[call.to.incarnation].pop(number, None)
+            if call is self._shown:
+                self._show()
             if call.nbytes or self._waiting:
                 self._leave(call)
         return call
@@ -219,6 +233,13 @@ class Calls:
                 del self._nbytes[call.to.incarnation]
             self._room.notify_all()
 
+    def _show(self) -> None:
+        """Let the launcher know of the oldest of the calls that have taken a while."""
+        self._shown = shown = next((call for call in list(self._calls.values()) if call.is_seen), None)
+        publish(shown.waiting() if shown is not None else "")
+        if shown is not None and shown.number not in self._calls:  # it has returned meanwhile
+            self._show()
+
     def close(self) -> None:
         """End the thread."""
         with self._changed:
@@ -241,9 +262,16 @@ class Calls:
             over = [call for call in list(self._calls.values()) if call.until <= now]
             if late := [call for call in over if self.take(call.number) is not None]:
                 self._late(late)
-            if long := [call for call in list(self._calls.values()) if call.note_at <= now]:
-                for call in long:
-                    call.note_at = now + (now - call.began)
+            noted = [call for call in list(self._calls.values()) if call.note_at <= now]
+            long = [call for call in noted if now - call.began >= self._long_s]
+            for call in noted:
+                call.is_seen = True
+                call.note_at = call.began + self._long_s
+            for call in long:
+                call.note_at = now + (now - call.began)
+            if noted and self._shown is None:
+                self._show()
+            if long:
                 self._long(long)
             left = min((min(call.until, call.note_at) for call in list(self._calls.values())), default=math.inf)
             with self._changed:

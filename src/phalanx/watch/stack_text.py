@@ -7,7 +7,10 @@ import re
 import sysconfig
 from dataclasses import dataclass
 
-__all__ = ["OWN", "Frame", "frames_of"]
+__all__ = ["ASKED", "OWN", "Frame", "asked_in", "frames_of"]
+
+# In front of what a rank has asked another process for (``waiting.py``), behind its stack.
+ASKED = "\nAsked: "
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -32,3 +35,8 @@ class Frame:
 def frames_of(stack: str) -> list[Frame]:
     """The frames of a stack, the innermost first, as faulthandler lists them."""
     return [Frame(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(stack)]
+
+
+def asked_in(stack: str) -> str:
+    """What the process had asked another one for, if that stands behind its stack; else an empty text."""
+    return stack.rpartition(ASKED)[2] if ASKED in stack else ""

@@ -6,7 +6,7 @@ import linecache
 import os
 from collections.abc import Mapping
 
-from phalanx.watch.stack_text import OWN, Frame, frames_of
+from phalanx.watch.stack_text import OWN, Frame, asked_in, frames_of
 from phalanx.words import format_named
 
 __all__ = ["format_places", "format_stacks"]
@@ -41,6 +41,11 @@ def _frames(stack: str) -> list[Frame]:
 
 
 def _place(stack: str) -> str:
+    asked = asked_in(stack)
+    return f"{_line(stack)}{f'; it waits for {asked}' if asked else ''}"
+
+
+def _line(stack: str) -> str:
     frames = _frames(stack)
     own = [frame for frame in frames if not frame.is_librarys]
     if own or frames:
@@ -65,16 +70,17 @@ def format_places(stacks: Mapping[int, str]) -> list[str]:
 
 def format_stacks(stacks: Mapping[int, str]) -> list[str]:
     """The stacks in full, those of several ranks once if they are equal; the innermost call last, as in a traceback."""
-    groups: dict[tuple[Frame, ...], list[int]] = {}
+    groups: dict[tuple[tuple[Frame, ...], str], list[int]] = {}
     for rank, stack in stacks.items():
-        groups.setdefault(tuple(_frames(_last(stack))), []).append(rank)
+        groups.setdefault((tuple(_frames(_last(stack))), asked_in(stack)), []).append(rank)
     lines = []
-    for frames, ranks in groups.items():
+    for (frames, asked), ranks in groups.items():
         lines.append(f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at")
         for frame in reversed(frames):
             lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
             text = linecache.getline(frame.file, frame.line).strip()
             lines += [f"    {text}"] if text else []
+        lines += [f"  waiting for {asked}"] if asked else []
     return lines
 
 
