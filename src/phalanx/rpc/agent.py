@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -85,7 +84,7 @@ class Agent:
         self._watchers: list[Callable[[Member, str], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._closed = False
-        self._calls = Calls(self._on_late, self._on_long, long_s)
+        self._calls = Calls(self._on_late, self._tell_of_end, self._on_long, long_s)
         self._handlers = Handlers()
         self._serving = Serving(self._handlers, typed_only=typed_only)
         self._members = Members(store)
@@ -206,11 +205,8 @@ class Agent:
         """
         self._require_open()
         self._require_allowed(codec, asked or service)
-        with in_transit.sending() as kept:
-            head, buffers = codec.encode(value)
-        return self.request_encoded(
-            to, service, head, buffers, timeout_s, asked=asked, kept=kept, made=made, codec=codec
-        )
+        (head, buffers), kept = in_transit.sending(codec.encode, value)
+        return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
 
     def request_encoded(
         self,
@@ -228,15 +224,23 @@ class Agent:
         """:meth:`request` with a value that has been encoded, as for many workers; ``kept``: see ``in_transit.py``."""
         self._require_open()
         self._require_allowed(codec, asked or service)
-        member = self.member(to)
+        return self._begin(to, service, head, buffers, timeout_s, asked or service, kept, made, codec)
+
+    def _begin(
+        self,
+        to: str | int | Member,
+        service: str,
+        head: bytes | memoryview,
+        buffers: list[memoryview],
+        timeout_s: float | None,
+        asked: str,
+        kept: Sequence[Any],
+        made: Callable[[Any], Any] | None,
+        codec: Codec,
+    ) -> Future[Any]:
         allowed = self.timeout_s if timeout_s is None else timeout_s
-        number = self._calls.number()
-        until = time.monotonic() + allowed
-        future: Future[Any] = Future()
-        call = Call(number, member, asked or service, until, allowed, future, capture(), made, codec)
-        future._help_on = partial(self._help, call)
-        future._cancel = partial(self._cancel, call)
-        future._run = self.run
+        call = Call(self._calls, self.run, self.member(to), asked, allowed, capture(2), made, codec)
+        number, member, until, future = call.number, call.to, call.until, call.future
         if kept:
             future.companions = kept
         try:
@@ -307,7 +311,7 @@ class Agent:
         if os.getpid() != self._pid:
             return
         with contextlib.suppress(Exception):  # the store may be gone with its host, or never answer
-            within(LEAVE_S, partial(self._members.leave, self.me, "it has left"))
+            within(LEAVE_S, lambda: self._members.leave(self.me, "it has left"))
         self._connections.close()
         self._calls.close()
         self._handlers.close()
@@ -337,18 +341,8 @@ class Agent:
                 f"whose answer is a pickle. It can call typed services: rpc.service(to, name, Interface)"
             )
 
-    def _help(self, call: Call, done: Callable[[], bool], timeout_s: float) -> None:
-        if os.getpid() != self._pid:
-            raise ClosedError.of_parent("this call", os.getpid())
-
-        def over() -> bool:  # the answer has come, though another thread may still settle what is in it
-            return done() or call.number not in self._calls
-
+    def _tell_of_end(self, call: Call) -> None:
         if call.link is not None:
-            call.link.wait(over, call.number, min(timeout_s, call.until - time.monotonic()))
-
-    def _cancel(self, call: Call) -> None:
-        if self._calls.take(call.number) is not None and call.link is not None:
             self._handlers.run(self._send_cancel, call)
 
     def _on_late(self, calls: list[Call]) -> None:
@@ -357,8 +351,7 @@ class Agent:
     def _give_up(self, calls: list[Call], findings: list[Finding]) -> None:
         for call, finding in zip(calls, findings, strict=True):
             call.future.set_exception(call.late(call.timeout_s, finding.text, finding.cause, finding.at))
-            if call.link is not None:
-                self._handlers.run(self._send_cancel, call)
+            self._tell_of_end(call)
 
     def _on_long(self, calls: list[Call]) -> None:
         self.inquiries.begin(calls, tell_of_long)
@@ -419,10 +412,7 @@ class Agent:
                 self._handlers.run(self._send_receipt, link, message.call, False)
             return
         try:
-            with in_transit.receiving() as to_settle:
-                value = call.decode(message)
-                if message.kind is Kind.FAILURE:
-                    value = value.rebuilt(call.to, unpickle=call.codec.unpickles)
+            value, to_settle = in_transit.receiving(call.decode, message)
         except Exception as error:
             call.future.set_exception(error)
             if wants_receipt:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.errors import CallTimeout, WorkerLost
-from phalanx.rpc.codecs import PICKLED, Codec
+from phalanx.errors import CallTimeout, ClosedError, WorkerLost
+from phalanx.rpc.codecs import Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import Link
@@ -26,9 +26,12 @@ __all__ = ["Call", "Calls", "facts_of"]
 _SEEN_S = 1.0  # after which the launcher knows of a call
 
 
-@dataclass(eq=False)
 class Call:
     """A request without an answer yet.
+
+    Args:
+        calls: all of them.
+        run: calls a function with arguments on a thread that may block.
 
     Attributes:
         number: unique in this process.
@@ -47,25 +50,60 @@ class Call:
         is_seen: the launcher knows of it, as of all that are under way for a second.
     """
 
-    number: int
-    to: Member
-    asked: str
-    until: float
-    timeout_s: float
-    future: Future[Any]
-    site: CallSite | None
-    made: Callable[[Any], Any] | None = None
-    codec: Codec = PICKLED
-    link: Link | None = None
-    began: float = field(default_factory=time.monotonic)
-    note_at: float = math.inf
-    nbytes: int = 0
-    is_seen: bool = False
+    __slots__ = (
+        "_calls",
+        "asked",
+        "began",
+        "codec",
+        "future",
+        "is_seen",
+        "link",
+        "made",
+        "nbytes",
+        "note_at",
+        "number",
+        "site",
+        "timeout_s",
+        "to",
+        "until",
+    )
+
+    def __init__(
+        self,
+        calls: Calls,
+        run: Callable[..., None],
+        to: Member,
+        asked: str,
+        timeout_s: float,
+        site: CallSite | None,
+        made: Callable[[Any], Any] | None,
+        codec: Codec,
+    ) -> None:
+        self._calls = calls
+        self.number = calls.number()
+        self.to, self.asked, self.timeout_s, self.site, self.made, self.codec = to, asked, timeout_s, site, made, codec
+        self.began = now = time.monotonic()
+        self.until = now + timeout_s
+        self.link: Link | None = None
+        self.note_at = math.inf
+        self.nbytes = 0
+        self.is_seen = False
+        self.future: Future[Any] = Future(self._help, self._cancel, run)
+
+    def _help(self, done: Callable[[], bool], timeout_s: float) -> None:
+        if os.getpid() != self._calls.pid:
+            raise ClosedError.of_parent("this call", os.getpid())
+        calls, number = self._calls, self.number
+        if self.link is not None:  # when the answer has come, another thread may still settle what is in it
+            self.link.wait(lambda: number not in calls, number, min(timeout_s, self.until - time.monotonic()))
+
+    def _cancel(self) -> None:
+        self._calls.cancel(self)
 
     def decode(self, message: Message) -> Any:
-        """What an answer says; of a failure, the :class:`Failure`."""
+        """What an answer says: a value, or an exception."""
         if message.kind is Kind.FAILURE:
-            return Failure.decode(message.head)
+            return Failure.decode(message.head).rebuilt(self.to, unpickle=self.codec.unpickles)
         return self.codec.decode(message.head, message.buffers)
 
     def complete(self, kind: Kind, value: Any) -> None:
@@ -128,16 +166,27 @@ class Calls:
 
     Args:
         late: is called with those whose time is over, which are no longer in the table.
+        cancelled: is called with each that the caller has given up, which is no longer in the table either.
         long: is called with those that are under way for long. Each is told again when it has taken twice as long.
         long_s: how long that is, in seconds.
+
+    Attributes:
+        pid: the process that they belong to.
     """
 
-    def __init__(self, late: Callable[[list[Call]], None], long: Callable[[list[Call]], None], long_s: float) -> None:
-        self._late, self._long, self._long_s = late, long, long_s
+    def __init__(
+        self,
+        late: Callable[[list[Call]], None],
+        cancelled: Callable[[Call], None],
+        long: Callable[[list[Call]], None],
+        long_s: float,
+    ) -> None:
+        self.pid = os.getpid()
+        self._late, self._cancelled, self._long, self._long_s = late, cancelled, long, long_s
         self._seen_s = min(_SEEN_S, long_s)
         self._calls: dict[int, Call] = {}
         self._to: dict[int, dict[int, Call]] = {}  # the same, by worker
-        self._numbers = itertools.count(1)
+        self.number = itertools.count(1).__next__  # a number that no other call of this process has
         self._changed = threading.Condition()
         self._next = math.inf
         self._thread: threading.Thread | None = None
@@ -146,10 +195,6 @@ class Calls:
         self._room = threading.Condition()
         self._waiting = 0  # for room; guarded by _room, and read without it
         self._nbytes: Counter[int] = Counter()  # of the calls under way to each worker; guarded by _room
-
-    def number(self) -> int:
-        """A number that no other call of this process has."""
-        return next(self._numbers)
 
     def add(self, call: Call) -> None:
         """Enter a call, before it is sent."""
@@ -176,6 +221,11 @@ class Calls:
             if call.nbytes or self._waiting:
                 self._leave(call)
         return call
+
+    def cancel(self, call: Call) -> None:
+        """Remove a call that nobody waits for any more."""
+        if self.take(call.number) is not None:
+            self._cancelled(call)
 
     def take_all(self, link: Link | None = None) -> list[Call]:
         """Remove all calls that took a link; all calls if none is given."""

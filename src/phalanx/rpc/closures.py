@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc import unpicklable
-from phalanx.rpc.pickling import pickled
+from phalanx.rpc.pickling import Writer
 from phalanx.rpc.reducing import Reducer, Table
 
 __all__ = ["encode"]
@@ -41,7 +41,7 @@ def encode(
     else:
         has_cloudpickle = True
         try:
-            return pickled(pickler, table, value, reducers, restart)
+            return Writer(pickler, table()).write(value, reducers, restart)
         except PhalanxError:
             raise
         except Exception as second:
@@ -49,7 +49,7 @@ def encode(
 
     def attempt(part: Any) -> Exception | None:
         try:
-            pickled(pickler, table, part, reducers, None)
+            Writer(pickler, table()).write(part, reducers, None)
         except Exception as why:
             return why
         return None

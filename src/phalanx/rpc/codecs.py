@@ -6,17 +6,18 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from phalanx.errors import EncodingError
 from phalanx.rpc.encoding import decode, encode
 
-__all__ = ["FACTS", "NUMBER", "PICKLED", "Codec"]
+__all__ = ["FACTS", "NUMBER", "PICKLED", "Codec", "pickled_parts"]
 
 _NUMBER = struct.Struct("!Q")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Codec:
     """How values travel. The callee's decodes requests and encodes answers; the caller's does the reverse.
 
@@ -51,6 +52,11 @@ def _decode_facts(head: bytes | memoryview, buffers: Sequence[memoryview]) -> An
         return json.loads(bytes(head))
     except (ValueError, RecursionError) as error:
         raise EncodingError.damaged(f"{len(head)} bytes where JSON should be ({error})") from error
+
+
+def pickled_parts(*names: str) -> Codec:
+    """:data:`PICKLED` for a tuple whose parts have names, which errors use."""
+    return Codec(partial(encode, names=names), decode, unpickles=True)
 
 
 PICKLED = Codec(encode, decode, unpickles=True)

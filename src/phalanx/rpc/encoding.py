@@ -31,10 +31,15 @@ from typing import Any
 
 from phalanx.errors import EncodingError, PhalanxError
 from phalanx.rpc import large_heads
-from phalanx.rpc.pickling import pickled
+from phalanx.rpc.pickling import Writer
 from phalanx.rpc.reducing import Reducer, Table
 
 __all__ = ["decode", "decoding_context", "encode"]
+
+# Writers that nobody uses. One that has written a large head has a large memo, which takes long to clear.
+_spare: list[Writer] = []
+_MOST_SPARE = 16
+_SMALL_BYTES = 16 * 1024
 
 
 def encode(
@@ -64,7 +69,11 @@ def encode(
         EncodingError: a part of the value cannot be pickled; the text says which, and what to do.
     """
     try:
-        return pickled(pickle.Pickler, Table, value, reducers, restart)
+        writer = _spare.pop()  # so that a reducer that encodes a value itself does not find this one
+    except IndexError:
+        writer = Writer(pickle.Pickler, Table())
+    try:
+        head, buffers = writer.write(value, reducers, restart)
     except PhalanxError:
         raise
     except Exception as error:
@@ -74,6 +83,9 @@ def encode(
         if restart is not None:
             restart()
         return closures.encode(value, reducers, restart, names, error)
+    if len(head) <= _SMALL_BYTES and len(_spare) < _MOST_SPARE:
+        _spare.append(writer)
+    return head, buffers
 
 
 def decode(head: bytes | memoryview, buffers: Sequence[memoryview] = (), *, context: Any = None) -> Any:

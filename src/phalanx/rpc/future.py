@@ -27,6 +27,21 @@ class Future(Generic[T]):
     What a callback raises is printed, and nobody else learns of it.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_cancel",
+        "_done",
+        "_error",
+        "_help_on",
+        "_lock",
+        "_run",
+        "_short_callbacks",
+        "_sleepers",
+        "_value",
+        "companions",
+    )
+
     def __init__(
         self,
         help_on: Callable[[Callable[[], bool], float], None] | None = None,
@@ -44,9 +59,9 @@ class Future(Generic[T]):
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Future[T]], None]] = []
-        self._short_callbacks: list[Callable[[Future[T]], None]] = []
-        self._sleepers: list[threading.Lock] = []
+        self._callbacks: list[Callable[[Future[T]], None]] | None = None  # like the next two, made when needed
+        self._short_callbacks: list[Callable[[Future[T]], None]] | None = None
+        self._sleepers: list[threading.Lock] | None = None
         self._lock = threading.Lock()
         self._help_on = help_on
         self._cancel = cancel
@@ -86,13 +101,13 @@ class Future(Generic[T]):
         with self._lock:
             if self._done:
                 return True
-            self._sleepers.append(sleeper)
+            self._sleepers = [*(self._sleepers or ()), sleeper]
         timeout = -1.0 if until is None else max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))
         try:
             return sleeper.acquire(timeout=timeout) or self._done
         finally:
             with self._lock:
-                if sleeper in self._sleepers:  # the time was over
+                if self._sleepers is not None and sleeper in self._sleepers:  # the time was over
                     self._sleepers.remove(sleeper)
 
     def then(self, function: Callable[[T], Any]) -> Future[Any]:
@@ -120,7 +135,12 @@ class Future(Generic[T]):
         """
         with self._lock:
             if not self._done:
-                (self._short_callbacks if short else self._callbacks).append(callback)
+                if short:
+                    self._short_callbacks = [*(self._short_callbacks or ()), callback]
+                elif self._callbacks is None:
+                    self._callbacks = [callback]
+                else:
+                    self._callbacks.append(callback)
                 return
         callback(self)
 
@@ -145,12 +165,10 @@ class Future(Generic[T]):
             if self._done:
                 return False
             self._value, self._error, self._done, self.companions = value, error, True, ()
-            sleepers, self._sleepers = self._sleepers, []
-            short, self._short_callbacks = self._short_callbacks, []
-            callbacks, self._callbacks = self._callbacks, []
-            run, self._run = self._run, None
-            self._cancel = self._help_on = None  # they refer to the call, which refers to this
-        for sleeper in sleepers:
+            sleepers, short, callbacks, run = self._sleepers, self._short_callbacks, self._callbacks, self._run
+            self._sleepers = self._short_callbacks = self._callbacks = None
+            self._run = self._cancel = self._help_on = None  # they refer to the call, which refers to this
+        for sleeper in sleepers or ():
             sleeper.release()
         if short:
             self._call_back(short)

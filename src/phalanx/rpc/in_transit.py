@@ -7,13 +7,13 @@ knows when a message has been received, keeps and settles them.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 __all__ = ["Kept", "arrived", "keep", "receiving", "sending"]
 
+T = TypeVar("T")
 
 # A thing that a receiver relies on, and what is to be called when the receiver of an answer has made use of it.
 Kept = tuple[Any, Callable[[], object] | None]
@@ -46,21 +46,21 @@ def arrived(settle: Callable[[], None]) -> None:
         _local.to_settle.append(settle)
 
 
-@contextlib.contextmanager
-def sending() -> Iterator[list[Kept]]:
-    """Collect what :func:`keep` is called with on this thread."""
-    before, _local.kept = _local.kept, []
+def sending(encode: Callable[..., T], *arguments: Any) -> tuple[T, list[Kept]]:
+    """What ``encode(*arguments)`` returns, and what :func:`keep` was called with meanwhile."""
+    kept: list[Kept] = []
+    before, _local.kept = _local.kept, kept
     try:
-        yield _local.kept
+        return encode(*arguments), kept
     finally:
         _local.kept = before
 
 
-@contextlib.contextmanager
-def receiving() -> Iterator[list[Callable[[], None]]]:
-    """Collect what :func:`arrived` is called with on this thread."""
-    before, _local.to_settle = _local.to_settle, []
+def receiving(decode: Callable[..., T], *arguments: Any) -> tuple[T, list[Callable[[], None]]]:
+    """What ``decode(*arguments)`` returns, and what :func:`arrived` was called with meanwhile."""
+    to_settle: list[Callable[[], None]] = []
+    before, _local.to_settle = _local.to_settle, to_settle
     try:
-        yield _local.to_settle
+        return decode(*arguments), to_settle
     finally:
         _local.to_settle = before

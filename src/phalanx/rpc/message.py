@@ -27,7 +27,7 @@ class Kind(IntEnum):
     NOTICE = 4  # like a request, without an answer: a cancellation, a lease, one item of a stream
 
 
-@dataclass
+@dataclass(slots=True)
 class Message:
     """One message.
 
@@ -48,4 +48,7 @@ class Message:
     @property
     def nbytes(self) -> int:
         """How many bytes the message has, without what a way between processes adds."""
-        return len(self.head) + sum(buffer.nbytes for buffer in self.buffers)
+        nbytes = len(self.head)
+        for buffer in self.buffers:
+            nbytes += buffer.nbytes
+        return nbytes

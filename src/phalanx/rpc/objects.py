@@ -11,6 +11,7 @@ On the way from A to B a reference is A's until B's hold is known to the owner (
 from __future__ import annotations
 
 import itertools
+import operator
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from phalanx.errors import CallTimeout, ObjectLost, WorkerLost
 from phalanx.rpc import in_transit, session, streams, verbs
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
+from phalanx.rpc.codecs import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.watch.call_site import call_site
@@ -31,6 +33,8 @@ from phalanx.watch.call_site import call_site
 __all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
 
 _MAKE, _METHOD, _LEASE = "objects.make", "objects.method", "objects.lease"
+_OF_METHOD = pickled_parts("object", "function", "args", "kwargs")
+_MAKING = pickled_parts("function", "args", "kwargs", "line")
 # How soon an owner learns that a process has let go of objects.
 LEASE_S = 0.25
 
@@ -51,15 +55,6 @@ class ObjectInfo(NamedTuple):
     made_by: str
     made_at: str
     holders: tuple[str, ...]
-
-
-class _Making(NamedTuple):
-    """How an object is made, as it travels: the function, its arguments, and the line of the program that wants it."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    line: str
 
 
 @dataclass(eq=False)
@@ -293,11 +288,16 @@ def make(
         Exception: what making it raised.
         WorkerLost, CallTimeout, EncodingError: as for ``rpc.call``.
     """
-    asked = _Making(kind, args, kwargs, call_site())
-    name = verbs.name_of(kind)
-    asking = f"to make a {name}"
-    made: RemoteObject = requests.request(session.agent(), to, _MAKE, asked, timeout_s, asked=asking).wait()
-    return made
+    made: Future[RemoteObject] = requests.request(
+        session.agent(),
+        to,
+        _MAKE,
+        (kind, args, kwargs, call_site()),
+        timeout_s,
+        asked=f"to make a {verbs.name_of(kind)}",
+        codec=_MAKING,
+    )
+    return made.wait()
 
 
 def local(reference: RemoteObject) -> Any:
@@ -339,8 +339,9 @@ def start_on(
     asked = f"{target._type_name}.{name}"
     # With the reference among what is sent, the object lives until the call has returned.
     value = (target, function, args, kwargs)
-    future = requests.request(session.agent(), target._owner, _METHOD, value, timeout_s, asked=asked)
-    following: Future[Any] = Future(future._help_on, future.cancel, session.agent().run)
+    agent = session.agent()
+    future = requests.request(agent, target._owner, _METHOD, value, timeout_s, asked=asked, codec=_OF_METHOD)
+    following: Future[Any] = Future(future._help_on, future.cancel, agent.run)
 
     def follow(done: Future[Any]) -> None:
         try:
@@ -361,7 +362,9 @@ def _lost(target: RemoteObject, error: WorkerLost) -> ObjectLost:
     return lost
 
 
-def _on_make(incoming: Incoming, asked: _Making) -> RemoteObject:
+def _on_make(
+    incoming: Incoming, asked: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]
+) -> RemoteObject:
     kind, args, kwargs, line = asked
     value = kind(*args, **kwargs)
     table = _table()
@@ -391,7 +394,7 @@ def _on_lease(incoming: Incoming, holds: tuple[list[int], list[int]]) -> None:
 
 def _equip(agent: Agent) -> None:
     _tables[agent] = table = _Table(agent)
-    requests.serve(agent, _MAKE, _on_make, lambda asked: asked.function)
+    requests.serve(agent, _MAKE, _on_make, operator.itemgetter(0))
     requests.serve(agent, _METHOD, _on_method, _method_of)
     agent.serve(_LEASE, _on_lease, quick=True)
     agent.on_change(lambda member, _: table.forget(member))

@@ -111,7 +111,7 @@ class Table(dict[type, Reducer]):
     """The dispatch table of one pickling: how objects of a type are taken apart, and the tensors seen so far.
 
     A reducer is entered when its type is first met, because most messages have no object that needs one. The reducers
-    refer to the table, so it must be cleared after use, or the garbage collector would have to find it.
+    refer to the table, so it must be reset after use, or the garbage collector would have to find it.
 
     Attributes:
         others: the reducers of types that this file does not know.
@@ -137,6 +137,13 @@ class Table(dict[type, Reducer]):
             reducer = self.others.get(kind) or _by_itself
         self[kind] = reducer
         return reducer
+
+    def reset(self) -> None:
+        """Forget everything, for the next pickling."""
+        self.clear()
+        if self.sources or self.spans:
+            self.sources, self.spans = [], []
+        self.regions = ()
 
     def use(self, reducers: Mapping[type, Reducer]) -> None:
         """Ask these reducers first; where one returns ``NotImplemented``, the usual one is asked."""

@@ -31,56 +31,42 @@ CANCEL, RECEIPT, PROGRESS = "cancel", "receipt", "progress"
 _NOBODY, _LATER = 0, -1  # in the place of a thread
 
 
-@dataclass(frozen=True)
 class Incoming:
     """What a service's handler learns about a request beside its value.
 
     Attributes:
         peer: who asks.
-        cancelled: whether the caller has given the call up since.
-    """
-
-    peer: Member
-    cancelled: Callable[[], bool]
-
-
-@dataclass(eq=False)
-class _Service:
-    handler: Callable[[Incoming, Any], Any]
-    quick: bool
-    codec: Codec
-
-
-class _Request:
-    """A request that is under way here.
-
-    Attributes:
-        given_up: whether the caller has given it up.
-        thread: which thread runs its handler; ``_NOBODY`` before it has begun, ``_LATER`` if its answer comes later.
+        given_up: whether the caller has given the call up since.
+        thread: which thread runs the handler; ``_NOBODY`` before it has begun, ``_LATER`` if the answer comes later.
         began: when that thread took it.
-        message: what has come.
+        message: what has come, if it is a request.
     """
 
-    __slots__ = ("began", "given_up", "message", "thread")
+    __slots__ = ("began", "given_up", "message", "peer", "thread")
 
-    def __init__(self, message: Message) -> None:
-        self.message = message
+    def __init__(self, peer: Member) -> None:
+        self.peer = peer
         self.given_up = False
         self.thread = _NOBODY
         self.began = 0.0
+        self.message: Message | None = None
 
-    def is_given_up(self) -> bool:
+    def cancelled(self) -> bool:
+        """Whether the caller has given the call up since."""
         return self.given_up
 
     def give_up(self) -> None:
         """Nobody waits for the answer any more. What has not begun gives its memory back, though it keeps its turn."""
         self.given_up = True
-        if self.thread == _NOBODY:
+        if self.thread == _NOBODY and self.message is not None:
             self.message.head, self.message.buffers = b"", ()
 
 
-def _never() -> bool:
-    return False
+@dataclass(eq=False, slots=True)
+class _Service:
+    handler: Callable[[Incoming, Any], Any]
+    quick: bool
+    codec: Codec
 
 
 class Serving:
@@ -95,7 +81,7 @@ class Serving:
         self._handlers = handlers
         self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
-        self._under_way: dict[tuple[int, int], _Request] = {}  # by caller and number, in the order in which they came
+        self._under_way: dict[tuple[int, int], Incoming] = {}  # by caller and number, in the order in which they came
         self._kept: dict[tuple[int, int], list[in_transit.Kept]] = {}  # what the receivers of answers rely on
         self.add(CANCEL, self._on_cancel, quick=True, codec=NUMBER)
         self.add(RECEIPT, self._on_receipt, quick=True, codec=NUMBER)
@@ -110,34 +96,35 @@ class Serving:
     def take(self, link: Link, peer: Member, message: Message, *, may_block: bool) -> None:
         """Run what a message asks for: on this thread if that is allowed, else soon on another."""
         service = self._services.get(message.service)
+        incoming = Incoming(peer)
         if message.kind is Kind.REQUEST:
-            self._under_way[peer.incarnation, message.call] = _Request(message)
+            incoming.message = message
+            self._under_way[peer.incarnation, message.call] = incoming
         if may_block or (service is not None and service.quick):
-            self._run(link, peer, service, message)
+            self._run(link, incoming, service, message)
         else:
-            self._handlers.run(self._run, link, peer, service, message)
+            self._handlers.run(self._run, link, incoming, service, message)
 
     def forget(self, peer: Member) -> None:
         """A worker is gone: nobody waits for what it asked, and it relies on nothing."""
-        for (caller, _), request in list(self._under_way.items()):
+        for (caller, _), incoming in list(self._under_way.items()):
             if caller == peer.incarnation:
-                request.give_up()
+                incoming.give_up()
         for key in list(self._kept):
             if key[0] == peer.incarnation:
                 self._kept.pop(key, None)
 
-    def _run(self, link: Link, peer: Member, service: _Service | None, message: Message) -> None:
-        request = self._under_way.get((peer.incarnation, message.call))
+    def _run(self, link: Link, incoming: Incoming, service: _Service | None, message: Message) -> None:
+        peer = incoming.peer
         asks = message.kind is Kind.REQUEST
         codec = service.codec if service is not None else PICKLED
         if self._typed_only and codec.unpickles:
             codec = NUMBER  # for what is refused, without pickle
         try:
-            if request is not None:
-                if request.given_up:
-                    self._under_way.pop((peer.incarnation, message.call), None)
-                    return
-                request.began, request.thread = time.monotonic(), threading.get_ident()
+            if incoming.given_up:
+                self._under_way.pop((peer.incarnation, message.call), None)
+                return
+            incoming.began, incoming.thread = time.monotonic(), threading.get_ident()
             if service is None:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
             if self._typed_only and service.codec.unpickles:
@@ -145,9 +132,7 @@ class Serving:
                     f"this worker unpickles nothing (rpc.init(typed_only=True)), so it refuses "
                     f"{message.service!r}. Its typed services can be called: rpc.service(to, name, Interface)"
                 )
-            incoming = Incoming(peer, request.is_given_up if request is not None else _never)
-            with in_transit.receiving() as to_settle:
-                value = codec.decode(message.head, message.buffers)
+            value, to_settle = in_transit.receiving(codec.decode, message.head, message.buffers)
             for settle in to_settle:
                 settle()
             result = service.handler(incoming, value)
@@ -160,8 +145,7 @@ class Serving:
         if not asks:
             return
         if isinstance(result, Future):
-            if request is not None:
-                request.thread = _LATER
+            incoming.thread = _LATER
             result.add_done_callback(partial(self._answer_later, link, peer, message.call, codec))
         else:
             self._answer(link, peer, message.call, codec, result)
@@ -173,13 +157,17 @@ class Serving:
             self._answer(link, peer, number, codec, error, failed=True)
 
     def _answer(self, link: Link, peer: Member, number: int, codec: Codec, value: Any, *, failed: bool = False) -> None:
-        request = self._under_way.pop((peer.incarnation, number), None)
-        if request is None or request.given_up:
+        incoming = self._under_way.pop((peer.incarnation, number), None)
+        if incoming is None or incoming.given_up:
             return
         kept: list[in_transit.Kept] = []
+        head: bytes
+        buffers: list[memoryview] = []
         try:
-            with in_transit.sending() as kept:
-                head, buffers = (_failure(value, codec), []) if failed else codec.encode(value)
+            if failed:
+                head = _failure(value, codec)
+            else:
+                (head, buffers), kept = in_transit.sending(codec.encode, value)
         except Exception as error:
             failed = True
             head, buffers = _failure(error, codec), []
@@ -195,13 +183,13 @@ class Serving:
             if failed or isinstance(error, TimeoutError):
                 tell(f"warning: {peer} takes no answers: {error}")
                 return
-            self._under_way[peer.incarnation, number] = request
+            self._under_way[peer.incarnation, number] = incoming
             self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
-        request = self._under_way.get((incoming.peer.incarnation, number))
-        if request is not None:
-            request.give_up()
+        given_up = self._under_way.get((incoming.peer.incarnation, number))
+        if given_up is not None:
+            given_up.give_up()
 
     def _on_progress(self, incoming: Incoming, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """How far calls of a worker have come; what is not under way here has an empty entry.
@@ -209,9 +197,8 @@ class Serving:
         There is no call 0: its entry says where this process's main thread is.
         """
         found: dict[int, dict[str, Any]] = {}
-        under_way = list(self._under_way.items())
         waiting = running = 0
-        for (caller, number), request in under_way:
+        for (caller, number), request in list(self._under_way.items()):
             thread = request.thread
             if caller == incoming.peer.incarnation and number in numbers:
                 found[number] = {"for_s": time.monotonic() - request.began, "at": _at(thread)}

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
+import operator
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, Protocol, TypeVar
 
 from phalanx.errors import ArgumentError, WorkerLost
 from phalanx.rpc import in_transit, session, streams
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd import requests
 from phalanx.rpc.autograd.contexts import contexts
-from phalanx.rpc.encoding import encode
+from phalanx.rpc.codecs import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 
-__all__ = ["CALL", "Asked", "call", "each", "name_of", "perform", "start"]
+__all__ = ["ASKED", "CALL", "Asked", "call", "each", "name_of", "perform", "start"]
 
 T = TypeVar("T")
 
@@ -36,12 +37,9 @@ class Callee(Protocol):
     ) -> Future[Any]: ...
 
 
-class Asked(NamedTuple):
-    """A call as it travels: the function and its arguments."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+# A call as it travels: a plain tuple, because a class of its own would take longer to pickle than all the rest.
+Asked = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+ASKED = pickled_parts("function", "args", "kwargs")
 
 
 def call(
@@ -103,10 +101,15 @@ def start(
         return to._start_call(function, args, kwargs, timeout_s)
     if isinstance(function, str):
         raise ArgumentError(f"{function!r} is the name of a method, and {to!r} is not a remote object")
-    asked = Asked(function, args, kwargs)
-    agent = session.agent()
     return requests.request(
-        agent, to, CALL, asked, timeout_s, asked=name_of(function), made=partial(streams.received, timeout_s=timeout_s)
+        session.agent(),
+        to,
+        CALL,
+        (function, args, kwargs),
+        timeout_s,
+        asked=name_of(function),
+        made=streams.received if timeout_s is None else partial(streams.received, timeout_s=timeout_s),
+        codec=ASKED,
     )
 
 
@@ -131,8 +134,7 @@ def each(
         group = [member for member in agent.members() if member != agent.me]
     if contexts.current() is not None:  # each worker's part of the graph has edges of its own
         return [start(to, function, *args, timeout_s=timeout_s, **kwargs) for to in group]
-    with in_transit.sending() as kept:
-        head, buffers = encode(Asked(function, args, kwargs))
+    (head, buffers), kept = in_transit.sending(ASKED.encode, (function, args, kwargs))
     name, made = name_of(function), partial(streams.received, timeout_s=timeout_s)
     return [agent.request_encoded(to, CALL, head, buffers, timeout_s, asked=name, kept=kept, made=made) for to in group]
 
@@ -140,9 +142,9 @@ def each(
 def perform(incoming: Incoming, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function for another worker: its value, a future of it, or the stream of its items."""
     result = function(*args, **kwargs)
-    if inspect.iscoroutine(result):
+    if isinstance(result, CoroutineType):
         return _await(result)
-    if isinstance(result, (Iterator, AsyncIterator)) and (inspect.isgenerator(result) or inspect.isasyncgen(result)):
+    if isinstance(result, (GeneratorType, AsyncGeneratorType)):
         return streams.offer(incoming.peer, result, event_loop)
     return result
 
@@ -199,7 +201,7 @@ def _on_call(incoming: Incoming, asked: Asked) -> Any:
 
 
 def _equip(agent: Agent) -> None:
-    requests.serve(agent, CALL, _on_call, lambda asked: asked.function)
+    requests.serve(agent, CALL, _on_call, operator.itemgetter(0))
     agent.on_close(_end_event_loop)
 
 

@@ -48,6 +48,7 @@ struct phx_rpc_hub {
     _Atomic uint32_t shut;
     _Atomic uint32_t serving, sleeping; /* threads in phx_rpc_next(), and how many of them sleep */
     _Atomic uint32_t answers;
+    _Atomic uint32_t answer_ns, request_ns; /* how long a wait for either has taken lately */
     pthread_t watcher;
     struct phx_rpc_waiter *waiters;
     phx_rpc_link **links; /* under the lock, like `count` and `turn` */

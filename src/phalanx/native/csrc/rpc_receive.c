@@ -10,7 +10,11 @@
 
 #include "rpc_inbox.h"
 
-#define SPIN_NS 50000ull
+/* For how long a thread watches the bell before it sleeps: for twice as long as waits have taken lately, because to sleep
+ * and to be woken takes longer than a quick call; and not for long if waits are long anyway. */
+#define LEAST_SPIN_NS 20000u
+#define MOST_SPIN_NS 200000u
+#define LONG_WAIT_NS 1000000u
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #endif
@@ -127,10 +131,25 @@ static int spin(phx_rpc_hub *hub, uint32_t bell, uint64_t until)
     return rang || atomic_load_explicit(word, memory_order_seq_cst) != bell;
 }
 
+static uint64_t spin_ns(const _Atomic uint32_t *usual)
+{
+    const uint32_t twice = 2 * atomic_load_explicit(usual, memory_order_relaxed);
+    return twice < LEAST_SPIN_NS || twice > MOST_SPIN_NS ? LEAST_SPIN_NS : twice;
+}
+
+/* Note how long a wait took in the mean of the last ones. Any thread writes it, and an update that is lost is no harm. */
+static void note(_Atomic uint32_t *usual, uint64_t took_ns)
+{
+    const uint32_t before = atomic_load_explicit(usual, memory_order_relaxed);
+    const uint32_t took = took_ns < LONG_WAIT_NS ? (uint32_t)took_ns : LONG_WAIT_NS;
+    atomic_store_explicit(usual, before - before / 8 + took / 8, memory_order_relaxed);
+}
+
 static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self, uint32_t answers)
 {
     const uint64_t begun = phx_now_ns(), nap_ns = self ? PHX_SLICE_NS : PHX_RPC_NAP_NS;
     const uint32_t bits = self ? phx_rpc_bit(self->call) : PHX_RPC_SERVERS;
+    _Atomic uint32_t *usual = self ? &hub->answer_ns : &hub->request_ns;
     atomic_store_explicit(&hub->place->python_ns, begun, memory_order_relaxed);
     for (int last = 0;;) {
         const uint32_t bell = atomic_load_explicit(&hub->place->bell, memory_order_seq_cst);
@@ -144,13 +163,17 @@ static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_wai
         pthread_mutex_unlock(&hub->lock);
         if (leave && atomic_load(&hub->sleeping))
             phx_rpc_call_up(hub, PHX_RPC_SERVERS);
-        if (found || filled)
+        if (found || filled) {
+            note(usual, phx_now_ns() - begun);
             return PHX_OK;
+        }
         if (atomic_load(&hub->shut))
             return PHX_PEER_LOST;
-        if (over || last)
+        if (over || last) {
+            note(usual, phx_now_ns() - begun);
             return PHX_UNDER_WAY;
-        const uint64_t until = begun + SPIN_NS;
+        }
+        const uint64_t until = begun + spin_ns(usual);
         if (hub->count && hub->count < hub->cores && (self || !atomic_load(&hub->place->spinners)) &&
             phx_now_ns() < until && spin(hub, bell, until))
             continue;

@@ -16,6 +16,7 @@ import torch
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.autograd.engine import Metadata, running_in, unwrap, wrap
+from phalanx.rpc.codecs import PICKLED, Codec
 from phalanx.rpc.encoding import decode, decoding_context, encode
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
@@ -34,12 +35,13 @@ def request(
     *,
     asked: str = "",
     made: Callable[[Any], Any] | None = None,
+    codec: Codec = PICKLED,
 ) -> Future[Any]:
     """:meth:`Agent.request`; in a context, the tensors of ``value`` and of what is returned take part in it."""
     if contexts.current() is None:
-        return agent.request(to, service, value, timeout_s, asked=asked, made=made)
+        return agent.request(to, service, value, timeout_s, asked=asked, made=made, codec=codec)
     member = agent.member(to)
-    carried = _Carried(_arrive, agent.me, member, value)
+    carried = _Carried(_arrive, agent.me, member, value, encode=codec.encode)
     return agent.request(member, service + _IN_CONTEXT, carried, timeout_s, asked=asked, made=made)
 
 
@@ -85,6 +87,7 @@ class _Carried:
         value: the value.
         metadata: for an answer, what came with the call; an answer is pickled when its handler has returned.
         function: for an answer, the function that has returned it.
+        encode: the codec's, which takes what ``encoding.encode`` takes.
     """
 
     def __init__(
@@ -95,9 +98,11 @@ class _Carried:
         value: Any,
         metadata: Metadata | None = None,
         function: Callable[..., Any] | None = None,
+        *,
+        encode: Callable[..., tuple[bytes, list[memoryview]]] = encode,
     ) -> None:
         self._arrive, self._sender, self._to, self._value = arrive, sender, to, value
-        self._metadata, self._function = metadata, function
+        self._metadata, self._function, self._encode = metadata, function, encode
         self._reduced: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,7 +120,7 @@ class _Carried:
             return _tensor_of, (len(tensors) - 1,)
 
         reducers: dict[type, Callable[[Any], Any]] = {torch.Tensor: reduce, torch.nn.Parameter: reduce}
-        head, buffers = encode(self._value, reducers=reducers, restart=tensors.clear)
+        head, buffers = self._encode(self._value, reducers=reducers, restart=tensors.clear)
         if self._metadata is None:
             sent, metadata = wrap(self._to, tensors)
         else:
