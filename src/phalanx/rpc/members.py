@@ -232,6 +232,12 @@ class Members:
         living = [member for member in entries if member.incarnation not in self._gone]
         return sorted(living, key=lambda member: (member.rank < 0, member.rank, member.name))
 
+    def ranks_seen(self) -> set[int]:
+        """The ranks of all workers that have ever come, though some may have gone since."""
+        self.refresh()
+        with self._lock:
+            return {member.rank for member in self._entries.values()}
+
     def refresh(self) -> list[Member]:
         """Read the entries that are new in the store; return them."""
         try:
