@@ -10,7 +10,7 @@ at the end of this file, which completes the errors of several classes.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = [
     "OUT_OF_MEMORY_HINT",
@@ -356,35 +356,37 @@ class CollectiveTimeout(PhalanxError):
         return "A longer timeout is set with phalanx.init(timeout_s=...) or init_process_group(timeout=...)"
 
 
-class WorkerLost(PeerLost):
+class _OfWorker:
+    """What the errors of calls know of the worker that was called; ``worker`` is its name."""
+
+    worker, rank, pid, host, incarnation = "", -1, 0, "", 0
+    asked, line = "", ""
+
+
+class WorkerLost(_OfWorker, PeerLost):
     """Another worker went while this process waited for it, or was gone when it was called.
 
     What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new
     worker, and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
 
     Attributes:
-        worker: its name.
-        rank, pid, host: where it was; the rank is -1 if it had none.
-        incarnation: which of the workers that had its name it was.
-        asked: what it was asked, for people.
+        worker, rank, pid, host, incarnation: which worker; the rank is -1 if it had none.
+        asked, line: what it was asked, for people, and at which ``file:line`` of this process's program; the line is
+            empty if Phalanx asked by itself.
+        why: how its end was noticed, for people.
         elapsed_s: for how long this process had waited, in seconds.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        worker: str = "",
-        rank: int = -1,
-        pid: int = 0,
-        host: str = "",
-        incarnation: int = 0,
-        asked: str = "",
-        elapsed_s: float = 0.0,
-    ) -> None:
-        super().__init__(message, group_rank=rank, pid=pid)
-        self.worker, self.rank, self.host, self.incarnation = worker, rank, host, incarnation
-        self.asked, self.elapsed_s = asked, elapsed_s
+    def __init__(self, message: str, *, why: str = "", elapsed_s: float = 0.0, **of_worker: Any) -> None:
+        super().__init__(message, group_rank=of_worker.get("rank", -1), pid=of_worker.get("pid", 0))
+        self.why, self.elapsed_s = why, elapsed_s
+        vars(self).update(of_worker)
+
+    @classmethod
+    def while_waiting(cls, who: str, why: str, waiting: str, **facts: Any) -> WorkerLost:
+        """``who`` is gone while this process waited for what ``waiting`` says; ``why`` says how that was noticed."""
+        remedy = "Look at that worker's own output for the cause"
+        return cls(f"{who} is gone ({why}) while this worker waited for {waiting}. {remedy}", why=why, **facts)
 
 
 class ObjectLost(WorkerLost):
@@ -394,21 +396,37 @@ class ObjectLost(WorkerLost):
     """
 
 
-class CallTimeout(PhalanxError, TimeoutError):
+class CallTimeout(_OfWorker, PhalanxError, TimeoutError):
     """Another worker did not answer a call in time.
 
-    The call may still run there; it was told that nobody waits. Give the call more time (``timeout_s=``), or find out
-    what the worker does.
+    The call may still run there; it was told that nobody waits. The text says why there was no answer, as far as that
+    can be found out.
 
     Attributes:
-        worker: its name.
-        asked: what it was asked, for people.
+        worker, rank, pid, host, incarnation: which worker; the rank is -1 if it has none.
+        asked, line: what it was asked, for people, and at which ``file:line`` of this process's program.
         timeout_s: how long the call could take, in seconds.
+        cause: why there was no answer, in a word: ``handler`` (its function runs), ``queued`` (other calls are before
+            it), ``stopped`` (the process is, by SIGSTOP or a debugger), ``interpreter`` (something in the process holds
+            the interpreter's lock), ``silent`` (one of the last two, on another host), ``cut`` (nothing comes from its
+            host), ``on the way`` (the call or its answer is), ``gone`` (the process has just ended); empty if that
+            could not be found out.
+        at: the function, file and line at which the worker was; empty if that is not known.
     """
 
-    def __init__(self, message: str, *, worker: str = "", asked: str = "", timeout_s: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, timeout_s: float = 0.0, cause: str = "", at: str = "", **of_worker: Any
+    ) -> None:
         super().__init__(message)
-        self.worker, self.asked, self.timeout_s = worker, asked, timeout_s
+        self.timeout_s, self.cause, self.at = timeout_s, cause, at
+        vars(self).update(of_worker)
+
+    @classmethod
+    def not_answered(cls, who: str, waiting: str, timeout_s: float, why: str, **facts: Any) -> CallTimeout:
+        """``who`` has not answered what ``waiting`` says; ``why`` is a sentence about what keeps it, if known."""
+        because = why or "Is it slow, stopped, or waiting for this worker?"
+        text = f"{who} did not answer within {timeout_s:g} s: {waiting}. {because} More time: timeout_s=..."
+        return cls(text, timeout_s=timeout_s, **facts)
 
 
 class CheckpointError(PhalanxError):

@@ -172,6 +172,7 @@ class Worker:
     def run(self) -> None:
         """Act until the victim is gone."""
         case, me = self.case, self.member.rank
+        act: Callable[[str, random.Random], None] | None
         if case.action == "join":
             act = self.greet
         elif case.part == "callee":

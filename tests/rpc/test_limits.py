@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from phalanx import rpc
-from phalanx.rpc import agent, handlers, session
+from phalanx.errors import CallTimeout
+from phalanx.rpc import agent, connections, handlers, session
 from phalanx.rpc.handlers import Handlers
+from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
 from tests.support.ranks import Member, on_ranks
 
@@ -97,6 +101,123 @@ def test_a_caller_has_a_limited_number_of_calls_at_a_slow_callee(size: int, tcp:
             session.agent().notify(1, "open", None)
             starter.join()
             return limited and [future.wait() for future in futures] == list(range(3 * most))
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(body, size) == [True] * size
+
+
+def wait_with(tensor: torch.Tensor) -> int:
+    assert _gate.wait(PATIENCE_S)
+    return tensor.numel()
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_caller_has_a_limited_number_of_bytes_at_a_slow_callee(size: int, tcp: bool) -> None:
+    nbytes, fit, more = 1 << 20, 8, 20
+    larger = 12 << 20  # than all that may be under way
+
+    def body(member: Member) -> Any:
+        agent.MOST_BYTES = fit * nbytes
+        if tcp:
+            workers.use_tcp()
+        session.on_init(lambda made: made.serve("open", open_gate, quick=True))
+        member.join()
+        rpc.init(timeout_s=PATIENCE_S)
+        try:
+            if member.rank:
+                return True
+            assert rpc.call(1, torch.numel, torch.zeros(larger, dtype=torch.uint8)) == larger
+            futures: list[rpc.Future[int]] = []
+            argument = torch.zeros(nbytes, dtype=torch.uint8)
+
+            def start_each() -> None:
+                for _ in range(more):
+                    futures.append(rpc.start(1, wait_with, argument))  # noqa: PERF401 - counted meanwhile
+
+            starter = threading.Thread(target=start_each)
+            starter.start()
+            until = time.monotonic() + PATIENCE_S
+            while len(futures) < fit and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            limited = len(futures) == fit
+            with pytest.raises(CallTimeout):
+                rpc.call(1, wait_with, argument, timeout_s=0.5)
+            assert rpc.call(1, workers.add, 1, 2) == 3  # small ones pass
+            if size > 2:
+                assert rpc.call(2, torch.numel, argument) == nbytes  # and so do those to others
+            session.agent().notify(1, "open", None)
+            starter.join()
+            assert rpc.call(1, torch.numel, torch.zeros(larger, dtype=torch.uint8)) == larger
+            return limited and [future.wait() for future in futures] == [nbytes] * more
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(body, size) == [True] * size
+
+
+def resident(incoming: Any, value: Any) -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_calls_that_are_given_up_before_they_began_give_their_memory_back() -> None:
+    nbytes, count = 16 << 20, 10
+
+    def body(member: Member) -> Any:
+        handlers.MOST = 1
+        workers.use_tcp()
+
+        def serve(made: agent.Agent) -> None:
+            made.serve("open", open_gate, quick=True)
+            made.serve("resident", resident, quick=True)
+
+        session.on_init(serve)
+        member.join()
+        rpc.init(timeout_s=PATIENCE_S)
+        try:
+            if member.rank:
+                return True
+            futures = [rpc.start(1, wait_with, torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(count)]
+            own = session.agent()
+            until = time.monotonic() + PATIENCE_S
+            most = 0
+            while most < (count - 1) * nbytes and time.monotonic() < until:
+                most = max(most, own.request(1, "resident", None).wait())
+            time.sleep(0.5)
+            before = own.request(1, "resident", None).wait()
+            for future in futures[1:]:
+                future.cancel()
+            while own.request(1, "resident", None).wait() > before - (count - 2) * nbytes:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            own.notify(1, "open", None)
+            return futures[0].wait() == nbytes
+        finally:
+            rpc.shutdown()
+            dist.destroy_process_group()
+
+    assert on_ranks(body, 2) == [True, True]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_worker_whose_threads_all_wait_still_receives(size: int) -> None:
+    def body(member: Member) -> Any:
+        vars(connections)["SharedHub"] = partial(SharedHub, threads=4)
+        session.on_init(lambda made: made.serve("open", open_gate, quick=True))
+        member.join()
+        rpc.init(timeout_s=PATIENCE_S)
+        try:
+            if member.rank:
+                return True
+            futures = [rpc.start(1, wait_for_gate, number) for number in range(10)]
+            assert rpc.call(1, workers.add, 1, 2) == 3
+            session.agent().request(1, "open", None).wait()
+            return [future.wait() for future in futures] == list(range(10))
         finally:
             rpc.shutdown()
             dist.destroy_process_group()

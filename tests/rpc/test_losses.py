@@ -180,7 +180,7 @@ def test_what_is_read_after_the_end_of_its_sender_leaves_nothing() -> None:
         table.note(victim, [thing._number], [])
         assert [info.holders for info in rpc.objects()] == [("worker0",)]
         of_victim = worker_id(victim) << COUNT_BITS | (victim.incarnation & 0xFFFF) << LIFE_BITS
-        with engine.running_in((of_victim, None, [])):
+        with engine.running_in((of_victim, None, ())):
             assert contexts.all() == []
         serving = session.agent()._serving._services
         settings = Settings("synchronous", 0, 1, torch.optim.SGD, torch.optim.SGD, {}, {}, "", 1)

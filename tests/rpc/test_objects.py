@@ -156,3 +156,19 @@ def test_an_object_whose_worker_has_left_is_lost() -> None:
     outcomes = run_ranks(run, 2)
     assert outcomes[0].error is None, outcomes[0].traceback
     assert outcomes[0].value == "done"
+
+
+def test_an_owner_lists_who_made_an_object_and_at_which_line() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        kept = rpc.make(1, Account, 1.0)  # made here
+        [info] = rpc.call(1, rpc.objects)
+        assert kept.pay(1) == 2
+        return info.made_by, info.made_at, str(rpc.session.agent().me)
+
+    by, at, me = with_workers(body, 2)[0]
+    assert by == me
+    with open(__file__) as file:
+        line = next(number for number, text in enumerate(file, 1) if text.endswith("# made here\n"))
+    assert at == f"{__file__}:{line}"

@@ -134,6 +134,7 @@ class TestHosts:
         self._folder = folder
         self._holders: list[subprocess.Popen[bytes]] = []
         self._inside: list[int] = []
+        self._switch = 0
         self.zygotes: list[Zygote] = []
         self.reset_names()
 
@@ -153,6 +154,7 @@ class TestHosts:
 
     def up(self) -> None:
         switch = self._hold(["unshare", "--net", "sh", "-c", f"ip link add sw type bridge; ip link set sw up; {_HOLD}"])
+        self._switch = switch.pid
         order = self._folder / "nsswitch.conf"
         order.write_text("hosts: files\n")  # no name server can be reached from there
         for host in range(self.count):
@@ -169,6 +171,15 @@ class TestHosts:
             self._ip(inside, f"addr add {NET6}::{host + 1}/64 dev eth0 nodad")
             self._ip(inside, "link set eth0 up")
         self.zygotes = [Zygote(self, host) for host in range(self.count)]
+
+    def cut(self, host: int) -> None:
+        """Let nothing pass between a host and the others, without telling either."""
+        self._ip(self._switch, f"link set sw{host} nomaster")
+
+    def mend(self) -> None:
+        """Undo every cut."""
+        for host in range(self.count):
+            self._ip(self._switch, f"link set sw{host} master sw")
 
     def _hold(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PATH": _path()}

@@ -33,6 +33,7 @@ class Ended:
         refusal: why the job could not be started or watched, as it is printed, with the exit code; None if it could.
         stages: how far each rank came.
         out_of_memory: the kernel's out-of-memory killer ended a process during the job.
+        asked: what each rank had asked another process for last, and waited for.
     """
 
     failures: Sequence[Failure]
@@ -44,6 +45,7 @@ class Ended:
     refusal: tuple[str, int] | None
     stages: Sequence[Stage] = field(default=())
     out_of_memory: bool = False
+    asked: Sequence[str] = field(default=())
 
 
 def conclude(job: Job, ended: Ended, console: Console) -> int:
@@ -82,6 +84,7 @@ def _conclude(job: Job, ended: Ended, console: Console) -> int:
         host=ended.hosts[cause.rank],
         started=ended.started_at or 0.0,
         out_of_memory=ended.out_of_memory,
+        asked=ended.asked[cause.rank] if ended.asked else "",
     )
     console.err.write(block.encode(errors="backslashreplace"))
     return cause.exit_code

@@ -440,6 +440,7 @@ class _Supervisor:
             overdue=self.overdue,
             refusal=self.refusal,
             stages=[trace.stage(rank) for rank in range(self.job.ranks)],
+            asked=[trace.asked(rank) for rank in range(self.job.ranks)],
             out_of_memory=count_oom_kills() > self.oom_kills,
         )
         return conclude(self.job, ended, self.console)

@@ -21,23 +21,29 @@ from torch._C._distributed_c10d import Store
 from phalanx.errors import CallTimeout, ClosedError, EncodingError, WorkerLost
 from phalanx.rpc import in_transit
 from phalanx.rpc.calls import Call, Calls
-from phalanx.rpc.codecs import NUMBER, PICKLED, Codec
+from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
 from phalanx.rpc.connections import Connections, Unreached
+from phalanx.rpc.departures import LEFT, Departures
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
+from phalanx.rpc.inquiry import LONG_S, NEIGHBOUR, Finding, Inquiries, on_neighbour, place_name, tell_of_long
 from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.members import Member, Members, shared_key
 from phalanx.rpc.message import Kind, Message
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
+from phalanx.system.bounded import within
 from phalanx.watch.call_site import capture
+from phalanx.watch.from_outside import Place
 from phalanx.wire.key import Key
 from phalanx.words import tell
 
 __all__ = ["Agent", "Incoming", "Member"]
 
-# How many calls one worker may have under way at another; a further one waits for an answer.
+# How many calls one worker may have under way at another, and how many bytes of arguments in those that are not small.
+# A further call waits for an answer.
 MOST_CALLS = 4096
-_LEFT = "it has left"
+MOST_BYTES = 1 << 30
+LEAVE_S = 5.0  # for the store, when this worker leaves
 
 
 class Agent:
@@ -52,9 +58,11 @@ class Agent:
         timeout_s: how long a call may take by default, in seconds.
         equip: register services; they are called before other workers can find this one.
         typed_only: unpickle nothing, and refuse what would need it.
+        long_s: after how long the user is told of a call that is still under way, in seconds.
 
     Attributes:
         me: this worker.
+        inquiries: why others do not answer.
     """
 
     def __init__(
@@ -68,25 +76,31 @@ class Agent:
         equip: Sequence[Callable[[Agent], None]] = (),
         *,
         typed_only: bool = False,
+        long_s: float = LONG_S,
     ) -> None:
         self.timeout_s = timeout_s
         self._typed_only = typed_only
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._watchers: list[Callable[[Member, str], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._closed = False
-        self._calls = Calls(self._give_up, self._tell_of_end)
+        self._calls = Calls(self._on_late, self._tell_of_end, self._on_long, long_s)
         self._handlers = Handlers()
         self._serving = Serving(self._handlers, typed_only=typed_only)
         self._members = Members(store)
+        self._departures = Departures(self._members, self._handlers)
         self._connections = Connections(
-            self._members, address, shared_key(store, key), receiver=self, found_gone=self._found_gone
+            self._members, address, shared_key(store, key), receiver=self, found_gone=self._departures.found
         )
+        self.inquiries = Inquiries(self._connections, self._members, self.request)
+        self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
+        self._place: Place | None = None
         try:
             for register in equip:
                 register(self)
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
+            with contextlib.suppress(OSError):  # then others cannot tell where it is
+                self._place = Place(place_name(self.me))
             self._connections.start(self.me)
             self._members.join(self.me, self._connections.is_there)
         except BaseException:
@@ -104,6 +118,10 @@ class Agent:
     def members(self) -> list[Member]:
         """All living workers, by rank and name."""
         return self._members.all()
+
+    def ranks_seen(self) -> set[int]:
+        """The ranks of all workers that have ever come, though some may have gone since."""
+        return self._members.ranks_seen()
 
     def say_done(self) -> None:
         """Tell the others that this worker needs them no more, and is there until they need it no more."""
@@ -133,13 +151,7 @@ class Agent:
         Returns:
             Ends that.
         """
-        self._watchers.append(callback)
-
-        def forget() -> None:
-            with contextlib.suppress(ValueError):
-                self._watchers.remove(callback)
-
-        return forget
+        return self._departures.watch(callback)
 
     def arrivals(self, known: Collection[int]) -> list[Member]:
         """The workers that the directory has beside those with these numbers, and that have not gone."""
@@ -235,18 +247,19 @@ class Agent:
             if self._closed:  # since the first look, so close() may have ended all calls before this one
                 raise ClosedError("rpc.shutdown() was called meanwhile")
             link = call.link = self._connections.link_to(member, until)
-            if number not in self._calls:  # its time was over meanwhile, or this worker was closed
+            nbytes = sum(buffer.nbytes for buffer in buffers) if buffers else 0
+            if nbytes > link.SMALL_BYTES or len(self._calls) > MOST_CALLS:
+                self._calls.wait_for_room(call, nbytes, MOST_CALLS, MOST_BYTES)
+            if number not in self._calls:  # its time was over meanwhile, or it was given up, or this worker was closed
                 self._calls.answered(number)
                 return future
-            if len(self._calls) > MOST_CALLS:
-                self._calls.wait_for_room(member, MOST_CALLS, until)
             link.send(Message(Kind.REQUEST, number, service, head, buffers), until - time.monotonic())
         except Unreached as error:
-            self._calls.answered(number)  # nobody has received it
-            if isinstance(error, TimeoutError) and time.monotonic() >= until:
-                if self._calls.take(number) is not None:
-                    self._give_up(call)
-            elif self._calls.take(number) is not None:
+            taken = self._calls.take(number)
+            self._calls.answered(number)  # nobody has received it, also if it was given up meanwhile
+            if taken is not None and isinstance(error, TimeoutError) and time.monotonic() >= until:
+                self._on_late([call])
+            elif taken is not None:
                 future.set_exception(self._lost(call, str(error) or type(error).__name__))
         except Exception:
             self._calls.take(number)  # nobody has received it
@@ -262,6 +275,14 @@ class Agent:
         ):
             future.set_exception(self._lost(call, "the way to it ended"))  # it ended before the link stood in the call
         return future
+
+    def overdue(self, future: Future[Any], timeout_s: float) -> CallTimeout | None:
+        """The error for a call that goes on, though this process has waited long enough; None if it is over by now.
+
+        It asks why, which takes a second or two at most.
+        """
+        call = self._calls.of(future)
+        return self.inquiries.overdue(call, timeout_s) if call is not None else None
 
     def notify(self, to: str | int | Member, service: str, value: Any) -> None:
         """Like ``request``, but nothing comes back, and nobody learns of an error.
@@ -295,14 +316,17 @@ class Agent:
             self._closed = True
         if os.getpid() != self._pid:
             return
-        with contextlib.suppress(Exception):  # the store may be gone with its host
-            self._members.leave(self.me, _LEFT)
+        with contextlib.suppress(Exception):  # the store may be gone with its host, or never answer
+            within(LEAVE_S, lambda: self._members.leave(self.me, LEFT))
         self._connections.close()
         self._calls.close()
         self._handlers.close()
         self._members.close()
         for call in self._calls.take_all():
             call.future.set_exception(self._ended_here(call))
+        self.inquiries.close()
+        if self._place is not None:
+            self._place.close()
         for callback in self._at_end:
             try:
                 callback()
@@ -328,17 +352,16 @@ class Agent:
         if call.link is not None:
             self._handlers.run(self._send_cancel, call)
 
-    def _give_up(self, call: Call) -> None:
-        call.future.set_exception(
-            CallTimeout(
-                f"{call.to} did not answer within {call.timeout_s:g} s: {call.describe()}. Is it slow, stopped, or "
-                f"waiting for this worker? Give it more time with timeout_s=...",
-                worker=call.to.name,
-                asked=call.asked,
-                timeout_s=call.timeout_s,
-            )
-        )
-        self._tell_of_end(call)
+    def _on_late(self, calls: list[Call]) -> None:
+        self.inquiries.begin(calls, self._give_up)
+
+    def _give_up(self, calls: list[Call], findings: list[Finding]) -> None:
+        for call, finding in zip(calls, findings, strict=True):
+            call.future.set_exception(call.late(call.timeout_s, finding.text, finding.cause, finding.at))
+            self._tell_of_end(call)
+
+    def _on_long(self, calls: list[Call]) -> None:
+        self.inquiries.begin(calls, tell_of_long)
 
     def _send_cancel(self, call: Call) -> None:
         head, buffers = NUMBER.encode(call.number)
@@ -347,20 +370,7 @@ class Agent:
                 call.link.send(Message(Kind.NOTICE, 0, CANCEL, head, buffers), 1.0)
 
     def _lost(self, call: Call, why: str) -> WorkerLost | ClosedError:
-        if self._closed:
-            return self._ended_here(call)
-        to = call.to
-        return WorkerLost(
-            f"{to} is gone ({why}) while this worker waited for {call.describe()}. Look at that worker's own output "
-            f"for the cause",
-            worker=to.name,
-            rank=to.rank,
-            pid=to.pid,
-            host=to.host,
-            incarnation=to.incarnation,
-            asked=call.asked,
-            elapsed_s=time.monotonic() - call.began,
-        )
+        return self._ended_here(call) if self._closed else call.lost(why)
 
     def _ended_here(self, call: Call) -> ClosedError:
         return ClosedError(f"rpc.shutdown() ended a call: {call.describe()}")
@@ -386,30 +396,7 @@ class Agent:
         if peer is None:
             return
         self._serving.forget(peer)
-        self._members.note_gone(peer, why)
-        self._handlers.run(self._tell_watchers, peer, why)
-        # Beside that, because a store whose host is cut off takes long to fail.
-        self._handlers.run(self._tell_store, peer, why)
-
-    def _found_gone(self, member: Member) -> None:
-        self._handlers.run(self._tell_of, member, "nothing listens at its address any more")
-
-    def _tell_of(self, peer: Member, why: str) -> None:
-        self._tell_store(peer, why)
-        self._tell_watchers(peer, self._members.gone(peer))  # it may have left, and said so there
-
-    def _tell_store(self, peer: Member, why: str) -> None:
-        if why != _LEFT:  # else it has said so itself
-            with contextlib.suppress(Exception):  # the store may be gone as well
-                self._members.leave(peer, why)
-
-    def _tell_watchers(self, peer: Member, why: str) -> None:
-        how = "left" if why == _LEFT else "lost"
-        for watcher in list(self._watchers):
-            try:
-                watcher(peer, how)
-            except Exception as error:
-                tell(f"warning: what watches the workers failed for {peer}: {error!r}")
+        self._departures.ended(peer, why)
 
     def _take_answer(self, link: Link, message: Message) -> None:
         call = self._calls.take(message.call)

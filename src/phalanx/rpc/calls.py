@@ -7,10 +7,11 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.errors import ClosedError
+from phalanx.errors import CallTimeout, ClosedError, WorkerLost
 from phalanx.rpc.codecs import Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
@@ -18,10 +19,11 @@ from phalanx.rpc.links.contract import Link
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
 from phalanx.watch.call_site import CallSite, text_of
+from phalanx.watch.waiting import publish
 
-__all__ = ["Call", "Calls"]
+__all__ = ["Call", "Calls", "facts_of"]
 
-_PAUSE_S = 0.001
+_SEEN_S = 1.0  # after which the launcher knows of a call
 
 
 class Call:
@@ -44,6 +46,9 @@ class Call:
         codec: how the answer is read.
         began: when.
         kept: what the callee relies on until it answers; see ``in_transit.py``.
+        note_at: the time at which the user is told that it takes long.
+        nbytes: of its arguments, as far as they count for the room of its worker.
+        is_seen: the launcher knows of it, as of all that are under way for a second.
     """
 
     __slots__ = (
@@ -52,9 +57,12 @@ class Call:
         "began",
         "codec",
         "future",
+        "is_seen",
         "kept",
         "link",
         "made",
+        "nbytes",
+        "note_at",
         "number",
         "site",
         "timeout_s",
@@ -80,6 +88,9 @@ class Call:
         self.until = now + timeout_s
         self.link: Link | None = None
         self.kept: Sequence[Any] = ()
+        self.note_at = math.inf
+        self.nbytes = 0
+        self.is_seen = False
         self.future: Future[Any] = Future(self._help, self._cancel, run)
 
     def _help(self, done: Callable[[], bool], timeout_s: float) -> None:
@@ -115,36 +126,89 @@ class Call:
         where = text_of(self.site)
         return f"{self.asked}{f' ({where})' if where else ''}, {time.monotonic() - self.began:.1f} s ago"
 
+    def waiting(self) -> str:
+        """What a caller waits for, for people: ``worker1 (rank 1, ...) in add (train.py:12)``."""
+        where = text_of(self.site)
+        return f"{self.to} in {self.asked}{f' ({where})' if where else ''}"
+
+    def lost(self, why: str) -> WorkerLost:
+        """The error for the end of the worker that is asked; ``why`` says how it was noticed."""
+        elapsed_s = time.monotonic() - self.began
+        return WorkerLost.while_waiting(
+            str(self.to), why, self.describe(), elapsed_s=elapsed_s, **facts_of(self.to, self.asked, text_of(self.site))
+        )
+
+    def late(self, timeout_s: float, why: str, cause: str, at: str) -> CallTimeout:
+        """The error for a call whose time is over; see :class:`~phalanx.errors.CallTimeout`."""
+        return CallTimeout.not_answered(
+            str(self.to),
+            self.describe(),
+            timeout_s,
+            why,
+            cause=cause,
+            at=at,
+            **facts_of(self.to, self.asked, text_of(self.site)),
+        )
+
+
+def facts_of(worker: Member, asked: str, line: str) -> dict[str, Any]:
+    """What the errors of calls know of a worker, what it was asked, and where."""
+    return {
+        "worker": worker.name,
+        "rank": worker.rank,
+        "pid": worker.pid,
+        "host": worker.host,
+        "incarnation": worker.incarnation,
+        "asked": asked,
+        "line": line,
+    }
+
 
 class Calls:
     """All of them, with one thread that ends those whose time is over.
 
     Args:
-        late: is called with each of these, which is no longer in the table.
-        cancelled: the same for those that the caller has given up.
+        late: is called with those whose time is over, which are no longer in the table.
+        cancelled: is called with each that the caller has given up, which is no longer in the table either.
+        long: is called with those that are under way for long. Each is told again when it has taken twice as long.
+        long_s: how long that is, in seconds.
 
     Attributes:
         pid: the process that they belong to.
     """
 
-    def __init__(self, late: Callable[[Call], None], cancelled: Callable[[Call], None]) -> None:
+    def __init__(
+        self,
+        late: Callable[[list[Call]], None],
+        cancelled: Callable[[Call], None],
+        long: Callable[[list[Call]], None],
+        long_s: float,
+    ) -> None:
         self.pid = os.getpid()
-        self._late = late
-        self._cancelled = cancelled
+        self._late, self._cancelled, self._long, self._long_s = late, cancelled, long, long_s
+        self._seen_s = min(_SEEN_S, long_s)
         self._calls: dict[int, Call] = {}
         self._given_up: dict[int, Call] = {}  # for what their callees rely on until they answer
+        self._to: dict[int, dict[int, Call]] = {}  # the same, by worker
         self.number = itertools.count(1).__next__  # a number that no other call of this process has
         self._changed = threading.Condition()
         self._next = math.inf
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._shown: Call | None = None  # what the launcher knows of
+        self._room = threading.Condition()
+        self._waiting = 0  # for room; guarded by _room, and read without it
+        self._nbytes: Counter[int] = Counter()  # of the calls under way to each worker; guarded by _room
 
     def add(self, call: Call) -> None:
         """Enter a call, before it is sent."""
+        call.note_at = call.began + self._seen_s
+        self._to.setdefault(call.to.incarnation, {})[call.number] = call  # first: it may be taken as soon as it is in
         self._calls[call.number] = call
-        if call.until < self._next:
+        due = min(call.until, call.note_at)
+        if due < self._next:
             with self._changed:
-                self._next = min(self._next, call.until)
+                self._next = min(self._next, due)
                 if self._thread is None and not self._closed:
                     thread = threading.Thread(target=self._watch, name="phalanx-rpc-timeouts", daemon=True)
                     thread.start()
@@ -153,7 +217,14 @@ class Calls:
 
     def take(self, number: int) -> Call | None:
         """Remove a call, for whoever completes it; None if somebody has done so."""
-        return self._calls.pop(number, None)
+        call = self._calls.pop(number, None)
+        if call is not None:
+            self._to[call.to.incarnation].pop(number, None)
+            if call is self._shown:
+                self._show()
+            if call.nbytes or self._waiting:
+                self._leave(call)
+        return call
 
     def give_up(self, number: int) -> Call | None:
         """:meth:`take` for a call whose answer nobody waits for any more. Call :meth:`answered` when it comes."""
@@ -182,15 +253,16 @@ class Calls:
 
     def take_all(self, link: Link | None = None) -> list[Call]:
         """Remove all calls that took a link; all if none is given."""
-        taken = [
-            call
-            for call in list(self._calls.values())
-            if (link is None or call.link is link) and self.take(call.number) is not None
-        ]
+        chosen = [call for call in list(self._calls.values()) if link is None or call.link is link]
+        taken = [call for call in chosen if self.take(call.number) is not None]
         for call in list(self._given_up.values()):
             if link is None or call.link is link:
                 self.answered(call.number)
         return taken
+
+    def of(self, future: Future[Any]) -> Call | None:
+        """The call that completes a future, if it is under way."""
+        return next((call for call in list(self._calls.values()) if call.future is future), None)
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -198,16 +270,53 @@ class Calls:
     def __contains__(self, number: int) -> bool:
         return number in self._calls
 
-    def wait_for_room(self, to: Member, most: int, until: float) -> None:
-        """Wait until fewer than ``most`` calls to a member are under way.
+    def wait_for_room(self, call: Call, nbytes: int, most: int, most_bytes: int) -> None:
+        """Wait until there is room for a call to its worker, whose only call always has room.
+
+        Args:
+            call: the call, which is in the table.
+            nbytes: of its arguments.
+            most, most_bytes: how many calls to the worker, and how many bytes of theirs, may be under way.
 
         Raises:
-            TimeoutError: that takes longer than until ``until``.
+            TimeoutError: that takes longer than the call may.
         """
-        while sum(call.to.incarnation == to.incarnation for call in list(self._calls.values())) > most:
-            if time.monotonic() > until:
-                raise TimeoutError
-            time.sleep(_PAUSE_S)
+        to = call.to.incarnation
+
+        def has_room() -> bool:
+            if call.number not in self._calls:
+                return True  # it has ended, as all do whose worker is lost
+            if self._nbytes[to] and self._nbytes[to] + nbytes > most_bytes:
+                return False
+            return len(self._to[to]) <= most
+
+        with self._room:
+            self._waiting += 1
+            try:
+                left = min(call.until - time.monotonic(), threading.TIMEOUT_MAX)
+                if not self._room.wait_for(has_room, max(0.0, left)):
+                    raise TimeoutError
+            finally:
+                self._waiting -= 1
+            call.nbytes = nbytes
+            self._nbytes[to] += nbytes
+        if call.number not in self._calls:  # it may have been removed before its bytes counted
+            self._leave(call)
+
+    def _leave(self, call: Call) -> None:
+        with self._room:
+            nbytes, call.nbytes = call.nbytes, 0
+            self._nbytes[call.to.incarnation] -= nbytes
+            if not self._nbytes[call.to.incarnation]:
+                del self._nbytes[call.to.incarnation]
+            self._room.notify_all()
+
+    def _show(self) -> None:
+        """Let the launcher know of the oldest of the calls that have taken a while."""
+        self._shown = shown = next((call for call in list(self._calls.values()) if call.is_seen), None)
+        publish(shown.waiting() if shown is not None else "")
+        if shown is not None and shown.number not in self._calls:  # it has returned meanwhile
+            self._show()
 
     def close(self) -> None:
         """End the thread."""
@@ -228,13 +337,27 @@ class Calls:
                 if self._next > now:
                     continue
                 self._next = math.inf
-            left = self._end_late(now)
+            left = self._attend(now)
             with self._changed:
                 self._next = min(self._next, left)
 
-    def _end_late(self, now: float) -> float:
-        """End the calls whose time is over, which this thread must not keep; when that of the next one will be."""
-        for call in list(self._calls.values()):
-            if call.until <= now and self.give_up(call.number) is not None:
-                self._late(call)
-        return min((call.until for call in list(self._calls.values())), default=math.inf)
+    def _attend(self, now: float) -> float:
+        """End the calls whose time is over, and tell of those that take long; when to do so again.
+
+        The thread, which may then sleep for long, keeps none of them.
+        """
+        over = [call for call in list(self._calls.values()) if call.until <= now]
+        if late := [call for call in over if self.give_up(call.number) is not None]:
+            self._late(late)
+        noted = [call for call in list(self._calls.values()) if call.note_at <= now]
+        long = [call for call in noted if now - call.began >= self._long_s]
+        for call in noted:
+            call.is_seen = True
+            call.note_at = call.began + self._long_s
+        for call in long:
+            call.note_at = now + (now - call.began)
+        if noted and self._shown is None:
+            self._show()
+        if long:
+            self._long(long)
+        return min((min(call.until, call.note_at) for call in list(self._calls.values())), default=math.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from phalanx.errors import EncodingError
 from phalanx.rpc.encoding import decode, encode
 
-__all__ = ["NUMBER", "PICKLED", "Codec", "pickled_parts"]
+__all__ = ["FACTS", "NUMBER", "PICKLED", "Codec", "pickled_parts"]
 
 _NUMBER = struct.Struct("!Q")
 
@@ -42,6 +43,17 @@ def _decode_number(head: bytes | memoryview, buffers: Sequence[memoryview]) -> i
     return number
 
 
+def _encode_facts(value: Any) -> tuple[bytes, list[memoryview]]:
+    return json.dumps(value).encode(), []
+
+
+def _decode_facts(head: bytes | memoryview, buffers: Sequence[memoryview]) -> Any:
+    try:
+        return json.loads(bytes(head))
+    except (ValueError, RecursionError) as error:
+        raise EncodingError.damaged(f"{len(head)} bytes where JSON should be ({error})") from error
+
+
 def pickled_parts(*names: str) -> Codec:
     """:data:`PICKLED` for a tuple whose parts have names, which errors use."""
     return Codec(partial(encode, names=names), decode, unpickles=True)
@@ -49,3 +61,5 @@ def pickled_parts(*names: str) -> Codec:
 
 PICKLED = Codec(encode, decode, unpickles=True)
 NUMBER = Codec(_encode_number, _decode_number, unpickles=False)
+# What workers ask each other about themselves: numbers and text, as JSON. Such a question is not asked about in turn.
+FACTS = Codec(_encode_facts, _decode_facts, unpickles=False)

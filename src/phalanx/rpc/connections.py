@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -18,6 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from phalanx.rpc.links.acknowledged import LOOK_S
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.own import OwnLink
 from phalanx.rpc.links.shared import SharedHub, SharedLink
@@ -25,6 +27,7 @@ from phalanx.rpc.links.socket import SocketLink
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.mending import Mender
 from phalanx.rpc.network import Network
+from phalanx.wire.dial import NoAnswer
 from phalanx.wire.door import Arrival
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
@@ -34,8 +37,9 @@ from phalanx.words import tell
 
 __all__ = ["Connections", "Unreached"]
 
-# An honest worker answers a connection at once, unless its machine is very busy.
-DIAL_S = 10.0
+# The kernel of a host answers a connection at once, whatever the worker there does. If the worker then says nothing, it
+# is stopped or busy, and is asked again.
+DIAL_S = 5.0
 
 # By what it goes, as the worker that has dialled says after the other one has accepted its offer.
 _BY_MEMORY, _BY_TCP = b"m", b"t"
@@ -71,7 +75,8 @@ class Connections:
         self._peers: dict[Link, Member] = {}
         self._accepted: dict[tuple[int, str], SocketLink] = {}  # by the caller's incarnation, and its number there
         self._dialling: dict[int, threading.Lock] = {}
-        self._network = Network(address, key, self._welcome)
+        self._network = Network(address, key, self._welcome, self._look_at_links)
+        self._look_at = 0.0
         self._hub: SharedHub | None = None
         try:
             self._hub = SharedHub(receiver)
@@ -91,6 +96,15 @@ class Connections:
     def peer_of(self, link: Link) -> Member | None:
         """Who is at the other end; None if the link has ended."""
         return self._peers.get(link)
+
+    @property
+    def host(self) -> str:
+        """The name of this host, as other workers know it."""
+        return self._me.host if self._me is not None else ""
+
+    def link_now(self, member: Member) -> Link | None:
+        """The way to a worker, if there is one."""
+        return self._links.get(member.incarnation)
 
     def link_to(self, member: Member, until: float) -> Link:
         """The way to a worker, which is made if there is none.
@@ -113,12 +127,17 @@ class Connections:
         if not dialling.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
             raise TimeoutError
         try:
-            link = self._links.get(member.incarnation)
-            if link is not None:
-                return link
-            if why := self._members.gone(member):
-                raise LinkEnded(why)
-            return self._dial(member, until)
+            while True:
+                link = self._links.get(member.incarnation)
+                if link is not None:
+                    return link
+                if why := self._members.gone(member):
+                    raise LinkEnded(why)
+                try:
+                    return self._dial(member, until)
+                except NoAnswer:
+                    if time.monotonic() >= until or self._closed:
+                        raise
         finally:
             dialling.release()
 
@@ -178,6 +197,12 @@ class Connections:
             except ConnectionRefusedError as error:
                 self._found_gone(member)
                 raise LinkEnded("nothing listens at its address any more") from error
+            except NoAnswer:
+                raise
+            except TimeoutError as error:
+                if time.monotonic() >= until:
+                    raise
+                raise LinkEnded("its host does not answer") from error
             said = json.loads(verdict)
             if said.get("shared") and hub is not None:
                 with contextlib.suppress(LinkEnded):  # then it goes by TCP
@@ -270,7 +295,17 @@ class Connections:
     def _add(self, peer: Member, link: SocketLink) -> Link:
         chosen = self._enter(peer, link)
         link.begin()
+        self._network.wake()  # to look at the links from now on
         return chosen
+
+    def _look_at_links(self, now: float) -> float:
+        if self._look_at > now:
+            return self._look_at
+        links = [link for link in list(self._peers) if isinstance(link, SocketLink)]
+        for link in links:
+            link.look()
+        self._look_at = now + LOOK_S if links else 0.0
+        return self._look_at or math.inf
 
     def _enter(self, peer: Member, link: Link) -> Link:
         with self._lock:

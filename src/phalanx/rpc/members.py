@@ -232,6 +232,12 @@ class Members:
         living = [member for member in entries if member.incarnation not in self._gone]
         return sorted(living, key=lambda member: (member.rank < 0, member.rank, member.name))
 
+    def ranks_seen(self) -> set[int]:
+        """The ranks of all workers that have ever come, though some may have gone since."""
+        self.refresh()
+        with self._lock:
+            return {member.rank for member in self._entries.values()}
+
     def refresh(self) -> list[Member]:
         """Read the entries that are new in the store; return them."""
         try:
@@ -294,12 +300,13 @@ class Members:
 
     def _bearer(self, name: str) -> Member | None:
         key = f"name/{name}"
-        try:
-            return self._entry(int(self._store.get(key))) if self._store.check([key]) else None
-        except (dist.DistError, RuntimeError):  # the store is gone
-            with self._lock:
-                known = [member for member in self._entries.values() if member.name == name]
-            return max(known, key=lambda member: member.incarnation, default=None)
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone
+            if self._store.check([key]):
+                return self._entry(int(self._store.get(key)))
+        self.refresh()  # a worker writes its entry first, and then that it bears the name
+        with self._lock:
+            known = [member for member in self._entries.values() if member.name == name]
+        return max(known, key=lambda member: member.incarnation, default=None)
 
     def _of_rank(self, rank: int) -> Member | None:
         self.refresh()

@@ -34,21 +34,26 @@ class Network:
         address: where to listen; an address of this host.
         key: what every worker of the job knows.
         welcome: takes each connection that has proven the key.
+        tend: is called with the time, and says when it is to be called again; also after :meth:`wake`.
 
     Attributes:
         address, port: where it listens.
         readers: the threads that read the connections.
     """
 
-    def __init__(self, address: str, key: Key, welcome: Callable[[Arrival], None]) -> None:
+    def __init__(
+        self, address: str, key: Key, welcome: Callable[[Arrival], None], tend: Callable[[float], float]
+    ) -> None:
         self._key = key
+        self._tend = tend
         self._selector = selectors.DefaultSelector()
         listener = listen(address, 0)
         self.address, self.port = listener.getsockname()[:2]
         self.readers = Readers()
         self._door = Door(listener, key, ROLE, KEEP_ALIVE, self._selector, welcome)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
-        self._selector.register(self._bell, selectors.EVENT_READ, lambda: None)
+        self._selector.register(self._bell, selectors.EVENT_READ, self._on_bell)
+        self._lock = threading.Lock()  # held for ringing it, so that nobody rings it when it has been closed
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="phalanx-rpc-network", daemon=True)
 
@@ -86,21 +91,33 @@ class Network:
 
         self._selector.register(arrival.sock, selectors.EVENT_READ, hear)
 
+    def wake(self) -> None:
+        """Have ``tend`` called soon. Any thread may call it."""
+        with self._lock:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+
     def stop(self) -> None:
         """Stop listening and reading. Call it from another thread; the connections are closed by their links."""
         self._stopping = True
-        os.eventfd_write(self._bell, 1)
+        self.wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
         self.readers.close()
         self._door.close()
         self._selector.close()
-        os.close(self._bell)
+        with self._lock:
+            bell, self._bell = self._bell, -1
+        os.close(bell)
+
+    def _on_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
 
     def _run(self) -> None:
         while not self._stopping:
             now = time.monotonic()
-            due = self._door.tend(now)
+            due = min(self._door.tend(now), self._tend(now))
             for key, _ in self._selector.select(None if due == math.inf else max(0.0, due - now)):
                 try:
                     key.data()

@@ -28,11 +28,13 @@ from phalanx.rpc.autograd import requests
 from phalanx.rpc.codecs import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.watch.call_site import call_site
 
 __all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
 
 _MAKE, _METHOD, _LEASE = "objects.make", "objects.method", "objects.lease"
 _OF_METHOD = pickled_parts("object", "function", "args", "kwargs")
+_MAKING = pickled_parts("function", "args", "kwargs", "line")
 # How soon an owner learns that a process has let go of objects.
 LEASE_S = 0.25
 
@@ -43,13 +45,15 @@ class ObjectInfo(NamedTuple):
     Attributes:
         number: of the object here.
         type_name: its type.
-        made_by: the worker that made it, and the line of its program.
+        made_by: the worker that made it.
+        made_at: where its program did, as ``file:line``; empty if Phalanx made it by itself.
         holders: the workers that hold it.
     """
 
     number: int
     type_name: str
     made_by: str
+    made_at: str
     holders: tuple[str, ...]
 
 
@@ -57,6 +61,7 @@ class ObjectInfo(NamedTuple):
 class _Owned:
     value: Any
     made_by: str
+    made_at: str
     holders: dict[int, Member] = field(default_factory=dict)
 
 
@@ -78,11 +83,11 @@ class _Table:
         self.thread = threading.Thread(target=self._let_go, name="phalanx-rpc-leases", daemon=True)
         self.thread.start()
 
-    def add(self, value: Any, made_by: str) -> int:
+    def add(self, value: Any, made_by: str, made_at: str) -> int:
         """Keep a new object; the caller makes a reference to it."""
         with self.lock:
             number = next(self.numbers)
-            self.owned[number] = _Owned(value, made_by)
+            self.owned[number] = _Owned(value, made_by, made_at)
             return number
 
     def value(self, number: int) -> Any:
@@ -289,10 +294,10 @@ def make(
         session.agent(),
         to,
         _MAKE,
-        (kind, args, kwargs),
+        (kind, args, kwargs, call_site()),
         timeout_s,
         asked=f"to make a {verbs.name_of(kind)}",
-        codec=verbs.ASKED,
+        codec=_MAKING,
     )
     return made.wait()
 
@@ -309,7 +314,7 @@ def local(reference: RemoteObject) -> Any:
 
 
 def objects() -> list[ObjectInfo]:
-    """The objects that live in this process for others: what they are, who made them and who holds them."""
+    """The objects that live in this process for others: what they are, who made them where, and who holds them."""
     table = _table()
     with table.lock:
         return [
@@ -317,6 +322,7 @@ def objects() -> list[ObjectInfo]:
                 number,
                 type(owned.value).__qualname__,
                 owned.made_by,
+                owned.made_at,
                 tuple(sorted(member.name for member in owned.holders.values())),
             )
             for number, owned in table.owned.items()
@@ -353,24 +359,18 @@ def start_on(
 
 
 def _lost(target: RemoteObject, error: WorkerLost) -> ObjectLost:
-    owner = target._owner
-    return ObjectLost(
-        f"{target!r} is gone with its worker: {error}. Make it again",
-        worker=owner.name,
-        rank=owner.rank,
-        pid=owner.pid,
-        host=owner.host,
-        incarnation=owner.incarnation,
-        asked=error.asked,
-        elapsed_s=error.elapsed_s,
-    )
+    lost = ObjectLost(f"{target!r} is gone with its worker: {error}. Make it again")
+    vars(lost).update(vars(error))
+    return lost
 
 
-def _on_make(incoming: Incoming, asked: verbs.Asked) -> RemoteObject:
-    kind, args, kwargs = asked
+def _on_make(
+    incoming: Incoming, asked: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]
+) -> RemoteObject:
+    kind, args, kwargs, line = asked
     value = kind(*args, **kwargs)
     table = _table()
-    number = table.add(value, str(incoming.peer))
+    number = table.add(value, str(incoming.peer), line)
     reference = RemoteObject(table.agent.me, number, type(value).__qualname__)
     table.tell(table.agent.me)
     return reference

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc import in_transit
-from phalanx.rpc.codecs import NUMBER, PICKLED, Codec
+from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
 from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
+from phalanx.watch.call_site import running_at
 from phalanx.words import tell
 
-__all__ = ["CANCEL", "RECEIPT", "Incoming", "Serving"]
+__all__ = ["CANCEL", "PROGRESS", "RECEIPT", "Incoming", "Serving"]
 
-# The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it.
-CANCEL, RECEIPT = "cancel", "receipt"
+# The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it;
+# the third says how far calls have come (inquiry.py).
+CANCEL, RECEIPT, PROGRESS = "cancel", "receipt", "progress"
+_NOBODY, _LATER = 0, -1  # in the place of a thread
 
 
 class Incoming:
@@ -32,17 +38,29 @@ class Incoming:
     Attributes:
         peer: who asks.
         given_up: whether the caller has given the call up since.
+        thread: which thread runs the handler; ``_NOBODY`` before it has begun, ``_LATER`` if the answer comes later.
+        began: when that thread took it.
+        message: what has come, if it is a request.
     """
 
-    __slots__ = ("given_up", "peer")
+    __slots__ = ("began", "given_up", "message", "peer", "thread")
 
     def __init__(self, peer: Member) -> None:
         self.peer = peer
         self.given_up = False
+        self.thread = _NOBODY
+        self.began = 0.0
+        self.message: Message | None = None
 
     def cancelled(self) -> bool:
         """Whether the caller has given the call up since."""
         return self.given_up
+
+    def give_up(self) -> None:
+        """Nobody waits for the answer any more. What has not begun gives its memory back, though it keeps its turn."""
+        self.given_up = True
+        if self.thread == _NOBODY and self.message is not None:
+            self.message.head, self.message.buffers = b"", ()
 
 
 @dataclass(eq=False, slots=True)
@@ -64,10 +82,11 @@ class Serving:
         self._handlers = handlers
         self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
-        self._under_way: dict[tuple[int, int], Incoming] = {}  # by caller and number
+        self._under_way: dict[tuple[int, int], Incoming] = {}  # by caller and number, in the order in which they came
         self._kept: dict[tuple[int, int], list[in_transit.Kept]] = {}  # what the receivers of answers rely on
         self.add(CANCEL, self._on_cancel, quick=True, codec=NUMBER)
         self.add(RECEIPT, self._on_receipt, quick=True, codec=NUMBER)
+        self.add(PROGRESS, self._on_progress, quick=True, codec=FACTS)
 
     def add(
         self, service: str, handler: Callable[[Incoming, Any], Any], *, quick: bool, codec: Codec = PICKLED
@@ -80,6 +99,7 @@ class Serving:
         service = self._services.get(message.service)
         incoming = Incoming(peer)
         if message.kind is Kind.REQUEST:
+            incoming.message = message
             self._under_way[peer.incarnation, message.call] = incoming
         if may_block or (service is not None and service.quick):
             self._run(link, incoming, service, message)
@@ -90,7 +110,7 @@ class Serving:
         """A worker is gone: nobody waits for what it asked, and it relies on nothing."""
         for (caller, _), incoming in list(self._under_way.items()):
             if caller == peer.incarnation:
-                incoming.given_up = True
+                incoming.give_up()
         for key in list(self._kept):
             if key[0] == peer.incarnation:
                 self._kept.pop(key, None)
@@ -106,6 +126,7 @@ class Serving:
                 self._under_way.pop((peer.incarnation, message.call), None)
                 self._answer_nobody(link, message.call)
                 return
+            incoming.began, incoming.thread = time.monotonic(), threading.get_ident()
             if service is None:
                 raise PhalanxError(f"this worker serves nothing called {message.service!r}")
             if self._typed_only and service.codec.unpickles:
@@ -126,6 +147,7 @@ class Serving:
         if not asks:
             return
         if isinstance(result, Future):
+            incoming.thread = _LATER
             result.add_done_callback(partial(self._answer_later, link, peer, message.call, codec))
         else:
             self._answer(link, peer, message.call, codec, result)
@@ -177,7 +199,29 @@ class Serving:
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
         given_up = self._under_way.get((incoming.peer.incarnation, number))
         if given_up is not None:
-            given_up.given_up = True
+            given_up.give_up()
+
+    def _on_progress(self, incoming: Incoming, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """How far calls of a worker have come; what is not under way here has an empty entry.
+
+        There is no call 0: its entry says where this process's main thread is.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        waiting = running = 0
+        for (caller, number), request in list(self._under_way.items()):
+            thread = request.thread
+            if caller == incoming.peer.incarnation and number in numbers:
+                found[number] = {"for_s": time.monotonic() - request.began, "at": _at(thread)}
+                if thread == _NOBODY:
+                    found[number] = {"behind": waiting}
+            waiting += thread == _NOBODY
+            running += thread != _NOBODY
+        for entry in found.values():
+            if "behind" in entry:
+                entry["running"] = running - 1  # but for this request itself
+        if 0 in numbers:
+            found[0] = {"main": _at(threading.main_thread().ident or 0)}
+        return [found.get(number, {}) for number in numbers]
 
     def _on_receipt(self, incoming: Incoming, receipt: int) -> None:
         number, used = divmod(receipt, 2)
@@ -188,3 +232,9 @@ class Serving:
 
 def _failure(error: BaseException, codec: Codec) -> bytes:
     return Failure.of(error, with_pickle=codec.unpickles).encode()
+
+
+def _at(thread: int) -> str:
+    """Where a thread of this process is in the user's program; empty if it is nowhere there."""
+    frame = sys._current_frames().get(thread)
+    return running_at(frame) if frame is not None else ""

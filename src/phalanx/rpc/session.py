@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -15,17 +14,20 @@ from phalanx.errors import ClosedError, InitializationError
 from phalanx.place.arguments import place_with
 from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
+from phalanx.rpc.inquiry import LONG_S
 from phalanx.rpc.members import Member
+from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
 from phalanx.wire.key import job_key
-from phalanx.words import tell
+from phalanx.words import format_named, tell
 
 __all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown"]
 
 # How often the store is asked whether others have come or are done: together the ranks ask it so often.
 _LOOKS_PER_S = 1000
 _MOST_LOOKS_PER_S = 50
-_TELL_S = 5.0
+_TELL_S = 5.0  # after which the user is told who is missing
+_STORE_S = 5.0  # for the job's store, beside what the others may take
 # When one who waits in shutdown() makes links to those who are late, to how many of them at a time, and in what time.
 _LINK_AFTER_S = 0.1
 _LINKS_AT_ONCE = 4
@@ -60,7 +62,16 @@ def current() -> Agent | None:
     return _agent
 
 
-def begin(store: Store, name: str, rank: int, address: str, timeout_s: float, *, typed_only: bool = False) -> Agent:
+def begin(
+    store: Store,
+    name: str,
+    rank: int,
+    address: str,
+    timeout_s: float,
+    *,
+    typed_only: bool = False,
+    warn_after_s: float = LONG_S,
+) -> Agent:
     """Make this process a worker in a store. ``init`` and torch's ``init_rpc`` call it.
 
     Raises:
@@ -71,7 +82,9 @@ def begin(store: Store, name: str, rank: int, address: str, timeout_s: float, *,
         raise InitializationError(
             f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
         )
-    _agent = Agent(store, name, rank, job_key(), address, timeout_s, equip=_equip, typed_only=typed_only)
+    _agent = Agent(
+        store, name, rank, job_key(), address, timeout_s, equip=_equip, typed_only=typed_only, long_s=warn_after_s
+    )
     return _agent
 
 
@@ -82,6 +95,7 @@ def init(
     wait_s: float = 300.0,
     join: str | None = None,
     typed_only: bool = False,
+    warn_after_s: float = LONG_S,
 ) -> Member:
     """Become a worker, so that others can call functions here and this process can call them.
 
@@ -96,6 +110,8 @@ def init(
         join: ``host:port`` of the job's store (its ranks' MASTER_ADDR and MASTER_PORT), for a process that is no rank.
         typed_only: unpickle nothing that another worker sends: only typed services (``rpc.serve``) can be called here,
             and only those of others can be called from here.
+        warn_after_s: a call that has not returned after so many seconds is noted on standard error, with why, and again
+            each time that it has taken twice as long; infinity for no notes.
 
     Returns:
         This worker: its name, rank, host, pid and incarnation.
@@ -107,14 +123,17 @@ def init(
         if name is None:
             raise InitializationError("a worker that is no rank needs a name: rpc.init(name, join=...)")
         store, address = _foreign_store(join, wait_s)
-        return begin(store, name, -1, address, timeout_s, typed_only=typed_only).me
+        return begin(store, name, -1, address, timeout_s, typed_only=typed_only, warn_after_s=warn_after_s).me
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
-    made = begin(_opening(store, rank), own_name, rank, address, timeout_s, typed_only=typed_only)
+    made = begin(
+        _opening(store, rank), own_name, rank, address, timeout_s, typed_only=typed_only, warn_after_s=warn_after_s
+    )
     try:
         _wait(
-            lambda: sorted(set(range(size)) - {member.rank for member in made.members()}),
+            # A rank that was quick may have called shutdown() before this one has seen it.
+            lambda: sorted(set(range(size)) - made.ranks_seen()),
             wait_s,
             "for rpc.init() of",
             size,
@@ -139,20 +158,39 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
         return
     try:
         if wait and made.me.rank >= 0:
-            # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
-            others = [member for member in made.members() if member.rank >= 0]
-            try:
-                made.say_done()
-                _wait(partial(_late, made, others, time.monotonic()), timeout_s, "for", len(others))
-            except (InitializationError, dist.DistError, RuntimeError) as error:  # the store may be gone with its host
-                tell(f"warning: rpc.shutdown() ends without the others: {error}")
+            _wait_for_others(made, timeout_s)
     finally:
         _agent = None
         made.close()
 
 
-def _late(made: Agent, others: list[Member], since: float) -> list[int]:
-    """The ranks of those who are there and have not called ``shutdown``.
+def _wait_for_others(made: Agent, timeout_s: float) -> None:
+    def wait() -> None:
+        # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
+        others = [member for member in made.members() if member.rank >= 0]
+        made.say_done()
+        since = time.monotonic()
+
+        def missing() -> list[int]:
+            waited_for[:] = _late(made, others, since, since + timeout_s)
+            return [member.rank for member in waited_for]
+
+        _wait(missing, timeout_s, "for rpc.shutdown() of", len(others), lambda: made.inquiries.why_not_done(waited_for))
+
+    waited_for: list[Member] = []
+    try:
+        within(timeout_s + _STORE_S, wait)
+    except TimeoutError:
+        ranks = f" It last knew that {format_named('rank', [one.rank for one in waited_for])} had not come." * bool(
+            waited_for
+        )
+        tell(f"warning: rpc.shutdown() ends without the others: the job's store has not answered.{ranks}")
+    except (InitializationError, dist.DistError, RuntimeError) as error:  # the store may be gone with its host
+        tell(f"warning: rpc.shutdown() ends without the others: {error}")
+
+
+def _late(made: Agent, others: list[Member], since: float, until: float) -> list[Member]:
+    """Those who are there and have not called ``shutdown``.
 
     Nobody may have a link to one that is killed meanwhile, and so nobody would notice. So each who waits has links to
     those whom it waits for, a few at a time, which are all of them before the end. They begin after its own rank, so
@@ -161,8 +199,8 @@ def _late(made: Agent, others: list[Member], since: float) -> list[int]:
     late = made.not_done(others)
     if time.monotonic() - since >= _LINK_AFTER_S:
         for member in sorted(late, key=lambda member: (member.rank < made.me.rank, member.rank))[:_LINKS_AT_ONCE]:
-            made.reach(member, _REACH_S)
-    return [member.rank for member in late]
+            made.reach(member, max(0.0, min(_REACH_S, until - time.monotonic())))
+    return late
 
 
 def own_address(*, one_host: bool) -> str:
@@ -177,17 +215,18 @@ def own_address(*, one_host: bool) -> str:
     return LOOPBACK if one_host else outward_address()
 
 
-def _wait(missing: Callable[[], list[int]], timeout_s: float, what: str, size: int) -> None:
+def _wait(
+    missing: Callable[[], list[int]], timeout_s: float, what: str, size: int, why: Callable[[], str] = str
+) -> None:
     began = time.monotonic()
     silent_s = _TELL_S
     while late := missing():
         waited_s = time.monotonic() - began
-        names = ", ".join(map(str, late[:8])) + (", …" if len(late) > 8 else "")
         if waited_s > timeout_s:
-            raise InitializationError(f"waited {timeout_s:g} s {what} rank {names}")
+            raise InitializationError(f"waited {timeout_s:g} s {what} {format_named('rank', late)}. {why()}".rstrip())
         if waited_s > silent_s:
             silent_s = 4 * waited_s  # a worker that only serves waits for as long as the others train
-            tell(f"waiting {what} rank {names}")
+            tell(f"waiting {what} {format_named('rank', late)}. {why()}".rstrip())
         time.sleep(max(1 / _MOST_LOOKS_PER_S, size / _LOOKS_PER_S))
 
 

@@ -184,13 +184,10 @@ class Stream(Iterator[Any]):
         except TimeoutError as error:
             if isinstance(error, CallTimeout):
                 raise
-            what = "the next item of a generator"
-            raise CallTimeout(
-                f"{self._owner} did not send {what} within {self._timeout_s:g} s",
-                worker=self._owner.name,
-                asked=what,
-                timeout_s=self._timeout_s,
-            ) from None
+            late = session.agent().overdue(self._coming[0], self._timeout_s)
+            if late is None:  # it has come meanwhile
+                return next(self)
+            raise late from None
         except Exception:
             self.close()
             raise

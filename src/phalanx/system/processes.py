@@ -27,6 +27,8 @@ __all__ = [
     "send_to_group",
     "set_name",
     "skip_library_teardown",
+    "state_of",
+    "state_of_thread",
     "wait_until_stopped",
     "wake_with_parent",
 ]
@@ -103,16 +105,27 @@ def catches(pid: int, signum: int) -> bool:
     return bool(masks >> (signum - 1) & 1)
 
 
+def state_of(pid: int) -> str:
+    """The state of a process as the kernel names it, such as ``R``, ``S`` or ``T`` (stopped); empty if it is gone."""
+    return _state_in(f"/proc/{pid}/stat")
+
+
+def state_of_thread(pid: int, thread: int) -> str:
+    """:func:`state_of` for one thread of a process."""
+    return _state_in(f"/proc/{pid}/task/{thread}/stat")
+
+
+def _state_in(path: str) -> str:
+    with contextlib.suppress(OSError, IndexError), open(path, "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0].decode()
+    return ""
+
+
 def wait_until_stopped(pid: int, patience_s: float) -> None:
     """Wait until a process that was sent SIGSTOP has stopped, for at most ``patience_s`` seconds."""
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                state = file.read().rpartition(b")")[2].split()[0]
-        except (OSError, IndexError):
-            return
-        if state in b"TtZX":
+        if state_of(pid) in "TtZX":  # or it is gone
             return
         time.sleep(0.0005)
 

@@ -6,7 +6,7 @@ import sys
 import threading
 from types import CodeType, FrameType, TracebackType
 
-__all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running", "text_of"]
+__all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running", "running_at", "text_of"]
 
 # The code and the place in it, in bytes. The line follows from them, and finding it takes longer than an operation may.
 CallSite = tuple[CodeType, int]
@@ -57,6 +57,16 @@ def text_of(site: CallSite | None) -> str:
 def call_site() -> str:
     """Where the user's program made the call that this thread is in, as ``file:line``; empty if torch's C++ made it."""
     return text_of(capture(2))
+
+
+def running_at(frame: FrameType | None) -> str:
+    """The innermost place of the user's program in a stack, as ``function (file:line)``; empty if there is none."""
+    while frame is not None and inside(frame):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}:{frame.f_lineno})"
 
 
 def raised_at(trace: TracebackType | None) -> str:

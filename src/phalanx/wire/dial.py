@@ -15,7 +15,7 @@ __all__ = ["Line", "NoAnswer", "dial"]
 
 
 class NoAnswer(TimeoutError):
-    """The listener's kernel has accepted the connection, but its process sends nothing: it is busy, or stopped."""
+    """The listener's host has accepted the connection, but the listener says nothing: it is busy, or stopped."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,8 @@ def dial(
 
     Raises:
         OSError: nothing listens there, or the connection was closed.
-        NoAnswer: the listener sends nothing.
+        TimeoutError: the host does not answer.
+        NoAnswer: the host does, and the listener sends nothing.
         NoProof: the listener is not Phalanx.
         WrongKey: the listener is Phalanx, but proves another key.
     """

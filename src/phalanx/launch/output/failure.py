@@ -116,6 +116,7 @@ def format_failure(
     host: str,
     started: float,
     out_of_memory: bool = False,
+    asked: str = "",
 ) -> str:
     """The block of text that is printed when a job fails.
 
@@ -126,12 +127,15 @@ def format_failure(
         host: the name of the host that the failed rank ran on.
         started: when the ranks were started, on the monotonic clock.
         out_of_memory: the kernel's out-of-memory killer ended a process during the job.
+        asked: what the failed rank had asked another process for, and waited for.
     """
     report = cause.report
     reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
     lines = [f"phalanx: rank {cause.rank} of {ranks} failed{reason}"]
     elapsed = max(0.0, cause.time - started)
     lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
+    if asked:
+        lines.append(f"  it was waiting for {asked}")
     hint = _hint(cause, out_of_memory)
     if hint:
         lines.append(f"  {hint}")

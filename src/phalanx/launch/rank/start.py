@@ -25,6 +25,7 @@ import time
 import traceback
 import types
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TextIO, cast
 
 from phalanx.errors import PhalanxError
@@ -33,9 +34,10 @@ from phalanx.launch.job.target import Target
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, release_input
 from phalanx.launch.rank.late_variables import hide_torch
-from phalanx.launch.rank.trace import Stage, advance, open_own
+from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
+from phalanx.watch.waiting import publish_by
 
 __all__ = ["RankStart", "become", "enter_rank", "leave_siblings"]
 
@@ -119,6 +121,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     sys.stderr = _stream(sys.stderr, 2, "w")
     faulthandler.enable()
     open_own(ends.trace, start.part)
+    publish_by(partial(note_asked, start.run_id))
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:

@@ -6,7 +6,8 @@ of it, so far from the next one's that it never gets there; the file takes memor
 
 - The first page of a part is written by the rank and read by its parent and the supervisor: byte 0 is how far the rank
   has come (``Stage``), bytes 4-7 the number of the descriptor by which it writes. Each is written once for a
-  value, and a rank that dies in between leaves the value of before.
+  value, and a rank that dies in between leaves the value of before. From byte 64 on there is what it has asked another
+  process for, as text that ends with a zero; a reader may find it half written, and it is for people.
 - From the second page on there are stacks, one after the other. Only the rank's handler writes them, and readers
   remember how far they have read.
 
@@ -27,13 +28,15 @@ import time
 from collections.abc import Collection, Mapping
 
 from phalanx.system import processes
+from phalanx.watch.stack_text import ASKED
 
-__all__ = ["STACK_SIGNAL", "Stage", "Trace", "advance", "open_own", "open_trace"]
+__all__ = ["STACK_SIGNAL", "Stage", "Trace", "advance", "note_asked", "open_own", "open_trace"]
 
 # No library is known to use it, and a process that a rank starts gets its default action back.
 STACK_SIGNAL = signal.SIGRTMAX - 3
 _PART = 1 << 32
 _PAGE = 4096
+_ASKED_AT, _ASKED_BYTES = 64, 1024
 _BLOCK = 1 << 16
 # Stacks are short: a rank that has begun to write one needs only to be scheduled to finish it.
 _FINISH_S = 0.01
@@ -86,12 +89,21 @@ def open_own(descriptor: int, part: int) -> None:
 
 def advance(run_id: str, stage: Stage) -> None:
     """In a rank: note how far it has come. Does nothing in a child that the script has forked."""
+    _write(run_id, bytes([stage]), 0)
+
+
+def note_asked(run_id: str, text: str) -> None:
+    """In a rank: note what it has asked another process for; empty for nothing. See :func:`advance`."""
+    _write(run_id, text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0", _ASKED_AT)
+
+
+def _write(run_id: str, data: bytes, at: int) -> None:
     if _own is None or _own[2] != os.getpid():
         return
     descriptor, begin, pid = _own
     with contextlib.suppress(OSError):
         if _is_trace(pid, descriptor, run_id):
-            os.pwrite(descriptor, bytes([stage]), begin)
+            os.pwrite(descriptor, data, begin + at)
 
 
 def _is_trace(pid: int, descriptor: int, run_id: str) -> bool:
@@ -118,6 +130,11 @@ class Trace:
         """How far the rank with this part has come."""
         found = os.pread(self.descriptor, 1, part * _PART)
         return Stage(found[0]) if found else Stage.STARTED
+
+    def asked(self, part: int) -> str:
+        """What the rank with this part has asked another process for; empty if nothing that takes long."""
+        data = os.pread(self.descriptor, _ASKED_BYTES, part * _PART + _ASKED_AT)
+        return data.partition(b"\0")[0].decode(errors="replace")
 
     def ask(self, ranks: Mapping[int, int], patience_s: float) -> list[int]:
         """Have ranks write their stacks, and wait until they have, for at most ``patience_s`` seconds.
@@ -155,11 +172,15 @@ class Trace:
         return part * _PART + _PAGE + self._read.get(part, 0)
 
     def take(self, parts: Collection[int]) -> dict[int, str]:
-        """The stacks that were written since the last call, by part; a part without one is left out."""
+        """The stacks that were written since the last call, by part, each with what the rank has asked for behind it.
+
+        A part without a stack is left out.
+        """
         found = {}
         for part in parts:
             text = os.pread(self.descriptor, _BLOCK, self._begin(part)).rstrip(b"\0")
             if text:
                 self._read[part] = self._read.get(part, 0) + len(text)
-                found[part] = text.decode(errors="replace")
+                asked = self.asked(part)
+                found[part] = text.decode(errors="replace") + (ASKED + asked if asked else "")
         return found

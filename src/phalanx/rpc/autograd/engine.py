@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-from phalanx.errors import ArgumentError, ClosedError, PhalanxError
+from phalanx.errors import ArgumentError, CallTimeout, ClosedError, PhalanxError
 from phalanx.rpc import session
 from phalanx.rpc.agent import Agent, Incoming
 from phalanx.rpc.autograd.contexts import Context, contexts, is_creator, worker_id
 from phalanx.rpc.autograd.edges import receive, send
+from phalanx.rpc.autograd.overdue import STATE, overdue
 from phalanx.rpc.autograd.passes import GRADIENTS, MARK, Gradients, Pass, gathered
+from phalanx.rpc.codecs import FACTS
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
 from phalanx.watch.call_site import CallSite, capture
@@ -48,6 +50,7 @@ FINISH = "autograd.finish"
 CANCEL = "autograd.cancel"
 RELEASE = "autograd.release"
 JOINED = "autograd.joined"
+_LONGER_S = 5.0
 
 _agent: Agent | None = None
 _numbers = itertools.count(1)
@@ -66,6 +69,7 @@ def install(agent: Agent) -> None:
     agent.serve(CANCEL, _on_cancel)
     agent.serve(RELEASE, _on_release)
     agent.serve(JOINED, _on_joined)
+    agent.serve(STATE, _on_state, quick=True, codec=FACTS)
     agent.on_change(_on_change)
     agent.on_close(_end)
 
@@ -247,7 +251,9 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         return dict(inside.gradients)
 
 
-def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+def backward(
+    context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, *, timeout_s: float | None = None
+) -> None:
     """Compute the gradients of the sum of ``roots`` for all leaves that they depend on, on whichever worker.
 
     The gradients are added to those of the context on the leaves' workers (:func:`get_gradients`); ``.grad`` stays as
@@ -257,11 +263,13 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
         context_id: the number of the context in which the calls were made.
         roots: scalars of this worker that require gradients.
         retain_graph: whether the graph can be used for another backward pass.
+        timeout_s: how long other workers may be waited for, in seconds; ``rpc.init(timeout_s=...)`` by default.
 
     Raises:
         PhalanxError: there is no such context; or a root is no scalar, or requires no gradients.
         BackwardError: a function or a hook has failed, on any worker. It is of the raised error's type as well.
         WorkerLost: a worker that takes part is gone.
+        CallTimeout: the pass has not ended in time. It names the worker that keeps it, and where that worker is.
     """
     if not isinstance(context_id, int) or not _are_tensors(roots):
         raise TypeError(
@@ -272,7 +280,7 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     _check(roots)
     agent = _require_agent()
     with torch.autograd.profiler.record_function("torch::distributed::autograd::backward"):
-        _backward(agent, inside, roots, bool(retain_graph))
+        _backward(agent, inside, roots, bool(retain_graph), agent.timeout_s if timeout_s is None else timeout_s)
 
 
 def _are_tensors(roots: Any) -> bool:
@@ -295,25 +303,29 @@ def _check(roots: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep_graph: bool) -> None:
+def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep_graph: bool, timeout_s: float) -> None:
     number = (agent.me.incarnation, next(_numbers))
-    part = Pass(agent, inside, number, keep_graph=keep_graph)
+    part = Pass(agent, inside, number, keep_graph=keep_graph, timeout_s=timeout_s)
     with inside.lock:
         inside.passes[number] = part
     key = (inside.number, number)
     others: set[Member] = set()
     try:
         others = part.mark_roots(roots).wait() - {agent.me}
-        ends = [agent.request(other, FINISH, key, float("inf"), asked="backward()") for other in others]
+        ends = [agent.request(other, FINISH, key, part.left_s(), asked="backward()") for other in others]
         for end in ends:
             end.add_done_callback(part.watch)
         part.run(roots)
         gathered(ends).wait()
-    except BaseException:
+    except BaseException as error:
+        late = isinstance(error, CallTimeout) and not part.left_s()
+        raised = (overdue(agent, part, key, others, timeout_s) if late else None) or error
         with inside.lock:
             others |= {*inside.known.values()}
         _cancel(agent, part, key, others)
-        raise
+        if raised is error:
+            raise
+        raise raised from None
     finally:
         with inside.lock:
             inside.passes.pop(number, None)
@@ -322,14 +334,18 @@ def _backward(agent: Agent, inside: Context, roots: Sequence[torch.Tensor], keep
 # What others ask of this worker
 
 
-def _on_mark(incoming: Incoming, asked: tuple[int, tuple[int, int], bool, list[tuple[int, list[int]]]]) -> Future[Any]:
-    context_id, number, keep_graph, wanted = asked
+def _on_mark(
+    incoming: Incoming, asked: tuple[int, tuple[int, int], bool, float, list[tuple[int, list[int]]]]
+) -> Future[Any]:
+    context_id, number, keep_graph, left_s, wanted = asked
     inside = contexts.get(context_id)
     agent = _require_agent()
     with inside.lock:
         part = inside.passes.get(number)
         if part is None:
-            part = inside.passes[number] = Pass(agent, inside, number, keep_graph=keep_graph)
+            # The worker that called backward() is to notice first that it takes too long.
+            timeout_s = left_s + _LONGER_S
+            part = inside.passes[number] = Pass(agent, inside, number, keep_graph=keep_graph, timeout_s=timeout_s)
     return part.mark(wanted)
 
 
@@ -372,6 +388,13 @@ def _cancel(agent: Agent, part: Pass, key: tuple[int, tuple[int, int]], others: 
     for other in (others | part.asked) - {agent.me}:
         with contextlib.suppress(PhalanxError, OSError):
             agent.notify(other, CANCEL, key)
+
+
+def _on_state(incoming: Incoming, key: Sequence[int]) -> dict[str, Any]:
+    context_id, *number = key
+    inside = contexts.find(context_id)
+    part = inside.passes.get((number[0], number[1])) if inside is not None else None
+    return part.state() if part is not None else {"waits_for": []}
 
 
 def _on_release(incoming: Incoming, number: int) -> None:

@@ -18,8 +18,9 @@ thread that runs the part, and by callbacks of requests; a gate sleeps on it. ``
 
 from __future__ import annotations
 
-import math
+import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,13 +36,12 @@ from phalanx.rpc.autograd.leaves import Leaves, add
 from phalanx.rpc.autograd.reach import Reach
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
+from phalanx.watch.call_site import running_at
 
 __all__ = ["GRADIENTS", "MARK", "Gradients", "Pass", "gathered"]
 
 MARK = "autograd.mark"
 GRADIENTS = "autograd.gradients"
-# No time limit: a lost worker ends a pass, a slow one does not.
-_UNLIMITED = math.inf
 
 # The gradients of a message's tensors, by their places in it. None where a function gave none.
 Gradients = dict[int, torch.Tensor | None]
@@ -55,14 +55,22 @@ class Pass:
         context: its context.
         number: the number of the pass: which worker has called ``backward``, and which time.
         keep_graph: whether the graph can be used again.
+        timeout_s: how long the pass may take from now on, in seconds.
 
     Attributes:
         done: completes when the part has ended.
         asked: the workers that this one has asked to mark something.
     """
 
-    def __init__(self, agent: Agent, context: Context, number: tuple[int, int], *, keep_graph: bool) -> None:
+    def __init__(
+        self, agent: Agent, context: Context, number: tuple[int, int], *, keep_graph: bool, timeout_s: float
+    ) -> None:
         self._agent, self._context, self._number, self._keep_graph = agent, context, number, keep_graph
+        self._until = time.monotonic() + timeout_s
+        self._requests: list[tuple[Member, Future[Any]]] = []  # of this part, some of which may be complete
+        self._thread = 0  # which runs the part
+        self._since = 0.0  # when it began to
+        self._awaited: Send | None = None  # the message whose gradients that thread waits for
         self._changed = threading.Condition()
         self._reach = Reach(context.number)
         self._live: dict[Send, set[int]] = {}
@@ -112,13 +120,16 @@ class Pass:
         for recv, places in fresh.items():
             wanted.setdefault(recv.sender, []).append((recv.edge, places))
         self.asked.update(wanted)
-        requests = [
-            self._agent.request(
-                to, MARK, (self._context.number, self._number, self._keep_graph, edges), _UNLIMITED, asked="backward()"
-            )
-            for to, edges in wanted.items()
-        ]
+        requests = []
+        for to, edges in wanted.items():
+            value = (self._context.number, self._number, self._keep_graph, self.left_s(), edges)
+            requests.append(self._request(to, MARK, value))
         return gathered(requests).then(lambda found: set[Member]().union(*found))
+
+    def _request(self, to: Member, service: str, value: Any) -> Future[Any]:
+        request = self._agent.request(to, service, value, self.left_s(), asked="backward()")
+        self._requests = [pair for pair in self._requests if not pair[1].done()] + [(to, request)]
+        return request
 
     # Gradients
 
@@ -148,6 +159,7 @@ class Pass:
             number = tasks.enter(self)
             self._leaves.begin(number)
 
+        self._thread, self._since = threading.get_ident(), time.monotonic()
         with self._changed:
             live = sorted(self._live, key=lambda send: -send.order)
             openings = [gates.Opening(send, sorted(self._live[send]), self._wait, self._later) for send in live]
@@ -180,7 +192,7 @@ class Pass:
             del self._collected[recv]
         value = (self._context.number, self._number, recv.edge, gradients)
         with torch.no_grad():
-            request = self._agent.request(recv.sender, GRADIENTS, value, _UNLIMITED, asked="backward()")
+            request = self._request(recv.sender, GRADIENTS, value)
         request.add_done_callback(self.watch)
         with self._changed:
             self._owed.remove(recv.order)
@@ -191,13 +203,39 @@ class Pass:
 
     def _wait(self, send: Send) -> Gradients:
         with self._changed:
+            self._awaited = send
             self._changed.wait_for(lambda: send.edge in self._arrived or self._error is not None)
+            self._awaited = None
             if self._error is not None:
                 raise self._error
             self._latest = send
             return self._arrived.pop(send.edge)
 
     # The end
+
+    def left_s(self) -> float:
+        """How long the pass may still take, in seconds."""
+        return max(0.0, self._until - time.monotonic())
+
+    def state(self) -> dict[str, Any]:
+        """What this worker's part does, so that others can find out which worker keeps the pass.
+
+        It takes no lock, which a thread may hold while it sends. What it says may be over already.
+
+        Returns:
+            ``waits_for``: the names of the workers whose answers it needs to go on. If there are none, ``for_s``: for
+            how long it has computed; and ``at``: the function and line, empty if it is in none of the program's.
+        """
+        awaited, thread = self._awaited, self._thread
+        asked = {to.name for to, request in list(self._requests) if not request.done()}
+        if awaited is not None:
+            asked.add(awaited.to.name)
+        elif not thread and not asked and self._live:
+            asked.add(max(self._live, key=lambda send: send.order).to.name)
+        elif thread and not self.done.done():
+            frame = sys._current_frames().get(thread)
+            return {"waits_for": [], "for_s": time.monotonic() - self._since, "at": running_at(frame)}
+        return {"waits_for": sorted(asked - {self._agent.me.name})}
 
     def fail(self, error: BaseException) -> None:
         """End the waits of the pass here with an error; the first one counts."""

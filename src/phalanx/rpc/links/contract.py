@@ -74,6 +74,17 @@ class Link(ABC):
             timeout_s: how long to do so at most. It may return before.
         """
 
+    def state(self) -> dict[str, float | str]:
+        """What is known of the other process without asking it.
+
+        Returns:
+            Nothing, or what this way can tell: ``process``, the state of the process as the kernel names it (``T``:
+            stopped), empty if it is gone, with its ``pid`` here; ``alive_s_ago`` and ``python_s_ago``, when it last ran
+            at all, and when its interpreter did; ``silent_s``, for how long its host has not acknowledged what was
+            sent.
+        """
+        return {}
+
 
 class LinkEnded(Exception):
     """The other process is gone, or the way to it. Its text says how that was noticed."""

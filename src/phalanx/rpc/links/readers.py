@@ -113,10 +113,13 @@ class Readers:
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(descriptor)
 
-    def leave(self) -> None:
-        """The calling thread, one of these, is about to do what may take long: have another one to read meanwhile."""
-        if not self._asleep:
-            self._add_thread()
+    def leave(self) -> bool:
+        """The calling thread, one of these, is about to do what may take long: have another one to read meanwhile.
+
+        Returns:
+            Whether there is one. Otherwise the calling thread has to come back soon.
+        """
+        return bool(self._asleep) or self._add_thread()
 
     def close(self) -> None:
         """End the threads. Those that run a handler end after it, and are waited for a short time only."""
@@ -132,10 +135,11 @@ class Readers:
                 thread.join(max(0.0, until - time.monotonic()))
         self._leave_empty()
 
-    def _add_thread(self) -> None:
+    def _add_thread(self) -> bool:
+        """Start one more thread; whether there may be one more."""
         with self._lock:
             if self._closed or len(self._threads) >= self._most:
-                return
+                return False
             thread = threading.Thread(target=self._run, name="phalanx-rpc-tcp", daemon=True)
             self._threads.add(thread)
         try:
@@ -147,6 +151,8 @@ class Readers:
             if last:
                 what = f"a worker cannot start a thread that reads its connections ({error})"
                 tell(f"warning: {what}; {PROCESS_LIMIT_HINT}")
+            return False
+        return True
 
     def _leave_empty(self) -> None:
         """Close the descriptors if the last thread has ended."""

@@ -11,7 +11,6 @@ learnt of that, it confirms. An offer names a process and two of its descriptors
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -21,13 +20,13 @@ import time
 from collections.abc import Callable
 from ctypes import c_int, c_uint32, c_uint64
 from functools import partial
-from pathlib import Path
 
 from phalanx.native.core import Status, library, rpc
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.image import OWN, Box, Damaged, pack, pieces, received
 from phalanx.rpc.message import Kind, Message, SentToMany
 from phalanx.system.awake import AwakeClock
+from phalanx.system.processes import state_of
 from phalanx.words import tell
 
 __all__ = ["SharedHub", "SharedLink"]
@@ -197,19 +196,15 @@ class SharedLink(Link):
         self._end(_HERE)
 
     def state(self) -> dict[str, float | str]:
-        """What is known of the other process without asking it.
-
-        Returns:
-            ``alive_s_ago``: when it last ran at all. ``python_s_ago``: when its interpreter last ran; it is long ago if
-            something holds the interpreter's lock. ``process``: its state as the kernel names it (``T``: stopped), or
-            an empty text if it is gone.
-        """
+        """See :class:`Link`. ``python_s_ago`` is long ago if something holds the interpreter's lock."""
         alive, python = c_uint64(), c_uint64()
         pid = self._core.phx_rpc_facts(self._handle, alive, python)
-        state = ""
-        with contextlib.suppress(OSError):
-            state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-        return {"alive_s_ago": alive.value / 1e9, "python_s_ago": python.value / 1e9, "process": state}
+        return {
+            "alive_s_ago": alive.value / 1e9,
+            "python_s_ago": python.value / 1e9,
+            "process": state_of(pid),
+            "pid": pid,
+        }
 
     def _end(self, why: str) -> None:
         with self._ending:
@@ -350,10 +345,11 @@ class SharedHub:
             self._boxes.box = Box()
             return self._boxes.box  # type: ignore[no-any-return]
 
-    def _add_thread(self) -> None:
+    def _add_thread(self) -> bool:
+        """Start one more thread; whether there may be one more."""
         with self._lock:
             if self._closed or len(self._threads) >= self._most:
-                return
+                return False
             thread = threading.Thread(target=self._serve, name="phalanx-rpc-shared", daemon=True)
             self._threads.add(thread)
         try:
@@ -363,6 +359,8 @@ class SharedHub:
                 self._threads.discard(thread)
             if not self._threads:
                 raise
+            return False
+        return True
 
     def _serve(self) -> None:
         receive, box = self._core.phx_rpc_next, self._box()
@@ -405,10 +403,9 @@ class SharedHub:
             return
         try:
             if kind == Kind.REQUEST:
-                if not values[7]:
-                    self._add_thread()  # another one has to receive meanwhile
+                others = values[7] or self._add_thread()  # one has to receive meanwhile
                 link._begun(handle, lane)
-                self._receiver.deliver(link, message, may_block=True)
+                self._receiver.deliver(link, message, may_block=bool(others))
             else:
                 self._receiver.deliver(link, message, may_block=False)
         except Exception as error:

@@ -10,10 +10,11 @@ not get ``_reading`` does nothing, because the thread that has it arms the conne
 
 *Who writes.* The sender itself, holding ``_writing`` for one frame (``sending.py``).
 
-*A break.* A connection that is reset, or times out, is not the end of a link that has somebody to mend it
-(``rpc/mending.py``). The thread that reads puts it down: it takes ``_writing`` as well and closes the socket. While the
-link is down, frames are kept (``unacknowledged.py``) and not written, and nobody reads. :meth:`SocketLink.resume` takes
-both locks, puts another connection in its place, and writes again what the other side has not received.
+*A break.* A connection that is reset, or whose other host is silent (:meth:`SocketLink.look`), is not the end of a link
+that has somebody to mend it (``rpc/mending.py``). The thread that reads puts it down: it takes ``_writing`` as well and
+closes the socket. While the link is down, frames are kept (``unacknowledged.py``) and not written, and nobody reads.
+:meth:`SocketLink.resume` takes both locks, puts another connection in its place, and writes again what the other side
+has not received.
 
 *The end.* A thread that reads tells of it after everything that came before; :meth:`SocketLink.close` does so at once.
 The socket is closed by the thread that finds both locks free then, so nobody uses a descriptor that is another one's.
@@ -33,6 +34,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from phalanx.rpc.links import wire_format
+from phalanx.rpc.links.acknowledged import SILENT_S, Acknowledged
 from phalanx.rpc.links.assembling import Assembler
 from phalanx.rpc.links.contract import LinkEnded, Receiver
 from phalanx.rpc.links.readers import Readers
@@ -44,9 +46,9 @@ from phalanx.wire.sockets import KeepAlive
 
 __all__ = ["KEEP_ALIVE", "SocketLink"]
 
-# A connection whose other host has vanished, or that was cut, breaks after 2 s. The kernel answers the probes, so this
-# does not end the connection of a process that is stopped or busy, unless that takes nothing of what was sent.
-KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=1, unacknowledged_s=2)
+# A connection whose other host has vanished, or that was cut, breaks after 2 s: by these probes while nothing is on its
+# way, else by acknowledged.py. The kernel answers both, so neither ends the connection of a process that is stopped.
+KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=1)
 _END_S = 1.0
 # How soon a caller that reads notices that its call has ended otherwise, as by cancel().
 _SLICE_MS = 50
@@ -98,6 +100,8 @@ class SocketLink(SendingLink):
         super()._use(sock, session)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
+        self._host = Acknowledged(sock)
+        self._silent_s = 0.0
 
     def fileno(self) -> int:
         """The descriptor; -1 after the end."""
@@ -163,8 +167,8 @@ class SocketLink(SendingLink):
         finally:
             self._stop_reading()
         if request is not None:
-            self._readers.leave()  # type: ignore[union-attr]
-            self._receiver.deliver(self, request, may_block=True)
+            others = self._readers.leave()  # type: ignore[union-attr]
+            self._receiver.deliver(self, request, may_block=others)
 
     def read(self) -> None:
         """Read what has come, and deliver the messages in it."""
@@ -174,6 +178,20 @@ class SocketLink(SendingLink):
             self._receive(serving=False)
         finally:
             self._stop_reading()
+
+    def look(self) -> None:
+        """Break the connection if the other host is silent. One thread calls it from time to time."""
+        host = self._host
+        if self.down or self.over or host.is_silent:
+            return
+        self._silent_s = host.silent_s()
+        if host.is_silent:
+            with contextlib.suppress(OSError):
+                host.sock.shutdown(socket.SHUT_RDWR)  # this wakes whoever reads, who breaks it
+
+    def state(self) -> dict[str, float | str]:
+        """See :class:`Link`."""
+        return {"silent_s": self._silent_s}
 
     def _stop_reading(self) -> None:
         if not self._reads():
@@ -257,6 +275,8 @@ class SocketLink(SendingLink):
 
     def _break(self, why: str) -> None:
         """The connection is of no use any more. The caller holds ``_reading``."""
+        if self._host.is_silent:
+            why = f"its host has acknowledged nothing for {SILENT_S:g} s"
         if self._mend is None or self._assembler.left:
             self._end(why)
             return

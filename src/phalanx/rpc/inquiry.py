@@ -1,0 +1,251 @@
+"""Why a worker has not answered: what the kernel knows of it, what it says itself, and what its neighbours see.
+
+A call whose time is over, or that takes long, is looked into on a thread of its own, because that may wait:
+
+1. The kernel of this host knows at once whether a process here is stopped.
+2. The worker is asked how far the calls have come. That takes no handler there, only a thread that can run Python.
+3. If it does not answer and is on this host, something holds its interpreter. Its place in the program is found from
+   outside (``watch/from_outside.py``).
+4. If it is on another host, another worker of that host is asked to look at it.
+
+All calls to one worker whose time is over together are one inquiry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from phalanx.errors import CallTimeout, PeerLost, PhalanxError
+from phalanx.rpc.calls import Call
+from phalanx.rpc.codecs import FACTS
+from phalanx.rpc.connections import Connections, Unreached
+from phalanx.rpc.future import Future
+from phalanx.rpc.members import Member, Members
+from phalanx.rpc.serving import PROGRESS, Incoming
+from phalanx.system.processes import state_of
+from phalanx.watch.from_outside import is_there, place_of
+from phalanx.words import format_count, tell
+
+__all__ = ["LONG_S", "NEIGHBOUR", "Finding", "Inquiries", "on_neighbour", "place_name", "tell_of_long"]
+
+NEIGHBOUR = "neighbour"
+LONG_S = 60.0  # after which a call takes long
+# How long a worker may take to answer: this part of the time that a call had, within these limits.
+_PART, _LEAST_S, _MOST_S = 0.1, 0.25, 1.0
+_NEIGHBOUR_S = 1.0
+_MOST_NEIGHBOURS = 2
+_SILENT_S = 0.4  # a host acknowledges much sooner
+_MOST_ASKED = 3
+_MOST = 32  # inquiries at a time; what comes beyond is not looked into
+
+
+class Finding(NamedTuple):
+    """Why there is no answer.
+
+    Attributes:
+        cause: one of those that ``CallTimeout`` lists.
+        text: a sentence about the worker.
+        at: the function, file and line at which it is; empty if that is not known.
+    """
+
+    cause: str
+    text: str
+    at: str = ""
+
+
+UNKNOWN = Finding("", "")
+
+
+def place_name(member: Member) -> str:
+    """By which name other processes of its host know a worker (``watch/from_outside.py``)."""
+    return f"phalanx-rpc-{member.incarnation}-{member.port}"
+
+
+def on_neighbour(incoming: Incoming, asked: dict[str, Any]) -> dict[str, str]:
+    """Look at a process of this host for a worker of another; an empty answer if it is not the one that is meant."""
+    pid, name = int(asked["pid"]), str(asked["name"])
+    if not name.startswith("phalanx-rpc-") or not is_there(pid, name):
+        return {}
+    return {"process": state_of(pid), "at": place_of(pid, name)}
+
+
+def tell_of_long(calls: list[Call], findings: list[Finding]) -> None:
+    """Tell the user of calls to one worker that take long: of the oldest, with how many others there are."""
+    call, finding = min(zip(calls, findings, strict=True), key=lambda pair: pair[0].began)
+    others = f" (and {format_count(len(calls) - 1, 'other call')})" if len(calls) > 1 else ""
+    tell(f"note: waiting for {call.to}: {call.describe()}{others}. {finding.text}".rstrip())
+
+
+class Inquiries:
+    """The inquiries of one agent.
+
+    Args:
+        connections: the ways to the others.
+        members: who there is.
+        request: asks a worker for a service (``Agent.request``).
+    """
+
+    def __init__(self, connections: Connections, members: Members, request: Callable[..., Future[Any]]) -> None:
+        self._connections, self._members, self._request = connections, members, request
+        self._threads: set[threading.Thread] = set()
+
+    def begin(self, calls: Sequence[Call], then: Callable[[list[Call], list[Finding]], None]) -> None:
+        """Look into calls, and have ``then`` called for those to each worker, with a finding for each call.
+
+        It returns at once; ``then`` is called within about two seconds, on another thread.
+        """
+        by_worker: dict[int, list[Call]] = {}
+        for call in calls:
+            by_worker.setdefault(call.to.incarnation, []).append(call)
+        for group in by_worker.values():
+            # A question is not asked about in turn.
+            if group[0].codec is FACTS or len(self._threads) >= _MOST:
+                then(group, [UNKNOWN] * len(group))
+                continue
+            thread = threading.Thread(target=self._run, args=(group, then), name="phalanx-rpc-inquiry", daemon=True)
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread for it
+                self._threads.discard(thread)
+                then(group, [UNKNOWN] * len(group))
+
+    def close(self) -> None:
+        """Wait for those under way, which are over soon."""
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def overdue(self, call: Call, timeout_s: float) -> CallTimeout:
+        """The error for a call that goes on, though its caller has waited for ``timeout_s`` seconds."""
+        finding = UNKNOWN
+        with contextlib.suppress(PhalanxError, *Unreached):
+            finding = self.look(call.to, [call.number], _patience_s(timeout_s))[0]
+        return call.late(timeout_s, finding.text, finding.cause, finding.at)
+
+    def why_not_done(self, members: Sequence[Member]) -> str:
+        """What keeps workers, in sentences; of many, only a few are asked. It takes up to about a second for each."""
+        sentences = []
+        for member in members[:_MOST_ASKED]:
+            with contextlib.suppress(PhalanxError, *Unreached):
+                if text := self.of_worker(member).text:
+                    sentences.append(f"{member}: {text[0].lower()}{text[1:]}")
+        return " ".join(sentences)
+
+    def of_worker(self, member: Member) -> Finding:
+        """What a worker does, or what has become of it; it takes about a second at most."""
+        return self.look(member, [0], _LEAST_S)[0]
+
+    def look(self, member: Member, numbers: Sequence[int], patience_s: float) -> list[Finding]:
+        """Why a worker has not answered these calls; it waits for about ``patience_s`` seconds at most."""
+        if (seen := self._seen(member)) is not None:
+            return [seen] * len(numbers)
+        try:
+            said = self._request(
+                member, PROGRESS, list(numbers), patience_s, asked="how far calls have come", codec=FACTS
+            ).wait()
+        except CallTimeout:
+            return [self._seen(member) or self._silent(member, patience_s)] * len(numbers)
+        except PeerLost:
+            return [Finding("gone", "It is gone.")] * len(numbers)
+        return [_told(entry) for entry in said]
+
+    def _run(self, group: list[Call], then: Callable[[list[Call], list[Finding]], None]) -> None:
+        findings = [UNKNOWN] * len(group)
+        try:
+            patience_s = _patience_s(min(call.timeout_s for call in group))
+            with contextlib.suppress(PhalanxError, *Unreached):  # such as that this worker leaves
+                findings = self.look(group[0].to, [call.number for call in group], patience_s)
+        finally:
+            self._threads.discard(threading.current_thread())
+            then(group, findings)
+
+    def _pid_here(self, member: Member) -> int:
+        """The pid of a worker of this host, as this process sees it; 0 if it cannot see it."""
+        link = self._connections.link_now(member)
+        pid = int(link.state().get("pid", 0)) if link is not None else 0
+        if pid == 0 and member.host == self._connections.host and is_there(member.pid, place_name(member)):
+            return member.pid
+        return pid
+
+    def _seen(self, member: Member) -> Finding | None:
+        """What the kernel knows."""
+        link = self._connections.link_now(member)
+        silent_s = float(link.state().get("silent_s", 0.0)) if link is not None else 0.0
+        if silent_s > _SILENT_S:
+            return Finding(
+                "cut",
+                f"Its host has acknowledged nothing for {silent_s:.1f} s: is the link between the hosts cut, or that "
+                f"host down?",
+            )
+        if pid := self._pid_here(member):
+            return _stopped(member, state_of(pid))
+        return None
+
+    def _silent(self, member: Member, patience_s: float) -> Finding:
+        """What can be found out about a worker that answers no question."""
+        if pid := self._pid_here(member):
+            return _held(state_of(pid), place_of(pid, place_name(member)))
+        neighbours = [
+            other
+            for other in self._members.beside({member.incarnation})
+            if other.host == member.host and member.host != self._connections.host
+        ]
+        for other in neighbours[:_MOST_NEIGHBOURS]:
+            asked = {"pid": member.pid, "name": place_name(member)}
+            with contextlib.suppress(PhalanxError, *Unreached):
+                seen = self._request(
+                    other, NEIGHBOUR, asked, _NEIGHBOUR_S, asked="to look at another process", codec=FACTS
+                ).wait()
+                if seen:
+                    return _stopped(member, seen["process"]) or _held(seen["process"], seen["at"])
+        return Finding(
+            "silent",
+            f"It has not said within {patience_s:g} s what it does, though its host answers: its process is stopped, "
+            f"or something in it holds the interpreter's lock.",
+        )
+
+
+def _patience_s(timeout_s: float) -> float:
+    return min(_MOST_S, max(_LEAST_S, _PART * timeout_s))
+
+
+def _stopped(member: Member, state: str) -> Finding | None:
+    if state in ("T", "t"):
+        how = "stopped (SIGSTOP)" if state == "T" else "stopped by a debugger"
+        return Finding("stopped", f"It is {how}; `kill -CONT {member.pid}` on {member.host} lets it go on.")
+    if state in ("", "Z", "X"):
+        return Finding("gone", "Its process has ended.")
+    return None
+
+
+def _held(state: str, at: str) -> Finding:
+    where = f" It is at {at}." if at else ""
+    return Finding(
+        "interpreter",
+        f"Its process is there (in the state {state}), but runs no Python for others: something in it holds the "
+        f"interpreter's lock, or its machine is overloaded.{where}",
+        at,
+    )
+
+
+def _told(entry: dict[str, Any]) -> Finding:
+    """What a worker says about one call, or about itself."""
+    if "main" in entry:
+        at = str(entry["main"])
+        return Finding("handler", f"It runs; its main thread is at {at}." if at else "It runs.", at)
+    if "behind" in entry:
+        others, running = int(entry["behind"]), int(entry["running"])
+        return Finding(
+            "queued",
+            f"It has not begun this one: {format_count(running, 'call')} {'is' if running == 1 else 'are'} under way "
+            f"there, and {format_count(others, 'call')} {'waits' if others == 1 else 'wait'} before this one.",
+        )
+    if "for_s" in entry:
+        at = str(entry["at"])
+        where = f"and is at {at}" if at else "and its answer comes later, from other code there"
+        return Finding("handler", f"It has worked on this for {entry['for_s']:.1f} s {where}.", at)
+    return Finding("on the way", "It does not work on this: the call or its answer is on the way.")

@@ -1,0 +1,42 @@
+"""Stacks as ``faulthandler`` writes them, read back into frames."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+from dataclasses import dataclass
+
+__all__ = ["ASKED", "OWN", "Frame", "asked_in", "frames_of"]
+
+# In front of what a rank has asked another process for (``waiting.py``), behind its stack.
+ASKED = "\nAsked: "
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+_LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# This package's own files, which need not be among the installed ones.
+OWN = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_librarys(self) -> bool:
+        """Whether it belongs to an installed library or to Phalanx, and not to the user's program."""
+        return self.file.startswith(("<", *_LIBRARIES, OWN))
+
+
+def frames_of(stack: str) -> list[Frame]:
+    """The frames of a stack, the innermost first, as faulthandler lists them."""
+    return [Frame(match["file"], int(match["line"]), match["function"]) for match in _FRAME.finditer(stack)]
+
+
+def asked_in(stack: str) -> str:
+    """What the process had asked another one for, if that stands behind its stack; else an empty text."""
+    return stack.rpartition(ASKED)[2] if ASKED in stack else ""

@@ -1,0 +1,121 @@
+"""A backward pass that does not end in time: who is to blame for it, where that worker is, and that nothing goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.rpc import workers
+from tests.rpc.workers import with_workers
+from tests.support.ranks import Member
+
+from phalanx import rpc
+from phalanx.errors import CallTimeout, PhalanxError
+from phalanx.rpc.autograd.contexts import contexts
+
+LONG_S = 60.0
+_gate = threading.Event()
+
+
+class Waits(torch.autograd.Function):
+    """The identity, whose backward waits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _gate.wait(LONG_S)  # in backward
+        return gradient
+
+
+def pass_on(way: list[str], x: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    """Goes along ``way``; the last worker may wait in backward."""
+    if not way:
+        waiting: torch.Tensor = Waits.apply(x) if waits else x * 2
+        return waiting
+    answer: torch.Tensor = rpc.call(way[0], pass_on, way[1:], x * 2, waits=waits)
+    return answer * 2
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
+def passes() -> int:
+    return sum(len(context.passes) for context in contexts.all())
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_worker_that_computes_is_named_with_its_function_and_line(size: int) -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        way = [f"worker{rank}" for rank in range(1, size)]
+        with rpc.context() as context_id:
+            loss = pass_on(way, torch.ones(3, requires_grad=True), waits=True).sum()
+            with pytest.raises(CallTimeout) as caught:
+                rpc.backward(context_id, [loss], timeout_s=1.5)
+            error = caught.value
+            for name in way:  # it has been given up everywhere, though one is still in a function
+                while rpc.call(name, passes):
+                    time.sleep(0.01)
+            with pytest.raises(PhalanxError):
+                rpc.backward(context_id + 1, [loss])
+        rpc.call(way[-1], open_gate)
+        return error.worker, error.rank, error.cause, error.at, error.line, str(error)
+
+    worker, rank, cause, at, line, text = with_workers(body, size)[0]
+    with open(__file__) as file:
+        place = next(number for number, text in enumerate(file, 1) if text.endswith("# in backward\n"))
+    assert (worker, rank, cause) == (f"worker{size - 1}", size - 1, "handler")
+    assert at in (f"Waits.backward ({__file__}:{place})", f"backward ({__file__}:{place})")
+    assert line.startswith(__file__)
+    assert text.startswith(f"worker{size - 1} (rank {size - 1}, pid ")
+    assert f"did not answer within 1.5 s: its part of backward() ({line}). It has computed that for" in text
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_stopped_worker_is_named_and_another_pass_works_when_it_goes_on(size: int) -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        way = [f"worker{rank}" for rank in range(1, size)]
+        pid = rpc.call(way[-1], workers.pid)
+        leaf = torch.ones(3, requires_grad=True)
+        with rpc.context() as context_id:
+            loss = pass_on(way, leaf, waits=False).sum()
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                with pytest.raises(CallTimeout) as caught:
+                    rpc.backward(context_id, [loss], timeout_s=1)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        with rpc.context() as context_id:
+            loss = pass_on(way, leaf, waits=False).sum()
+            rpc.backward(context_id, [loss])
+            assert rpc.get_gradients(context_id)[leaf].tolist() == [2.0 * 4 ** (size - 1)] * 3
+        return caught.value.worker, caught.value.cause, caught.value.pid == pid
+
+    assert with_workers(body, size)[0] == (f"worker{size - 1}", "stopped", True)
+
+
+def test_the_default_is_that_of_calls() -> None:
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        rpc.session.agent().timeout_s = 1.0
+        with rpc.context() as context_id:
+            loss = pass_on(["worker1"], torch.ones(3, requires_grad=True), waits=True).sum()
+            with pytest.raises(CallTimeout) as caught:
+                rpc.backward(context_id, [loss])
+        rpc.call("worker1", open_gate)
+        return caught.value.timeout_s
+
+    assert with_workers(body, 2)[0] == 1.0

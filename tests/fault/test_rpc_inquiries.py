@@ -1,0 +1,214 @@
+"""A call that is not answered in time says why: what the worker that was called does, or what has become of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.rpc import workers
+from tests.support.ranks import Member, on_ranks
+
+from phalanx import rpc
+from phalanx.errors import CallTimeout
+
+LONG_S = 60.0
+_gate = threading.Event()
+
+
+def work_until_told() -> None:
+    _gate.wait(LONG_S)  # where it is
+
+
+def tell_it() -> None:
+    _gate.set()
+
+
+async def wait_for_nothing() -> None:
+    import asyncio
+
+    await asyncio.sleep(LONG_S)
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    time.sleep(0.2)
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))  # as C code does that does not release the lock
+
+
+def hold_from_the_main_thread(seconds: float) -> None:
+    _holding.append(seconds)
+
+
+_holding: list[float] = []
+
+
+def line_of(function: Callable[..., Any], words: str) -> str:
+    """Where these words are in a function, as ``file:line``."""
+    code = function.__code__
+    with open(code.co_filename) as file:
+        lines = file.read().splitlines()
+    number = next(n for n in range(code.co_firstlineno, len(lines) + 1) if words in lines[n - 1])
+    return f"{code.co_filename}:{number}"
+
+
+def asked_of_the_last(body: Callable[[str], Any], size: int, *, tcp: bool) -> list[Any]:
+    """What ``body`` returns on each rank but the last, which it gets the name of."""
+
+    def run(member: Member) -> Any:
+        if tcp:
+            workers.use_tcp()
+        member.join("gloo" if tcp else "phalanx")
+        rpc.init()
+        try:
+            if member.rank < size - 1:
+                return body(f"worker{size - 1}")
+            while workers.calls.get("over", 0) != size - 1:
+                if _holding:
+                    hold_the_interpreter(_holding.pop())
+                time.sleep(0.01)
+            return None
+        finally:
+            if member.rank < size - 1:
+                rpc.call(size - 1, workers.count, "over")
+            rpc.shutdown()
+
+    return on_ranks(run, size)[:-1]
+
+
+def timeout_of(to: str, function: Callable[..., Any], *args: Any, timeout_s: float = 1.0) -> CallTimeout:
+    with pytest.raises(CallTimeout) as caught:
+        rpc.call(to, function, *args, timeout_s=timeout_s)
+    error = caught.value
+    assert error.worker == to
+    assert error.timeout_s == timeout_s
+    assert error.line.startswith(__file__)
+    assert error.line in str(error)
+    return error
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_handler_that_runs_is_told_with_its_line(size: int, tcp: bool) -> None:
+    def body(to: str) -> Any:
+        error = timeout_of(to, work_until_told)
+        later = timeout_of(to, wait_for_nothing)
+        rpc.call(to, tell_it)
+        return error.cause, error.at, str(error), later.cause, later.at
+
+    place = line_of(work_until_told, "# where it is")
+    for cause, at, text, later_cause, later_at in asked_of_the_last(body, size, tcp=tcp):
+        assert (cause, at) == ("handler", f"work_until_told ({place})")
+        assert re.search(r"did not answer within 1 s: work_until_told \(\S+:\d+\), 1\.\d s ago", text)
+        assert re.search(rf"It has worked on this for [01]\.\d s and is at work_until_told \({place}\)", text)
+        assert (later_cause, later_at) == ("handler", "")
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_stopped_worker_is_told(tcp: bool) -> None:
+    def body(to: str) -> Any:
+        pid = rpc.call(to, workers.pid)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            error = timeout_of(to, workers.add, 1, 2)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        return error.cause, error.pid == pid, f"kill -CONT {pid}" in str(error)
+
+    assert asked_of_the_last(body, 2, tcp=tcp) == [("stopped", True, True)]
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("starter", [hold_from_the_main_thread, hold_the_interpreter])
+def test_something_that_holds_the_interpreter_is_told_with_its_line(starter: Callable[..., Any], tcp: bool) -> None:
+    def body(to: str) -> Any:
+        future = rpc.start(to, starter, 6.0)
+        time.sleep(1)
+        error = timeout_of(to, workers.add, 1, 2)
+        future.wait()
+        assert rpc.call(to, workers.add, 1, 2) == 3
+        return error.cause, error.at
+
+    place = line_of(hold_the_interpreter, "usleep")
+    [(cause, at)] = asked_of_the_last(body, 2, tcp=tcp)
+    assert cause == "interpreter"
+    if starter is hold_from_the_main_thread:  # of another thread that sleeps in C nobody can know that it has the lock
+        assert at == f"hold_the_interpreter ({place})"
+
+
+def answer(number: int) -> int:
+    _gate.wait(LONG_S)
+    return number
+
+
+def test_a_call_that_waits_for_others_says_for_how_many() -> None:
+    def body(to: str) -> Any:
+        from phalanx.rpc import handlers, session
+
+        rpc.call(to, limit_threads)
+        calls = [rpc.start(to, answer, number) for number in range(9)]
+        error = timeout_of(to, workers.add, 1, 2)
+        rpc.start(to, workers.add, 1, 1).cancel()
+        session.agent().request(to, "open", None).wait()
+        assert [call.wait() for call in calls] == list(range(9))
+        return error.cause, str(error), handlers.MOST
+
+    [(cause, text, _)] = asked_of_the_last(body, 2, tcp=True)
+    assert cause == "queued"
+    assert "It has not begun this one: 4 calls are under way there, and 5 calls wait before this one." in text
+
+
+def limit_threads() -> None:
+    from phalanx.rpc import handlers, session
+
+    handlers.MOST = 4
+    session.agent().serve("open", lambda incoming, value: _gate.set(), quick=True)
+
+
+def slow_items() -> Any:
+    yield 1
+    _gate.wait(LONG_S)  # before the second item
+    yield 2
+
+
+def test_an_item_that_does_not_come_says_why_and_comes_later() -> None:
+    def body(to: str) -> Any:
+        items = rpc.call(to, slow_items, timeout_s=1)
+        assert next(items) == 1
+        with pytest.raises(CallTimeout) as caught:
+            next(items)
+        rpc.call(to, tell_it)
+        assert list(items) == [2]
+        return caught.value.cause, caught.value.at, caught.value.asked
+
+    place = line_of(slow_items, "# before the second item")
+    [(cause, at, asked)] = asked_of_the_last(body, 2, tcp=False)
+    assert (cause, at, asked) == ("handler", f"slow_items ({place})", "the next item of a generator")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_call_without_a_timeout_is_noted_once_and_seldom_again(size: int, capfd: pytest.CaptureFixture[str]) -> None:
+    def run(member: Member) -> None:
+        member.join()
+        rpc.init(warn_after_s=0.5)
+        if member.rank == 0:
+            rpc.call(size - 1, work_until_told_by_time, 2.2, timeout_s=float("inf"))
+        rpc.shutdown()
+
+    on_ranks(run, size)
+    notes = [line for line in capfd.readouterr().err.splitlines() if "note: waiting for" in line]
+    place = line_of(work_until_told_by_time, "time.sleep")
+    assert 1 <= len(notes) <= 3  # after 0.5, 1 and 2 s, on a machine that is not too busy
+    for note in notes:
+        assert note.startswith(f"phalanx: note: waiting for worker{size - 1} (rank {size - 1}, pid ")
+        assert re.search(rf"work_until_told_by_time \({re.escape(__file__)}:\d+\), \d\.\d s ago", note)
+        assert f"is at work_until_told_by_time ({place})" in note
+
+
+def work_until_told_by_time(seconds: float) -> None:
+    time.sleep(seconds)

@@ -1,0 +1,99 @@
+"""``rpc.shutdown()`` ends in its time, whatever becomes of the others, and says for whom it has waited, and why."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.fault.test_rpc_inquiries import line_of
+from tests.rpc import workers
+from tests.support.ranks import Member, run_ranks
+
+from phalanx import rpc
+
+LONG_S = 60.0
+TIMEOUT_S = 1.5
+STATES = ["stopped", "holding", "busy", "killed"]
+
+
+def be_busy(folder: Path, others: int) -> None:
+    while len(list(folder.iterdir())) < others:
+        time.sleep(0.01)  # where it is
+
+
+def hold_the_interpreter(folder: Path, others: int) -> None:
+    """Keep the interpreter's lock, as C code does that does not release it, until the others are done."""
+    until_done = f"n=0; while [ $(ls {folder} | wc -l) -lt {others} -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
+    ctypes.PyDLL(None).system(until_done.encode())
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("state", STATES)
+def test_it_ends_and_says_for_whom_it_waited(
+    state: str, size: int, tcp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    last = size - 1
+    called, over = tmp_path / "called", tmp_path / "over"
+    called.mkdir()
+    over.mkdir()
+
+    def run(member: Member) -> Any:
+        if tcp:
+            workers.use_tcp()
+        member.join("gloo" if tcp else "phalanx")
+        rpc.init()
+        if member.rank == last:
+            if state == "holding":
+                hold_the_interpreter(over, last)
+            be_busy(over, last)
+            rpc.shutdown(timeout_s=LONG_S)
+            return 0.0
+        try:
+            return shut_down(member, last)
+        finally:
+            (over / str(member.rank)).touch()
+
+    def shut_down(member: Member, last: int) -> tuple[float, int]:
+        pid = rpc.session.agent().member(last).pid
+        if state in ("stopped", "killed"):
+            rpc.call(last, workers.pid)
+            (called / str(member.rank)).touch()
+        if member.rank == 0 and state in ("stopped", "killed"):
+            be_busy(called, last)
+            os.kill(pid, signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
+        time.sleep(0.5)
+        began = time.monotonic()
+        rpc.shutdown(timeout_s=TIMEOUT_S)
+        took = time.monotonic() - began
+        (over / str(member.rank)).touch()
+        if state == "stopped" and member.rank == 0:
+            be_busy(over, last)
+            os.kill(pid, signal.SIGCONT)
+        return took, pid
+
+    outcomes = run_ranks(run, size)
+    assert (outcomes[-1].signal == signal.SIGKILL) == (state == "killed")
+    said = capfd.readouterr().err
+    for outcome in outcomes[:-1]:
+        assert outcome.error is None, outcome.traceback
+        took, pid = outcome.value
+        assert took < LONG_S / 2
+    if state == "killed":
+        assert "ends without the others" not in said
+        return
+    who = rf"waited 1\.5 s for rpc\.shutdown\(\) of rank {last}\. worker{last} \(rank {last}, pid {pid} on \S+\): "
+    held = re.escape(f"hold_the_interpreter ({line_of(hold_the_interpreter, '.system(')})")
+    busy = re.escape(f"be_busy ({line_of(be_busy, '# where it is')})")
+    why = {
+        "stopped": rf"it is stopped \(SIGSTOP\); `kill -CONT {pid}`",
+        "holding": f"its process is there.* It is at {held}",
+        "busy": f"it runs; its main thread is at {busy}",
+    }[state]
+    assert len(re.findall(f"warning: rpc.shutdown\\(\\) ends without the others: {who}{why}", said)) == last, said
