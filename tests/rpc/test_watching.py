@@ -86,7 +86,7 @@ def test_those_who_leave_come_back_and_die_are_told_once_each() -> None:
         victim = session.agent().member("worker1")
         os.kill(rpc.call("worker1", workers.pid), signal.SIGKILL)
         log.wait_for(("worker1", "lost"))
-        session.agent()._found_gone(victim)  # as when a call that has begun before finds nobody there
+        session.agent()._departures.found(victim)  # as when a call that has begun before finds nobody there
         everything = log.wait_for(("worker1", "lost")), of_one.wait_for(("worker1", "lost"))
         time.sleep(1.0)  # nothing is told twice
         assert everything == (log.events, of_one.events)
