@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,10 +58,13 @@ def line_of(function: Callable[..., Any], words: str) -> str:
     return f"{code.co_filename}:{number}"
 
 
-def asked_of_the_last(body: Callable[[str], Any], size: int, *, tcp: bool) -> list[Any]:
-    """What ``body`` returns on each rank but the last, which it gets the name of."""
+def asked_of_the_last(
+    body: Callable[[str], Any], size: int, *, tcp: bool, before: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """What ``body`` returns on each rank but the last, which it gets the name of; each calls ``before`` first."""
 
     def run(member: Member) -> Any:
+        before()
         if tcp:
             workers.use_tcp()
         member.join("gloo" if tcp else "phalanx")
@@ -150,7 +154,6 @@ def test_a_call_that_waits_for_others_says_for_how_many() -> None:
     def body(to: str) -> Any:
         from phalanx.rpc import handlers, session
 
-        rpc.call(to, limit_threads)
         calls = [rpc.start(to, answer, number) for number in range(9)]
         error = timeout_of(to, workers.add, 1, 2)
         rpc.start(to, workers.add, 1, 1).cancel()
@@ -158,16 +161,18 @@ def test_a_call_that_waits_for_others_says_for_how_many() -> None:
         assert [call.wait() for call in calls] == list(range(9))
         return error.cause, str(error), handlers.MOST
 
-    [(cause, text, _)] = asked_of_the_last(body, 2, tcp=True)
+    [(cause, text, _)] = asked_of_the_last(body, 2, tcp=True, before=limit_threads)
     assert cause == "queued"
     assert "It has not begun this one: 4 calls are under way there, and 5 calls wait before this one." in text
 
 
 def limit_threads() -> None:
-    from phalanx.rpc import handlers, session
+    from phalanx.rpc import handlers, network, session
+    from phalanx.rpc.links.readers import Readers
 
     handlers.MOST = 4
-    session.agent().serve("open", lambda incoming, value: _gate.set(), quick=True)
+    vars(network)["Readers"] = partial(Readers, threads=1)  # which runs no handler, since none would read then
+    session.on_init(lambda made: made.serve("open", lambda incoming, value: _gate.set(), quick=True))
 
 
 def slow_items() -> Any:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc import agent, connections, handlers, session
+from phalanx.rpc import agent, connections, handlers, network, session
 from phalanx.rpc.handlers import Handlers
+from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
 from tests.support.ranks import Member, on_ranks
@@ -170,6 +171,7 @@ def test_calls_that_are_given_up_before_they_began_give_their_memory_back() -> N
 
     def body(member: Member) -> Any:
         handlers.MOST = 1
+        vars(network)["Readers"] = partial(Readers, threads=1)  # which runs no handler, since none would read then
         workers.use_tcp()
 
         def serve(made: agent.Agent) -> None:

@@ -92,9 +92,16 @@ def linked() -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]
 
 
 def test_the_thread_that_waits_for_an_answer_reads_it() -> None:
-    with linked() as ((side, link), _):
-        threads = [side.call(link, b"head") for _ in range(50)]
-    assert threads.count(threading.current_thread()) > 25  # an answer may be quicker than the caller
+    with linked() as ((side, link), (other, _)):
+        gate = other.gates["slow"] = threading.Event()
+        threads = []
+        for _ in range(20):
+            gate.clear()
+            timer = threading.Timer(0.02, gate.set)  # else an answer may be quicker than the caller
+            timer.start()
+            threads.append(side.call(link, b"head", service="slow"))
+            timer.join()
+    assert threads.count(threading.current_thread()) > 10
 
 
 def test_while_nobody_waits_the_threads_of_the_link_read() -> None:
