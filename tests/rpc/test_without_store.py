@@ -8,10 +8,12 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from phalanx import rpc
+from phalanx.errors import InitializationError
 from phalanx.rpc import session
 from tests.rpc import workers
 from tests.support.ranks import Member, on_ranks, run_ranks
@@ -36,8 +38,11 @@ def test_workers_go_on_when_the_store_is_gone_with_its_host() -> None:
     def body(member: Member) -> Any:
         with_a_store_of_rank_0(member)
         rpc.init()
+        (member.folder / f"in{member.rank}").touch()
         to = 3 - member.rank
         if member.rank == 0:
+            while len(list(member.folder.glob("in*"))) < member.size:
+                time.sleep(0.01)
             rpc.call(1, workers.add, 1, 2)
             rpc.call(2, workers.add, 1, 2)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -55,6 +60,23 @@ def test_workers_go_on_when_the_store_is_gone_with_its_host() -> None:
     for outcome in outcomes[1:]:
         assert outcome.error is None, outcome.traceback
         assert outcome.value == ((3, 7), ["worker1", "worker2"])
+
+
+def test_a_rank_that_waits_in_init_says_that_the_store_is_gone() -> None:
+    def body(member: Member) -> Any:
+        with_a_store_of_rank_0(member)
+        if member.rank == 0:
+            while not (member.folder / "waits").exists():
+                time.sleep(0.01)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        (member.folder / "waits").touch()
+        with pytest.raises(InitializationError, match="lost the job's store") as caught:
+            rpc.init()
+        return str(caught.value)
+
+    outcomes = run_ranks(body, 2)
+    assert outcomes[1].error is None, outcomes[1].traceback
 
 
 def test_workers_that_are_many_find_each_other() -> None:

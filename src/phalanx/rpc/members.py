@@ -233,25 +233,38 @@ class Members:
         return sorted(living, key=lambda member: (member.rank < 0, member.rank, member.name))
 
     def ranks_seen(self) -> set[int]:
-        """The ranks of all workers that have ever come, though some may have gone since."""
-        self.refresh()
+        """The ranks of all workers that have ever come, though some may have gone since.
+
+        Raises:
+            InitializationError: the store is gone, so nobody who comes could be seen.
+        """
+        try:
+            self._read_new()
+        except (dist.DistError, RuntimeError) as error:
+            raise InitializationError(
+                "this worker waited for others and lost the job's store, through which they are found: has the process "
+                f"that keeps it ended (rank 0, or the launcher)? Look at its output ({error})"
+            ) from error
         with self._lock:
             return {member.rank for member in self._entries.values()}
 
     def refresh(self) -> list[Member]:
-        """Read the entries that are new in the store; return them."""
+        """Read the entries that are new in the store; return them. There are none if the store is gone."""
         try:
-            count = int(self._store.add("count", 0))
-            with self._lock:
-                self._unread.update(range(self._seen + 1, count + 1))
-                self._seen = max(self._seen, count)
-                unread = sorted(self._unread)
-            # Those that are missing are being written, or their processes have ended before that.
-            missing = set(self._missing("entry", unread))
-            there = [number for number in unread if number not in missing]
-            read = self._store.multi_get([f"entry/{number}" for number in there]) if there else []
-        except (dist.DistError, RuntimeError):  # the store is gone
+            return self._read_new()
+        except (dist.DistError, RuntimeError):
             return []
+
+    def _read_new(self) -> list[Member]:
+        count = int(self._store.add("count", 0))
+        with self._lock:
+            self._unread.update(range(self._seen + 1, count + 1))
+            self._seen = max(self._seen, count)
+            unread = sorted(self._unread)
+        # Those that are missing are being written, or their processes have ended before that.
+        missing = set(self._missing("entry", unread))
+        there = [number for number in unread if number not in missing]
+        read = self._store.multi_get([f"entry/{number}" for number in there]) if there else []
         new = [Member(**json.loads(entry)) for entry in read]
         with self._lock:
             new = [self._entries.setdefault(member.incarnation, member) for member in new]
