@@ -47,8 +47,8 @@ def create_process_group(
         backend: what the group says its backend is: ``phalanx``, or the one that it replaces.
 
     A group whose ranks cannot all reach one shared segment (several hosts, or containers with pid namespaces of their
-    own) has shared memory among those that can, and Gloo between them. Ranks that believe to be on one host and share
-    no memory are told of in a warning of rank 0.
+    own) has shared memory among those that can, and Gloo between them. If ranks of one machine share no memory, rank 0
+    says why as a warning.
 
     Raises:
         InitializationError: a rank did not come.
@@ -80,9 +80,14 @@ def create_process_group(
         communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
     except NotOneHost as reason:
         met = PrefixStore(reason.meeting, own)
-        layout, local, apart = join_islands(PrefixStore("hosts", met), rank, size, timeout)
-        if apart and rank == 0:
-            warnings.warn(f"backend {backend!r}: {apart}; they communicate over Gloo", stacklevel=2)
+        layout, local, one_machine = join_islands(PrefixStore("hosts", met), rank, size, timeout)
+        if one_machine and rank == 0:
+            who = (
+                f"{size} ranks share no memory"
+                if len(layout.hosts) == size
+                else f"not all of {size} ranks share memory"
+            )
+            warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate over Gloo", stacklevel=2)
         gloo = gloo_in(PrefixStore("gloo", met), one_host=False)
         lanes = gloo_in(PrefixStore("lanes", met), one_host=False)
         messages = GlooCommunicator(gloo.get())

@@ -24,7 +24,7 @@ from phalanx.transports.solo import SoloCommunicator
 __all__ = ["join_islands"]
 
 
-def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Layout, Communicator, str]:
+def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Layout, Communicator, bool]:
     """Find the ranks that share memory with this one. Every rank of the group calls it.
 
     Args:
@@ -33,8 +33,7 @@ def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tupl
         timeout: for all of them to come.
 
     Returns:
-        Where all ranks are; a communicator of those on this host; and why ranks that believe to be on one host share
-        no memory, empty if there are none.
+        Where all ranks are; a communicator of those on this host; and whether ranks of one machine share no memory.
 
     Raises:
         InitializationError: a rank did not come.
@@ -42,25 +41,23 @@ def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tupl
     believed = _exchange(store, "host", rank, size, timeout, json.dumps(asdict(this_host()), sort_keys=True))
     here = [other for other in range(size) if believed[other] == believed[rank]]
     local: Communicator = SoloCommunicator()
-    found, reason = f"rank {rank}", ""
+    found = f"rank {rank}"
     if len(here) > 1:
         own = PrefixStore(f"memory/{here[0]}", store)
         try:
             local = SharedMemoryCommunicator(own, here.index(rank), len(here), timeout, names=here)
             found = f"island {here[0]}"
-        except NotOneHost as apart:
-            reason = f"ranks {', '.join(map(str, here))}: {apart}"
+        except NotOneHost:
+            pass
     try:
-        told = _exchange(store, "island", rank, size, timeout, json.dumps([found, reason]))
+        islands = _exchange(store, "island", rank, size, timeout, found)
     except BaseException:
         local.close()
         raise
-    islands, reasons = zip(*map(json.loads, told), strict=True)
-    return (
-        Layout(islands, rank, [json.loads(host)["name"] for host in believed]),
-        local,
-        "; ".join(sorted({text for text in reasons if text})),
-    )
+    hosts = [json.loads(host) for host in believed]
+    layout = Layout(islands, rank, [host["name"] for host in hosts])
+    machines = [{hosts[member]["boot_id"] for member in members} - {""} for members in layout.hosts]
+    return layout, local, len(frozenset().union(*machines)) < sum(map(len, machines))
 
 
 def _exchange(store: Store, name: str, rank: int, size: int, timeout: timedelta, value: str) -> Sequence[str]:
