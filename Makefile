@@ -12,7 +12,7 @@ JOBS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all lint types unit long mpi frameworks torch-versions benchmark sanitize conformance clean
+.PHONY: help run test test-all lint types unit long fault mpi frameworks torch-versions benchmark sanitize conformance clean
 
 help:  ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,10 +32,13 @@ types: $(VENV)/.installed  ## Static types
 	$(BIN)/mypy
 
 unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
-	$(PYTEST) -m "not long and not conformance" $(ARGS)
+	$(PYTEST) -m "not long and not conformance and not fault" $(ARGS)
 
 long: $(VENV)/.installed  ## The tests that the others leave out: more sizes, more examples
-	$(PYTEST) -m "long and not conformance" $(ARGS)
+	$(PYTEST) -m "long and not conformance and not fault" $(ARGS)
+
+fault: $(VENV)/.installed  ## Processes killed at hundreds of random moments, longer than in the tests
+	$(PYTEST) -m fault $(ARGS)
 
 mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI tests with MPICH, Open MPI and Intel MPI (ARGS="-k tutorials")
 	@cat $(MPI)/*/.skipped 2>/dev/null || true

@@ -416,7 +416,7 @@ def test_a_worker_that_is_killed_leaves_nothing_and_holds_nobody(seed: int, tmp_
     play(Case.of(1000 + seed * 7), str(tmp_path / "ran"))
 
 
-@pytest.mark.long
+@pytest.mark.fault
 @pytest.mark.parametrize("seed", range(500))
 def test_one_of_five_hundred_deaths(seed: int, tmp_path: Path) -> None:
     play(Case.of(seed), str(tmp_path / "ran"))
