@@ -112,9 +112,9 @@ PHX_API void phx_rpc_take_back(phx_rpc_link *link, uint64_t handle);
  * PHX_OK when all of it has been sent, else what phx_rpc_send() returns. */
 PHX_API int phx_rpc_stream(phx_rpc_link *link, uint32_t pieces, const void *const *data, const uint64_t *sizes,
                            uint64_t *done);
-/* Copy a large image that goes over several links, given in pieces, to where all of them can read it. Returns a handle, or
- * 0 if there is no room. Each link is lent it by phx_rpc_lend(), with the number of its own call. When the caller lends it
- * no more, it calls phx_rpc_unshare(); the room is free when all receivers have released the image as well. */
+/* Copy a large image that goes over several links, given in pieces, to memory that all their receivers can read. Returns
+ * a handle, or 0 if that memory is full. The caller then calls phx_rpc_lend() for each link, with the number of that link's
+ * own call, and phx_rpc_unshare() after the last one. The memory is free when all receivers have released the image. */
 PHX_API uint64_t phx_rpc_share(phx_rpc_hub *hub, uint32_t pieces, const void *const *data, const uint64_t *sizes);
 PHX_API void phx_rpc_unshare(phx_rpc_hub *hub, uint64_t handle);
 /* Send what was shared; as phx_rpc_post(). PHX_BAD_ARGUMENT: this link cannot borrow it, and phx_rpc_put() can send it. */

@@ -146,7 +146,8 @@ static uint64_t spin_ns(const _Atomic uint32_t *usual)
     return twice < LEAST_SPIN_NS || twice > MOST_SPIN_NS ? LEAST_SPIN_NS : twice;
 }
 
-/* Note how long a wait took in the mean of the last ones. Any thread writes it, and an update that is lost is no harm. */
+/* Count a wait in the running mean of how long waits take. Several threads may do so at once: then one of the waits is not
+ * counted, which only makes the mean a little older. */
 static void note(_Atomic uint32_t *usual, uint64_t took_ns)
 {
     const uint32_t before = atomic_load_explicit(usual, memory_order_relaxed);

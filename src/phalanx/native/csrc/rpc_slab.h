@@ -20,7 +20,8 @@ struct phx_rpc_slab {
     struct phx_rpc_block blocks[PHX_RPC_BLOCKS]; /* by number; one that is not used has the sequence number 0 */
 };
 
-/* Allocate a block of `nbytes`, whose memory the caller may write. Returns 1, or 0 if there is no room, or no memory. */
+/* Allocate a block of `nbytes`, whose memory the caller may write. Returns 1; or 0 if the slab is full, or the system has
+ * no memory for it. */
 int phx_rpc_allocate(struct phx_rpc_slab *slab, uint64_t nbytes, struct phx_rpc_block *block);
 /* If nothing was allocated for a while, give the system back what lies between the blocks in use and behind them. */
 void phx_rpc_trim(struct phx_rpc_slab *slab, uint64_t now_ns);
