@@ -50,7 +50,9 @@ struct phx_rpc_hub {
     _Atomic uint32_t serving;  /* threads in phx_rpc_next() */
     _Atomic uint32_t sleeping; /* how many of those sleep, or are about to; seq_cst, raised before they sleep */
     _Atomic uint32_t answers;
-    _Atomic uint32_t answer_ns, request_ns; /* how long a wait for either has taken lately */
+    /* The running means of how long waits for either take. Only this process has them: any of its threads writes and
+     * reads them, relaxed, because they only decide for how long a thread watches before it sleeps. */
+    _Atomic uint32_t answer_ns, request_ns;
     pthread_t watcher;
     struct phx_rpc_waiter *waiters;
     phx_rpc_link **links; /* under the lock, like `count` and `turn` */
