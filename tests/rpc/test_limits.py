@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,25 @@ def test_more_tasks_than_threads_all_run(monkeypatch: pytest.MonkeyPatch) -> Non
         time.sleep(0.01)
 
 
+def begun(
+    start: Callable[[int], rpc.Future[int]], count: int, *, until: int
+) -> tuple[list[rpc.Future[int]], threading.Thread]:
+    """Calls that a thread begins one after the other, a while after so many have begun; and the thread."""
+    futures: list[rpc.Future[int]] = []
+
+    def start_each() -> None:
+        for number in range(count):
+            futures.append(start(number))  # noqa: PERF401 - counted meanwhile
+
+    starter = threading.Thread(target=start_each)
+    starter.start()
+    end = time.monotonic() + PATIENCE_S
+    while len(futures) < until and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.3)  # so that one more would have begun if it could
+    return futures, starter
+
+
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_caller_has_a_limited_number_of_calls_at_a_slow_callee(size: int, tcp: bool) -> None:
@@ -86,18 +106,7 @@ def test_a_caller_has_a_limited_number_of_calls_at_a_slow_callee(size: int, tcp:
         try:
             if member.rank:
                 return True
-            futures: list[rpc.Future[int]] = []
-
-            def start_each() -> None:
-                for number in range(3 * most):
-                    futures.append(rpc.start(1, wait_for_gate, number))  # noqa: PERF401 - counted meanwhile
-
-            starter = threading.Thread(target=start_each)
-            starter.start()
-            until = time.monotonic() + PATIENCE_S
-            while len(futures) < most and time.monotonic() < until:
-                time.sleep(0.01)
-            time.sleep(0.3)
+            futures, starter = begun(lambda number: rpc.start(1, wait_for_gate, number), 3 * most, until=most)
             limited = len(futures) == most
             session.agent().notify(1, "open", None)
             starter.join()
@@ -131,19 +140,8 @@ def test_a_caller_has_a_limited_number_of_bytes_at_a_slow_callee(size: int, tcp:
             if member.rank:
                 return True
             assert rpc.call(1, torch.numel, torch.zeros(larger, dtype=torch.uint8)) == larger
-            futures: list[rpc.Future[int]] = []
             argument = torch.zeros(nbytes, dtype=torch.uint8)
-
-            def start_each() -> None:
-                for _ in range(more):
-                    futures.append(rpc.start(1, wait_with, argument))  # noqa: PERF401 - counted meanwhile
-
-            starter = threading.Thread(target=start_each)
-            starter.start()
-            until = time.monotonic() + PATIENCE_S
-            while len(futures) < fit and time.monotonic() < until:
-                time.sleep(0.01)
-            time.sleep(0.3)
+            futures, starter = begun(lambda _: rpc.start(1, wait_with, argument), more, until=fit)
             limited = len(futures) == fit
             with pytest.raises(CallTimeout):
                 rpc.call(1, wait_with, argument, timeout_s=0.5)
