@@ -70,6 +70,20 @@ class Outer(nn.Module):
         return self.inner(1.0) + len(self.seen)
 
 
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+
+    def forward(self, to: str) -> Tensor:
+        self.seen.append(1)
+        return rpc.rpc_sync(to, doubled, (torch.ones(2) * len(self.seen),))
+
+    @torch.jit.export
+    def count(self) -> int:
+        return len(self.seen)
+
+
 class OldStyle(torch.jit.ScriptModule):
     def __init__(self, references: list[Any]) -> None:
         super().__init__()
@@ -224,13 +238,28 @@ def test_a_remote_module_with_an_interface_is_a_script_module() -> None:
             }
 
 
+def calling(member: Member) -> list[Any]:
+    api, to = here_and_there(member)
+    module = torch.jit.script(Caller())
+    first = module(to).tolist()
+    again = copy.deepcopy(module)
+    result = [first, again(to).tolist(), again.count(), module.count()]
+    api.shutdown()
+    return result
+
+
+def test_a_script_module_that_makes_calls_keeps_its_lists_when_it_is_copied() -> None:
+    for size in (1, 2):
+        assert values(run_ranks(calling, size)) == [[[4.0, 4.0], [6.0, 6.0], 3, 2]] * size
+
+
 def refused(member: Member) -> None:
     api, to = here_and_there(member)
     reference = api.remote(to, doubled, args=(torch.ones(2),))
     module = OldStyle([reference])
-    with pytest.raises(RuntimeError, match=r"remote references \(references\) cannot be saved or sent"):
+    with pytest.raises(RuntimeError, match=r"remote references \(references\) cannot be saved, copied or sent"):
         torch.jit.save(module, member.folder / f"module{member.rank}.pt")
-    with pytest.raises(RuntimeError, match=r"remote references \(references\) cannot be copied"):
+    with pytest.raises(RuntimeError, match=r"remote references \(references\) cannot be saved, copied"):
         copy.deepcopy(module._actual_script_module)
     script = torch.jit.script(_RemoteModule(f"{to}/cpu", Scaled, _module_interface_cls=Interface))
     with pytest.raises(torch.jit.Error, match="can only be pickled when using RPC"):

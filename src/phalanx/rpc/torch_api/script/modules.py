@@ -1,4 +1,4 @@
-"""Script modules that have remote references as attributes.
+"""Script modules that have remote references as attributes, or make calls.
 
 They are compiled with the types of their references, so the compiler checks them like any others. A method that uses
 references, or makes calls, then runs as the Python method it was compiled from, on the same script module, for the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.jit import _recursive
@@ -28,30 +28,66 @@ _own_create: Any = _torch.create_script_module_impl
 _own_wrap: Any = _torch.wrap_cpp_module
 
 
+class _Plan(NamedTuple):
+    """How modules of a type run.
+
+    Attributes:
+        kind: the type.
+        lists: the attributes that are lists and dictionaries.
+        sources: the Python sources of the methods that do not run compiled, by name; None for one without a source.
+    """
+
+    kind: Any
+    lists: list[str]
+    sources: dict[str, Callable[..., Any] | None]
+
+
+_plans: dict[str, _Plan] = {}  # by the type's qualified name
+
+
 def _create_script_module_impl(nn_module: Any, concrete_type: Any, stubs_fn: Any) -> Any:
-    attributes = {name: kind for name, (kind, _) in concrete_type.get_attributes().items()}
-    references = [name for name, kind in attributes.items() if holds_reference(kind)]
+    kind = concrete_type.jit_type
+    references = _references(concrete_type)
     if references:
-        slots.declare(concrete_type.jit_type.qualified_name(), references)
+        slots.declare(kind.qualified_name(), references)
     module = _own_create(nn_module, concrete_type, stubs_fn)
-    if references or any(map(slots.in_python, module._modules.values())):
-        slots.keep_lists(module._c, (name for name, kind in attributes.items() if holds_list(kind)))
-        for name in module._c._method_names():
-            if _needs_python(module._c._get_method(name).inlined_graph):
-                module.__dict__[name] = _in_python(module, name, _source_of(nn_module, name))
+    methods = [module._c._get_method(name) for name in module._c._method_names()]
+    inner = any(map(slots.in_python, module._modules.values()))
+    if references or inner or any(uses_rpc(method.graph) for method in methods):
+        attributes = concrete_type.get_attributes().items()
+        plan = _plans[kind.qualified_name()] = _Plan(
+            kind,
+            [name for name, (its_kind, _) in attributes if holds_list(its_kind)],
+            {each.name: _source_of(nn_module, each.name) for each in methods if _needs_python(each.inlined_graph)},
+        )
+        _follow(plan, module)
     return module
 
 
 def _wrap_cpp_module(cpp_module: Any) -> Any:
     """What torch's does, by which loaded and copied script modules come to Python."""
-    concrete_type: Any = torch._C.ConcreteModuleType.from_jit_type(cpp_module._type())
-    references = [name for name, (kind, _) in concrete_type.get_attributes().items() if holds_reference(kind)]
+    kind = cpp_module._type()
+    references = _references(torch._C.ConcreteModuleType.from_jit_type(kind))
     if references:
         raise PhalanxError(
-            f"a script module that holds remote references ({', '.join(references)}) cannot be copied, or loaded from "
-            f"a file. Make it anew from its class"
+            f"a script module that holds remote references ({', '.join(references)}) cannot be loaded from a file. "
+            f"Make it anew from its class"
         )
-    return _own_wrap(cpp_module)
+    module = _own_wrap(cpp_module)
+    plan = _plans.get(kind.qualified_name())
+    if plan is not None and plan.kind == kind:  # those of a file have types of their own
+        _follow(plan, module)
+    return module
+
+
+def _references(concrete_type: Any) -> list[str]:
+    return [name for name, (kind, _) in concrete_type.get_attributes().items() if holds_reference(kind)]
+
+
+def _follow(plan: _Plan, module: Any) -> None:
+    slots.keep_lists(module._c, plan.lists)
+    for name, source in plan.sources.items():
+        module.__dict__[name] = _in_python(module, name, source)
 
 
 def _needs_python(graph: Any) -> bool:
