@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler_legacy
 from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.nn.api.remote_module import _RemoteModule
@@ -156,11 +155,6 @@ def run_later(module: Both, tensor: Tensor) -> Tensor:
     return module.forward_async(tensor, 5).wait()
 
 
-@torch.jit.script
-def calls_once(to: str, tensor: Tensor) -> Tensor:
-    return rpc.rpc_async(to, doubled, (tensor,)).wait() + rpc.rpc_sync(to, doubled, (tensor,))
-
-
 def here_and_there(member: Member) -> tuple[Any, str]:
     return started(member), f"worker{(member.rank + 1) % member.size}"
 
@@ -273,19 +267,6 @@ def refused(member: Member) -> None:
 
 def test_modules_with_references_are_not_copied_without_them() -> None:
     values(run_ranks(refused, 2))
-
-
-def profiled(member: Member) -> set[str]:
-    api, to = here_and_there(member)
-    with profiler_legacy.profile() as profile:
-        calls_once(to, torch.ones(2))
-        api.rpc_sync(to, doubled, args=(torch.ones(2),))
-    api.shutdown()
-    return {event.name.partition("#")[0] for event in profile.function_events if event.name.startswith("rpc_")}
-
-
-def test_a_profile_tells_the_calls_of_script_functions_from_those_of_python() -> None:
-    assert values(run_ranks(profiled, 2)) == [{"rpc_async_jit", "rpc_sync"}] * 2
 
 
 def test_a_remote_module_of_another_workers_module_has_its_interface() -> None:
