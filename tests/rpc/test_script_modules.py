@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import copy
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.nn.api.remote_module import _RemoteModule
+from torch.distributed.nn.jit import instantiator
 from torch.futures import Future
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from tests.rpc.test_torch_api import started
 from tests.support.ranks import Member, run_ranks, values
+from tests.support.waiting import soon
 
 
 @torch.jit.script
@@ -195,7 +199,10 @@ def test_a_script_module_uses_its_references_and_is_checked_by_the_compiler() ->
 
 
 def with_interface(member: Member) -> dict[str, Any]:
+    """One rank after the other, because torch cannot compile on two threads, and one that serves compiles here."""
     api, to = here_and_there(member)
+    if member.rank:
+        assert soon((member.folder / f"over{member.rank - 1}").exists)
     ones = torch.ones(2)
     remote = _RemoteModule(f"{to}/cpu", Scaled, _module_interface_cls=Interface)
     script = torch.jit.script(remote)
@@ -213,6 +220,7 @@ def with_interface(member: Member) -> dict[str, Any]:
         script.forward(ones, "three")
     with pytest.raises(RuntimeError, match=r"is not a subtype of the type hint: .*Other"):
         _RemoteModule(f"{to}/cpu", Scaled, _module_interface_cls=Other)
+    (member.folder / f"over{member.rank}").touch()
     api.shutdown()
     return result
 
@@ -247,17 +255,42 @@ def test_a_script_module_that_makes_calls_keeps_its_lists_when_it_is_copied() ->
         assert values(run_ranks(calling, size)) == [[[4.0, 4.0], [6.0, 6.0], 3, 2]] * size
 
 
+def test_threads_that_make_the_same_template_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    own: Any = instantiator._StringLoader.exec_module
+
+    def slow(self: Any, module: Any) -> None:
+        time.sleep(0.3)
+        own(self, module)
+
+    def rank(member: Member) -> list[int]:
+        import phalanx.rpc.torch_api  # noqa: F401 - it installs itself
+
+        monkeypatch.setattr(instantiator._StringLoader, "exec_module", slow)
+
+        def make(_: int) -> int:
+            made = instantiator.instantiate_scriptable_remote_module_template(Interface, False)
+            return len(made._generated_methods)
+
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(make, range(2)))
+
+    assert values(run_ranks(rank, 1)) == [[2, 2]]
+
+
 def refused(member: Member) -> None:
     api, to = here_and_there(member)
+    if member.rank:
+        api.shutdown()
+        return
     reference = api.remote(to, doubled, args=(torch.ones(2),))
     module = OldStyle([reference])
     with pytest.raises(RuntimeError, match=r"remote references \(references\) cannot be saved, copied or sent"):
-        torch.jit.save(module, member.folder / f"module{member.rank}.pt")
+        torch.jit.save(module, member.folder / "module.pt")
     with pytest.raises(RuntimeError, match=r"remote references \(references\) cannot be saved, copied"):
         copy.deepcopy(module._actual_script_module)
     script = torch.jit.script(_RemoteModule(f"{to}/cpu", Scaled, _module_interface_cls=Interface))
     with pytest.raises(torch.jit.Error, match="can only be pickled when using RPC"):
-        torch.save(script, member.folder / f"script{member.rank}.pt")
+        torch.save(script, member.folder / "script.pt")
     with pytest.raises(RuntimeError, match="Passing a script RemoteModule over RPC is not supported"):
         api.rpc_sync(to, type, args=(script,))
     with pytest.raises(RuntimeError, match="type_hint should only be specified"):
@@ -272,6 +305,9 @@ def test_modules_with_references_are_not_copied_without_them() -> None:
 def test_a_remote_module_of_another_workers_module_has_its_interface() -> None:
     def rank(member: Member) -> list[float]:
         api, to = here_and_there(member)
+        if member.rank:
+            api.shutdown()
+            return [9.0, 9.0]
         remote = _RemoteModule(f"{to}/cpu", Scaled, _module_interface_cls=Interface)
         again = RemoteModule.init_from_module_rref(f"{to}/cpu", remote.get_module_rref(), Interface)
         result = again.forward(torch.ones(2), 3).tolist()

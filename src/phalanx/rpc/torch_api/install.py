@@ -77,6 +77,7 @@ def install() -> None:
     functions.interpret()
     slots.keep()
     after_import("torch.distributed.optim.optimizer", _optimize_in_python)
+    after_import("torch.distributed.nn.jit.instantiator", modules.instantiate_in_turn)
 
 
 def _optimize_in_python(optimizer: Any) -> None:

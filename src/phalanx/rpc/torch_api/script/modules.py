@@ -10,6 +10,7 @@ Checked on torch 2.13.0.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from phalanx.rpc.torch_api.script import slots
 from phalanx.rpc.torch_api.script.functions import run_as_script
 from phalanx.rpc.torch_api.script.graphs import calls_interface, holds_list, holds_reference, reads_list, uses_rpc
 
-__all__ = ["STAND_INS"]
+__all__ = ["STAND_INS", "instantiate_in_turn"]
 
 _torch: Any = _recursive
 _own_create: Any = _torch.create_script_module_impl
@@ -117,6 +118,21 @@ def _in_python(module: Any, name: str, source: Callable[..., Any] | None) -> Cal
         return run_as_script(source, module, *args, **kwargs)
 
     return method
+
+
+def instantiate_in_turn(instantiator: Any) -> None:
+    """Have threads wait for each other when they make a template of ``RemoteModule``.
+
+    Workers that make remote modules on each other do so at the same time, on the thread of the program and on one that
+    serves, and torch gives the second thread a Python module that the first has not finished.
+    """
+    own, lock = instantiator._do_instantiate_remote_module_template, threading.Lock()
+
+    def instantiate(*args: Any) -> Any:
+        with lock:
+            return own(*args)
+
+    instantiator._do_instantiate_remote_module_template = instantiate
 
 
 STAND_INS = [
