@@ -1,6 +1,6 @@
 """torch's legacy profiler in a program written for torch.distributed.rpc."""
 
-# mypy: disable-error-code="no-any-return,untyped-decorator,no-untyped-call"
+# mypy: disable-error-code="attr-defined,no-any-return,untyped-decorator,no-untyped-call"
 
 from __future__ import annotations
 
