@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from tests.support import autograd_workers as workers
 from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.waiting import soon
 
 from phalanx import rpc
 from phalanx.errors import ArgumentError, PhalanxError, WorkerLost
@@ -24,7 +24,6 @@ from phalanx.rpc.autograd.contexts import contexts
 from phalanx.rpc.autograd.passes import Pass
 
 Do = Callable[..., Any]
-PATIENCE_S = 30.0
 
 
 class Special(ValueError):
@@ -35,29 +34,19 @@ class Special(ValueError):
         self.code = code
 
 
-class Fails(torch.autograd.Function):
-    """The identity, whose backward fails, or ends the process."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
-        ctx.how = how
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if ctx.how == "raises":
-            raise Special("out of order", 7)
-        return gradient, None
+def fail_in_backward(how: str) -> None:
+    """What the backward of the last worker does."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "raises":
+        raise Special("out of order", 7)
 
 
 def passes_through(do: Do, way: list[int], x: torch.Tensor, how: str) -> torch.Tensor:
     """Goes along ``way`` and fails, in backward, on the last worker; those before wait for it."""
     y = x * workers.parameter("w", 3)
     if not way:
-        failing: torch.Tensor = Fails.apply(y, how)
-        return failing
+        return workers.acts(y, lambda _: fail_in_backward(how))
     answer: torch.Tensor = do(way[0], passes_through, do, way[1:], y * 2, how)
     return y + answer
 
@@ -72,13 +61,6 @@ def passes_left(_: Any) -> int:
     """How many passes this worker still has in memory."""
     gc.collect()
     return sum(type(each) is Pass for each in gc.get_objects())
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < until, "it did not happen"
-        time.sleep(0.01)
 
 
 def test_a_failure_names_where_and_ends_the_pass_everywhere() -> None:
@@ -100,14 +82,14 @@ def test_a_failure_names_where_and_ends_the_pass_everywhere() -> None:
                 assert error.line in str(error)
                 assert "passes_through" in str(error)
                 for other in range(member.size):
-                    wait_until(lambda other=other: workers.remote(other, alive, None)[1] == 0)  # type: ignore[misc]
+                    assert soon(lambda other=other: workers.remote(other, alive, None)[1] == 0)  # type: ignore[misc]
                 assert not engine.get_gradients(context_id)
             with engine.context() as context_id:
                 y = workers.remote(1, passes_through, workers.remote, way, x, "works")
                 engine.backward(context_id, [y.sum()])
                 assert x in engine.get_gradients(context_id)
             for other in range(member.size):
-                wait_until(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+                assert soon(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
         rpc.shutdown()
 
     for size in (2, 3, 5):
@@ -126,7 +108,7 @@ def test_passes_that_failed_are_freed_with_their_graphs() -> None:
                         engine.backward(context_id, [y.sum()])
                 del x, y
             for other in range(member.size):
-                wait_until(lambda other=other: workers.remote(other, passes_left, None) == 0)  # type: ignore[misc]
+                assert soon(lambda other=other: workers.remote(other, passes_left, None) == 0)  # type: ignore[misc]
         rpc.shutdown()
 
     for size in (2, 3):
@@ -146,7 +128,7 @@ def test_a_worker_that_dies_in_backward_is_named(size: int) -> None:
                     engine.backward(context_id, [y.sum()])
                 assert caught.value.rank == 2
             for other in {*range(member.size)} - {2}:
-                wait_until(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+                assert soon(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
         rpc.shutdown()
 
     outcomes = run_ranks(rank, size)
@@ -165,29 +147,15 @@ def test_others_forget_the_contexts_of_a_worker_that_dies() -> None:
                 assert workers.remote(2, alive, None) == (1, 0)
                 os.kill(os.getpid(), signal.SIGKILL)
         else:
-            wait_until(lambda: (member.folder / "begun").exists() or bool(contexts.all()))
+            assert soon(lambda: (member.folder / "begun").exists() or bool(contexts.all()))
             (member.folder / "begun").touch()
-            wait_until(lambda: not contexts.all())
+            assert soon(lambda: not contexts.all())
         rpc.shutdown()
 
     outcomes = run_ranks(rank, 3)
     assert [outcome.signal for outcome in outcomes] == [signal.SIGKILL, 0, 0]
     for outcome in outcomes[1:]:
         assert outcome.error is None, outcome.traceback
-
-
-class Releases(torch.autograd.Function):
-    """The identity, whose backward releases the context."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, number: int) -> torch.Tensor:
-        ctx.number = number
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        engine.release_context(ctx.number)
-        return gradient, None
 
 
 def test_a_context_that_is_released_ends_its_pass() -> None:
@@ -198,9 +166,10 @@ def test_a_context_that_is_released_ends_its_pass() -> None:
             x = torch.ones(3, requires_grad=True)
             y = workers.remote(1, passes_through, workers.remote, [], x, "works")
             with pytest.raises(PhalanxError, match=r"ended during its backward pass|Could not find|given up"):
-                engine.backward(context.number, [Releases.apply(y, context.number).sum()])
+                releasing = workers.acts(y, lambda _: engine.release_context(context.number))
+                engine.backward(context.number, [releasing.sum()])
             for other in range(member.size):
-                wait_until(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
+                assert soon(lambda other=other: workers.remote(other, alive, None) == (0, 0))  # type: ignore[misc]
         rpc.shutdown()
 
     on_ranks(rank, 2)
@@ -243,7 +212,7 @@ def test_a_late_call_does_not_bring_a_context_back() -> None:
             with engine.context():
                 tensors, metadata = engine.wrap(1, [torch.ones(3, requires_grad=True)])
                 workers.remote(1, alive, None)
-            wait_until(lambda: workers.remote(1, alive, None) == (0, 0))
+            assert soon(lambda: workers.remote(1, alive, None) == (0, 0))
             assert workers.remote(1, enter_late, session.agent().me, tensors, metadata) == (False, 0)
         rpc.shutdown()
 

@@ -65,10 +65,7 @@ def asked_of_the_last(
 
     def run(member: Member) -> Any:
         before()
-        if tcp:
-            workers.use_tcp()
-        member.join("gloo" if tcp else "phalanx")
-        rpc.init()
+        workers.begin(member, tcp=tcp)
         try:
             if member.rank < size - 1:
                 return body(f"worker{size - 1}")

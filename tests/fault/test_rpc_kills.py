@@ -30,6 +30,7 @@ from tests.rpc import workers
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks
 from tests.support.shared_links import mappings, write
+from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from phalanx import rpc
@@ -315,15 +316,6 @@ def read(path: Path) -> bytes:
     """The content of a file that another process makes."""
     assert soon(path.exists), f"nobody made {path.name}"
     return path.read_bytes()
-
-
-def soon(happens: Callable[[], bool]) -> bool:
-    until = time.monotonic() + PATIENCE_S
-    while not happens():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def play(case: Case, path: str) -> None:

@@ -74,10 +74,7 @@ def test_all_who_wait_for_a_worker_get_the_same_error(size: int, tcp: bool, tmp_
     last = size - 1
 
     def run(member: Member) -> Any:
-        if tcp:
-            workers.use_tcp()
-        member.join("gloo" if tcp else "phalanx")
-        rpc.init()
+        workers.begin(member, tcp=tcp)
         if member.rank == last:
             while len(list(tmp_path.iterdir())) < last:
                 time.sleep(0.01)

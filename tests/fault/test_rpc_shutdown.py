@@ -45,10 +45,7 @@ def test_it_ends_and_says_for_whom_it_waited(
     over.mkdir()
 
     def run(member: Member) -> Any:
-        if tcp:
-            workers.use_tcp()
-        member.join("gloo" if tcp else "phalanx")
-        rpc.init()
+        workers.begin(member, tcp=tcp)
         if member.rank == last:
             if state == "holding":
                 hold_the_interpreter(over, last)

@@ -12,19 +12,12 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "rpc_hub.h"
 
 #define SLAB (1u << 19)
 #define THREADS 3
 #define PATIENCE_S 60 /* far more than a busy machine needs */
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            _exit(1);                                                                                                  \
-        }                                                                                                              \
-    } while (0)
 
 struct box {
     struct phx_rpc_box box;

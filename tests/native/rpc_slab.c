@@ -9,19 +9,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "futex.h"
 #include "rpc_slab.h"
 
 #define BYTES (8u << 20)
 #define LATER 11000000000ull
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 static struct phx_rpc_slab slab = {.lock = PTHREAD_MUTEX_INITIALIZER, .bytes = BYTES};
 static _Atomic uint32_t released[PHX_RPC_BLOCKS];

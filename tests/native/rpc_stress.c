@@ -8,20 +8,13 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "rpc.h"
 
 #define MOST 5
 #define SERVERS 20 /* more than a worker is ever asked at once, so that one is always free to receive */
 #define CALLERS 3
 #define SLAB (1u << 19)
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 struct box {
     struct phx_rpc_box box;

@@ -19,6 +19,7 @@ from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
+from tests.rpc.workers import with_workers
 from tests.support.ranks import Member, on_ranks
 
 PATIENCE_S = 60.0
@@ -91,31 +92,31 @@ def begun(
     return futures, starter
 
 
+def serve_gate(tcp: bool) -> None:
+    if tcp:
+        workers.use_tcp()
+    session.on_init(lambda made: made.serve("open", open_gate, quick=True))
+
+
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_caller_has_a_limited_number_of_calls_at_a_slow_callee(size: int, tcp: bool) -> None:
     most = 40
 
-    def body(member: Member) -> Any:
+    def before(_: Member) -> None:
         agent.MOST_CALLS, handlers.MOST = most, 10
-        if tcp:
-            workers.use_tcp()
-        session.on_init(lambda made: made.serve("open", open_gate, quick=True))
-        member.join()
-        rpc.init(timeout_s=PATIENCE_S)
-        try:
-            if member.rank:
-                return True
-            futures, starter = begun(lambda number: rpc.start(1, wait_for_gate, number), 3 * most, until=most)
-            limited = len(futures) == most
-            session.agent().notify(1, "open", None)
-            starter.join()
-            return limited and [future.wait() for future in futures] == list(range(3 * most))
-        finally:
-            rpc.shutdown()
-            dist.destroy_process_group()
+        serve_gate(tcp)
 
-    assert on_ranks(body, size) == [True] * size
+    def body(member: Member) -> Any:
+        if member.rank:
+            return True
+        futures, starter = begun(lambda number: rpc.start(1, wait_for_gate, number), 3 * most, until=most)
+        limited = len(futures) == most
+        session.agent().notify(1, "open", None)
+        starter.join()
+        return limited and [future.wait() for future in futures] == list(range(3 * most))
+
+    assert with_workers(body, size, PATIENCE_S, before=before) == [True] * size
 
 
 def wait_with(tensor: torch.Tensor) -> int:
@@ -129,34 +130,28 @@ def test_a_caller_has_a_limited_number_of_bytes_at_a_slow_callee(size: int, tcp:
     nbytes, fit, more = 1 << 20, 8, 20
     larger = 12 << 20  # than all that may be under way
 
-    def body(member: Member) -> Any:
+    def before(_: Member) -> None:
         agent.MOST_BYTES = fit * nbytes
-        if tcp:
-            workers.use_tcp()
-        session.on_init(lambda made: made.serve("open", open_gate, quick=True))
-        member.join()
-        rpc.init(timeout_s=PATIENCE_S)
-        try:
-            if member.rank:
-                return True
-            assert rpc.call(1, torch.numel, torch.zeros(larger, dtype=torch.uint8)) == larger
-            argument = torch.zeros(nbytes, dtype=torch.uint8)
-            futures, starter = begun(lambda _: rpc.start(1, wait_with, argument), more, until=fit)
-            limited = len(futures) == fit
-            with pytest.raises(CallTimeout):
-                rpc.call(1, wait_with, argument, timeout_s=0.5)
-            assert rpc.call(1, workers.add, 1, 2) == 3  # small ones pass
-            if size > 2:
-                assert rpc.call(2, torch.numel, argument) == nbytes  # and so do those to others
-            session.agent().notify(1, "open", None)
-            starter.join()
-            assert rpc.call(1, torch.numel, torch.zeros(larger, dtype=torch.uint8)) == larger
-            return limited and [future.wait() for future in futures] == [nbytes] * more
-        finally:
-            rpc.shutdown()
-            dist.destroy_process_group()
+        serve_gate(tcp)
 
-    assert on_ranks(body, size) == [True] * size
+    def body(member: Member) -> Any:
+        if member.rank:
+            return True
+        assert rpc.call(1, torch.numel, torch.zeros(larger, dtype=torch.uint8)) == larger
+        argument = torch.zeros(nbytes, dtype=torch.uint8)
+        futures, starter = begun(lambda _: rpc.start(1, wait_with, argument), more, until=fit)
+        limited = len(futures) == fit
+        with pytest.raises(CallTimeout):
+            rpc.call(1, wait_with, argument, timeout_s=0.5)
+        assert rpc.call(1, workers.add, 1, 2) == 3  # small ones pass
+        if size > 2:
+            assert rpc.call(2, torch.numel, argument) == nbytes  # and so do those to others
+        session.agent().notify(1, "open", None)
+        starter.join()
+        assert rpc.call(1, torch.numel, torch.zeros(larger, dtype=torch.uint8)) == larger
+        return limited and [future.wait() for future in futures] == [nbytes] * more
+
+    assert with_workers(body, size, PATIENCE_S, before=before) == [True] * size
 
 
 def resident(incoming: Any, value: Any) -> int:

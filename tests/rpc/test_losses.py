@@ -27,9 +27,9 @@ from phalanx.rpc.parameter_server.sharing import Piece
 from phalanx.rpc.serving import Incoming
 from tests.launch_support import Launcher, launcher
 from tests.rpc import workers
-from tests.rpc.test_objects import soon
 from tests.support.ranks import Member, run_ranks
 from tests.support.shared_links import read, write
+from tests.support.waiting import soon
 
 __all__ = ["launcher"]
 

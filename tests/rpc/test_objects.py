@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +15,9 @@ from phalanx.errors import ObjectLost
 from tests.rpc import workers
 from tests.rpc.workers import Account, Broken, next_of, with_workers
 from tests.support.ranks import Member
+from tests.support.waiting import soon
 
 PATIENCE_S = 30.0
-
-
-def soon(happens: Callable[[], bool]) -> bool:
-    until = time.monotonic() + PATIENCE_S
-    while not happens():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def holders(worker: str) -> list[tuple[str, ...]]:

@@ -28,10 +28,11 @@ from phalanx.errors import CallTimeout, ObjectLost, WorkerLost
 from phalanx.rpc import session
 from phalanx.rpc.future import Cancelled
 from tests.rpc import workers
-from tests.rpc.test_objects import holders, soon
+from tests.rpc.test_objects import holders
 from tests.rpc.workers import Account, with_workers
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks
+from tests.support.waiting import soon
 
 PATIENCE_S = 60.0
 THREADS = 3

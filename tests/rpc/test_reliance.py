@@ -24,17 +24,9 @@ from phalanx.rpc.future import Future
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
+from tests.support.waiting import soon
 
 PATIENCE_S = 30.0
-
-
-def soon(happens: Callable[[], bool]) -> bool:
-    until = time.monotonic() + PATIENCE_S
-    while not happens():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def raises(_: Any) -> None:

@@ -17,7 +17,7 @@ from phalanx.errors import ArgumentError, EncodingError
 from phalanx.rpc import session
 from phalanx.rpc.codecs import Codec
 from tests.rpc import workers
-from tests.rpc.workers import next_of
+from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member, on_ranks
 
 
@@ -62,17 +62,13 @@ METHODS = ["whose", "scaled", "counted", "later", "fail", "lies"]
 
 
 def with_services(body: Any, size: int, *, typed_only: bool) -> list[Any]:
-    def run(member: Member) -> Any:
-        member.join()
+    def serve(member: Member) -> None:
         rpc.serve("trainer", Trainer(member.rank), METHODS)
-        rpc.init(typed_only=typed_only)
-        try:
-            return body(member, rpc.service(next_of(member), "trainer", Trainer))
-        finally:
-            rpc.shutdown()
-            dist.destroy_process_group()
 
-    return on_ranks(run, size)
+    def run(member: Member) -> Any:
+        return body(member, rpc.service(next_of(member), "trainer", Trainer))
+
+    return with_workers(run, size, before=serve, typed_only=typed_only)
 
 
 @pytest.mark.parametrize("typed_only", [False, True])

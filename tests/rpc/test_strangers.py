@@ -26,8 +26,8 @@ from phalanx.rpc.network import ROLE
 from phalanx.wire.key import Key
 from phalanx.wire.proof import GREETING, GREETING_BYTES, LONGEST_PROOF, Response
 from tests.rpc import workers
-from tests.rpc.workers import next_of
-from tests.support.ranks import Member, on_ranks
+from tests.rpc.workers import next_of, with_workers
+from tests.support.ranks import Member
 
 SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))
 SOON_S = 1.0  # a tiny call takes no longer, whatever strangers do
@@ -118,20 +118,12 @@ def proven(key: Key, claim: bytes) -> tuple[socket.socket, Response]:
 
 def with_strangers(body: Callable[[Member], Any], size: int, *, tcp: bool = False) -> list[Any]:
     def run(member: Member) -> Any:
-        member.join()
-        if tcp:
-            workers.use_tcp()
-        rpc.init(timeout_s=PATIENCE_S)
-        try:
-            with undisturbed(member):
-                outcome = body(member)
-            assert len(session.agent().members()) == size
-            return outcome
-        finally:
-            rpc.shutdown()
-            dist.destroy_process_group()
+        with undisturbed(member):
+            outcome = body(member)
+        assert len(session.agent().members()) == size
+        return outcome
 
-    return on_ranks(run, size)
+    return with_workers(run, size, PATIENCE_S, before=lambda _: workers.use_tcp() if tcp else None)
 
 
 @pytest.mark.parametrize("tcp", [False, True])

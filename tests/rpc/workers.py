@@ -17,12 +17,20 @@ from tests.support.ranks import Member, on_ranks
 SIZES = [1, 2, 3, 5]
 
 
-def with_workers(body: Callable[[Member], Any], size: int, timeout_s: float = 60.0) -> list[Any]:
-    """What ``body`` returns on each of ``size`` ranks that are workers."""
+def with_workers(
+    body: Callable[[Member], Any],
+    size: int,
+    timeout_s: float = 60.0,
+    *,
+    before: Callable[[Member], None] = lambda _: None,
+    typed_only: bool = False,
+) -> list[Any]:
+    """What ``body`` returns on each of ``size`` ranks that are workers; each calls ``before`` before it is one."""
 
     def run(member: Member) -> Any:
         member.join(timeout_s=timeout_s)
-        rpc.init(timeout_s=timeout_s)
+        before(member)
+        rpc.init(timeout_s=timeout_s, typed_only=typed_only)
         try:
             return body(member)
         finally:
@@ -39,6 +47,14 @@ def use_tcp() -> None:
         raise OSError("there is no shared memory in this test")
 
     vars(connections)["SharedHub"] = none
+
+
+def begin(member: Member, *, tcp: bool) -> None:
+    """Make this rank a worker; with ``tcp`` one of a host without shared memory."""
+    if tcp:
+        use_tcp()
+    member.join("gloo" if tcp else "phalanx")
+    rpc.init()
 
 
 def next_of(member: Member) -> str:

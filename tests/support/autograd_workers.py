@@ -57,6 +57,24 @@ def saw(name: str) -> Callable[[torch.Tensor], None]:
     return hook
 
 
+class _Acts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, act: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.act(gradient)
+        return gradient, None
+
+
+def acts(x: torch.Tensor, act: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """The same values, from a function of autograd whose backward calls ``act`` with the gradient."""
+    same: torch.Tensor = _Acts.apply(x, act)
+    return same
+
+
 def start_worker(member: Member) -> Agent:
     """Make this process a worker that serves calls; the first argument of a pool's jobs."""
     member.join()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +12,7 @@ from phalanx.store.seats import Seats
 from phalanx.store.server import StoreServer
 from phalanx.wire.key import Key
 from phalanx.wire.sockets import listen
+from tests.support.waiting import soon
 
 __all__ = ["KEY", "Job", "claim"]
 
@@ -71,12 +70,3 @@ class Job:
     def heard(self, words: str, timeout_s: float = 60.0) -> bool:
         """Whether rank 0 prints a line with these words in it within ``timeout_s``."""
         return soon(lambda: any(words in line for line in self.said), timeout_s)
-
-
-def soon(true: Callable[[], bool], timeout_s: float = 60.0) -> bool:
-    until = time.monotonic() + timeout_s
-    while not true():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.005)
-    return True

@@ -19,7 +19,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.stores import KEY, Job, claim, soon
+from tests.support.stores import KEY, Job, claim
+from tests.support.waiting import soon
 
 from phalanx.errors import InitializationError
 from phalanx.launch.mpi import channel

@@ -16,7 +16,8 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.stores import Job, soon
+from tests.support.stores import Job
+from tests.support.waiting import soon
 from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.errors import InitializationError

@@ -9,11 +9,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.waiting import soon
 
 from phalanx.launch.mpi.channel import ROLE as LAUNCHER
 from phalanx.store.claim import ROLE as STORE
@@ -107,15 +108,6 @@ def hear_all(sock: socket.socket) -> bytes:
         while data := sock.recv(1 << 16):
             heard += data
     return heard
-
-
-def soon(true: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 20
-    while not true():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def shake(role: str, key: Key = KEY) -> tuple[Challenge, Response]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support import autograd_workers as workers
-from tests.support.autograd_workers import Do, own, parameter, saw, times
+from tests.support.autograd_workers import Do, acts, own, parameter, saw, times
 from tests.support.pool import Pool
 
 from phalanx.rpc.agent import Agent
@@ -37,7 +37,7 @@ def hooked(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def halves(do: Do, name: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return hooked(do, f"{name} first", x), Noted.apply(hooked(do, f"{name} second", x))
+    return hooked(do, f"{name} first", x), acts(hooked(do, f"{name} second", x), saw("noted"))
 
 
 def chain(do: Do, name: str, x: torch.Tensor, rest: list[int]) -> torch.Tensor:
@@ -67,19 +67,6 @@ def in_place(do: Do, name: str, x: torch.Tensor) -> torch.Tensor:
 
 def add(do: Do, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + y
-
-
-class Noted(torch.autograd.Function):
-    """The identity, whose backward is noted."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        workers.seen.append(("noted", gradient.clone()))
-        return gradient
 
 
 # Programs
@@ -126,7 +113,7 @@ def sent_twice(do: Do, size: int) -> list[torch.Tensor]:
 def unused_result(do: Do, size: int) -> list[torch.Tensor]:
     x = parameter("x", 3) * 2
     x.register_hook(saw("x"))
-    unused = Noted.apply(parameter("y", 3) * x)
+    unused = acts(parameter("y", 3) * x, saw("noted"))
     unused.register_hook(saw("unused"))
     do(1, hooked, do, "w", unused)
     do(size - 1, chain, do, "v", unused, [0, 1])

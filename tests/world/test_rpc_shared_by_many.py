@@ -27,6 +27,20 @@ def send(peer: Peer, number: int, buffers: list[memoryview]) -> None:
             link.send(Message(Kind.NOTICE, 0, "", number.to_bytes(8, "little"), shared), 60.0)
 
 
+def holding(member: Member) -> tuple[list[Message], threading.Event, Peer]:
+    """One of the workers, what it receives and holds, and whether something has come."""
+    held: list[Message] = []
+    came = threading.Event()
+
+    def notice(message: Message) -> None:
+        held.append(message)
+        came.set()
+
+    peer = Peer(SLAB, notice)
+    peer.meet(member)
+    return held, came, peer
+
+
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_each_receiver_has_a_message_of_its_own(size: int) -> None:
     rounds = 60
@@ -74,15 +88,7 @@ def test_each_receiver_has_a_message_of_its_own(size: int) -> None:
 @pytest.mark.parametrize("end", ["killed", "closed", "done"])
 def test_room_comes_back_when_the_last_receiver_has_released_or_died(end: str) -> None:
     def rank(member: Member) -> None:
-        held: list[Message] = []
-        came = threading.Event()
-
-        def notice(message: Message) -> None:
-            held.append(message)
-            came.set()
-
-        peer = Peer(SLAB, notice)
-        peer.meet(member)
+        held, came, peer = holding(member)
         if member.rank == 0:
             lent = peer.hub._share(Message(Kind.NOTICE, 0, "", b"", [memoryview(bytes(SLAB - 8192))]))
             assert lent  # nothing is in the way
@@ -128,15 +134,7 @@ def test_room_comes_back_when_the_last_receiver_has_released_or_died(end: str) -
 
 def test_what_was_lent_outlives_the_lender() -> None:
     def rank(member: Member) -> None:
-        held: list[Message] = []
-        came = threading.Event()
-
-        def notice(message: Message) -> None:
-            held.append(message)
-            came.set()
-
-        peer = Peer(SLAB, notice)
-        peer.meet(member)
+        held, came, peer = holding(member)
         if member.rank == 0:
             send(peer, 1, [memoryview(b"y" * 300_000)])
             for other in (1, 2):

@@ -13,8 +13,8 @@ from phalanx.rpc.torch_api import current
 from phalanx.rpc.torch_api.calls import BUILTIN, PYTHON, SCRIPT, call
 from phalanx.rpc.torch_api.references import Identity, User
 from phalanx.rpc.torch_api.rref import wrapped
+from phalanx.rpc.torch_api.script.named import check_arguments
 from phalanx.rpc.torch_api.torch_names import internal
-from phalanx.rpc.torch_api.torchscript import check_arguments
 
 __all__ = ["STAND_INS"]
 

@@ -137,11 +137,12 @@ def follow_profiles() -> None:
     own_start, own_disable = profiler_legacy.profile._start_trace, profiler_legacy._disable_profiler_legacy
 
     def start_trace(self: Any) -> None:
+        began = time.monotonic()  # not later than torch's own, so no event of a call seems to come before the call
         own_start(self)
         outer = getattr(_here, "profile", None)
         _here.outer = [*getattr(_here, "outer", []), outer]
         _here.profile = _Profile(
-            Flags(self.record_shapes, self.profile_memory, self.with_stack, self.with_flops, self.with_modules)
+            Flags(self.record_shapes, self.profile_memory, self.with_stack, self.with_flops, self.with_modules), began
         )
 
     def disable_profiler_legacy() -> Any:

@@ -12,10 +12,10 @@ from phalanx.rpc.agent import Incoming, Member
 from phalanx.rpc.autograd.engine import running_in, unwrap, wrap
 from phalanx.rpc.future import Future as OwnFuture
 from phalanx.rpc.torch_api import current, profiling, rref
-from phalanx.rpc.torch_api.calls import BACKWARD, BUILTIN, CALL, FETCH, PYTHON, Answer, Call
+from phalanx.rpc.torch_api.calls import BACKWARD, BUILTIN, CALL, FETCH, PYTHON, SCRIPT, Answer, Call
 from phalanx.rpc.torch_api.references import Identity, Owned
+from phalanx.rpc.torch_api.script.named import return_type, script_function
 from phalanx.rpc.torch_api.torch_names import internal
-from phalanx.rpc.torch_api.torchscript import script_function
 
 __all__ = ["Service"]
 
@@ -131,6 +131,8 @@ class Service:
         self, peer: Member, call: Call, owned: Owned | None, value: Any, events: list[list[profiling.Event]]
     ) -> tuple[Any, ...]:
         if owned is not None:
+            if call.kind == SCRIPT:
+                owned.script_type = return_type(call.name, call.asynchronous)
             owned.value.set_result(value)
             return tuple(Answer(b"", [], None, events))
         with running_in(call.autograd):

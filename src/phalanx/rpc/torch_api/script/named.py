@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.errors import PhalanxError
 from phalanx.rpc.torch_api.torch_names import jit
 
-__all__ = ["check_arguments", "script_function"]
+__all__ = ["check_arguments", "return_type", "script_function"]
 
 
 def script_function(name: str) -> Any:
@@ -24,6 +24,17 @@ def script_function(name: str) -> Any:
             f"script function {name}"
         )
     return function
+
+
+def return_type(name: str, asynchronous: bool) -> str:
+    """The type that a script function returns, as text.
+
+    Args:
+        name: its qualified name.
+        asynchronous: whether it returns a future of that type.
+    """
+    kind = script_function(name).schema.returns[0].type
+    return str((kind.containedTypes()[0] if asynchronous else kind).annotation_str)
 
 
 def check_arguments(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
