@@ -146,17 +146,21 @@ def test_a_request_that_takes_long_holds_up_no_other() -> None:
 def test_waiting_ends_when_the_call_has_ended_otherwise() -> None:
     with linked() as ((_, link), _):
         given_up = threading.Event()
-        threading.Timer(0.2, given_up.set).start()
+        timer = threading.Timer(0.2, given_up.set)
+        timer.start()
         began = time.monotonic()
         link.wait(given_up.is_set, 1, PATIENCE_S)
         link.wait(lambda: False, 1, 0.2)
+        timer.join()
         assert time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_waiting_ends_when_the_link_ends() -> None:
     with linked() as ((side, link), (_, far)):
-        threading.Timer(0.2, far.close).start()
+        timer = threading.Timer(0.2, far.close)
+        timer.start()
         link.wait(side.over.is_set, 1, PATIENCE_S)
+        timer.join()
         assert side.over.is_set()
 
 
