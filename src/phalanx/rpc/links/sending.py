@@ -11,6 +11,8 @@ message waits when much is kept; so do small ones, later.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import select
 import socket
 import threading
@@ -22,11 +24,12 @@ from contextlib import AbstractContextManager
 from phalanx.rpc.links import wire_format
 from phalanx.rpc.links.assembling import Assembler
 from phalanx.rpc.links.contract import Link, LinkEnded
+from phalanx.rpc.links.endpoint import Endpoint
 from phalanx.rpc.links.readers import Armed
 from phalanx.rpc.links.unacknowledged import Unacknowledged
 from phalanx.rpc.links.wire_format import layout_of, pieces_of
 from phalanx.rpc.message import Message
-from phalanx.wire.session import Session, sha_is_quicker
+from phalanx.wire.session import TAG_BYTES, Session, sha_is_quicker
 
 __all__ = ["SendingLink"]
 
@@ -48,6 +51,7 @@ class SendingLink(Link):
         sock: the connection.
         session: the digests of its frames.
         assembler: what receives, and knows how much has come.
+        endpoint: what sends small frames.
         mends: whether another connection may take the place of this one.
 
     Attributes:
@@ -56,11 +60,14 @@ class SendingLink(Link):
         over: why the link has ended; empty before.
     """
 
-    def __init__(self, sock: socket.socket, session: Session, assembler: Assembler, *, mends: bool) -> None:
+    def __init__(
+        self, sock: socket.socket, session: Session, assembler: Assembler, endpoint: Endpoint, *, mends: bool
+    ) -> None:
         self.down = False
         self.over = ""
         self._mends = mends
         self._assembler = assembler
+        self._endpoint = endpoint
         self._armed: Armed | None = None
         self._reader = 0  # which thread reads
         self._kept = Unacknowledged()
@@ -76,6 +83,7 @@ class SendingLink(Link):
         """Go by this connection from now on."""
         self.sock = sock
         self._session = session
+        self._endpoint.use(sock.fileno(), session)
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
         sock.setblocking(False)
@@ -163,11 +171,30 @@ class SendingLink(Link):
 
     def _send_frame(self, parts: Sequence[bytes | memoryview], until: float) -> None:
         """Write a frame with its digest; the rest is kept in ``_unsent`` if the time is over."""
-        tag = self._session.digest(*parts, sha=parts[0][_KIND_AT] == wire_format.HASHED)
-        parts = [b"".join((*parts, tag))] if len(parts) < 2 else [*parts, tag]
-        sent, nbytes = self._try_to_send(parts), sum(map(len, parts))
-        if sent < nbytes:
+        if len(parts) == 1 and len(parts[0]) < _HASHED_BYTES:
+            (frame,) = parts
+            sent = self._send_small(frame)
+            if sent == len(frame) + TAG_BYTES:
+                return
+            tag = self._session.digest(frame)
+            parts = [frame, tag]
+        else:
+            tag = self._session.digest(*parts, sha=parts[0][_KIND_AT] == wire_format.HASHED)
+            parts = [b"".join((*parts, tag))] if len(parts) < 2 else [*parts, tag]
+            sent = self._try_to_send(parts)
+        if sent < sum(map(len, parts)):
             self._finish(_behind(sent, parts), until)
+
+    def _send_small(self, frame: bytes) -> int:
+        """How many bytes of a frame and its digest the kernel takes; if it takes all, the frame is counted."""
+        if self.over:
+            raise LinkEnded(self.over)
+        sent, nbytes = self._endpoint.send(frame), len(frame) + TAG_BYTES
+        if sent < 0:
+            sent = 0 if sent == -errno.EAGAIN else self._broken(os.strerror(-sent), nbytes)
+        if sent == nbytes:
+            self._session.sent += 1
+        return sent
 
     def _wait_for_room(self, most_bytes: int, until: float) -> None:
         kept = self._kept
@@ -209,12 +236,16 @@ class SendingLink(Link):
         except BlockingIOError:
             return 0
         except OSError as error:
-            # The thread that reads learns of it as well, after it has read what had come before.
-            if not self._mends:
-                raise LinkEnded(self.over or f"the connection has ended: {error.strerror}") from error
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-            return sum(map(len, parts))
+            return self._broken(str(error.strerror), sum(map(len, parts)))
+
+    def _broken(self, why: str, nbytes: int) -> int:
+        """The connection has broken: ``nbytes``, as if they were sent, if it will be mended."""
+        # The thread that reads learns of it as well, after it has read what had come before.
+        if not self._mends:
+            raise LinkEnded(self.over or f"the connection has ended: {why}")
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        return nbytes
 
     def _finish(self, rest: list[memoryview], until: float) -> bool:
         """Write the rest of a frame as far as the time allows; what is left is kept. Whether all was written."""
