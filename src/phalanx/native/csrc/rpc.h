@@ -152,9 +152,11 @@ struct phx_rpc_watch {
     _Atomic uint32_t connections; /* how many there are; Python writes it */
     _Atomic uint32_t watched;     /* 1: a thread that serves watches one of them without sleeping; no other one does */
     uint32_t cores;               /* how many this process may use */
+    uint32_t unused;
+    _Atomic uint64_t busy_until_ns; /* until then nobody watches, because others need the cores; relaxed */
 };
 
-/* One end of a connection. `data` and `came` belong to the thread that reads. */
+/* One end of a connection. `data`, `came` and `since_ns` belong to the thread that reads. */
 struct phx_rpc_endpoint {
     struct phx_rpc_watch *watch;
     void *data;                   /* room for `size` bytes */
@@ -163,6 +165,7 @@ struct phx_rpc_endpoint {
     int32_t descriptor;
     _Atomic uint32_t usual_ns[2]; /* the running means of how long waits for answers, and for requests, take; relaxed */
     _Atomic uint32_t wanted;      /* 1: a caller wants to read, so a thread that serves stops watching; seq_cst */
+    uint64_t since_ns;            /* since when threads that serve have waited for a request; 0 if they do not */
     struct phx_blake2b outgoing, incoming;
 };
 

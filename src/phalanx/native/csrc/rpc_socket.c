@@ -15,6 +15,11 @@
 #define LENGTH_BYTES 4u
 #define SMALL 1u
 
+/* If a thread that watches gives its core away and gets it back only after so long, somebody else needs the core: then all
+ * threads of this process sleep at once for a while. */
+#define BUSY_NS 30000u
+#define REST_NS 100000000ull
+
 void phx_rpc_endpoint_key(struct phx_rpc_endpoint *endpoint, const uint8_t *key, uint32_t key_bytes,
                           const char *outgoing, const char *incoming)
 {
@@ -62,32 +67,44 @@ static int64_t look(struct phx_rpc_endpoint *endpoint)
 }
 
 /* Look again and again until a time. */
-static int64_t watch(struct phx_rpc_endpoint *endpoint, int serves, uint64_t until)
+static int64_t watch(struct phx_rpc_endpoint *endpoint, int serves, uint64_t now, uint64_t until)
 {
     for (;;) {
-        for (int i = 0; i < 10; i++)
-            phx_relax();
-        const int64_t came = look(endpoint);
-        if (came != -EAGAIN || phx_now_ns() >= until || (serves && atomic_load(&endpoint->wanted)))
-            return came;
         sched_yield();
+        const uint64_t before = now;
+        now = phx_now_ns();
+        const int busy = now - before > BUSY_NS;
+        if (busy)
+            atomic_store_explicit(&endpoint->watch->busy_until_ns, now + REST_NS, memory_order_relaxed);
+        const int64_t came = look(endpoint);
+        if (came != -EAGAIN || busy || now >= until || (serves && atomic_load(&endpoint->wanted)))
+            return came;
+        for (int i = 0; i < 50; i++)
+            phx_relax();
     }
+}
+
+static int may_watch(struct phx_rpc_watch *process, uint64_t now)
+{
+    return atomic_load(&process->connections) < process->cores &&
+           now >= atomic_load_explicit(&process->busy_until_ns, memory_order_relaxed);
 }
 
 static int64_t await(struct phx_rpc_endpoint *endpoint, int serves, int watches, int sleep_ms)
 {
     int64_t came = look(endpoint);
-    if (came != -EAGAIN || (!watches && !sleep_ms))
+    const uint64_t since_ns = serves ? endpoint->since_ns : 0;
+    if (came != -EAGAIN ? !since_ns : !watches && !sleep_ms)
         return came;
-    struct phx_rpc_watch *process = endpoint->watch;
+    const uint64_t now = phx_now_ns(), begun = since_ns ? since_ns : now;
     _Atomic uint32_t *usual = &endpoint->usual_ns[serves];
-    const uint64_t begun = phx_now_ns();
-    if (watches && atomic_load(&process->connections) < process->cores) {
+    if (came == -EAGAIN && watches && may_watch(endpoint->watch, now)) {
+        const uint64_t until = now + phx_rpc_watch_ns(usual);
         if (!serves)
-            came = watch(endpoint, 0, begun + phx_rpc_watch_ns(usual));
-        else if (!atomic_exchange(&process->watched, 1)) {
-            came = watch(endpoint, 1, begun + phx_rpc_watch_ns(usual));
-            atomic_store(&process->watched, 0);
+            came = watch(endpoint, 0, now, until);
+        else if (!atomic_exchange(&endpoint->watch->watched, 1)) {
+            came = watch(endpoint, 1, now, until);
+            atomic_store(&endpoint->watch->watched, 0);
         }
     }
     if (came == -EAGAIN && sleep_ms) {
@@ -95,7 +112,9 @@ static int64_t await(struct phx_rpc_endpoint *endpoint, int serves, int watches,
         if (poll(&polled, 1, sleep_ms) > 0)
             came = look(endpoint);
     }
-    phx_rpc_note(usual, phx_now_ns() - begun);
+    endpoint->since_ns = serves && came == -EAGAIN ? begun : 0; /* its thread goes to sleep in the epoll */
+    if (!endpoint->since_ns)
+        phx_rpc_note(usual, phx_now_ns() - begun);
     return came;
 }
 

@@ -1,7 +1,8 @@
 """Messages put together from the bytes of a connection (``wire_format.py``).
 
-Small messages are cut out of what the connection has brought (``endpoint.py``). The pieces of a large one are received where they belong,
-together with the digest and the prefix of the frame behind each, so they are copied once, by the kernel.
+Small messages are cut out of what the connection has brought (``endpoint.py``). The pieces of a large one are received
+where they belong, together with the digest and the prefix of the frame behind each, so they are copied once, by the
+kernel.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import socket
 from collections import deque
 
 from phalanx.rpc.links import wire_format
+from phalanx.rpc.links.endpoint import UNCHECKED
 from phalanx.rpc.links.wire_format import Layout
 from phalanx.rpc.message import Message
 from phalanx.wire.framing import Malformed
@@ -59,12 +61,12 @@ class Assembler:
         """Add what has come."""
         self._data = self._data + data if self._data else data
 
-    def expects_frame(self) -> bool:
-        """Whether nothing that has come is incomplete, and something may come; then :meth:`take_whole` may be called."""
-        return not self._data and not self.left
+    def next_number(self) -> int:
+        """The number that the session gives the next message, if it begins with what comes next; else ``UNCHECKED``."""
+        return UNCHECKED if self._data or self.left else self._session.received
 
     def take_whole(self, frame: bytes) -> Message:
-        """The message of the small frame that has come, whose digest was found right.
+        """The message of a small frame that has come alone, and whose digest was found right.
 
         Raises:
             Malformed: it is no message.

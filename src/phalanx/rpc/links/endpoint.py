@@ -10,16 +10,18 @@ time. The rules are those of shared memory (``rpc_receive.c``).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import Structure, addressof, c_int32, c_uint32, c_uint64, c_void_p
+from functools import partial
 
 from phalanx.native.core import rpc
 from phalanx.wire.session import Session
 
-__all__ = ["BLOCK_BYTES", "WHOLE", "Endpoint", "Watch"]
+__all__ = ["BLOCK_BYTES", "UNCHECKED", "WHOLE", "Endpoint", "Watch"]
 
 BLOCK_BYTES = 1 << 14
 WHOLE = 1 << 32  # PHX_RPC_WHOLE
-_UNCHECKED = (1 << 64) - 1
+UNCHECKED = (1 << 64) - 1  # in the place of a number: what has come before is incomplete, so this is no message
 
 
 class Watch(Structure):
@@ -29,7 +31,13 @@ class Watch(Structure):
         connections: how many there are.
     """
 
-    _fields_ = [("connections", c_uint32), ("watched", c_uint32), ("cores", c_uint32)]
+    _fields_ = [
+        ("connections", c_uint32),
+        ("watched", c_uint32),
+        ("cores", c_uint32),
+        ("unused", c_uint32),
+        ("busy_until_ns", c_uint64),
+    ]
 
     connections: int
 
@@ -48,6 +56,7 @@ class _Endpoint(Structure):
         ("descriptor", c_int32),
         ("usual_ns", c_uint32 * 2),
         ("wanted", c_uint32),
+        ("since_ns", c_uint64),
         ("outgoing", c_uint64 * 8),
         ("incoming", c_uint64 * 8),
     ]
@@ -58,6 +67,17 @@ class Endpoint:
 
     Args:
         watch: what it has in common with others.
+
+    Attributes:
+        send: sends a frame with its digest as far as the kernel takes it at once: ``send(number, frame, len(frame))``.
+            It returns how many bytes the kernel took, or a number of errno, negative.
+        wait: receives what has come, or comes soon: ``wait(serves, watches, sleep_ms, number)``. If nothing has come,
+            the thread may watch the connection for a short time and then sleep; one that waits for requests
+            (``serves``) leaves when :meth:`want` is called. What has come stays here until :meth:`take`, also if a
+            signal interrupts the caller. It returns how many bytes there are, with ``WHOLE`` if they are one small
+            frame with the digest of that number; 0 at the end of the connection; a number of errno, negative: EAGAIN
+            if nothing has come.
+        look: the same for a thread that does neither, and keeps the interpreter's lock.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -65,55 +85,27 @@ class Endpoint:
         self._memory = ctypes.create_string_buffer(BLOCK_BYTES)
         self._view = memoryview(self._memory).cast("B")
         self._endpoint = _Endpoint(addressof(watch), addressof(self._memory), BLOCK_BYTES)
-        self._address = addressof(self._endpoint)
-        core = rpc()
-        self._key, self._send, self._wait = core.phx_rpc_endpoint_key, core.phx_rpc_write, core.phx_rpc_receive
-        self._look = rpc(holding=True).phx_rpc_receive
+        address, core = addressof(self._endpoint), rpc()
+        self._key = partial(core.phx_rpc_endpoint_key, address)
+        self.send: Callable[[int, bytes, int], int] = partial(core.phx_rpc_write, address)
+        self.wait: Callable[[bool, bool, int, int], int] = partial(core.phx_rpc_receive, address)
+        self.look: Callable[[bool, bool, int, int], int] = partial(rpc(holding=True).phx_rpc_receive, address)
 
     def use(self, descriptor: int, session: Session) -> None:
         """Go by this connection from now on. What has come over an earlier one, and was not taken, is dropped."""
-        self._session = session
         self._endpoint.came = 0
         self._endpoint.descriptor = descriptor
-        self._key(self._address, session.key, len(session.key), session.outgoing_person, session.incoming_person)
-
-    def send(self, frame: bytes) -> int:
-        """Send a frame with its digest, as far as the kernel takes it at once.
-
-        Returns:
-            How many bytes it took, or a number of errno, negative. If it has not taken all, the caller sends the rest:
-            the frame is not counted as one of the session.
-        """
-        nbytes = len(frame)
-        sent: int = self._send(self._address, self._session.sent, frame, nbytes)
-        return sent
-
-    def receive(self, *, serves: bool, watches: bool, sleep_ms: int, whole: bool) -> int:
-        """Receive what has come, or comes soon. It stays here until :meth:`take`, also if a signal interrupts the caller.
-
-        Args:
-            serves: the thread waits for requests, and leaves when :meth:`want` is called.
-            watches: it watches the connection for a short time.
-            sleep_ms: for how long it sleeps then, if nothing has come.
-            whole: nothing that came before is incomplete.
-
-        Returns:
-            How many bytes there are, with ``WHOLE`` if they are one small message whose digest is right; 0 at the end
-            of the connection; a number of errno, negative: EAGAIN if nothing has come.
-        """
-        receive = self._wait if watches or sleep_ms else self._look
-        came: int = receive(self._address, serves, watches, sleep_ms, self._session.received if whole else _UNCHECKED)
-        return came
+        self._key(session.key, len(session.key), session.outgoing_person, session.incoming_person)
 
     def take(self, nbytes: int) -> bytes:
-        """What has come."""
+        """What has come, or its beginning; the rest of it is dropped."""
         data = bytes(self._view[:nbytes])
         self._endpoint.came = 0
         return data
 
     def has_come(self) -> bool:
         """Whether something has come and was not taken, because a signal interrupted the caller."""
-        return self._endpoint.came != 0
+        return bool(self._endpoint.came)
 
     def want(self, wanted: bool) -> None:
         """Have a thread that serves leave soon, because a caller is to read; until this is taken back."""

@@ -92,8 +92,8 @@ class SendingLink(Link):
     def send(self, message: Message, timeout_s: float) -> None:
         """See :class:`Link`."""
         until = time.monotonic() + timeout_s
-        if message.nbytes <= self.SMALL_BYTES:
-            self._write([wire_format.small_frame(message)], until)
+        if (len(message.head) if not message.buffers else message.nbytes) <= self.SMALL_BYTES:
+            self._write_small(wire_format.small_frame(message), until)
             return
         if len(message.head) > wire_format.LONGEST_FRAME // 2:
             raise ValueError(f"the part of a message that is pickled has {len(message.head)} bytes, which is too long")
@@ -124,6 +124,28 @@ class SendingLink(Link):
             self._kept.own()  # the caller may change it now
             self._large.release()
 
+    def _write_small(self, frame: bytes, until: float) -> None:
+        """:meth:`_write` for a small message; in one step if nothing is in its way."""
+        if self._kept.nbytes > _WINDOW_BYTES[0] or not self._writing.acquire(False):
+            self._write([frame], until)
+            return
+        try:
+            if self._unsent or self.down or self.over or len(frame) >= _HASHED_BYTES:
+                self._write_held([frame], until, wire_format.SMALL)
+                return
+            self._known = False
+            if self._mends:
+                self._kept.add((frame,), len(frame))
+            sent = self._send_small(frame)
+            if sent < len(frame) + TAG_BYTES:
+                self._finish(_behind(sent, [frame, self._session.digest(frame)]), until)
+            self._known = True
+        except (LinkEnded, TimeoutError):
+            self._known = True
+            raise
+        finally:
+            self._end_frame()
+
     def _write(self, parts: list[bytes | memoryview], until: float, kind: int = wire_format.SMALL) -> None:
         """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing.
 
@@ -141,28 +163,35 @@ class SendingLink(Link):
         ):
             raise TimeoutError(_TAKES_NOTHING)
         try:
-            if self.over:
-                raise LinkEnded(self.over)
-            if self._unsent and not self._finish([memoryview(self._unsent)], until):
-                if kind != wire_format.DROP:
-                    raise TimeoutError(_TAKES_NOTHING)
-                self._keep(parts)
-                self._unsent += self._session.seal(b"".join(parts))
-                return
-            self._known = False
-            self._keep(parts)
-            if not self.down:
-                self._send_frame(parts, until)
-            self._known = True
+            self._write_held(parts, until, kind)
         except (LinkEnded, TimeoutError):
             self._known = True
             raise
         finally:
-            if not self._known:  # a signal has come between two steps: nobody knows how much of a frame was sent
-                self._known = True
-                with contextlib.suppress(OSError):
-                    self.sock.shutdown(socket.SHUT_RDWR)
-            self._stop_writing()
+            self._end_frame()
+
+    def _write_held(self, parts: list[bytes | memoryview], until: float, kind: int) -> None:
+        """:meth:`_write`, holding ``_writing``."""
+        if self.over:
+            raise LinkEnded(self.over)
+        if self._unsent and not self._finish([memoryview(self._unsent)], until):
+            if kind != wire_format.DROP:
+                raise TimeoutError(_TAKES_NOTHING)
+            self._keep(parts)
+            self._unsent += self._session.seal(b"".join(parts))
+            return
+        self._known = False
+        self._keep(parts)
+        if not self.down:
+            self._send_frame(parts, until)
+        self._known = True
+
+    def _end_frame(self) -> None:
+        if not self._known:  # a signal has come between two steps: nobody knows how much of a frame was sent
+            self._known = True
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+        self._stop_writing()
 
     def _keep(self, parts: list[bytes | memoryview]) -> None:
         """Keep a frame until the other side has it, if the link can be mended."""
@@ -171,25 +200,18 @@ class SendingLink(Link):
 
     def _send_frame(self, parts: Sequence[bytes | memoryview], until: float) -> None:
         """Write a frame with its digest; the rest is kept in ``_unsent`` if the time is over."""
-        if len(parts) == 1 and len(parts[0]) < _HASHED_BYTES:
-            (frame,) = parts
-            sent = self._send_small(frame)
-            if sent == len(frame) + TAG_BYTES:
-                return
-            tag = self._session.digest(frame)
-            parts = [frame, tag]
-        else:
-            tag = self._session.digest(*parts, sha=parts[0][_KIND_AT] == wire_format.HASHED)
-            parts = [b"".join((*parts, tag))] if len(parts) < 2 else [*parts, tag]
-            sent = self._try_to_send(parts)
-        if sent < sum(map(len, parts)):
+        tag = self._session.digest(*parts, sha=parts[0][_KIND_AT] == wire_format.HASHED)
+        parts = [b"".join((*parts, tag))] if len(parts) < 2 else [*parts, tag]
+        sent, nbytes = self._try_to_send(parts), sum(map(len, parts))
+        if sent < nbytes:
             self._finish(_behind(sent, parts), until)
 
     def _send_small(self, frame: bytes) -> int:
         """How many bytes of a frame and its digest the kernel takes; if it takes all, the frame is counted."""
         if self.over:
             raise LinkEnded(self.over)
-        sent, nbytes = self._endpoint.send(frame), len(frame) + TAG_BYTES
+        nbytes = len(frame) + TAG_BYTES
+        sent = self._endpoint.send(self._session.sent, frame, nbytes - TAG_BYTES)
         if sent < 0:
             sent = 0 if sent == -errno.EAGAIN else self._broken(os.strerror(-sent), nbytes)
         if sent == nbytes:

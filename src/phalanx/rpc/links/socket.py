@@ -39,9 +39,9 @@ from phalanx.rpc.links import wire_format
 from phalanx.rpc.links.acknowledged import SILENT_S, Acknowledged
 from phalanx.rpc.links.assembling import Assembler
 from phalanx.rpc.links.contract import LinkEnded, Receiver
+from phalanx.rpc.links.endpoint import BLOCK_BYTES, WHOLE, Endpoint, Watch
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.sending import SendingLink
-from phalanx.rpc.links.endpoint import BLOCK_BYTES, WHOLE, Endpoint, Watch
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import TAG_BYTES, Session
@@ -119,7 +119,7 @@ class SocketLink(SendingLink):
         self._reading.acquire()
         self._reader = threading.get_ident()
         try:
-            self._take()  # what came with the handshake
+            self._take(b"")  # what came with the handshake
             self._deliver(serving=False)
             if self._readers is not None and not self.over:
                 self._armed = self._readers.add(self)
@@ -142,13 +142,14 @@ class SocketLink(SendingLink):
         if self._armed is None or not (self._reading.acquire(False) or (self._lingers and self._take_over())):
             return
         try:
-            self._reader = threading.get_ident()
+            self._reader = me = threading.get_ident()
             if self.over or self.down:  # its descriptor may be another one's
                 return
             self._armed.disarm()
             until = time.monotonic() + timeout_s
-            self._deliver(serving=False)  # what a thread has left that was interrupted, or had to send
-            while self._reads() and not self.over and not self.down and not done():
+            if self._came:  # what a thread has left that was interrupted, or had to send
+                self._deliver(serving=False)
+            while self._reader == me and not self.over and not self.down and not done():
                 left_ms = 1000 * (until - time.monotonic())
                 if left_ms <= 0:
                     break
@@ -187,7 +188,8 @@ class SocketLink(SendingLink):
                     return None
                 self._armed.disarm()
                 self._lingers = True
-            self._deliver(serving=False)  # what a thread has left that was interrupted, or had to send
+            if self._came:  # what a thread has left that was interrupted, or had to send
+                self._deliver(serving=False)
             if self._unsent and self._writing.acquire(False):
                 try:
                     if self._unsent and not self.down:
@@ -247,25 +249,20 @@ class SocketLink(SendingLink):
             serving: there may be such a request.
             watches, sleep_ms: how to wait if nothing has come; see :meth:`Endpoint.receive`.
         """
-        assembler, endpoint = self._assembler, self._endpoint
+        assembler, endpoint, me = self._assembler, self._endpoint, threading.get_ident()
+        receive = endpoint.wait if watches or sleep_ms else endpoint.look
         request = None
         for _ in range(_AT_ONCE):
             if request is not None:
                 self._receiver.deliver(self, request, may_block=False)
                 request = None
-            if self.over or self.down or not self._reads():
+            if self.over or self.down or self._reader != me:
                 break
-            piece, whole = assembler.piece, b""
+            piece = assembler.piece
             if piece is None:
-                came = endpoint.receive(
-                    serves=serving, watches=watches, sleep_ms=sleep_ms, whole=assembler.expects_frame()
-                )
+                came = receive(serving, watches, sleep_ms, assembler.next_number())
                 more = came == BLOCK_BYTES
                 self._within = True
-                if came > WHOLE:
-                    whole = endpoint.take(came - WHOLE - TAG_BYTES)
-                elif came > 0:
-                    assembler.feed(endpoint.take(came))
             elif sleep_ms and not self._readable.poll(sleep_ms):
                 break
             else:
@@ -280,32 +277,42 @@ class SocketLink(SendingLink):
                     lost = f"the connection was lost: {os.strerror(-came)}"
                     self._break(lost if came else "its process has ended, or its host")
                 break
-            watches, sleep_ms = False, 0
-            self._take(whole)
+            receive, watches, sleep_ms = endpoint.look, False, 0
+            if piece is None:
+                self._take(endpoint.take(came - WHOLE - TAG_BYTES if came > WHOLE else came), whole=came > WHOLE)
+            else:
+                self._take(b"")
             self._within = False
-            if assembler.received - self._acknowledged[0] >= _ACKNOWLEDGED_FRAMES or (
-                assembler.received_bytes - self._acknowledged[1] >= _ACKNOWLEDGED_BYTES
-            ):
-                self._acknowledge()
             request = self._deliver(serving=serving)
-            if not more or not self._reads():
+            if not more:
                 break
         return request
 
-    def _take(self, whole: bytes = b"") -> None:
-        """Take what is complete of what has come; ``whole`` is a frame that the core has checked."""
-        assembler, acknowledged = self._assembler, self._kept.forgotten
+    def _take(self, data: bytes, *, whole: bool = False) -> None:
+        """Take what is complete of what has come, and say now and then how much that was.
+
+        Args:
+            data: what has come, but for pieces.
+            whole: it is a small frame whose digest the core has found right.
+        """
+        assembler, known = self._assembler, self._acknowledged
         try:
             if whole:
-                self._came.append(assembler.take_whole(whole))
-                return
-            assembler.take(self._came)
-            if assembler.acknowledged > acknowledged:
-                self._kept.forget(assembler.acknowledged)
+                self._came.append(assembler.take_whole(data))
+            else:
+                assembler.feed(data)
+                assembler.take(self._came)
+                if assembler.acknowledged > self._kept.forgotten:
+                    self._kept.forget(assembler.acknowledged)
         except Malformed as error:
             self._deliver(serving=False)
             self._end(f"what it sent cannot be read: {error}")
             return
+        if (
+            assembler.received - known[0] >= _ACKNOWLEDGED_FRAMES
+            or assembler.received_bytes - known[1] >= _ACKNOWLEDGED_BYTES
+        ):
+            self._acknowledge()
 
     def _acknowledge(self) -> None:
         """Say how much has come."""
