@@ -75,6 +75,8 @@ def linked() -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
+    for sock in (near, far):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ends, readers = [], []
     for sock, is_listener in ((near, False), (far, True)):
         side = Side()

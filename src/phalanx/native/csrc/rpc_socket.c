@@ -15,10 +15,13 @@
 #define LENGTH_BYTES 4u
 #define SMALL 1u
 
-/* If a thread that watches gives its core away and gets it back only after so long, somebody else needs the core: then all
- * threads of this process sleep at once for a while. */
+/* If a thread that watches gives its core away and gets it back only after so long, somebody else needs the core. Then all
+ * threads of this process sleep at once for a while: for much longer than it has waited for the core, because nobody else
+ * receives what came meanwhile. */
 #define BUSY_NS 30000u
-#define REST_NS 100000000ull
+#define LEAST_REST_NS 100000000ull
+#define MOST_REST_NS 10000000000ull
+#define REST_FACTOR 100u
 
 void phx_rpc_endpoint_key(struct phx_rpc_endpoint *endpoint, const uint8_t *key, uint32_t key_bytes,
                           const char *outgoing, const char *incoming)
@@ -66,6 +69,13 @@ static int64_t look(struct phx_rpc_endpoint *endpoint)
     return came;
 }
 
+static void rest(struct phx_rpc_watch *process, uint64_t now, uint64_t lost_ns)
+{
+    uint64_t rest_ns = REST_FACTOR * lost_ns;
+    rest_ns = rest_ns < LEAST_REST_NS ? LEAST_REST_NS : rest_ns > MOST_REST_NS ? MOST_REST_NS : rest_ns;
+    atomic_store_explicit(&process->busy_until_ns, now + rest_ns, memory_order_relaxed);
+}
+
 /* Look again and again until a time. */
 static int64_t watch(struct phx_rpc_endpoint *endpoint, int serves, uint64_t now, uint64_t until)
 {
@@ -75,7 +85,7 @@ static int64_t watch(struct phx_rpc_endpoint *endpoint, int serves, uint64_t now
         now = phx_now_ns();
         const int busy = now - before > BUSY_NS;
         if (busy)
-            atomic_store_explicit(&endpoint->watch->busy_until_ns, now + REST_NS, memory_order_relaxed);
+            rest(endpoint->watch, now, now - before);
         const int64_t came = look(endpoint);
         if (came != -EAGAIN || busy || now >= until || (serves && atomic_load(&endpoint->wanted)))
             return came;
