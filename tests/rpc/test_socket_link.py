@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.links.readers import Readers
-from phalanx.rpc.links.socket import SocketLink
+from phalanx.rpc.links.socket import END_S, SocketLink
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.session import Session
 
@@ -238,3 +238,31 @@ def test_no_message_is_lost_or_doubled_when_many_threads_call_in_both_directions
         assert ends[1][0].notices == list(range(200))
         for side, _ in ends:
             assert side.answers == {}
+
+
+def test_links_to_peers_that_take_nothing_are_closed_in_the_time_of_one() -> None:
+    readers, links, peers = Readers(), [], []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(8):
+            links.append(
+                SocketLink(
+                    socket.create_connection(listener.getsockname()),
+                    Session(KEY, is_listener=False),
+                    Side(),
+                    b"",
+                    readers,
+                )
+            )
+            peers.append(listener.accept()[0])
+    for link in links:
+        link.begin()
+        with pytest.raises(TimeoutError):
+            while True:
+                link.send(Message(Kind.NOTICE, 0, "note", bytes(60_000), []), 0.05)
+    began = time.monotonic()
+    for link in links:
+        link.close(began + END_S)
+    assert time.monotonic() - began < 4 * END_S
+    readers.close()
+    for peer in peers:
+        peer.close()

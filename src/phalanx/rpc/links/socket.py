@@ -47,12 +47,12 @@ from phalanx.wire.framing import Malformed
 from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.wire.sockets import KeepAlive
 
-__all__ = ["KEEP_ALIVE", "SocketLink"]
+__all__ = ["END_S", "KEEP_ALIVE", "SocketLink"]
 
 # A connection whose other host has vanished, or that was cut, breaks after 2 s: by these probes while nothing is on its
 # way, else by acknowledged.py. The kernel answers both, so neither ends the connection of a process that is stopped.
 KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=1)
-_END_S = 1.0
+END_S = 1.0
 # How soon a caller that reads notices that its call has ended otherwise, as by cancel().
 _SLICE_MS = 50
 # How long a thread that watches for the next request takes at most to leave, when a caller wants to read.
@@ -413,11 +413,11 @@ class SocketLink(SendingLink):
 
     # The end
 
-    def close(self) -> None:
-        """See :class:`Link`."""
+    def close(self, until: float | None = None) -> None:
+        """See :class:`Link`. A peer that takes nothing is waited for until then; for ``END_S`` by default."""
         if not self.over:
             with contextlib.suppress(LinkEnded, TimeoutError):
-                self._write([], time.monotonic() + _END_S, wire_format.END)
+                self._write([], time.monotonic() + END_S if until is None else until, wire_format.END)
         self._end("this process has closed it")
 
     def give_up(self, why: str) -> None:
