@@ -351,7 +351,13 @@ def raise_with_a_thing(owner: int, caller: int, folder: Path) -> None:
     raise error
 
 
-def test_what_comes_with_an_error_is_whole() -> None:
+def items_and_a_thing(owner: int, caller: int, folder: Path) -> Iterator[int]:
+    yield 1
+    raise_with_a_thing(owner, caller, folder)
+
+
+@pytest.mark.parametrize("how", ["function", "generator"])
+def test_what_comes_with_an_error_is_whole(how: str) -> None:
     def body(member: Member) -> Any:
         if member.rank == 2:
             assert soon((member.folder / "stopped").exists)
@@ -361,7 +367,10 @@ def test_what_comes_with_an_error_is_whole() -> None:
             return None
         (member.folder / "caller").write_text(str(os.getpid()))
         with pytest.raises(Carrier) as caught:
-            rpc.call("worker1", raise_with_a_thing, 2, os.getpid(), member.folder)
+            if how == "function":
+                rpc.call("worker1", raise_with_a_thing, 2, os.getpid(), member.folder)
+            for item in rpc.call("worker1", items_and_a_thing, 2, os.getpid(), member.folder):
+                assert item == 1
         return caught.value.references[0][0].pay(2)
 
     assert with_workers(body, 3)[0] == 7

@@ -52,8 +52,10 @@ def test_a_wait_whose_time_is_over_leaves_nothing_in_the_future() -> None:
 
 def test_a_wait_without_limit_may_be_said_so() -> None:
     future: Future[int] = Future()
-    threading.Timer(0.05, future.set_result, [4]).start()
+    timer = threading.Timer(0.05, future.set_result, [4])
+    timer.start()
     assert future.wait(math.inf) == 4
+    timer.join()
 
 
 def test_giving_up_what_follows_gives_up_the_call() -> None:

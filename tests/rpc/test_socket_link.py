@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.links.readers import Readers
-from phalanx.rpc.links.socket import SocketLink
+from phalanx.rpc.links.socket import END_S, SocketLink
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.session import Session
 
@@ -75,6 +75,8 @@ def linked() -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
+    for sock in (near, far):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ends, readers = [], []
     for sock, is_listener in ((near, False), (far, True)):
         side = Side()
@@ -128,6 +130,14 @@ def test_a_caller_that_reads_serves_what_the_other_side_asks_meanwhile() -> None
         assert len(outcome) == 1
 
 
+def test_sides_that_ask_each_other_in_turn_read_their_answers_though_a_thread_watches_for_the_next_request() -> None:
+    with linked() as ends:
+        for _, link in ends:
+            link._readers.watch.cores = 64  # type: ignore[union-attr]  # so that a thread that has served watches, on any machine
+        threads = [side.call(link, b"%d" % number) for number in range(300) for side, link in ends]
+        assert threads.count(threading.current_thread()) > 100
+
+
 def test_a_request_that_takes_long_holds_up_no_other() -> None:
     with linked() as ((side, link), (other, _)):
         other.gates["slow"] = threading.Event()
@@ -146,17 +156,21 @@ def test_a_request_that_takes_long_holds_up_no_other() -> None:
 def test_waiting_ends_when_the_call_has_ended_otherwise() -> None:
     with linked() as ((_, link), _):
         given_up = threading.Event()
-        threading.Timer(0.2, given_up.set).start()
+        timer = threading.Timer(0.2, given_up.set)
+        timer.start()
         began = time.monotonic()
         link.wait(given_up.is_set, 1, PATIENCE_S)
         link.wait(lambda: False, 1, 0.2)
+        timer.join()
         assert time.monotonic() - began < PATIENCE_S / 2
 
 
 def test_waiting_ends_when_the_link_ends() -> None:
     with linked() as ((side, link), (_, far)):
-        threading.Timer(0.2, far.close).start()
+        timer = threading.Timer(0.2, far.close)
+        timer.start()
         link.wait(side.over.is_set, 1, PATIENCE_S)
+        timer.join()
         assert side.over.is_set()
 
 
@@ -224,3 +238,31 @@ def test_no_message_is_lost_or_doubled_when_many_threads_call_in_both_directions
         assert ends[1][0].notices == list(range(200))
         for side, _ in ends:
             assert side.answers == {}
+
+
+def test_links_to_peers_that_take_nothing_are_closed_in_the_time_of_one() -> None:
+    readers, links, peers = Readers(), [], []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(8):
+            links.append(
+                SocketLink(
+                    socket.create_connection(listener.getsockname()),
+                    Session(KEY, is_listener=False),
+                    Side(),
+                    b"",
+                    readers,
+                )
+            )
+            peers.append(listener.accept()[0])
+    for link in links:
+        link.begin()
+        with pytest.raises(TimeoutError):
+            while True:
+                link.send(Message(Kind.NOTICE, 0, "note", bytes(60_000), []), 0.05)
+    began = time.monotonic()
+    for link in links:
+        link.close(began + END_S)
+    assert time.monotonic() - began < 4 * END_S
+    readers.close()
+    for peer in peers:
+        peer.close()

@@ -23,7 +23,7 @@ from phalanx.rpc.links.acknowledged import LOOK_S
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.own import OwnLink
 from phalanx.rpc.links.shared import SharedHub, SharedLink
-from phalanx.rpc.links.socket import SocketLink
+from phalanx.rpc.links.socket import END_S, SocketLink
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.mending import Mender
 from phalanx.rpc.network import Network
@@ -182,8 +182,9 @@ class Connections:
         """End all links and threads."""
         with self._lock:  # nothing is entered any more
             self._closed = True
+        until = time.monotonic() + END_S  # for all peers that take nothing, such as those that are stopped, together
         for link in list(self._peers):
-            link.close()
+            link.close(until) if isinstance(link, SocketLink) else link.close()
         hub, self._hub = self._hub, None  # its memory is unmapped when its last thread and tensor have gone
         if hub is not None:
             hub.close()

@@ -31,8 +31,30 @@ __all__ = ["Coming", "Offered", "Stream", "offer", "received"]
 AHEAD = 4
 _NEXT, _CLOSE = "stream.next", "stream.close"
 
-# An item, whether there is none because the generator has ended, and what it raised.
-_Answer = tuple[Any, bool, Failure | None]
+# An item, whether there is none because the generator has ended, and what it raised: a _Raised, or None. That arrives
+# as the exception itself.
+_Answer = tuple[Any, bool, Any]
+
+
+class _Raised:
+    """What a generator raised, as it travels.
+
+    It is taken apart while the answer is pickled, and put together while the answer is read, so that the references in
+    it are held on the way like those in an item.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+        self._reduced: tuple[Any, ...] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._reduced is None:  # pickling may begin anew
+            self._reduced = _rebuilt, (Failure.of(self._error), session.agent().me)
+        return self._reduced
+
+
+def _rebuilt(failure: Failure, where: Member) -> BaseException:
+    return failure.rebuilt(where)
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,7 @@ class _Source:
             self._ended = True
             _sources.pop(self._number, None)
             ran_out = isinstance(error, (StopIteration, StopAsyncIteration))
-            return None, True, None if ran_out else Failure.of(error)
+            return None, True, None if ran_out else _Raised(error)
         self._at += 1
         return item, False, None
 
@@ -198,7 +220,7 @@ class Stream(Iterator[Any]):
         self._coming.clear()
         self._closing.detach()
         if failure is not None:
-            raise failure.rebuilt(self._owner)
+            raise failure
         raise StopIteration
 
     def close(self) -> None:

@@ -29,6 +29,11 @@ class Session:
     Args:
         key: 32 to 64 bytes that only the two sides know.
         is_listener: which side this is, so that a message cannot be sent back to the side that made it.
+
+    Attributes:
+        key: the same.
+        outgoing_person, incoming_person: what else BLAKE2b takes for each direction.
+        sent, received: how many messages there have been; whoever computes a digest elsewhere counts its message here.
     """
 
     def __init__(self, key: bytes, *, is_listener: bool) -> None:
@@ -36,7 +41,9 @@ class Session:
         # A copy of a digest that has the key costs less than another one with the same key.
         self._outgoing, self._incoming = (blake2b(digest_size=TAG_BYTES, key=key, person=person) for person in persons)
         self._sha_keys = [blake2b(key=key, person=person + b" sha").digest() for person in persons]
-        self._sent = self._received = 0
+        self.key = key
+        self.outgoing_person, self.incoming_person = persons
+        self.sent = self.received = 0
 
     @cached_property
     def _by_sha(self) -> tuple[hmac.HMAC, hmac.HMAC]:
@@ -55,16 +62,16 @@ class Session:
             parts: the message, which has to say somewhere which digest it has.
             sha: take HMAC-SHA-256.
         """
-        tag = _tag(self._by_sha[0].copy() if sha else self._outgoing.copy(), self._sent, *parts)
-        self._sent += 1
+        tag = _tag(self._by_sha[0].copy() if sha else self._outgoing.copy(), self.sent, *parts)
+        self.sent += 1
         return tag
 
     def check_parts(self, tag: bytes | bytearray | memoryview, *parts: bytes | memoryview, sha: bool = False) -> None:
         """:meth:`check` for a message whose parts lie in several places, and which says which digest it has."""
         digest = self._by_sha[1].copy() if sha else self._incoming.copy()
-        if not hmac.compare_digest(_tag(digest, self._received, *parts), tag):
+        if not hmac.compare_digest(_tag(digest, self.received, *parts), tag):
             raise Malformed("it is not the other side's next message")
-        self._received += 1
+        self.received += 1
 
     def check(self, data: bytearray, length: int) -> None:
         """Compare the digest behind the next message, which is the first ``length`` bytes of ``data``.

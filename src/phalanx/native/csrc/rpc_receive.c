@@ -9,12 +9,8 @@
 #include <unistd.h>
 
 #include "rpc_inbox.h"
+#include "rpc_patience.h"
 
-/* For how long a thread watches the bell before it sleeps: for twice as long as waits have taken lately, because to sleep
- * and to be woken takes longer than a quick call; and not for long if waits are long anyway. */
-#define LEAST_SPIN_NS 20000u
-#define MOST_SPIN_NS 200000u
-#define LONG_WAIT_NS 1000000u
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22
 #endif
@@ -140,21 +136,6 @@ static int spin(phx_rpc_hub *hub, uint32_t bell, uint64_t until)
     return rang || atomic_load_explicit(word, memory_order_seq_cst) != bell;
 }
 
-static uint64_t spin_ns(const _Atomic uint32_t *usual)
-{
-    const uint32_t twice = 2 * atomic_load_explicit(usual, memory_order_relaxed);
-    return twice < LEAST_SPIN_NS || twice > MOST_SPIN_NS ? LEAST_SPIN_NS : twice;
-}
-
-/* Count a wait in the running mean of how long waits take. Several threads may do so at once: then one of the waits is not
- * counted, which only makes the mean a little older. */
-static void note(_Atomic uint32_t *usual, uint64_t took_ns)
-{
-    const uint32_t before = atomic_load_explicit(usual, memory_order_relaxed);
-    const uint32_t took = took_ns < LONG_WAIT_NS ? (uint32_t)took_ns : LONG_WAIT_NS;
-    atomic_store_explicit(usual, before - before / 8 + took / 8, memory_order_relaxed);
-}
-
 static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self, uint32_t answers)
 {
     const uint64_t begun = phx_now_ns(), nap_ns = self ? PHX_SLICE_NS : PHX_RPC_NAP_NS;
@@ -174,16 +155,16 @@ static int receive(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_wai
         if (leave) /* also if none sleeps: one may have looked before, and be about to sleep */
             phx_rpc_call_up(hub, PHX_RPC_SERVERS);
         if (found || filled) {
-            note(usual, phx_now_ns() - begun);
+            phx_rpc_note(usual, phx_now_ns() - begun);
             return PHX_OK;
         }
         if (atomic_load(&hub->shut))
             return PHX_PEER_LOST;
         if (over || last) {
-            note(usual, phx_now_ns() - begun);
+            phx_rpc_note(usual, phx_now_ns() - begun);
             return PHX_UNDER_WAY;
         }
-        const uint64_t until = begun + spin_ns(usual);
+        const uint64_t until = begun + phx_rpc_watch_ns(usual);
         if (hub->count && hub->count < hub->cores && (self || !atomic_load(&hub->place->spinners)) &&
             phx_now_ns() < until && spin(hub, bell, until))
             continue;

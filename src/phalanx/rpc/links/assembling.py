@@ -1,7 +1,8 @@
 """Messages put together from the bytes of a connection (``wire_format.py``).
 
-Small messages are cut out of what one ``recv`` has brought. The pieces of a large one are received where they belong,
-together with the digest and the prefix of the frame behind each, so they are copied once, by the kernel.
+Small messages are cut out of what the connection has brought (``endpoint.py``). The pieces of a large one are received
+where they belong, together with the digest and the prefix of the frame behind each, so they are copied once, by the
+kernel.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import socket
 from collections import deque
 
 from phalanx.rpc.links import wire_format
+from phalanx.rpc.links.endpoint import UNCHECKED
 from phalanx.rpc.links.wire_format import Layout
 from phalanx.rpc.message import Message
 from phalanx.wire.framing import Malformed
@@ -17,7 +19,6 @@ from phalanx.wire.session import TAG_BYTES, Session
 
 __all__ = ["Assembler"]
 
-_BLOCK_BYTES = 1 << 14
 _PREFIX = wire_format.PREFIX
 _PIECES = (wire_format.PIECE, wire_format.HASHED)
 
@@ -34,6 +35,8 @@ class Assembler:
         received: how many numbered frames have come, also by earlier connections.
         received_bytes: how many bytes these had.
         acknowledged: how many frames the other side has received, as it has said last.
+        piece: of the large message that is coming: :meth:`receive` takes it from the socket, where it belongs. While
+            there is none, :meth:`feed` takes what comes.
     """
 
     def __init__(self, session: Session, rest: bytes | bytearray = b"") -> None:
@@ -41,7 +44,7 @@ class Assembler:
         self.received = self.received_bytes = self.acknowledged = 0
         self._session = session
         self._data = bytes(rest)
-        self._piece: memoryview | None = None  # of the large message: it is received where it belongs
+        self.piece: memoryview | None = None
         self._got = 0  # bytes of it, and of the digest and the prefix behind it, that have come
         self._prefix = b""
         self._tail = bytearray(TAG_BYTES + _PREFIX.size)
@@ -52,20 +55,35 @@ class Assembler:
 
     def go_on(self, session: Session, rest: bytes | bytearray) -> None:
         """Receive from another connection, behind the last frame that has come whole."""
-        self._session, self._data, self._piece = session, bytes(rest), None
+        self._session, self._data, self.piece = session, bytes(rest), None
 
-    def receive(self, sock: socket.socket) -> tuple[int, bool]:
-        """Take what a socket has, once: how many bytes, 0 at its end, and whether there may be more already.
+    def feed(self, data: bytes) -> None:
+        """Add what has come."""
+        self._data = self._data + data if self._data else data
+
+    def next_number(self) -> int:
+        """The number that the session gives the next message, if it begins with what comes next; else ``UNCHECKED``."""
+        return UNCHECKED if self._data or self.left else self._session.received
+
+    def take_whole(self, frame: bytes) -> Message:
+        """The message of a small frame that has come alone, and whose digest was found right.
+
+        Raises:
+            Malformed: it is no message.
+        """
+        self._session.received += 1
+        self.received += 1
+        self.received_bytes += len(frame)
+        return wire_format.small_message(frame)
+
+    def receive(self, sock: socket.socket, piece: memoryview) -> tuple[int, bool]:
+        """Take what a socket has of ``piece``, once: how many bytes, 0 at its end, and whether there may be more.
 
         Raises:
             BlockingIOError: nothing has come.
             OSError: the connection was lost.
         """
-        if self._piece is None:
-            data = sock.recv(_BLOCK_BYTES)
-            self._data = self._data + data if self._data else data
-            return len(data), len(data) == _BLOCK_BYTES
-        places = [self._piece[self._got :], memoryview(self._tail)[max(0, self._got - len(self._piece)) :]]
+        places = [piece[self._got :], memoryview(self._tail)[max(0, self._got - len(piece)) :]]
         wanted = len(places[0]) + len(places[1])
         came = sock.recvmsg_into(places)[0]
         self._got += came
@@ -77,24 +95,14 @@ class Assembler:
         Raises:
             Malformed: the other side did not send this, or it is no message. What was appended before is right.
         """
-        if self._piece is not None:
-            self._take_piece(self._piece, messages)
-            if self._piece is not None:
+        if self.piece is not None:
+            self._take_piece(self.piece, messages)
+            if self.piece is not None:
                 return
         start, data = 0, self._data
         nbytes = len(data)
-        if nbytes >= _PREFIX.size:
-            length, kind = _PREFIX.unpack_from(data)
-            if kind == wire_format.SMALL and nbytes == wire_format.LENGTH_BYTES + length + TAG_BYTES and not self.left:
-                frame = data[:-TAG_BYTES]  # what has come is one small message, as usual
-                self._session.check_parts(data[-TAG_BYTES:], frame)
-                self._data = b""
-                self.received += 1
-                self.received_bytes += nbytes
-                messages.append(wire_format.small_message(frame))
-                return
         view = memoryview(data)
-        while self._piece is None and nbytes >= start + _PREFIX.size and not self.left:
+        while self.piece is None and nbytes >= start + _PREFIX.size and not self.left:
             length, kind = _PREFIX.unpack_from(data, start)
             if not 1 <= length <= wire_format.LONGEST_FRAME:
                 raise Malformed(f"a frame of {length} bytes")
@@ -123,7 +131,7 @@ class Assembler:
         self._got = len(body)
         place[: min(nbytes, len(body))] = body[:nbytes]
         self._tail[: len(body[nbytes:])] = body[nbytes:]
-        self._piece = place
+        self.piece = place
 
     def _take_piece(self, piece: memoryview, messages: deque[Message]) -> None:
         nbytes = len(piece)
@@ -134,7 +142,7 @@ class Assembler:
         self.received += 1
         self.received_bytes += nbytes
         self._data = bytes(self._tail[TAG_BYTES : self._got - nbytes])
-        self._piece = None
+        self.piece = None
         self._filled += nbytes
         self._finish_if_full(messages)
 

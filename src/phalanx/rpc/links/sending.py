@@ -11,6 +11,8 @@ message waits when much is kept; so do small ones, later.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import select
 import socket
 import threading
@@ -22,11 +24,12 @@ from contextlib import AbstractContextManager
 from phalanx.rpc.links import wire_format
 from phalanx.rpc.links.assembling import Assembler
 from phalanx.rpc.links.contract import Link, LinkEnded
+from phalanx.rpc.links.endpoint import Endpoint
 from phalanx.rpc.links.readers import Armed
 from phalanx.rpc.links.unacknowledged import Unacknowledged
 from phalanx.rpc.links.wire_format import layout_of, pieces_of
 from phalanx.rpc.message import Message
-from phalanx.wire.session import Session, sha_is_quicker
+from phalanx.wire.session import TAG_BYTES, Session, sha_is_quicker
 
 __all__ = ["SendingLink"]
 
@@ -48,6 +51,7 @@ class SendingLink(Link):
         sock: the connection.
         session: the digests of its frames.
         assembler: what receives, and knows how much has come.
+        endpoint: what sends small frames.
         mends: whether another connection may take the place of this one.
 
     Attributes:
@@ -56,11 +60,14 @@ class SendingLink(Link):
         over: why the link has ended; empty before.
     """
 
-    def __init__(self, sock: socket.socket, session: Session, assembler: Assembler, *, mends: bool) -> None:
+    def __init__(
+        self, sock: socket.socket, session: Session, assembler: Assembler, endpoint: Endpoint, *, mends: bool
+    ) -> None:
         self.down = False
         self.over = ""
         self._mends = mends
         self._assembler = assembler
+        self._endpoint = endpoint
         self._armed: Armed | None = None
         self._reader = 0  # which thread reads
         self._kept = Unacknowledged()
@@ -76,6 +83,7 @@ class SendingLink(Link):
         """Go by this connection from now on."""
         self.sock = sock
         self._session = session
+        self._endpoint.use(sock.fileno(), session)
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
         sock.setblocking(False)
@@ -84,8 +92,8 @@ class SendingLink(Link):
     def send(self, message: Message, timeout_s: float) -> None:
         """See :class:`Link`."""
         until = time.monotonic() + timeout_s
-        if message.nbytes <= self.SMALL_BYTES:
-            self._write([wire_format.small_frame(message)], until)
+        if (len(message.head) if not message.buffers else message.nbytes) <= self.SMALL_BYTES:
+            self._write_small(wire_format.small_frame(message), until)
             return
         if len(message.head) > wire_format.LONGEST_FRAME // 2:
             raise ValueError(f"the part of a message that is pickled has {len(message.head)} bytes, which is too long")
@@ -116,6 +124,28 @@ class SendingLink(Link):
             self._kept.own()  # the caller may change it now
             self._large.release()
 
+    def _write_small(self, frame: bytes, until: float) -> None:
+        """:meth:`_write` for a small message; in one step if nothing is in its way."""
+        if self._kept.nbytes > _WINDOW_BYTES[0] or not self._writing.acquire(False):
+            self._write([frame], until)
+            return
+        try:
+            if self._unsent or self.down or self.over or len(frame) >= _HASHED_BYTES:
+                self._write_held([frame], until, wire_format.SMALL)
+                return
+            self._known = False
+            if self._mends:
+                self._kept.add((frame,), len(frame))
+            sent = self._send_small(frame)
+            if sent < len(frame) + TAG_BYTES:
+                self._finish(_behind(sent, [frame, self._session.digest(frame)]), until)
+            self._known = True
+        except (LinkEnded, TimeoutError):
+            self._known = True
+            raise
+        finally:
+            self._end_frame()
+
     def _write(self, parts: list[bytes | memoryview], until: float, kind: int = wire_format.SMALL) -> None:
         """Send one frame: all of it, or if its time is over, its rest before the next frame. TimeoutError: nothing.
 
@@ -133,28 +163,35 @@ class SendingLink(Link):
         ):
             raise TimeoutError(_TAKES_NOTHING)
         try:
-            if self.over:
-                raise LinkEnded(self.over)
-            if self._unsent and not self._finish([memoryview(self._unsent)], until):
-                if kind != wire_format.DROP:
-                    raise TimeoutError(_TAKES_NOTHING)
-                self._keep(parts)
-                self._unsent += self._session.seal(b"".join(parts))
-                return
-            self._known = False
-            self._keep(parts)
-            if not self.down:
-                self._send_frame(parts, until)
-            self._known = True
+            self._write_held(parts, until, kind)
         except (LinkEnded, TimeoutError):
             self._known = True
             raise
         finally:
-            if not self._known:  # a signal has come between two steps: nobody knows how much of a frame was sent
-                self._known = True
-                with contextlib.suppress(OSError):
-                    self.sock.shutdown(socket.SHUT_RDWR)
-            self._stop_writing()
+            self._end_frame()
+
+    def _write_held(self, parts: list[bytes | memoryview], until: float, kind: int) -> None:
+        """:meth:`_write`, holding ``_writing``."""
+        if self.over:
+            raise LinkEnded(self.over)
+        if self._unsent and not self._finish([memoryview(self._unsent)], until):
+            if kind != wire_format.DROP:
+                raise TimeoutError(_TAKES_NOTHING)
+            self._keep(parts)
+            self._unsent += self._session.seal(b"".join(parts))
+            return
+        self._known = False
+        self._keep(parts)
+        if not self.down:
+            self._send_frame(parts, until)
+        self._known = True
+
+    def _end_frame(self) -> None:
+        if not self._known:  # a signal has come between two steps: nobody knows how much of a frame was sent
+            self._known = True
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+        self._stop_writing()
 
     def _keep(self, parts: list[bytes | memoryview]) -> None:
         """Keep a frame until the other side has it, if the link can be mended."""
@@ -168,6 +205,18 @@ class SendingLink(Link):
         sent, nbytes = self._try_to_send(parts), sum(map(len, parts))
         if sent < nbytes:
             self._finish(_behind(sent, parts), until)
+
+    def _send_small(self, frame: bytes) -> int:
+        """How many bytes of a frame and its digest the kernel takes; if it takes all, the frame is counted."""
+        if self.over:
+            raise LinkEnded(self.over)
+        nbytes = len(frame) + TAG_BYTES
+        sent = self._endpoint.send(self._session.sent, frame, nbytes - TAG_BYTES)
+        if sent < 0:
+            sent = 0 if sent == -errno.EAGAIN else self._broken(os.strerror(-sent), nbytes)
+        if sent == nbytes:
+            self._session.sent += 1
+        return sent
 
     def _wait_for_room(self, most_bytes: int, until: float) -> None:
         kept = self._kept
@@ -209,12 +258,16 @@ class SendingLink(Link):
         except BlockingIOError:
             return 0
         except OSError as error:
-            # The thread that reads learns of it as well, after it has read what had come before.
-            if not self._mends:
-                raise LinkEnded(self.over or f"the connection has ended: {error.strerror}") from error
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-            return sum(map(len, parts))
+            return self._broken(str(error.strerror), sum(map(len, parts)))
+
+    def _broken(self, why: str, nbytes: int) -> int:
+        """The connection has broken: ``nbytes``, as if they were sent, if it will be mended."""
+        # The thread that reads learns of it as well, after it has read what had come before.
+        if not self._mends:
+            raise LinkEnded(self.over or f"the connection has ended: {why}")
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        return nbytes
 
     def _finish(self, rest: list[memoryview], until: float) -> bool:
         """Write the rest of a frame as far as the time allows; what is left is kept. Whether all was written."""

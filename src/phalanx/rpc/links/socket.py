@@ -25,7 +25,9 @@ Locks are taken in the order ``_large``, ``_reading``, ``_writing``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
 import select
 import socket
 import threading
@@ -37,21 +39,24 @@ from phalanx.rpc.links import wire_format
 from phalanx.rpc.links.acknowledged import SILENT_S, Acknowledged
 from phalanx.rpc.links.assembling import Assembler
 from phalanx.rpc.links.contract import LinkEnded, Receiver
+from phalanx.rpc.links.endpoint import BLOCK_BYTES, WHOLE, Endpoint, Watch
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.sending import SendingLink
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.framing import Malformed
-from phalanx.wire.session import Session
+from phalanx.wire.session import TAG_BYTES, Session
 from phalanx.wire.sockets import KeepAlive
 
-__all__ = ["KEEP_ALIVE", "SocketLink"]
+__all__ = ["END_S", "KEEP_ALIVE", "SocketLink"]
 
 # A connection whose other host has vanished, or that was cut, breaks after 2 s: by these probes while nothing is on its
 # way, else by acknowledged.py. The kernel answers both, so neither ends the connection of a process that is stopped.
 KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=1)
-_END_S = 1.0
+END_S = 1.0
 # How soon a caller that reads notices that its call has ended otherwise, as by cancel().
 _SLICE_MS = 50
+# How long a thread that watches for the next request takes at most to leave, when a caller wants to read.
+_LINGERS_S = 0.01
 # How often a thread goes on reading one connection before it looks at the others.
 _AT_ONCE = 32
 # After how much the other side is told that it has come.
@@ -93,8 +98,10 @@ class SocketLink(SendingLink):
         self._reading = threading.Lock()  # held by the thread that reads
         self._within = False  # that thread is between the socket and the receiver
         self._came: deque[Message] = deque()  # received, and not delivered yet
+        self._lingers = False  # that thread has served a request, and watches for the next one
         self._ending = threading.Lock()
-        super().__init__(sock, session, Assembler(session, rest), mends=mend is not None)
+        endpoint = Endpoint(readers.watch if readers is not None else Watch())
+        super().__init__(sock, session, Assembler(session, rest), endpoint, mends=mend is not None)
 
     def _use(self, sock: socket.socket, session: Session) -> None:
         super()._use(sock, session)
@@ -112,7 +119,7 @@ class SocketLink(SendingLink):
         self._reading.acquire()
         self._reader = threading.get_ident()
         try:
-            self._take()  # what came with the handshake
+            self._take(b"")  # what came with the handshake
             self._deliver(serving=False)
             if self._readers is not None and not self.over:
                 self._armed = self._readers.add(self)
@@ -132,30 +139,57 @@ class SocketLink(SendingLink):
 
     def wait(self, done: Callable[[], bool], call: int, timeout_s: float) -> None:
         """See :class:`Link`."""
-        if self._armed is None or not self._reading.acquire(False):
+        if self._armed is None or not (self._reading.acquire(False) or (self._lingers and self._take_over())):
             return
         try:
-            self._reader = threading.get_ident()
+            self._reader = me = threading.get_ident()
+            if self.over or self.down:  # its descriptor may be another one's
+                return
             self._armed.disarm()
             until = time.monotonic() + timeout_s
-            self._deliver(serving=False)  # what a thread has left that was interrupted, or had to send
-            while self._reads() and not self.over and not self.down and not done():
+            if self._came:  # what a thread has left that was interrupted, or had to send
+                self._deliver(serving=False)
+            while self._reader == me and not self.over and not self.down and not done():
                 left_ms = 1000 * (until - time.monotonic())
                 if left_ms <= 0:
                     break
-                if self._readable.poll(min(left_ms, _SLICE_MS)):
-                    self._receive(serving=False)
+                self._receive(serving=False, watches=True, sleep_ms=math.ceil(min(left_ms, _SLICE_MS)))
         finally:
             self._stop_reading()
 
+    def _take_over(self) -> bool:
+        """Read in place of a thread that watches for the next request."""
+        self._endpoint.want(True)
+        try:
+            return self._reading.acquire(timeout=_LINGERS_S)
+        finally:
+            self._endpoint.want(False)
+
     def ready(self) -> None:
         """Something has come, or may be sent; a thread of ``readers`` calls this."""
-        request = None
+        request = self._serve(lingers=False)
+        while request is not None:
+            others = self._readers.leave()  # type: ignore[union-attr]
+            self._receiver.deliver(self, request, may_block=others)
+            request = self._serve(lingers=True)
+
+    def _serve(self, *, lingers: bool) -> Message | None:
+        """Deliver what has come. A request that this thread may run is returned, after the reading has been given back.
+
+        Args:
+            lingers: this thread has just run one, so the next one may come soon: watch for it for a short time.
+        """
         if not self._reading.acquire(False):
-            return
+            return None
         try:
             self._reader = threading.get_ident()
-            self._deliver(serving=False)  # what a thread has left that was interrupted, or had to send
+            if lingers:
+                if self.over or self.down or self._armed is None:
+                    return None
+                self._armed.disarm()
+                self._lingers = True
+            if self._came:  # what a thread has left that was interrupted, or had to send
+                self._deliver(serving=False)
             if self._unsent and self._writing.acquire(False):
                 try:
                     if self._unsent and not self.down:
@@ -163,12 +197,10 @@ class SocketLink(SendingLink):
                             self._finish([memoryview(self._unsent)], 0.0)
                 finally:
                     self._stop_writing()
-            request = self._receive(serving=True)
+            return self._receive(serving=True, watches=lingers)
         finally:
+            self._lingers = False
             self._stop_reading()
-        if request is not None:
-            others = self._readers.leave()  # type: ignore[union-attr]
-            self._receiver.deliver(self, request, may_block=others)
 
     def read(self) -> None:
         """Read what has come, and deliver the messages in it."""
@@ -208,54 +240,83 @@ class SocketLink(SendingLink):
 
     def _arm(self) -> None:
         if self._armed is not None:
-            self._armed.arm_both() if self._unsent or self._came else self._armed.arm()
+            self._armed.arm_both() if self._unsent or self._came or self._endpoint.has_come() else self._armed.arm()
 
-    def _receive(self, *, serving: bool) -> Message | None:
-        """Read what has come, and deliver it, but return a request that this thread may run when it has left."""
+    def _receive(self, *, serving: bool, watches: bool = False, sleep_ms: int = 0) -> Message | None:
+        """Read what has come, or comes soon, and deliver it, but return a request that this thread may run afterwards.
+
+        Args:
+            serving: there may be such a request.
+            watches, sleep_ms: how to wait if nothing has come; see :meth:`Endpoint.receive`.
+        """
+        assembler, endpoint, me = self._assembler, self._endpoint, threading.get_ident()
+        receive = endpoint.wait if watches or sleep_ms else endpoint.look
         request = None
         for _ in range(_AT_ONCE):
             if request is not None:
                 self._receiver.deliver(self, request, may_block=False)
                 request = None
-            if self.over or self.down or not self._reads():
+            if self.over or self.down or self._reader != me:
                 break
-            self._within = True
-            try:
-                came, more = self._assembler.receive(self.sock)
-            except BlockingIOError:
+            piece = assembler.piece
+            if piece is None:
+                came = receive(serving, watches, sleep_ms, assembler.next_number())
+                more = came == BLOCK_BYTES
+                self._within = True
+            elif sleep_ms and not self._readable.poll(sleep_ms):
+                break
+            else:
+                self._within = True
+                try:
+                    came, more = assembler.receive(self.sock, piece)
+                except OSError as error:
+                    came, more = -(error.errno or errno.EIO), False
+            if came <= 0:
                 self._within = False
+                if came != -errno.EAGAIN:
+                    lost = f"the connection was lost: {os.strerror(-came)}"
+                    self._break(lost if came else "its process has ended, or its host")
                 break
-            except OSError as error:
-                self._within = False
-                self._break(f"the connection was lost: {error.strerror}")
-                break
-            if not came:
-                self._within = False
-                self._break("its process has ended, or its host")
-                break
-            self._take()
+            receive, watches, sleep_ms = endpoint.look, False, 0
+            if piece is None:
+                self._take(endpoint.take(came - WHOLE - TAG_BYTES if came > WHOLE else came), whole=came > WHOLE)
+            else:
+                self._take(b"")
             self._within = False
             request = self._deliver(serving=serving)
-            if not more or not self._reads():
+            if not more:
                 break
         return request
 
-    def _take(self) -> None:
-        """Take what is complete of what has come, and say now and then how much that was."""
-        assembler, acknowledged = self._assembler, self._kept.forgotten
+    def _take(self, data: bytes, *, whole: bool = False) -> None:
+        """Take what is complete of what has come, and say now and then how much that was.
+
+        Args:
+            data: what has come, but for pieces.
+            whole: it is a small frame whose digest the core has found right.
+        """
+        assembler, known = self._assembler, self._acknowledged
         try:
-            assembler.take(self._came)
-            if assembler.acknowledged > acknowledged:
-                self._kept.forget(assembler.acknowledged)
+            if whole:
+                self._came.append(assembler.take_whole(data))
+            else:
+                assembler.feed(data)
+                assembler.take(self._came)
+                if assembler.acknowledged > self._kept.forgotten:
+                    self._kept.forget(assembler.acknowledged)
         except Malformed as error:
             self._deliver(serving=False)
             self._end(f"what it sent cannot be read: {error}")
             return
-        frames, nbytes = self._acknowledged
         if (
-            assembler.received - frames >= _ACKNOWLEDGED_FRAMES
-            or assembler.received_bytes - nbytes >= _ACKNOWLEDGED_BYTES
-        ) and self._mend is not None:
+            assembler.received - known[0] >= _ACKNOWLEDGED_FRAMES
+            or assembler.received_bytes - known[1] >= _ACKNOWLEDGED_BYTES
+        ):
+            self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Say how much has come."""
+        if self._mend is not None:
             self._acknowledges = True
             if self._writing.acquire(False):
                 self._stop_writing()
@@ -352,11 +413,11 @@ class SocketLink(SendingLink):
 
     # The end
 
-    def close(self) -> None:
-        """See :class:`Link`."""
+    def close(self, until: float | None = None) -> None:
+        """See :class:`Link`. A peer that takes nothing is waited for until then; for ``END_S`` by default."""
         if not self.over:
             with contextlib.suppress(LinkEnded, TimeoutError):
-                self._write([], time.monotonic() + _END_S, wire_format.END)
+                self._write([], time.monotonic() + END_S if until is None else until, wire_format.END)
         self._end("this process has closed it")
 
     def give_up(self, why: str) -> None:
