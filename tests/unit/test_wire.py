@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.launch.mpi.channel import ROLE as LAUNCHER
+from phalanx.launch.relay.channel import ROLE as LAUNCHER
 from phalanx.store.claim import ROLE as STORE
 from phalanx.wire import door as doors
 from phalanx.wire.dial import Line, dial

@@ -32,7 +32,7 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of, session_folder
 from phalanx.launch.job.target import Target, compile_target
-from phalanx.launch.mpi.channel import IN, Lost, join
+from phalanx.launch.relay.channel import IN, Lost, join
 from phalanx.launch.mpi.child import Child
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams

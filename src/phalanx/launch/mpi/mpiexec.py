@@ -20,7 +20,7 @@ import time
 from phalanx import settings
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
-from phalanx.launch.mpi.channel import Channel, Lost
+from phalanx.launch.relay.channel import Channel, Lost
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import Control
 from phalanx.system import processes

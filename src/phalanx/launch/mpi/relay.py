@@ -30,14 +30,14 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.target import Refusal, prepare_target
-from phalanx.launch.mpi.announcer import Announcer
-from phalanx.launch.mpi.channel import IN, Channel, Lost, open_door
-from phalanx.launch.mpi.crew import Member, Pipe
-from phalanx.launch.mpi.exchange import Exchange
+from phalanx.launch.relay.announcer import Announcer
+from phalanx.launch.relay.channel import IN, Channel, Lost, open_door
+from phalanx.launch.relay.crew import Member, Pipe
+from phalanx.launch.relay.exchange import Exchange
 from phalanx.launch.mpi.gathering import RollCall, take_seat
 from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
-from phalanx.launch.mpi.services import Input, StoreOnDemand
+from phalanx.launch.relay.services import Input, StoreOnDemand
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.system import processes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.launch.mpi.channel import ERR, OUT
+from phalanx.launch.relay.channel import ERR, OUT
 
 __all__ = ["Streams"]
 

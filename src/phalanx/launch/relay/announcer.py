@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.launch.mpi.crew import Member
+from phalanx.launch.relay.crew import Member
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.topology.table import RankRow
 

@@ -13,8 +13,8 @@ import selectors
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from phalanx.launch.mpi.channel import MESSAGE, Lost
-from phalanx.launch.mpi.crew import Member, Pipe
+from phalanx.launch.relay.channel import MESSAGE, Lost
+from phalanx.launch.relay.crew import Member, Pipe
 
 __all__ = ["Exchange"]
 

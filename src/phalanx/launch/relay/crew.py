@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.mpi.channel import ERR, OUT, Channel
+from phalanx.launch.relay.channel import ERR, OUT, Channel
 from phalanx.launch.rank.descriptors import RankEnds
 
 __all__ = ["Member", "Pipe"]
