@@ -1,0 +1,25 @@
+"""Which variables of the user's environment a rank on another host gets: all but those that differ between hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+__all__ = ["carried_variables"]
+
+# Variables about a login, a terminal or a place in a batch system: another host has its own, or none.
+_OF_A_HOST = re.compile(
+    r"SSH_|XDG_|DBUS_|SLURM|PMI|PMIX|PBS_|LSB_|LSF_|TMUX|WT_|WSL|"
+    r"(HOME|HOST|HOSTNAME|HOSTTYPE|USER|USERNAME|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|_|TTY|GPG_TTY|STY|WINDOW|WINDOWID|"
+    r"DISPLAY|WAYLAND_DISPLAY|XAUTHORITY|TMP|TEMP|TMPDIR|SESSION_MANAGER|KUBERNETES_.*|container)$"
+)
+
+
+def carried_variables(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
+    """The variables that go with a job to other hosts.
+
+    Args:
+        user: the environment of ``phalanx run``.
+        named: the variables that the user has named with ``-x``, which go whatever they are.
+    """
+    return {name: value for name, value in user.items() if name in named or not _OF_A_HOST.match(name)}
