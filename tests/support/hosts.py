@@ -11,10 +11,11 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +223,15 @@ class TestHosts:
         """A program that starts a command on a host: ``starter h1 COMMAND...``; it works from :meth:`outside`."""
         return str(self._folder / "starter")
 
-    def outside(self) -> list[str]:
-        """The words before a command that runs beside the hosts, in their network, with this machine's processes."""
-        inside = (
-            f"mount --make-rprivate /; mount --bind {self._folder / 'names-login'} /etc/hosts; "
-            f"mount --bind {self._folder / 'nsswitch.conf'} /etc/nsswitch.conf; hostname login; "
-            'exec "$@"'
-        )
+    def outside(self, files: Mapping[str, Path] | None = None) -> list[str]:
+        """The words before a command that runs beside the hosts, in their network, with this machine's processes.
+
+        Args:
+            files: files that the command finds in the place of others.
+        """
+        own = {"/etc/hosts": self._folder / "names-login", "/etc/nsswitch.conf": self._folder / "nsswitch.conf"}
+        binds = "".join(f"mount --bind {path} {place}; " for place, path in {**own, **(files or {})}.items())
+        inside = f'mount --make-rprivate /; {binds}hostname login; exec "$@"'
         return ["nsenter", "-t", str(self._switch), "-n", "unshare", "--mount", "--uts", "sh", "-c", inside, "sh"]
 
     def holder(self, host: int) -> int:
@@ -236,15 +239,27 @@ class TestHosts:
         return self._inside[host]
 
     def processes(self, host: int) -> list[int]:
-        """The processes on a host without zygotes, by their numbers on this machine, but for the one that holds it."""
+        """The processes on a host without zygotes, by their numbers on this machine, but for the one that holds it.
+
+        Nor those that have ended: the host's first process, whose children they have become, reaps none.
+        """
         space = os.readlink(f"/proc/{self._inside[host]}/ns/pid")
         own = {self._inside[host]}
         found = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{name}/ns/pid") == space and int(name) not in own:
+                if os.readlink(f"/proc/{name}/ns/pid") != space or int(name) in own:
+                    continue
+                if Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                     found.append(int(name))
         return found
+
+    def kill_all(self, host: int, but: Collection[int] = ()) -> None:
+        """Kill everything on a host without zygotes, also what is being started meanwhile; ``but`` is spared."""
+        while pids := [pid for pid in self.processes(host) if pid not in but]:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def end_processes(self) -> None:
         """Kill everything on all hosts but the hosts and their zygotes."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -63,12 +62,17 @@ class RemoteLauncher:
     Attributes:
         hosts: the hosts.
         folder: where scripts are written and launches run.
+        files: files that launches find in the place of others.
+        starter: the starter of launches; empty for ssh.
     """
 
     def __init__(self, hosts: TestHosts, folder: Path) -> None:
         self.hosts = hosts
         self.folder = folder
+        self.files: dict[str, Path] = {}
+        self.starter = [f"--starter={hosts.starter}"]
         self.jobs: list[RemoteJob] = []
+        self.before = {pid for host in range(hosts.count) for pid in hosts.processes(host)}
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.folder / name
@@ -78,14 +82,14 @@ class RemoteLauncher:
     def start(
         self, *arguments: str, stdin: bytes | None = None, environment: dict[str, str] | None = None
     ) -> RemoteJob:
-        """``phalanx run --starter … ARGUMENTS``; beside the hosts, so nothing of it is on one of them."""
+        """``phalanx run ARGUMENTS`` by the starter, beside the hosts, so nothing of it is on one of them."""
         folder = self.folder / f"job-{len(self.jobs)}"
         folder.mkdir()
         own = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NO_COLOR")}
         own["PATH"] = f"{own.get('PATH', '')}:/usr/sbin:/sbin"
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             process = subprocess.Popen(
-                [*self.hosts.outside(), *PHALANX, "run", "--starter", self.hosts.starter, *arguments],
+                [*self.hosts.outside(self.files), *PHALANX, "run", *self.starter, *arguments],
                 stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
                 stdout=out,
                 stderr=err,
@@ -108,7 +112,7 @@ class RemoteLauncher:
         """Every process and file that a launch has left on any host, and the processes that it has left here."""
         found = []
         for host in range(self.hosts.count):
-            found += [f"h{host}: {_described(pid)}" for pid in self.hosts.processes(host)]
+            found += [f"h{host}: {_described(pid)}" for pid in self.hosts.processes(host) if pid not in self.before]
             shared = Path(f"/proc/{self.hosts.holder(host)}/root/dev/shm")
             found += [f"h{host}: {path.name} in /dev/shm" for path in shared.iterdir()]
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -134,9 +138,7 @@ class RemoteLauncher:
                 job.process.kill()
                 job.process.wait()
         for host in range(self.hosts.count):
-            for pid in self.hosts.processes(host):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            self.hosts.kill_all(host, but=self.before)
 
 
 def _described(pid: int) -> str:
