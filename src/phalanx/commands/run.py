@@ -16,6 +16,7 @@ import click
 from phalanx import settings
 from phalanx.c10d.replace import names_to_replace
 from phalanx.errors import LaunchError
+from phalanx.launch.job.allocation import find_allocation
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.job.job import Job, make_job
@@ -260,7 +261,8 @@ def run(
     -H, --hostfile: the ranks are started on these hosts by ssh, which must log in there without a question, or by
     --starter. Everything is as on one host: arguments, environment, working directory, input, output, signals, exit
     codes. Every host needs the same Python, torch and Phalanx in the same place, and the same script in the same
-    directory; what differs is said before anything runs. If a host is lost, the ranks of all hosts are ended.
+    directory; what differs is said before anything runs. If a host is lost, the ranks of all hosts are ended. Inside an
+    allocation of several hosts, of Slurm or PBS, none need be named. docs/clusters.md has examples.
 
     --mpi: the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or on
     others that it can reach and that see the same files; all else is as without --mpi. Such ranks can use MPI
@@ -292,16 +294,20 @@ def run(
         if not quiet:
             tell(f"note: {note}")
     launcher = _mpi_launcher(mpi)
+    count = _number_of_ranks(ranks)
+    where, start_by = _hosts(hosts, hostfile), _starter(starter)
+    if not (where or start_by or launcher is not None or rehearse is not None or debugged is not None):
+        where, start_by = _allotted(count, ppn, quiet=quiet)
     job = make_job(
-        _number_of_ranks(ranks),
+        count,
         find_target(target, arguments, module=module),
         grace_s=grace,
         quiet=quiet,
         prefix=not no_prefix,
         mpi=launcher,
-        hosts=_hosts(hosts, hostfile),
+        hosts=where,
         ppn=ppn,
-        starter=_starter(starter),
+        starter=start_by,
         named=[variable.partition("=")[0] for variable in variables],
         address=address,
         rehearsal=parse_rehearsal(rehearse, placement or "block") if rehearse is not None else None,
@@ -371,6 +377,23 @@ def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:
     if hosts is not None:
         return parse_hosts(hosts)
     return read_hostfile(hostfile) if hostfile is not None else []
+
+
+def _allotted(ranks: int | None, ppn: int | None, *, quiet: bool) -> tuple[list[HostSlots], list[str]]:
+    """The hosts of a batch system's allocation, and how they are reached; none outside of one."""
+    allocation = find_allocation(os.environ)
+    if allocation is None:
+        return [], []
+    hosts = list(allocation.hosts)
+    slots = sum(host.slots or 1 for host in hosts)
+    if ppn is not None:
+        hosts = [HostSlots(host.name) for host in hosts]
+    elif ranks is not None and ranks > slots:
+        # The batch system was asked for hosts, and phalanx run for ranks on them.
+        hosts = [HostSlots(host.name, -(-ranks // len(hosts))) for host in hosts]
+    if not quiet:
+        tell(f"note: ranks run on the {len(hosts)} hosts of {allocation.title}; with -H localhost:N on this one alone")
+    return hosts, list(allocation.starter)
 
 
 def _starter(command: str | None) -> list[str]:
