@@ -86,9 +86,9 @@ def test_the_name_of_this_machine_is_an_address_of_it() -> None:
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [
-        ("--nnodes 2", "--mpi mpiexec -H"),
-        ("--node-rank 1", "--mpi mpiexec -H"),
-        ("--rdzv-endpoint=node1:29500", "--mpi mpiexec -H"),
+        ("--nnodes 2", ": -H h1:4,h2:4"),
+        ("--node-rank 1", ": -H h1:4,h2:4"),
+        ("--rdzv-endpoint=node1:29500", ": -H h1:4,h2:4"),
         ("--max-restarts 3", "start it again"),
         ("--log-dir logs", "tee"),
         ("--rank 0", "-n says how many"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from tests.support.remote import RemoteLauncher, reachable_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
 PLAIN = ("--no-preload", "-q")  # nothing imports torch that the script does not import
 
 
@@ -216,3 +220,16 @@ def test_a_rank_reads_what_is_typed_only_as_fast_as_it_wants(remote: RemoteLaunc
     data = os.urandom(1 << 22)
     job = remote.run(*PLAIN, "--stdin", "1", "-H", "h0,h1", script, stdin=data)
     assert lines(job.out) == ["[rank 0] 0", f"[rank 1] {len(data)}"], job.said()
+
+
+def test_the_text_example_trains_over_two_hosts(remote: RemoteLauncher) -> None:
+    pytest.importorskip("snownlp")
+    words = ("--no-prefix", "-q", "-x", "OMP_NUM_THREADS=1")
+    example = (str(EXAMPLE), "--limit", "512", "--batch-size", "66", "--epochs", "1", "--dropout", "0")
+    job = remote.run(*words, "-H", "h0,h1", *example)
+    assert job.process.returncode == 0, job.said()
+    here = [sys.executable, "-m", "phalanx", "run", *words, "-n", "2", *example]
+    expected = subprocess.run(here, cwd=remote.folder, capture_output=True, text=True, check=True)
+    for name in ("loss", "accuracy", "ranks"):
+        found, known = (json.loads(out.splitlines()[-1])[name] for out in (job.out, expected.stdout))
+        assert found == pytest.approx(known, rel=1e-5), job.said()

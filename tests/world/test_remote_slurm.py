@@ -61,7 +61,7 @@ def test_ranks_run_on_the_nodes_of_the_allocation(
     assert sorted(done.stdout.splitlines()) == [
         f"[rank {where.split()[0]}] {where} {tmp_path} ['a b']" for where in placed
     ], done
-    assert "note: ranks run on the 2 hosts of Slurm's job" in done.stderr
+    assert "note: ranks run on 2 hosts of Slurm's job" in done.stderr
 
 
 def test_a_rank_that_fails_ends_the_job_of_an_allocation(

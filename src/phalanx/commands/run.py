@@ -26,7 +26,7 @@ from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.target import find_target
 from phalanx.system.device_files import accelerator_files
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit, usable_cores
-from phalanx.words import tell
+from phalanx.words import format_count, tell
 
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
@@ -392,7 +392,8 @@ def _allotted(ranks: int | None, ppn: int | None, *, quiet: bool) -> tuple[list[
         # The batch system was asked for hosts, and phalanx run for ranks on them.
         hosts = [HostSlots(host.name, -(-ranks // len(hosts))) for host in hosts]
     if not quiet:
-        tell(f"note: ranks run on the {len(hosts)} hosts of {allocation.title}; with -H localhost:N on this one alone")
+        where = f"{format_count(len(hosts), 'host')} of {allocation.title}"
+        tell(f"note: ranks run on {where}; with -H localhost:N on this one alone")
     return hosts, list(allocation.starter)
 
 

@@ -1,7 +1,7 @@
 """The hosts that a batch system has allotted to the job in which ``phalanx run`` was called without naming any.
 
-Inside a Slurm allocation of several nodes ranks are started on all of them by ``srun``, which reaches a node without
-any login; in a PBS job, whose node file lists them, by ssh. A process that a launcher has started is a rank, or starts
+Inside a Slurm allocation ranks are started on all of its nodes by ``srun``, which reaches a node without any
+login; in a PBS job, whose node file lists them, by ssh. A process that a launcher has started is a rank, or starts
 ranks for itself alone, so nothing is looked for there.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from phalanx.errors import LauncherEnvironmentError, LaunchError
 from phalanx.launch.job.host_slots import HostSlots, read_hostfile
 from phalanx.place.node_lists import expand_node_list, expand_task_counts
+from phalanx.system.interfaces import is_own_name
 
 __all__ = ["Allocation", "find_allocation"]
 
@@ -51,7 +52,7 @@ class Allocation:
 
 
 def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """The allocation of several hosts that this process may use as a whole; None if there is none.
+    """The allocation that this process may use as a whole; None if there is none, or it is this host alone.
 
     Args:
         environment: the environment of ``phalanx run``.
@@ -60,7 +61,9 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
         LaunchError: the batch system's description of it cannot be read.
     """
     found = _slurm(environment) or _pbs(environment)
-    return found if found is not None and len(found.hosts) > 1 else None
+    if found is None or (len(found.hosts) == 1 and is_own_name(found.hosts[0].name)):
+        return None
+    return found
 
 
 def _slurm(environment: Mapping[str, str]) -> Allocation | None:

@@ -144,7 +144,9 @@ def test_the_hosts_of_an_allocation(tmp_path: Path) -> None:
     # The script of sbatch and the shell of salloc are no ranks; a task of srun is.
     for step, is_rank in (("4294967291", False), ("4294967290", False), ("0", True)):
         assert (find_allocation({**SLURM, "SLURM_STEP_ID": step}) is None) is is_rank
-    assert find_allocation({**SLURM, "SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}) is None
+    # One node is this host, or another one if the shell of salloc has stayed on the login node.
+    assert find_allocation({**SLURM, "SLURM_JOB_NODELIST": machine_name(), "SLURM_TASKS_PER_NODE": "4"}) is None
+    assert find_allocation({**SLURM, "SLURM_JOB_NODELIST": "another", "SLURM_TASKS_PER_NODE": "4"}) is not None
     assert find_allocation({}) is None
     with pytest.raises(LaunchError, match="name the nodes"):
         find_allocation({**SLURM, "SLURM_TASKS_PER_NODE": "4"})
