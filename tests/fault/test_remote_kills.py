@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,45 +32,64 @@ SCRIPT = """
 """
 
 
+# Jobs at a time, each on two hosts of its own: most of a case is waiting.
+AT_ONCE = 4
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
-    with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as made:
+    with reachable_hosts(2 * AT_ONCE, tmp_path_factory.mktemp("hosts")) as made:
         yield made
 
 
 @pytest.fixture
-def remote(hosts: TestHosts, tmp_path: Path) -> Iterator[RemoteLauncher]:
-    launcher = RemoteLauncher(hosts, tmp_path)
+def pairs(hosts: TestHosts, tmp_path: Path) -> Iterator[list[RemoteLauncher]]:
+    made = []
+    for number in range(AT_ONCE):
+        folder = tmp_path / f"pair-{number}"
+        folder.mkdir()
+        made.append(RemoteLauncher(hosts, folder, (2 * number, 2 * number + 1)))
     try:
-        yield launcher
-        launcher.check(CLEAN_S)
+        yield made
     finally:
-        launcher.clear()
+        for remote in made:
+            remote.clear()
 
 
-def test_a_death_of_each_kind_in_each_phase(remote: RemoteLauncher) -> None:
-    chance = random.Random(15)
-    for victim, phase in CASES:
-        one_death(remote, victim, phase, chance)
+def test_a_death_of_each_kind_in_each_phase(pairs: list[RemoteLauncher]) -> None:
+    deaths(pairs, 15)
 
 
 @pytest.mark.fault
 @pytest.mark.parametrize("seed", range(10))
-def test_many_deaths(remote: RemoteLauncher, seed: int) -> None:
-    chance = random.Random(seed)
-    for victim, phase in chance.sample(CASES, len(CASES)):
-        one_death(remote, victim, phase, chance)
+def test_many_deaths(pairs: list[RemoteLauncher], seed: int) -> None:
+    deaths(pairs, seed)
+
+
+def deaths(pairs: list[RemoteLauncher], seed: int) -> None:
+    """All cases in a random order, shared out to the pairs of hosts."""
+    cases = random.Random(seed).sample(CASES, len(CASES))
+
+    def share(number: int) -> None:
+        chance = random.Random(seed * AT_ONCE + number)
+        for victim, phase in cases[number::AT_ONCE]:
+            one_death(pairs[number], victim, phase, chance)
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        for done in [threads.submit(share, number) for number in range(AT_ONCE)]:
+            done.result()
 
 
 def one_death(remote: RemoteLauncher, victim: str, phase: str, chance: random.Random) -> None:
-    """Start a job, wait for the phase and a moment more, kill the victim on h1, and look at what follows.
+    """Start a job, wait for the phase and a moment more, kill the victim on its second host, and look at what follows.
 
-    The phases: h1 has a process of the job; a zygote imports torch; all ranks run; the first rank is about to end.
+    The phases: that host has a process of the job; a zygote imports torch; all ranks run; the first is about to end.
     """
+    first, second = (f"h{host}" for host in remote.own)
     script = remote.script(SCRIPT)
     # Without the import of torch all phases but the one named after it are short.
     options = ["-q"] if phase == "importing" else ["-q", "--no-preload"]
-    job = remote.start(*options, "-H", "h0:2,h1:2", script, phase)
+    job = remote.start(*options, "-H", f"{first}:2,{second}:2", script, phase)
     reach(job, remote, phase)
     time.sleep(chance.uniform(0.0, {"starting": 0.3, "importing": 0.3, "running": 0.1, "ending": 0.02}[phase]))
     killed = kill(job, remote, victim, phase)
@@ -78,8 +98,8 @@ def one_death(remote: RemoteLauncher, victim: str, phase: str, chance: random.Ra
     code = job.finish()
     took_s = remote.check(CLEAN_S)
     case = f"{victim} while {phase}; exit code {code}, {took_s:.1f} s until clean\n{job.said()}"
-    judge(job, victim, phase, killed, case)
-    remote.hosts.mend()
+    judge(job, victim, phase, killed, second, case)
+    remote.hosts.mend(remote.own[1])
     print(f"{victim} {phase}: killed {killed or 'nothing'}, code {code}, clean after {took_s:.2f} s")
 
 
@@ -90,25 +110,25 @@ def reach(job: RemoteJob, remote: RemoteLauncher, phase: str) -> None:
         job.wait_for_lines(1, "ready")
     else:
         until = time.monotonic() + 60
-        while not (named(remote, "phalanx-zygote") if phase == "importing" else remote.hosts.processes(1)):
+        while not (named(remote, "phalanx-zygote") if phase == "importing" else remote.hosts.processes(remote.own[1])):
             assert time.monotonic() < until, job.said()
             time.sleep(0.005)
 
 
 def kill(job: RemoteJob, remote: RemoteLauncher, victim: str, phase: str) -> str:
-    """Kill it on h1; what that was, or nothing if there is no such process (yet, or any more)."""
+    """Kill it on the second host; what that was, or nothing if there is no such process (yet, or any more)."""
     if victim == "link":
-        remote.hosts.cut(1)
+        remote.hosts.cut(remote.own[1])
         return "link"
     if victim == "head":
         victims = [job.process.pid]  # the words before it have become it by exec
     elif victim == "host":
-        remote.hosts.cut(1)  # what is switched off says nothing
-        remote.hosts.kill_all(1)
+        remote.hosts.cut(remote.own[1])  # what is switched off says nothing
+        remote.hosts.kill_all(remote.own[1])
         return "host"
     elif phase == "starting":
         # Neither has its name yet: the starter's processes, or the program that will be the agent.
-        victims = remote.hosts.processes(1)
+        victims = remote.hosts.processes(remote.own[1])
     elif victim == "agent":
         victims = named(remote, "phalanx-agent")
     else:
@@ -124,7 +144,7 @@ def kill(job: RemoteJob, remote: RemoteLauncher, victim: str, phase: str) -> str
 
 def named(remote: RemoteLauncher, name: str) -> list[int]:
     found = []
-    for pid in remote.hosts.processes(1):
+    for pid in remote.hosts.processes(remote.own[1]):
         try:
             if Path(f"/proc/{pid}/comm").read_text().strip() == name:
                 found.append(pid)
@@ -133,7 +153,7 @@ def named(remote: RemoteLauncher, name: str) -> list[int]:
     return found
 
 
-def judge(job: RemoteJob, victim: str, phase: str, killed: str, case: str) -> None:
+def judge(job: RemoteJob, victim: str, phase: str, killed: str, host: str, case: str) -> None:
     code = job.process.returncode
     if victim == "head":
         assert code == -signal.SIGKILL or (phase == "ending" and code == 0), case
@@ -147,9 +167,9 @@ def judge(job: RemoteJob, victim: str, phase: str, killed: str, case: str) -> No
     if victim == "rank" and phase in ("running", "ending"):
         assert code == 137, case
         assert "rank 3 of 4 failed" in job.err, case
-        assert "host h1" in job.err, case
+        assert f"host {host}" in job.err, case
         return
     assert code != 0, case
-    assert "h1" in job.err, case
+    assert host in job.err, case
     if phase == "running":
-        assert "failed: host h1 is lost" in job.err, case
+        assert f"failed: host {host} is lost" in job.err, case

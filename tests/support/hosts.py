@@ -179,9 +179,9 @@ class TestHosts:
         """Let nothing pass between a host and the others, without telling either."""
         self._ip(self._switch, f"link set sw{host} nomaster")
 
-    def mend(self) -> None:
-        """Undo every cut."""
-        for host in range(self.count):
+    def mend(self, only: int | None = None) -> None:
+        """Undo every cut, or that of one host."""
+        for host in range(self.count) if only is None else [only]:
             self._ip(self._switch, f"link set sw{host} master sw")
 
     def _hold(self, command: Sequence[str]) -> subprocess.Popen[bytes]:

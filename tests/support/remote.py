@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
@@ -57,22 +57,27 @@ class RemoteJob:
 
 
 class RemoteLauncher:
-    """Starts launches over all hosts.
+    """Starts launches over hosts.
 
     Attributes:
         hosts: the hosts.
+        own: the numbers of those that launches use, and that are looked at afterwards.
         folder: where scripts are written and launches run.
         files: files that launches find in the place of others.
         starter: the starter of launches; empty for ssh.
     """
 
-    def __init__(self, hosts: TestHosts, folder: Path) -> None:
+    def __init__(self, hosts: TestHosts, folder: Path, own: Sequence[int] = ()) -> None:
         self.hosts = hosts
+        self.own = own or range(hosts.count)
         self.folder = folder
         self.files: dict[str, Path] = {}
-        self.starter = [f"--starter={hosts.starter}"]
+        # A name of its own for each launcher, by which its processes are found.
+        self._starter = folder / f"starter-{'-'.join(map(str, self.own))}"
+        self._starter.symlink_to(hosts.starter)
+        self.starter = [f"--starter={self._starter}"]
         self.jobs: list[RemoteJob] = []
-        self.before = {pid for host in range(hosts.count) for pid in hosts.processes(host)}
+        self.before = {pid for host in self.own for pid in hosts.processes(host)}
 
     def script(self, text: str, name: str = "script.py") -> str:
         path = self.folder / name
@@ -111,13 +116,13 @@ class RemoteLauncher:
     def left(self) -> list[str]:
         """Every process and file that a launch has left on any host, and the processes that it has left here."""
         found = []
-        for host in range(self.hosts.count):
+        for host in self.own:
             found += [f"h{host}: {_described(pid)}" for pid in self.hosts.processes(host) if pid not in self.before]
             shared = Path(f"/proc/{self.hosts.holder(host)}/root/dev/shm")
             found += [f"h{host}: {path.name} in /dev/shm" for path in shared.iterdir()]
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                if self.hosts.starter.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                if str(self._starter).encode() in Path(f"/proc/{name}/cmdline").read_bytes():
                     found.append(f"here: {_described(int(name))}")
         return found
 
@@ -132,12 +137,13 @@ class RemoteLauncher:
 
     def clear(self) -> None:
         """End whatever a test has left, so that the next one can be judged for itself."""
-        self.hosts.mend()
+        for host in self.own:
+            self.hosts.mend(host)
         for job in self.jobs:
             if job.process.poll() is None:
                 job.process.kill()
                 job.process.wait()
-        for host in range(self.hosts.count):
+        for host in self.own:
             self.hosts.kill_all(host, but=self.before)
 
 

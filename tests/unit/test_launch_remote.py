@@ -74,6 +74,10 @@ def test_the_command_on_a_host() -> None:
 def test_variables_that_differ_between_hosts_stay() -> None:
     user = {"LR": "0.1", "HOME": "/home/a", "SSH_AUTH_SOCK": "/tmp/x", "TMPDIR": "/scratch", "PATH": "/bin", "PWD": "/"}
     assert carried_variables(user) == {"LR": "0.1", "PATH": "/bin"}
+    # A batch system has given each host its own devices.
+    chosen = {"CUDA_VISIBLE_DEVICES": "2"}
+    assert carried_variables(chosen) == chosen
+    assert carried_variables({**chosen, "SLURM_JOB_ID": "7"}) == {}
     assert carried_variables(user, ["TMPDIR"]) == {"LR": "0.1", "PATH": "/bin", "TMPDIR": "/scratch"}
 
 
@@ -99,11 +103,11 @@ def test_differences_are_named_with_their_hosts() -> None:
 def test_what_an_agent_finds(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("pass")
-    invitation = Invitation({}, str(tmp_path), "door", 0, "h1", True, str(script), 2, "")
+    invitation = Invitation("1", {}, str(tmp_path), "door", 0, "h1", True, str(script), 2, "")
     found = look_around(invitation)
     assert found["problems"] == []
-    assert list(found["same"]) == ["Python", "Phalanx", "torch", str(script)]
-    lost = Invitation({}, str(tmp_path / "no"), "door", 0, "h1", True, str(tmp_path / "no.py"), 2, "ib7")
+    assert list(found["same"]) == ["Python", "torch", str(script)]
+    lost = Invitation("1", {}, str(tmp_path / "no"), "door", 0, "h1", True, str(tmp_path / "no.py"), 2, "ib7")
     found = look_around(lost)
     assert found["same"][str(tmp_path / "no.py")] == ""
     assert found["problems"][0] == f"{tmp_path / 'no'}: there is no such directory on h1"

@@ -138,6 +138,10 @@ def test_ctrl_c_ends_the_ranks_of_all_hosts_and_says_where_they_were(remote: Rem
     job.wait_for_lines(4, "ready")
     job.process.send_signal(signal.SIGUSR1)
     job.wait_for_lines(4, "asked")
+    job.process.send_signal(signal.SIGQUIT)
+    while "ranks 0-3 are at\n" not in job.err:  # those of both hosts, at once
+        assert time.monotonic() < job.started + 100, job.said()
+        time.sleep(0.05)
     job.process.send_signal(signal.SIGINT)
     assert job.finish() == 130
     assert "phalanx: SIGINT: all 4 ranks have been ended, and had been at\n  ranks 0-3: script.py:" in job.err, (

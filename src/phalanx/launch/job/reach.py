@@ -103,6 +103,9 @@ def launcher_address(
         hosts: the hosts of the ranks; without an MPI launcher, empty if they all run here.
         interface: the interface that the user chose.
         environment: where the user's settings are read.
+
+    Raises:
+        LaunchError: this host has no address but loopback.
     """
     names = [host.name.rpartition("@")[2] for host in hosts]
     elsewhere = [name for name in names if interfaces.is_other_host(name)]
@@ -113,4 +116,10 @@ def launcher_address(
     # The ranks' interface need not exist on the host that starts them, such as a login node.
     chosen = interface or environment.get(settings.INTERFACE, "")
     own = {settings.INTERFACE: chosen} if interfaces.interface_addresses().get(chosen) else {}
-    return interfaces.outward_address(elsewhere, own, ipv4_only=True)
+    address = interfaces.outward_address(elsewhere, own, ipv4_only=True)
+    if mpi is None and interfaces.is_loopback(address):
+        raise LaunchError(
+            f"other hosts cannot reach this one, whose interfaces are {interfaces.describe_interfaces()}; if one of "
+            f"them leads there, name it: --interface, or --address"
+        )
+    return address

@@ -19,6 +19,7 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.binding import bind_ranks, usable_cpus
 from phalanx.launch.job.share import Share
@@ -36,10 +37,11 @@ from phalanx.system import processes
 from phalanx.system.limits import raise_file_limit, usable_cores
 from phalanx.topology.table import RankRow
 
-__all__ = ["UNREACHABLE", "be_agent"]
+__all__ = ["OTHER_VERSION", "UNREACHABLE", "be_agent"]
 
-# The exit code of an agent that cannot reach the head (EX_UNAVAILABLE). Its last line says why.
-UNREACHABLE = 69
+# The exit codes of an agent that cannot reach the head (EX_UNAVAILABLE), or would not understand it (EX_CONFIG). Its
+# last line says why.
+UNREACHABLE, OTHER_VERSION = 69, 78
 # How long it tries to, and as long again for the handshake.
 _JOIN_S = 4.0
 # How many bytes of the ranks' output may wait for the network before the ranks have to.
@@ -60,7 +62,13 @@ def be_agent(descriptor: int) -> RankStart:
         In each rank, its start. The agent itself never returns.
     """
     with open(descriptor, "rb") as file:
-        invitation = Invitation(**json.load(file))
+        invited = json.load(file)
+    if invited["version"] != settings.VERSION:
+        _decline(
+            f"Phalanx is {settings.VERSION} there and {invited['version']} here; install the same version on all hosts",
+            OTHER_VERSION,
+        )
+    invitation = Invitation(**invited)
     handlers: dict[int, Any] = {
         signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_ASKED, *_IGNORED, signal.SIGCHLD)
     }
@@ -73,9 +81,11 @@ def be_agent(descriptor: int) -> RankStart:
         channel = join(invitation.door, _JOIN_S)
     except OSError as error:
         where = invitation.door.rpartition(":")[0]
-        sys.stderr.write(f"it could not reach phalanx run at {where}: {error}\n")
-        sys.stderr.flush()
-        os._exit(UNREACHABLE)
+        _decline(
+            f"it could not reach phalanx run at {where}: {error}; is that address reachable from there? --interface or "
+            f"--address choose another",
+            UNREACHABLE,
+        )
     agent = _Agent(channel, invitation, inheritance)
     pid = os.getpid()
     try:
@@ -89,6 +99,13 @@ def be_agent(descriptor: int) -> RankStart:
             sys.stderr.flush()
             agent.leave(70)
         raise
+
+
+def _decline(why: str, code: int) -> NoReturn:
+    """End before joining; the head shows the last line of this process."""
+    sys.stderr.write(f"{why}\n")
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _Agent:

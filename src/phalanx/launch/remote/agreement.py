@@ -36,7 +36,7 @@ def look_around(invitation: Invitation) -> dict[str, Any]:
         check_limits(invitation.ranks, machine_limits(python=invitation.python))
     except (InitializationError, LaunchError) as error:
         problems.append(f"{invitation.name}: {error}")
-    same = {"Python": platform.python_version(), "Phalanx": settings.VERSION}
+    same = {"Python": platform.python_version()}
     if invitation.python:
         same["torch"] = _torch_version()
         same[invitation.path] = _content(invitation.path)

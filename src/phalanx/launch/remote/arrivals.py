@@ -8,6 +8,7 @@ import selectors
 import time
 from collections.abc import Sequence
 
+from phalanx import settings
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.remote.environment import carried_variables
@@ -65,6 +66,7 @@ class Arrivals:
         environment = carried_variables(os.environ, job.named)
         for host in self._hosts:
             invitation = Invitation(
+                version=settings.VERSION,
                 environment=environment,
                 directory=os.getcwd(),
                 door=self._door,
@@ -79,7 +81,7 @@ class Arrivals:
                 program = host.program = AgentProgram(host.name, job.starter, invitation)
             except OSError as error:
                 name = job.starter[0] if job.starter else "ssh"
-                raise Refusal(f"phalanx: {name} cannot be executed: {error.strerror}", 126) from error
+                raise Refusal(f"phalanx: {host.name}: {name} cannot be started: {error.strerror}", 126) from error
             self._selector.register(program.handle, selectors.EVENT_READ, functools.partial(self._on_end, host))
             self._selector.register(program.output, selectors.EVENT_READ, functools.partial(self._on_output, program))
 

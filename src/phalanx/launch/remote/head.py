@@ -76,6 +76,9 @@ class _Head:
         self.going = self.ordered = False
         self.connected = True
         self.give_up_at: float | None = None
+        self.stacks: dict[int, str] = {}
+        self.late: list[int] = []
+        self.asked: set[int] = set()  # the hosts whose stacks are awaited
 
     def run(self) -> None:
         """Relay until all ranks have ended, and clean up."""
@@ -130,6 +133,8 @@ class _Head:
             until = time.monotonic() + order["grace_s"] + _SILENCE_S
             self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
         else:
+            if order["do"] == "stacks":
+                self.asked = {host.number for host in self.hosts if not host.done and host.channel is not None}
             self._tell_all(order)
 
     def _tell_all(self, order: dict[str, Any]) -> None:
@@ -212,13 +217,16 @@ class _Head:
         elif event == "overdue":
             self.announcer.overdue(self.ranks[message["rank"]], message["patience_s"])
         elif event == "stacks":
-            self.announcer.show_stacks(message["stacks"], message["late"])
+            self.stacks |= message["stacks"]
+            self.late += message["late"]
+            self._has_answered(host)
         elif event == "owns":
             self.store.found(message["number"])
         elif event == "refused":
             raise Refusal(message["text"], message["code"])
         elif event == "ended":
             host.done = True
+            self._has_answered(host)
             for rank in host.ranks:
                 if rank.status is None:
                     # It never began: its zygote was ended before.
@@ -244,7 +252,16 @@ class _Head:
             raise Refusal(f"phalanx: {_lost(host)}; nothing had been started", 1)
         self._lose(host)
 
+    def _has_answered(self, host: Host) -> None:
+        """Show the stacks of all hosts at once, when the last one has sent its own or will not do so any more."""
+        if host.number in self.asked:
+            self.asked.discard(host.number)
+            if not self.asked:
+                self.announcer.show_stacks(self.stacks, self.late)
+                self.stacks, self.late = {}, []
+
     def _lose(self, host: Host) -> None:
+        self._has_answered(host)
         now = time.monotonic()
         for rank in host.ranks:
             if rank.status is None:

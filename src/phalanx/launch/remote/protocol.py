@@ -60,6 +60,7 @@ class Invitation:
     """What an agent must know before it can join.
 
     Attributes:
+        version: that of the head's Phalanx. An agent of another one only says so: it may understand nothing else.
         environment: the user's variables, as far as they are not the other host's own.
         directory: the working directory.
         door: where the head listens, with the key, as ``relay/channel.py`` takes it.
@@ -72,6 +73,7 @@ class Invitation:
         interface: the network interface that the user chose; empty for none.
     """
 
+    version: str
     environment: Mapping[str, str]
     directory: str
     door: str

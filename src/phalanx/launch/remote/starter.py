@@ -9,16 +9,18 @@ answer for several hosts, and the job would wait.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 
 from phalanx.launch.job.reach import is_here
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.relay.program import Program
-from phalanx.launch.remote.agent import UNREACHABLE
+from phalanx.launch.remote.agent import OTHER_VERSION, UNREACHABLE
 from phalanx.launch.remote.protocol import Invitation
 
 __all__ = ["AgentProgram", "command_for"]
@@ -72,13 +74,18 @@ class AgentProgram(Program):
                 fcntl.fcntl(self._input, _F_SETPIPE_SZ, _PIPE_BYTES)
             os.set_blocking(self._input, False)
             super().__init__(self._command, stdin=read_end)
-            with contextlib.suppress(BrokenPipeError):  # it has ended at once, which is noticed by its handle
-                os.write(self._input, invitation.line())
+            self._invite(invitation.line())
         except BaseException:
             os.close(self._input)
             raise
         finally:
             os.close(read_end)
+
+    def _invite(self, line: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended at once, which is noticed by its handle
+            if os.write(self._input, line) < len(line):
+                self.send(signal.SIGKILL)
+                raise OSError(errno.E2BIG, "the environment is too large to be handed on")
 
     def close_input(self) -> None:
         """The program reads nothing more."""
@@ -90,8 +97,8 @@ class AgentProgram(Program):
         """For people, in one line: why the program has ended before the agent came; call it after :meth:`reap`."""
         said = self.take_held()
         last = said[-1].strip() if said else "it printed nothing"
-        if self.code == UNREACHABLE:
-            return f"{self.name}: {last}; is that address reachable from there? --interface or --address choose another"
+        if self.code in (UNREACHABLE, OTHER_VERSION):
+            return f"{self.name}: {last}"
         if self.code == _SSH_FAILED and self._command[0] == _SSH[0]:
             return (
                 f"{self.name}: ssh could not log in there: {last}; it must work without a question: "
