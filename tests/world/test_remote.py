@@ -170,7 +170,7 @@ def test_hosts_that_differ_are_refused_before_anything_runs(remote: RemoteLaunch
     other.write_text("print('ran as well')")
     hosts.start(1, ["mount", "--bind", str(other), script], {}).wait()
     try:
-        job = remote.run("-H", "h0,h1", script)
+        job = remote.run("-q", "-H", "h0,h1", script)
     finally:
         hosts.start(1, ["umount", script], {}).wait()
     assert job.process.returncode == 1
@@ -187,7 +187,7 @@ def test_a_directory_and_a_script_that_are_missing_on_a_host(remote: RemoteLaunc
     empty.mkdir()
     hosts.start(0, ["mount", "--bind", str(empty), str(remote.folder)], {}).wait()
     try:
-        job = remote.run("-H", "h0,h1", script)
+        job = remote.run("-q", "-H", "h0,h1", script)
     finally:
         hosts.start(0, ["umount", str(remote.folder)], {}).wait()
     assert job.process.returncode == 1
@@ -197,7 +197,7 @@ def test_a_directory_and_a_script_that_are_missing_on_a_host(remote: RemoteLaunc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-H", "h0,h9"], "h9: starter ended with exit code 1 before the host had joined: no host h9"),
+        (["-H", "h0,h9"], "ended with exit code 1 before the host had joined: no host h9"),
         (["-H", "h0,h1:2,h1"], None),  # neighbours of the same name are added up
         (["-H", "h0,h1,h0"], "h0 is listed twice"),
         (["-H", "h0,h1", "--interface", "ib7"], "has no interface of that name"),
