@@ -11,10 +11,11 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ class TestHosts:
 
     __test__ = False
 
-    def __init__(self, count: int, folder: Path) -> None:
+    def __init__(self, count: int, folder: Path, *, zygotes: bool = True) -> None:
+        self._with_zygotes = zygotes
         self.count = count
         self._folder = folder
         self._holders: list[subprocess.Popen[bytes]] = []
@@ -178,15 +180,16 @@ class TestHosts:
             self._ip(inside, f"addr add {self.address(host)}/24 dev eth0")
             self._ip(inside, f"addr add {self.address6(host)}/64 dev eth0 nodad")
             self._ip(inside, "link set eth0 up")
-        self.zygotes = [Zygote(self, host) for host in range(self.count)]
+        if self._with_zygotes:
+            self.zygotes = [Zygote(self, host) for host in range(self.count)]
 
     def cut(self, host: int) -> None:
         """Let nothing pass between a host and the others, without telling either."""
         self._ip(self._switch, f"link set sw{host} nomaster")
 
-    def mend(self) -> None:
-        """Undo every cut."""
-        for host in range(self.count):
+    def mend(self, only: int | None = None) -> None:
+        """Undo every cut, or that of one host."""
+        for host in range(self.count) if only is None else [only]:
             self._ip(self._switch, f"link set sw{host} master sw")
 
     def _hold(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -207,6 +210,64 @@ class TestHosts:
         """Start a command on a host, in this directory."""
         entry = ["nsenter", "-t", str(self._inside[host]), "-m", "-u", "-n", "-p", f"--wd={os.getcwd()}", "--"]
         return subprocess.Popen([*entry, *command], env={**os.environ, "PATH": _path(), **environment}, **streams)
+
+    def join_switch(self) -> None:
+        """Let processes of this machine's reach the hosts, by :meth:`outside`, as from a cluster's login node."""
+        self._ip(self._switch, f"addr add {NET}.254/24 dev sw")
+        self._ip(self._switch, "link set lo up")
+        names = ["127.0.0.1 localhost", f"{NET}.254 login", *(f"{self.address(h)} h{h}" for h in range(self.count))]
+        (self._folder / "names-login").write_text("\n".join(names) + "\n")
+        pids = "\n".join(f"  h{host}) pid={pid} ;;" for host, pid in enumerate(self._inside))
+        starter = self._folder / "starter"
+        starter.write_text(
+            f'#!/bin/sh\nhost=$1; shift\ncase "$host" in\n{pids}\n  *) echo "no host $host" >&2; exit 1 ;;\nesac\n'
+            # As a login does, it brings nothing of this environment along, and begins in the home directory.
+            'cd /; exec nsenter -t "$pid" -m -u -n -p -- env -i PATH="$PATH" HOME=/root LOGNAME=root "$@"\n'
+        )
+        starter.chmod(0o755)
+
+    @property
+    def starter(self) -> str:
+        """A program that starts a command on a host: ``starter h1 COMMAND...``; it works from :meth:`outside`."""
+        return str(self._folder / "starter")
+
+    def outside(self, files: Mapping[str, Path] | None = None) -> list[str]:
+        """The words before a command that runs beside the hosts, in their network, with this machine's processes.
+
+        Args:
+            files: files that the command finds in the place of others.
+        """
+        own = {"/etc/hosts": self._folder / "names-login", "/etc/nsswitch.conf": self._folder / "nsswitch.conf"}
+        binds = "".join(f"mount --bind {path} {place}; " for place, path in {**own, **(files or {})}.items())
+        inside = f'mount --make-rprivate /; {binds}hostname login; exec "$@"'
+        return ["nsenter", "-t", str(self._switch), "-n", "unshare", "--mount", "--uts", "sh", "-c", inside, "sh"]
+
+    def holder(self, host: int) -> int:
+        """The process that holds a host, by its number on this machine."""
+        return self._inside[host]
+
+    def processes(self, host: int) -> list[int]:
+        """The processes on a host without zygotes, by their numbers on this machine, but for the one that holds it.
+
+        Nor those that have ended: the host's first process, whose children they have become, reaps none.
+        """
+        space = os.readlink(f"/proc/{self._inside[host]}/ns/pid")
+        own = {self._inside[host]}
+        found = []
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{name}/ns/pid") != space or int(name) in own:
+                    continue
+                if Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(int(name))
+        return found
+
+    def kill_all(self, host: int, but: Collection[int] = ()) -> None:
+        """Kill everything on a host without zygotes, also what is being started meanwhile; ``but`` is spared."""
+        while pids := [pid for pid in self.processes(host) if pid not in but]:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def end_processes(self) -> None:
         """Kill everything on all hosts but the hosts and their zygotes."""
@@ -234,9 +295,9 @@ class TestHosts:
 
 
 @contextlib.contextmanager
-def running_hosts(count: int, folder: Path) -> Iterator[TestHosts]:
-    """``count`` hosts, gone afterwards."""
-    hosts = TestHosts(count, folder)
+def running_hosts(count: int, folder: Path, *, zygotes: bool = True) -> Iterator[TestHosts]:
+    """``count`` hosts, gone afterwards; without zygotes for tests that start everything on them by themselves."""
+    hosts = TestHosts(count, folder, zygotes=zygotes)
     try:
         hosts.up()
         yield hosts

@@ -10,16 +10,21 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE
+from typing import Any
 
-__all__ = ["running_slurm", "why_no_slurm"]
+from .hosts import TestHosts
 
+__all__ = ["running_slurm", "slurm_on", "why_no_slurm"]
+
+_Start = tuple[list[str], Callable[..., subprocess.Popen[Any]]]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 
 _CONFIGURATION = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -27,11 +32,11 @@ AuthInfo=socket={folder}/munge.socket
 SlurmctldPort={controller}
 SlurmdPort={node}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none
@@ -39,8 +44,6 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=500
-PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
@@ -55,28 +58,70 @@ def why_no_slurm() -> str:
 @contextlib.contextmanager
 def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
     """Slurm with one node of eight CPUs; yields the environment that its commands need."""
+    environment = _configure(folder, {socket.gethostname(): "127.0.0.1"})
+    node = ["slurmd", "-D", "-N", socket.gethostname()]
+    starts: list[_Start] = [(words, subprocess.Popen) for words in (*_central(folder), node)]
+    with _running(starts, environment, folder):
+        yield environment
+
+
+@contextlib.contextmanager
+def slurm_on(hosts: TestHosts, folder: Path) -> Iterator[dict[str, str]]:
+    """Slurm with a node on each of the test hosts, and its controller on h0, where its commands are to be called."""
+    environment = _configure(folder, {f"h{host}": hosts.address(host) for host in range(hosts.count)})
+
+    def on(host: int) -> Callable[..., subprocess.Popen[Any]]:
+        return lambda words, env, **streams: hosts.start(host, words, env, **streams)
+
+    starts: list[_Start] = [(words, on(0)) for words in _central(folder)]
+    starts += [(["slurmd", "-D", "-N", f"h{host}"], on(host)) for host in range(hosts.count)]
+
+    def ask(words: list[str]) -> subprocess.Popen[Any]:
+        return hosts.start(0, words, environment, stdout=PIPE, text=True)
+
+    with _running(starts, environment, folder, ask):
+        yield environment
+
+
+def _configure(folder: Path, nodes: Mapping[str, str]) -> dict[str, str]:
+    """Write the configuration of a cluster of these nodes, the controller on the first; its commands' environment."""
     folder.chmod(0o755)
     (folder / "state").mkdir()
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o600)
     configuration = folder / "slurm.conf"
-    controller, node = _free_ports(2)
-    configuration.write_text(
-        _CONFIGURATION.format(host=socket.gethostname(), folder=folder, controller=controller, node=node)
-    )
-    environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(configuration)}
+    controller, port = _free_ports(2)
+    (first, address), *_ = nodes.items()
+    text = _CONFIGURATION.format(host=first, address=address, folder=folder, controller=controller, node=port)
+    for name, where in nodes.items():
+        text += f"NodeName={name} NodeAddr={where} CPUs=8 RealMemory=500\n"
+    configuration.write_text(f"{text}PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n")
+    return {**os.environ, "PATH": _path(), "SLURM_CONF": str(configuration)}
+
+
+def _central(folder: Path) -> list[list[str]]:
     names = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid"}
     names |= {"log-file": "munge.log", "seed-file": "munge.seed"}
     munge = ["munged", "--foreground", "--force", *(f"--{option}={folder / name}" for option, name in names.items())]
-    processes: list[subprocess.Popen[bytes]] = []
+    return [munge, ["slurmctld", "-D"]]
+
+
+@contextlib.contextmanager
+def _running(
+    starts: Sequence[_Start],
+    environment: dict[str, str],
+    folder: Path,
+    ask: Callable[[list[str]], subprocess.Popen[Any]] | None = None,
+) -> Iterator[None]:
+    processes: list[subprocess.Popen[Any]] = []
     try:
-        for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D", "-N", socket.gethostname()]):
-            with open(folder / f"{command[0]}.out", "wb") as out:
-                processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+        for number, (command, start) in enumerate(starts):
+            with open(folder / f"{command[0]}-{number}.out", "wb") as out:
+                processes.append(start(command, env=environment, stdout=out, stderr=out))
             time.sleep(0.3)
-        _wait_until_idle(environment, folder)
-        yield environment
+        _wait_until_idle(environment, folder, ask)
+        yield
     finally:
         for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
@@ -87,15 +132,20 @@ def running_slurm(folder: Path) -> Iterator[dict[str, str]]:
                 process.wait()
 
 
-def _wait_until_idle(environment: dict[str, str], folder: Path) -> None:
+def _wait_until_idle(
+    environment: dict[str, str], folder: Path, ask: Callable[[list[str]], subprocess.Popen[Any]] | None
+) -> None:
     deadline = time.monotonic() + 120
+    state = ""
     while time.monotonic() < deadline:
-        state = subprocess.run(["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True, timeout=20)
-        if state.stdout.strip() == "idle":
+        words = ["sinfo", "-h", "-o", "%T"]
+        asked = ask(words) if ask is not None else subprocess.Popen(words, env=environment, stdout=PIPE, text=True)
+        state = asked.communicate(timeout=60)[0].strip()
+        if state == "idle":
             return
         time.sleep(0.2)
     logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in sorted(folder.glob("*.out")))
-    raise AssertionError(f"Slurm did not come up: {state.stdout}{state.stderr}\n{logs}")
+    raise AssertionError(f"Slurm did not come up: {state}\n{logs}")
 
 
 def _path() -> str:

@@ -23,8 +23,8 @@ from tests.support.stores import KEY, Job, claim
 from tests.support.waiting import soon
 
 from phalanx.errors import InitializationError
-from phalanx.launch.mpi import channel
-from phalanx.launch.mpi.channel import MESSAGE, Channel, Lost
+from phalanx.launch.relay import channel
+from phalanx.launch.relay.channel import MESSAGE, Channel, Lost
 from phalanx.place.place import Place
 from phalanx.rendezvous import search
 from phalanx.rendezvous.meeting_point import MeetingPoint

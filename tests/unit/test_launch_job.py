@@ -268,7 +268,7 @@ def test_one_rank_on_a_machine_with_several_devices_is_noted(monkeypatch: pytest
 
 def test_messages_between_the_launchers_processes_may_be_long() -> None:
     """A table of thousands of ranks is longer than the kernel takes in one message."""
-    descriptors = open_descriptors(1, "a-run", "127.0.0.1")
+    descriptors = open_descriptors(1, "a-run")
     rows = [{"rank": rank, "host": "node" * 50} for rank in range(5000)]
     sender = threading.Thread(target=lambda: descriptors.zygote.send(event="placed", rows=rows))
     sender.start()
@@ -279,7 +279,6 @@ def test_messages_between_the_launchers_processes_may_be_long() -> None:
     descriptors.zygote.close()
     assert descriptors.supervisor.receive() is None
     descriptors.supervisor.close()
-    descriptors.listener.close()
     for ends in descriptors.ranks:
         for end in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):
             os.close(end)

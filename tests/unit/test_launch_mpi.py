@@ -294,7 +294,7 @@ def test_a_file_that_took_the_name_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--hosts", "a:2", "true"], "Add --mpi mpiexec"),
+        (["--mpi", "mpiexec", "--starter", "true", "--hosts", "a:2", "true"], "give one of them"),
         (["--mpi", "no-such-mpiexec", "true"], "no such program"),
         (["--mpi", "true", "true"], "not a launcher that Phalanx knows"),
         (["--mpi", "mpiexec", "--hosts", "a", "--hostfile", "f", "true"], "give one of them"),
@@ -312,14 +312,13 @@ def test_mistakes_cost_one_line(launcher: Launcher, tmp_path: Path, arguments: l
 
 
 def test_what_was_said_before_an_end_is_heard_even_if_nobody_listened_there() -> None:
-    descriptors = open_descriptors(1, "phalanx-test", "127.0.0.1")
+    descriptors = open_descriptors(1, "phalanx-test")
     descriptors.supervisor.send(do="start")
     descriptors.zygote.send(event="refused")
     descriptors.zygote.close()
     assert descriptors.supervisor.receive() == {"event": "refused"}
     assert descriptors.supervisor.receive() is None
     descriptors.supervisor.close()
-    descriptors.listener.close()
     os.close(descriptors.trace.descriptor)
     for ends in descriptors.ranks:
         for descriptor in (ends.out_read, ends.out_write, ends.err_read, ends.err_write, ends.report):

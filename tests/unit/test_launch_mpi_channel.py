@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from phalanx.launch.mpi.channel import OUT, Channel, Lost, join, open_door
+from phalanx.launch.relay.channel import OUT, Channel, Lost, join, open_door
 from phalanx.wire.framing import frame
 from phalanx.wire.proof import GREETING_BYTES
 from phalanx.wire.session import Session

@@ -86,9 +86,9 @@ def test_the_name_of_this_machine_is_an_address_of_it() -> None:
 @pytest.mark.parametrize(
     ("theirs", "said"),
     [
-        ("--nnodes 2", "--mpi mpiexec -H"),
-        ("--node-rank 1", "--mpi mpiexec -H"),
-        ("--rdzv-endpoint=node1:29500", "--mpi mpiexec -H"),
+        ("--nnodes 2", ": -H h1:4,h2:4"),
+        ("--node-rank 1", ": -H h1:4,h2:4"),
+        ("--rdzv-endpoint=node1:29500", ": -H h1:4,h2:4"),
         ("--max-restarts 3", "start it again"),
         ("--log-dir logs", "tee"),
         ("--rank 0", "-n says how many"),
@@ -141,7 +141,7 @@ def phalanx(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_on_the_command_line(tmp_path: Path) -> None:
     """A mistake exits with 2 and one line; a run in another launcher's words runs."""
-    for words in ("-hosts a,b true", "-machinefile x true", "--log-dir x true"):
+    for words in ("-hosts a,b,a true", "-machinefile x true", "--log-dir x true"):
         done = phalanx("run", *words.split(), folder=tmp_path)
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
     done = phalanx("-np", "2", "-x", "WORD=said", "-q", "sh", "-c", "echo $WORD $RANK", folder=tmp_path)

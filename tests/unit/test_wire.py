@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.waiting import soon
 
-from phalanx.launch.mpi.channel import ROLE as LAUNCHER
+from phalanx.launch.relay.channel import ROLE as LAUNCHER
 from phalanx.store.claim import ROLE as STORE
 from phalanx.wire import door as doors
 from phalanx.wire.dial import Line, dial

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -15,6 +16,7 @@ import click
 from phalanx import settings
 from phalanx.c10d.replace import names_to_replace
 from phalanx.errors import LaunchError
+from phalanx.launch.job.allocation import find_allocation
 from phalanx.launch.job.binding import Bind
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.job.job import Job, make_job
@@ -24,7 +26,7 @@ from phalanx.launch.job.spellings import translate
 from phalanx.launch.job.target import find_target
 from phalanx.system.device_files import accelerator_files
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit, usable_cores
-from phalanx.words import tell
+from phalanx.words import format_count, tell
 
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
@@ -44,7 +46,7 @@ _GROUPS = {
         "pass_local_rank",
     ),
     "The terminal": ("reader", "debugged", "quiet", "no_prefix", "grace"),
-    "Other hosts, by an MPI launcher": ("mpi", "hosts", "hostfile", "ppn", "address"),
+    "Other hosts": ("hosts", "hostfile", "ppn", "starter", "mpi", "address"),
     "Without running it": ("rehearse", "placement", "dry_run", "as_json"),
 }
 
@@ -117,9 +119,10 @@ class _Run(click.Command):
 @click.option(
     "-x",
     "variables",
-    metavar="NAME=VALUE",
+    metavar="NAME[=VALUE]",
     multiple=True,
-    help="Set a variable for all ranks. All others of this environment they have anyway.",
+    help="Set a variable for all ranks. All others of this environment they have anyway; on other hosts all but those "
+    "of a login or a machine (HOME, TMPDIR, SSH_…), which -x NAME passes on too.",
 )
 @click.option(
     "--no-preload",
@@ -158,14 +161,23 @@ class _Run(click.Command):
     "quotes: --mpi 'mpiexec -iface ib0'.",
 )
 @click.option(
-    "-H", "--hosts", metavar="HOST:N,...", help="With --mpi: the hosts, and how many ranks each takes, in rank order."
+    "-H",
+    "--hosts",
+    metavar="HOST:N,...",
+    help="The hosts, and how many ranks each takes, in rank order. They are reached by ssh, or by --starter or --mpi.",
 )
-@click.option("--hostfile", metavar="FILE", help="With --mpi: the hosts from a file, one a line (h1:4, or h1 slots=4).")
+@click.option("--hostfile", metavar="FILE", help="The hosts from a file, one a line (h1:4, or h1 slots=4).")
 @click.option("--ppn", type=int, metavar="N", help="With --hosts or --hostfile: the most ranks a host takes.")
+@click.option(
+    "--starter",
+    metavar="COMMAND",
+    help="In place of ssh: start processes on other hosts by this program, called as COMMAND HOST PROGRAM ARGS...; it "
+    "hands its standard input on: --starter 'docker exec -i'.",
+)
 @click.option(
     "--address",
     metavar="ADDR",
-    help="With --mpi: this host's address on the network of the ranks, if phalanx would choose another one.",
+    help="With other hosts: this host's address on their network, if phalanx would choose another one.",
 )
 @click.option(
     "--replace",
@@ -209,6 +221,7 @@ def run(
     hosts: str | None,
     hostfile: str | None,
     ppn: int | None,
+    starter: str | None,
     address: str | None,
     replace: str | None,
     interface: str | None,
@@ -231,6 +244,7 @@ def run(
       phalanx run -n 4 --debug 2 train.py     breakpoint() works in rank 2
       phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
       phalanx run --rehearse 32x8 train.py    256 ranks, as if on 32 hosts
+      phalanx run -H h1:4,h2:4 train.py       eight ranks on two hosts, started by ssh
       phalanx run -n 4 --mpi mpiexec mpi.py   four ranks that can use MPI
       phalanx run --mpi mpiexec -H h1:4,h2:4 mpi.py
 
@@ -243,6 +257,12 @@ def run(
     Every line of output is marked with its rank. If a rank fails, one block says which, why and where, and the others
     are ended. Ctrl-C ends the job and says where each rank was; a second one kills at once. Ctrl-\\ only prints the
     ranks' stacks. SIGUSR1 and SIGUSR2 are passed on to the ranks.
+
+    -H, --hostfile: the ranks are started on these hosts by ssh, which must log in there without a question, or by
+    --starter. Everything is as on one host: arguments, environment, working directory, input, output, signals, exit
+    codes. Every host needs the same Python, torch and Phalanx in the same place, and the same script in the same
+    directory; what differs is said before anything runs. If a host is lost, the ranks of all hosts are ended. Inside an
+    allocation of several hosts, of Slurm or PBS, none need be named. docs/clusters.md has examples.
 
     --mpi: the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or on
     others that it can reach and that see the same files; all else is as without --mpi. Such ranks can use MPI
@@ -274,15 +294,21 @@ def run(
         if not quiet:
             tell(f"note: {note}")
     launcher = _mpi_launcher(mpi)
+    count = _number_of_ranks(ranks)
+    where, start_by = _hosts(hosts, hostfile), _starter(starter)
+    if not (where or start_by or launcher is not None or rehearse is not None or debugged is not None):
+        where, start_by = _allotted(count, ppn, quiet=quiet)
     job = make_job(
-        _number_of_ranks(ranks),
+        count,
         find_target(target, arguments, module=module),
         grace_s=grace,
         quiet=quiet,
         prefix=not no_prefix,
         mpi=launcher,
-        hosts=_hosts(hosts, hostfile),
+        hosts=where,
         ppn=ppn,
+        starter=start_by,
+        named=[variable.partition("=")[0] for variable in variables],
         address=address,
         rehearsal=parse_rehearsal(rehearse, placement or "block") if rehearse is not None else None,
         bind=bind,
@@ -300,7 +326,7 @@ def run(
     if not dry_run:
         return job
     raise_file_limit()
-    check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
+    check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.is_local))
     _describe(job, as_json)
     return None
 
@@ -353,6 +379,36 @@ def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:
     return read_hostfile(hostfile) if hostfile is not None else []
 
 
+def _allotted(ranks: int | None, ppn: int | None, *, quiet: bool) -> tuple[list[HostSlots], list[str]]:
+    """The hosts of a batch system's allocation, and how they are reached; none outside of one."""
+    allocation = find_allocation(os.environ)
+    if allocation is None:
+        return [], []
+    hosts = list(allocation.hosts)
+    slots = sum(host.slots or 1 for host in hosts)
+    if ppn is not None:
+        hosts = [HostSlots(host.name) for host in hosts]
+    elif ranks is not None and ranks > slots:
+        # The batch system was asked for hosts, and phalanx run for ranks on them.
+        hosts = [HostSlots(host.name, -(-ranks // len(hosts))) for host in hosts]
+    if not quiet:
+        where = f"{format_count(len(hosts), 'host')} of {allocation.title}"
+        tell(f"note: ranks run on {where}; with -H localhost:N on this one alone")
+    return hosts, list(allocation.starter)
+
+
+def _starter(command: str | None) -> list[str]:
+    if command is None:
+        return []
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise LaunchError(f"--starter {command!r}: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise LaunchError(f"--starter {command!r}: there is no program {words[0] if words else ''} on this host")
+    return words
+
+
 def _describe(job: Job, as_json: bool) -> None:
     if as_json:
         description = {
@@ -365,6 +421,7 @@ def _describe(job: Job, as_json: bool) -> None:
             "memory": dict(job.memory),
             "bind": job.bind,
             "cpus": list(map(list, job.cpus)) if job.cpus else None,
+            "hosts": [asdict(host) for host in job.hosts],
             "ranks": [asdict(row) for row in job.rows()],
             "notes": job.warnings(),
         }

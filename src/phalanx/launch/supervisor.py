@@ -14,8 +14,8 @@ sure that a process id has not been given to another one:
 - Nothing reads the output any more. The job ends as after SIGTERM, and silently, like any other tool in a pipe.
 - The zygote is killed. The kernel kills the ranks, and the supervisor kills all processes that they had started.
 
-When an MPI launcher starts the ranks, a relay (``launch/mpi/relay.py``) takes the zygote's place and sends the same
-messages. The rank table is then printed later, when the ranks' processes have reported their hosts.
+When ranks run on other hosts, or an MPI launcher starts them, a relay (``launch/relays.py``) takes the zygote's place
+and sends the same messages. The rank table is then printed later, when the hosts have been reported.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from typing import Any
 from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.conclusion import Ended, conclude
 from phalanx.launch.job.job import Job
+from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import End, collect_failures, signal_name
 from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
 from phalanx.launch.output.report import Report, read_report
 from phalanx.launch.output.stacks import format_stacks
-from phalanx.launch.rank.descriptors import Descriptors, open_descriptors, release_input
+from phalanx.launch.rank.descriptors import Descriptors, open_descriptors, open_store, release_input
 from phalanx.launch.rank.start import RankStart
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.system import processes
@@ -96,10 +97,11 @@ def launch(job: Job) -> RankStart | int:
         signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_HANDLED, signal.SIGCHLD)
     }
     file_limit = raise_file_limit()
-    check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.mpi is None))
+    check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.is_local))
     if job.ranks > 1 or job.target.is_python:
         check_reachable(job.address)
-    descriptors = open_descriptors(job.ranks, job.run_id, job.address)
+    descriptors = open_descriptors(job.ranks, job.run_id)
+    listener = open_store(job.address)
     # Text that is still in the buffers would be copied by the fork, and printed twice.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
@@ -111,13 +113,15 @@ def launch(job: Job) -> RankStart | int:
     zygote = os.fork()
     if zygote == 0:
         supervisor.forget()
-        if job.mpi is not None:
-            # Not imported at the top, because only --mpi needs it.
-            from phalanx.launch.mpi.relay import serve_mpi
+        if not job.is_local:
+            # Not imported at the top, because most jobs need no relay.
+            from phalanx.launch.relays import be_relay
 
-            serve_mpi(job, job.mpi, descriptors, handlers)
-        return serve(job, descriptors, Inheritance(handlers, file_limit), pid)
+            be_relay(job, descriptors, listener, handlers)
+        share = Share(range(job.ranks), job.rows(), listener.getsockname()[1], listener, os.isatty(0))
+        return serve(job, share, descriptors, Inheritance(handlers, file_limit), pid)
     descriptors.keep_supervisor_ends()
+    listener.close()
     return supervisor.run(zygote)
 
 
@@ -185,7 +189,7 @@ class _Supervisor:
         for rank in self.ranks:
             for stream in rank.streams:
                 self.selector.register(stream.descriptor, selectors.EVENT_READ, stream)
-        if self.job.mpi is None:
+        if self.job.is_local:
             self._introduce()
         self.descriptors.supervisor.send(do="start")
         while self.zygote:
@@ -326,7 +330,7 @@ class _Supervisor:
         self.descriptors.supervisor.close()
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
-        if self.job.mpi is not None:
+        if not self.job.is_local:
             self._await_keepers()
         # Processes that the zygote could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self.strangers)
@@ -343,7 +347,7 @@ class _Supervisor:
             )
 
     def _await_keepers(self) -> None:
-        """Give the keepers of a killed relay time to end their ranks and to tidy up."""
+        """Give the keepers, or this host's agent, time to end their ranks and to tidy up after a killed relay."""
         until = time.monotonic() + KEEPERS_S
         while time.monotonic() < until and set(processes.children_of(os.getpid())) - set(self.strangers):
             with contextlib.suppress(ChildProcessError):
@@ -369,7 +373,7 @@ class _Supervisor:
             self.interrupted = signum
             self.settle_until = None
             self.console.out.deadline = self.console.err.deadline = time.monotonic() + STALLED_READER_S
-        if self.started_at is None and self.job.mpi is None:
+        if self.started_at is None and self.job.is_local:
             # No rank runs yet, and the zygote reads no order while it imports torch.
             if self.zygote:
                 os.kill(self.zygote, signal.SIGKILL)

@@ -33,6 +33,7 @@ from typing import Any
 from phalanx import settings
 from phalanx.errors import PROCESS_LIMIT_HINT
 from phalanx.launch.job.job import Job
+from phalanx.launch.job.share import Share
 from phalanx.launch.job.target import Refusal, prepare_target
 from phalanx.launch.rank.descriptors import Control, Descriptors, release_input, report_name
 from phalanx.launch.rank.preload import preload
@@ -70,6 +71,7 @@ class _Zygote:
     """The zygote until the ranks exist."""
 
     job: Job
+    share: Share
     descriptors: Descriptors
     inheritance: Inheritance
 
@@ -114,49 +116,47 @@ class _Zygote:
 
     def _fork_all(self, code: CodeType | None, spec: ModuleSpec | None) -> RankStart | _Ranks:
         """Fork the store and the ranks. Returns in each rank its start, and in the zygote all ranks."""
-        job, descriptors = self.job, self.descriptors
+        job, share, descriptors = self.job, self.share, self.descriptors
         zygote = os.getpid()
         store = None
-        if job.target.is_python:
-            store = _fork("the store could not be started")
-            if store == 0:
-                descriptors.zygote.close()
-                descriptors.close_rank_ends()
-                host_store(descriptors.listener, zygote, ranks=job.ranks)
-        port = descriptors.port
-        # The store has the socket now. If the target is not Python there is no store, and rank 0 opens the port itself.
-        descriptors.listener.close()
-        rows = job.rows()
-        terminal = os.isatty(0)
+        if share.listener is not None:
+            if job.target.is_python:
+                store = _fork("the store could not be started")
+                if store == 0:
+                    descriptors.zygote.close()
+                    descriptors.close_rank_ends()
+                    host_store(share.listener, zygote, ranks=job.ranks)
+            # The store has the socket now. Without a store, as for a program, rank 0 opens the port itself.
+            share.listener.close()
         pids: dict[int, int] = {}
-        for rank in range(job.ranks):
-            pid = _fork(f"only {rank} of {job.ranks} ranks could be started")
+        for part, rank in enumerate(share.ranks):
+            pid = _fork(f"only {part} of {len(share.ranks)} ranks could be started")
             if pid == 0:
                 descriptors.zygote.close()
-                descriptors.close_rank_ends(but=rank)
+                descriptors.close_rank_ends(but=part)
                 start = RankStart(
                     rank,
-                    job.target_of(rows[rank].local_rank),
+                    job.target_of(share.rows[rank].local_rank),
                     job.run_id,
-                    job.environment(rank, port=port, rows=rows),
-                    descriptors.ranks[rank],
+                    job.environment(rank, port=share.port, rows=share.rows),
+                    descriptors.ranks[part],
                     code,
                     spec,
                     zygote,
-                    part=rank,
-                    cpus=job.cpus[rank] if job.cpus else (),
+                    part=part,
+                    cpus=job.cpus[part] if job.cpus else (),
                     quiet=job.quiet,
-                    reads=job.reads(rank, terminal=terminal),
+                    reads=job.reads(rank, terminal=share.terminal),
                     terminal=job.keeps_terminal(rank),
                 )
                 enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
                 if code is not None and job.preload:
                     leave_siblings(start)
                 return start
-            pids[rank] = pid
+            pids[part] = pid
         descriptors.close_rank_ends()
         descriptors.zygote.send(event="started", pids=list(pids.values()), time=time.monotonic())
-        return _Ranks(job.run_id, descriptors.zygote, descriptors.trace, pids, store)
+        return _Ranks(job.run_id, share.ranks, descriptors.zygote, descriptors.trace, pids, store)
 
 
 def _fork(otherwise: str) -> int:
@@ -174,6 +174,7 @@ class _Ranks:
 
     Attributes:
         run_id: the job's name.
+        numbers: the ranks' numbers in the world; everything else here counts them from 0.
         supervisor: where orders come from and events go to.
         trace: where the ranks write their stacks.
         pids: the process id of each rank that has not ended, by rank.
@@ -183,6 +184,7 @@ class _Ranks:
     """
 
     run_id: str
+    numbers: range
     supervisor: Control
     trace: Trace
     pids: dict[int, int]
@@ -290,7 +292,7 @@ class _Ranks:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
         known = {self.store, *self.pids.values()}
-        marks = [f"{settings.RUN_ID}={self.run_id}".encode(), f"RANK={rank}".encode()]
+        marks = [f"{settings.RUN_ID}={self.run_id}".encode(), f"RANK={self.numbers[rank]}".encode()]
         for orphan in processes.children_of(os.getpid()):
             if orphan not in known and processes.belongs_to(orphan, pid, report_name(self.run_id, rank), marks):
                 for victim in [orphan, *processes.descendants_of([orphan])]:
@@ -302,11 +304,12 @@ class _Ranks:
         processes.end_descendants()
 
 
-def serve(job: Job, descriptors: Descriptors, inheritance: Inheritance, supervisor: int) -> RankStart:
-    """Be the zygote; called in the child of the supervisor's fork.
+def serve(job: Job, share: Share, descriptors: Descriptors, inheritance: Inheritance, supervisor: int) -> RankStart:
+    """Be the zygote; called in the child of a fork of the supervisor, or of a host's agent, which is the same to it.
 
     Args:
         job: the job.
+        share: the ranks of this zygote.
         descriptors: those that were opened for it.
         inheritance: what the ranks get back.
         supervisor: the parent's process id.
@@ -325,7 +328,7 @@ def serve(job: Job, descriptors: Descriptors, inheritance: Inheritance, supervis
         signal.signal(signum, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     descriptors.keep_zygote_ends()
-    zygote = _Zygote(job, descriptors, inheritance)
+    zygote = _Zygote(job, share, descriptors, inheritance)
     pid = os.getpid()
     try:
         start = zygote.run()

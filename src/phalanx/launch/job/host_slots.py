@@ -8,6 +8,7 @@ the exact counts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
 def read_hostfile(path: str) -> list[HostSlots]:
     """Read ``--hostfile``: one host a line, as ``h1``, ``h1:4`` or ``h1 slots=4``; # begins a comment.
 
+    These are the forms of MPICH, Intel MPI, Open MPI (whose ``max_slots`` says nothing here), DeepSpeed and PBS.
     Consecutive lines with the same name are added up, since batch systems write a line for each slot.
 
     Raises:
@@ -58,13 +60,15 @@ def read_hostfile(path: str) -> list[HostSlots]:
         raise LaunchError(f"--hostfile {path}: cannot be read: {error}") from error
     hosts: list[HostSlots] = []
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         if not words:
             continue
         where = f"{path}, line {number}"
         host = _entry(words[0], where)
         for word in words[1:]:
             key, _, value = word.partition("=")
+            if key in ("max_slots", "max-slots"):
+                continue
             if key != "slots":
                 raise LaunchError(f"{where}: {word!r} is not understood; write h1, h1:4 or h1 slots=4")
             host = _entry(f"{host.name}:{value}", where)

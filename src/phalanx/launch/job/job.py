@@ -17,6 +17,7 @@ from phalanx.launch.job import memory as rank_memory
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
 from phalanx.launch.job.device_option import check_device
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
+from phalanx.launch.job.reach import LOOPBACK, check_hosts, launcher_address, reach_other_hosts
 from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Job", "make_job"]
 
-MASTER_ADDR = "127.0.0.1"
 # See Job.patience_s.
 GRACE_S: dict[int, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
 GRACE_AFTER_FAILURE_S = 5.0
@@ -40,7 +40,7 @@ GRACE_AFTER_FAILURE_S = 5.0
 
 @dataclass(frozen=True)
 class Job:
-    """A job, on this host unless an MPI launcher starts it.
+    """A job: on this host, on hosts that the launcher reaches by ssh or another starter, or started by MPI.
 
     Attributes:
         ranks: the number of processes to start.
@@ -57,6 +57,8 @@ class Job:
         mpi: the MPI launcher that starts the ranks; None for the built-in launcher.
         hosts: the hosts of the ranks, each with its number of ranks; empty if all run here, or if the MPI launcher
             chooses.
+        starter: the program that starts a command on another host, and its arguments; empty for ssh.
+        named: the variables that the user has named, which go to other hosts whatever they are.
         address: the address at which ranks reach the launcher, and the store.
         rehearsal: the hosts that the ranks report in place of their real one; None if they report that.
         bind: how ranks are bound to cores.
@@ -84,7 +86,9 @@ class Job:
     prefix: bool = True
     mpi: MpiLauncher | None = None
     hosts: tuple[HostSlots, ...] = ()
-    address: str = MASTER_ADDR
+    starter: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    address: str = LOOPBACK
     rehearsal: Rehearsal | None = None
     bind: Bind = "none"
     cpus: tuple[tuple[int, ...], ...] = ()
@@ -98,6 +102,11 @@ class Job:
     reader: int | None = None
     debugged: int | None = None
     counted: bool = True
+
+    @property
+    def is_local(self) -> bool:
+        """Whether a zygote of the supervisor's forks the ranks, on this host; otherwise a relay has them started."""
+        return self.mpi is None and not self.hosts
 
     def patience_s(self, signum: int | None) -> float:
         """How long ranks may take to end after this signal, or after the failure of another rank if it is None.
@@ -116,7 +125,7 @@ class Job:
 
     def keeps_terminal(self, rank: int) -> bool:
         """Whether a rank writes to the launcher's standard output and error itself, as an interactive program must."""
-        alone = self.ranks == 1 and self.mpi is None and all(map(os.isatty, range(3)))
+        alone = self.ranks == 1 and self.is_local and all(map(os.isatty, range(3)))
         return rank == self.debugged or alone
 
     def title(self) -> str:
@@ -140,7 +149,7 @@ class Job:
     def rows(self) -> list[RankRow]:
         """The rank table of this job, as far as it is known before a rank has been started."""
         threads = int(self.threads.partition(",")[0]) if self.threads else None
-        if self.mpi is not None:
+        if not self.is_local:
             placed_ranks = [
                 (node, host.name, local)
                 for node, host in enumerate(self.hosts or [HostSlots(self.host, self.ranks)])
@@ -184,7 +193,7 @@ class Job:
             port: the port of the store. If the target is not Python, there is no store, and rank 0 may listen there.
             rows: the rank table; by default that of :meth:`rows`.
         """
-        if rows is None and self.mpi is None:
+        if rows is None and self.is_local:
             rows = self.rows()
         world = str(self.ranks)
         local_rank, node_rank, beside, nodes, threads = rank, 0, self.ranks, 1, self.threads
@@ -195,7 +204,7 @@ class Job:
             threads = self.threads or str(rows[rank].threads or 1)
         # A Python target's streams are set to line buffering directly; its own children are left alone.
         unbuffered = {} if self.target.is_python else {"PYTHONUNBUFFERED": "1"}
-        keeps_store = self.target.is_python or self.mpi is not None
+        keeps_store = self.target.is_python or not self.is_local
         own: dict[str, str] = {}
         if self.interface:
             own[settings.INTERFACE] = self.interface
@@ -240,13 +249,13 @@ class Job:
     def warnings(self) -> list[str]:
         """Notes for the user before the job runs, one line each."""
         warnings = [] if self.rehearsal is None else [self.rehearsal.note()]
-        if self.mpi is None and self.ranks > self.cores:
+        if self.is_local and self.ranks > self.cores:
             warnings.append(
                 f"{self.ranks} ranks share {self.cores} cores; they will take turns, "
                 f"and a timing says little about a machine with a core for each"
             )
         devices = count_devices()
-        if not self.counted and self.mpi is None and devices > 1 and self.device_of(0) != "cpu":
+        if not self.counted and self.is_local and devices > 1 and self.device_of(0) != "cpu":
             warnings.append(
                 f"this machine has {devices} accelerators, and one rank uses one of them: phalanx run -n {devices} …"
             )
@@ -277,6 +286,8 @@ def make_job(
     mpi: MpiLauncher | None = None,
     hosts: Sequence[HostSlots] = (),
     ppn: int | None = None,
+    starter: Sequence[str] = (),
+    named: Sequence[str] = (),
     address: str | None = None,
     rehearsal: Rehearsal | None = None,
     bind: Bind = "none",
@@ -300,8 +311,10 @@ def make_job(
         quiet: print neither the rank table nor notes.
         prefix: write ``[rank 3]`` before each line of output.
         mpi: the MPI launcher that starts them; None for the built-in launcher, on this host.
-        hosts: the hosts on which they may run; only with ``mpi``.
+        hosts: the hosts on which they may run; empty for this one, or for those that the MPI launcher chooses.
         ppn: the most ranks that a host takes.
+        starter: the program that starts a command on another host, and its arguments; by default ssh.
+        named: the variables that the user has named, which go to other hosts whatever they are.
         address: the address at which ranks on other hosts reach this one; by default it is found out.
         rehearsal: the hosts that the ranks report in place of their real one. The number of ranks follows from it.
         bind: how ranks are bound to cores.
@@ -322,38 +335,34 @@ def make_job(
     """
     if environment is None:
         environment = os.environ
-    _check_together(ranks, mpi, rehearsal, bind, device, environment)
-    if mpi is not None and debugged is not None:
-        raise LaunchError("--debug hands over this terminal, which ranks of an MPI launcher do not have; leave it out")
+    _check_together(ranks, mpi, hosts, rehearsal, bind, device, environment)
     if ranks is not None and ranks < 1:
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
-    if mpi is None and (hosts or ppn is not None or address is not None):
-        raise LaunchError(
-            "--hosts, --hostfile, --ppn and --address need an MPI launcher, because the built-in one starts ranks only "
-            "on this machine. Add --mpi mpiexec"
-        )
     if ppn is not None and (ppn < 1 or not hosts):
         raise LaunchError(
             f"--ppn {ppn}: is the most ranks that a host takes, at least 1; it needs the hosts of --hosts or --hostfile"
         )
-    # Under an MPI launcher this host need not have the interface, because all ranks may be on other hosts.
-    if interface is not None and mpi is None:
+    filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
+    elsewhere = mpi is not None or reach_other_hosts(filled, starter)
+    check_hosts(hosts, filled, starter, mpi, elsewhere=elsewhere, address=address, debugged=debugged)
+    # This host need not have the interface if all ranks may be on other hosts.
+    if interface is not None and not elsewhere:
         try:
             interfaces.chosen_interface({settings.INTERFACE: interface})
         except InitializationError as error:
             raise LaunchError(f"--interface sets {error}") from None
-    filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     count = sum(host.slots or 0 for host in filled) if filled else ranks or 1
     count = count if rehearsal is None else rehearsal.ranks
     for option, rank in (("--stdin", reader), ("--debug", debugged)):
         if rank is not None and not 0 <= rank < count:
             raise LaunchError(f"{option} {rank}: is not one of the {format_count(count, 'rank')}, which count from 0")
     cores = usable_cores()
-    cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" else []
+    # On other hosts ranks are bound there, to the cores of those hosts.
+    cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" and not elsewhere else []
     shared = Counter(cpus)
     # A rank's threads are as many as its cores, divided by the ranks that are bound to the same ones.
     threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
-    if mpi is not None and not environment.get("OMP_NUM_THREADS"):
+    if elsewhere and not environment.get("OMP_NUM_THREADS"):
         threads = ""
     job = Job(
         ranks=count,
@@ -366,8 +375,10 @@ def make_job(
         quiet=quiet,
         prefix=prefix,
         mpi=mpi,
-        hosts=filled,
-        address=address or _address(mpi, filled, interface, environment),
+        hosts=filled if elsewhere else (),
+        starter=tuple(starter),
+        named=tuple(named),
+        address=address or launcher_address(mpi, filled if elsewhere else (), interface, environment),
         rehearsal=rehearsal,
         bind=bind,
         cpus=tuple(cpus),
@@ -390,6 +401,7 @@ def make_job(
 def _check_together(
     ranks: int | None,
     mpi: MpiLauncher | None,
+    hosts: Sequence[HostSlots],
     rehearsal: Rehearsal | None,
     bind: Bind,
     device: str | None,
@@ -406,6 +418,8 @@ def _check_together(
         raise LaunchError(f"--bind {bind}: an MPI launcher binds its ranks by options of its own: {how_to_bind(bind)}")
     if rehearsal is None:
         return
+    if hosts:
+        raise LaunchError("--rehearse places ranks on hosts that do not exist; leave --rehearse or the hosts out")
     if mpi is not None:
         raise LaunchError(
             "--rehearse places ranks on hosts that do not exist, which an MPI launcher cannot do; leave --rehearse or "
@@ -419,16 +433,3 @@ def _check_together(
         raise LaunchError(
             f"--device {device}: a rehearsal computes on the CPU in place of devices; leave --device or --rehearse out"
         )
-
-
-def _address(
-    mpi: MpiLauncher | None, hosts: Sequence[HostSlots], interface: str | None, environment: Mapping[str, str]
-) -> str:
-    """Where the ranks find the launcher: loopback if every rank is on this host, so that no other host can connect."""
-    elsewhere = [host.name for host in hosts if interfaces.is_other_host(host.name)]
-    if not elsewhere and (hosts or mpi is None or not mpi.may_leave_this_host(environment)):
-        return MASTER_ADDR
-    # The ranks' interface need not exist on the host that starts them, such as a login node.
-    chosen = interface or environment.get(settings.INTERFACE, "")
-    own = {settings.INTERFACE: chosen} if interfaces.interface_addresses().get(chosen) else {}
-    return interfaces.outward_address(elsewhere, own, ipv4_only=True)

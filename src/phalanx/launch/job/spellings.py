@@ -64,8 +64,8 @@ _VARIABLES = ("genv", "env")
 # Options whose value is that of a variable.
 _AS_VARIABLE = {"num-cpu-threads-per-process": "OMP_NUM_THREADS"}
 _HOSTS_REMEDY = (
-    "phalanx run starts ranks on this machine, or with an MPI launcher on several: --mpi mpiexec -H h1:4,h2:4; under "
-    "torchrun, srun or mpiexec the same script runs unchanged"
+    "phalanx run is called once, and starts the ranks of all hosts: -H h1:4,h2:4; under torchrun, srun or mpiexec the "
+    "same script runs unchanged"
 )
 _RESTART_REMEDY = "phalanx run starts a job once; start it again where it fails: until phalanx run …; do sleep 1; done"
 _NO_LOGS = "phalanx run writes no log files; it marks every line with its rank: phalanx run … 2>&1 | tee job.log"

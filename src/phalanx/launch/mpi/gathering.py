@@ -9,9 +9,9 @@ from typing import Any
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Refusal
-from phalanx.launch.mpi.channel import Channel
-from phalanx.launch.mpi.crew import Member
 from phalanx.launch.mpi.placing import planned_hosts
+from phalanx.launch.relay.channel import Channel
+from phalanx.launch.relay.crew import Member
 from phalanx.words import format_named
 
 __all__ = ["RollCall", "take_seat"]

@@ -32,7 +32,6 @@ from phalanx import settings
 from phalanx.errors import LaunchError
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of, session_folder
 from phalanx.launch.job.target import Target, compile_target
-from phalanx.launch.mpi.channel import IN, Lost, join
 from phalanx.launch.mpi.child import Child
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
@@ -40,6 +39,7 @@ from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, report_name
 from phalanx.launch.rank.start import RankStart, enter_rank
 from phalanx.launch.rank.trace import Trace, open_trace
+from phalanx.launch.relay.channel import IN, Lost, join
 from phalanx.store.torch_server import is_own
 from phalanx.system import processes
 from phalanx.system.host import this_host
@@ -151,9 +151,9 @@ class _Keeper:
         if streams is not None:
             for descriptor in streams.outputs if channel.waiting < _MOST_WAITING else ():
                 poll.register(descriptor, select.POLLIN)
-            if streams.input >= 0:
+            if streams.feed.descriptor >= 0:
                 # With nothing to write, this reports only that the reader has gone.
-                poll.register(streams.input, select.POLLOUT if streams.hungry else 0)
+                poll.register(streams.feed.descriptor, select.POLLOUT if streams.feed.hungry else 0)
         ready = dict(poll.poll(self._patience_ms()))
         if self.wakeup[0] in ready:
             with contextlib.suppress(BlockingIOError):
@@ -170,7 +170,7 @@ class _Keeper:
         if streams is not None:
             for descriptor in [descriptor for descriptor in streams.outputs if descriptor in ready]:
                 self._send(*streams.read(descriptor))
-            if streams.input in ready and streams.feed():
+            if streams.feed.descriptor in ready and streams.feed.feed():
                 self._say(event="wants")
         start = self._read_orders(ready.get(channel.fileno(), 0)) if self.connected else None
         if start is None:
@@ -274,8 +274,8 @@ class _Keeper:
         if self.child is None:
             return
         if not data:
-            self.child.streams.close_input()
-        elif self.child.streams.feed(data):
+            self.child.streams.feed.close()
+        elif self.child.streams.feed.feed(data):
             self._say(event="wants")
 
     # The rank.
@@ -329,7 +329,7 @@ class _Keeper:
         streams.keep_own_ends()
         self._close_all_but(child.own_descriptors())
         self._say(event="started", pid=pid)
-        if streams.input >= 0:
+        if streams.feed.descriptor >= 0:
             self._say(event="wants")
         return None
 

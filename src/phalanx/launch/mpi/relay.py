@@ -20,26 +20,25 @@ import math
 import os
 import selectors
 import signal
-import sys
+import socket
 import time
-import traceback
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.mpi_launcher import MpiLauncher
 from phalanx.launch.job.target import Refusal, prepare_target
-from phalanx.launch.mpi.announcer import Announcer
-from phalanx.launch.mpi.channel import IN, Channel, Lost, open_door
-from phalanx.launch.mpi.crew import Member, Pipe
-from phalanx.launch.mpi.exchange import Exchange
 from phalanx.launch.mpi.gathering import RollCall, take_seat
 from phalanx.launch.mpi.mpiexec import Mpiexec
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
-from phalanx.launch.mpi.services import Input, StoreOnDemand
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.relay.announcer import Announcer
+from phalanx.launch.relay.channel import IN, Channel, Lost, open_door
+from phalanx.launch.relay.crew import Member, Pipe
+from phalanx.launch.relay.exchange import Exchange
+from phalanx.launch.relay.services import Input, StoreOnDemand
 from phalanx.system import processes
 from phalanx.system.host import this_host
 from phalanx.topology.table import RankRow
@@ -60,15 +59,22 @@ _WIND_DOWN_S = 0.5
 _STACKS_S = 0.5
 
 
-def _run(job: Job, launcher: MpiLauncher, descriptors: Descriptors) -> None:
-    """Check, wait for the order to start, start, and relay until the end."""
+def serve_mpi(job: Job, launcher: MpiLauncher, descriptors: Descriptors, listener: socket.socket) -> None:
+    """Check, wait for the order to start, start, and relay until the end.
+
+    Args:
+        job: the job.
+        launcher: the MPI launcher that starts its ranks.
+        descriptors: its descriptors.
+        listener: the listening socket of its store.
+    """
     ranks = [Member(number, Pipe.pair(ends)) for number, ends in enumerate(descriptors.ranks)]
     announcer = Announcer(descriptors, ranks)
     try:
         prepare_target(job.target)
         if descriptors.zygote.receive() is None:
             return
-        relay = _Relay(job, launcher, descriptors, ranks, announcer)
+        relay = _Relay(job, launcher, descriptors, listener, ranks, announcer)
     except Refusal as refusal:
         announcer.refuse(f"{str(refusal).rstrip()}\n", refusal.code)
         return
@@ -83,7 +89,13 @@ class _Relay:
     """
 
     def __init__(
-        self, job: Job, launcher: MpiLauncher, descriptors: Descriptors, ranks: list[Member], announcer: Announcer
+        self,
+        job: Job,
+        launcher: MpiLauncher,
+        descriptors: Descriptors,
+        listener: socket.socket,
+        ranks: list[Member],
+        announcer: Announcer,
     ) -> None:
         self.job = job
         self.descriptors = descriptors
@@ -120,7 +132,8 @@ class _Relay:
         self.selector.register(self.mpiexec.handle, read, self._on_mpiexec_ended)
         self.selector.register(self.mpiexec.output, read, self._on_mpiexec_output)
         self.selector.register(descriptors.zygote, read, self._on_order)
-        self.store = StoreOnDemand(descriptors, self.selector, self._look_up, announcer.lose_store)
+        self.port = listener.getsockname()[1]
+        self.store = StoreOnDemand(descriptors, listener, self.selector, self._look_up, announcer.lose_store)
         self.roll = RollCall(job, launcher.name)
 
     def run(self) -> None:
@@ -249,7 +262,7 @@ class _Relay:
                 do="become",
                 target=asdict(self.job.target_of(self.rows[rank.number].local_rank)),
                 run_id=self.job.run_id,
-                environment=self.job.environment(rank.number, port=self.descriptors.port, rows=self.rows),
+                environment=self.job.environment(rank.number, port=self.port, rows=self.rows),
                 carried=dict(os.environ),
                 directory=os.getcwd(),
                 grace_s=self.job.patience_s(None),
@@ -380,35 +393,3 @@ class _Relay:
 
 def _lost(rank: Member) -> str:
     return f"rank {rank.number} on {rank.here['host']} no longer answers"
-
-
-def serve_mpi(job: Job, launcher: MpiLauncher, descriptors: Descriptors, handlers: dict[int, Any]) -> NoReturn:
-    """Be the relay; called in the child of the supervisor's fork.
-
-    Args:
-        job: the job.
-        launcher: the MPI launcher that starts its ranks.
-        descriptors: its descriptors.
-        handlers: the signals that the supervisor handles; in the relay each gets its default action back.
-    """
-    # Out of the terminal's foreground group: only the supervisor acts on Ctrl-C. This process does not die with the
-    # supervisor, because it has to tidy up; the control socket shows it that the supervisor has ended, unless it has
-    # been stopped.
-    processes.wake_with_parent()
-    os.setsid()
-    processes.set_name("phalanx-relay")
-    processes.adopt_orphans()
-    for signum in handlers:
-        signal.signal(signum, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)
-    descriptors.keep_zygote_ends()
-    code = 0
-    try:
-        _run(job, launcher, descriptors)
-    except BaseException:
-        sys.stderr.write(f"phalanx: the launcher itself failed\n{traceback.format_exc()}")
-        sys.stderr.flush()
-        processes.end_descendants()
-        code = 70
-    finally:
-        os._exit(code)

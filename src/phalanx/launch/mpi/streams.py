@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from phalanx.launch.mpi.channel import ERR, OUT
+from phalanx.launch.relay.channel import ERR, OUT
+from phalanx.launch.relay.feed import Feed
 
 __all__ = ["Streams"]
 
@@ -23,7 +24,7 @@ class Streams:
     Attributes:
         rank_input, rank_out, rank_err: the rank's own ends.
         outputs: the keeper's ends of the two outputs that are still open, with the kind of their frames.
-        input: the keeper's end of the input; -1 when it has ended, or nobody reads it any more.
+        feed: the keeper's end of the input.
         last_errors: the last bytes of its standard error.
     """
 
@@ -31,22 +32,17 @@ class Streams:
         out_read, self.rank_out = os.pipe()
         err_read, self.rank_err = os.pipe()
         self.outputs = {out_read: OUT, err_read: ERR}
-        self.input = -1
         if fed:
-            self.rank_input, self.input = os.pipe()
+            self.rank_input, fed_by = os.pipe()
+            self.feed = Feed(fed_by)
         else:
             self.rank_input = os.open(os.devnull, os.O_RDONLY)
+            self.feed = Feed()
         self.last_errors = b""
-        self._waiting = b""
-
-    @property
-    def hungry(self) -> bool:
-        """Whether something waits to be written to the input."""
-        return bool(self._waiting)
 
     def own_ends(self) -> list[int]:
         """The keeper's ends that are open."""
-        return [*self.outputs, *([self.input] if self.input >= 0 else [])]
+        return [*self.outputs, *([self.feed.descriptor] if self.feed.descriptor >= 0 else [])]
 
     def keep_own_ends(self) -> None:
         """In the keeper, after the fork: close the rank's ends, so that they end with the rank."""
@@ -89,30 +85,5 @@ class Streams:
             if descriptor in self.outputs:
                 del self.outputs[descriptor]
                 os.close(descriptor)
-        self.close_input()
+        self.feed.close()
         return left
-
-    def feed(self, data: bytes = b"") -> bool:
-        """Write to the input as much as it takes; return whether all has been taken, so that more is welcome."""
-        if self.input < 0:
-            return False
-        self._waiting += data
-        try:
-            written = os.write(self.input, self._waiting) if self._waiting else 0
-        except BlockingIOError:
-            return False
-        except OSError:
-            written = 0
-        if not written:
-            # Nobody reads any more.
-            self.close_input()
-            return False
-        self._waiting = self._waiting[written:]
-        return not self._waiting
-
-    def close_input(self) -> None:
-        """The input has ended."""
-        if self.input >= 0:
-            os.close(self.input)
-        self.input = -1
-        self._waiting = b""

@@ -16,7 +16,16 @@ from typing import Any
 
 from phalanx.launch.rank.trace import Trace, open_trace
 
-__all__ = ["Control", "Descriptors", "RankDescriptors", "RankEnds", "open_descriptors", "release_input", "report_name"]
+__all__ = [
+    "Control",
+    "Descriptors",
+    "RankDescriptors",
+    "RankEnds",
+    "open_descriptors",
+    "open_store",
+    "release_input",
+    "report_name",
+]
 
 # A message that lists every rank of a large job is longer than the kernel takes at once, so it is sent in pieces.
 LARGEST_PIECE = 1 << 16
@@ -101,32 +110,23 @@ class RankDescriptors(RankEnds):
 
 @dataclass
 class Descriptors:
-    """Every descriptor of a job.
+    """Every descriptor of the ranks that one zygote forks, or that a relay has started.
 
     Attributes:
         ranks: one entry a rank.
-        supervisor: the supervisor's end of the control socket.
+        supervisor: the supervisor's end of the control socket, or that of a host's agent in its place.
         zygote: the end of the zygote, or of the relay in its place.
-        listener: the bound and listening socket of the store.
         trace: the ranks' stacks, and how far they have come.
     """
 
     ranks: list[RankDescriptors]
     supervisor: Control
     zygote: Control
-    listener: socket.socket
     trace: Trace
-
-    @property
-    def port(self) -> int:
-        """The port of the store."""
-        port: int = self.listener.getsockname()[1]
-        return port
 
     def keep_supervisor_ends(self) -> None:
         """In the supervisor: close the ends that only the zygote (or the relay) and the ranks use."""
         self.zygote.close()
-        self.listener.close()
         for ends in self.ranks:
             os.close(ends.out_write)
             os.close(ends.err_write)
@@ -152,11 +152,20 @@ def report_name(run_id: str, rank: int) -> str:
     return f"{run_id}-rank-{rank}"
 
 
-def open_descriptors(ranks: int, run_id: str, address: str) -> Descriptors:
-    """Open everything for ``ranks`` processes; the store listens on ``address`` and a free port.
+def open_store(address: str) -> socket.socket:
+    """The listening socket of the job's store, on a free port.
 
-    The port is bound here, and the store inherits the socket, so no other program can take the port in between.
+    It is bound by the supervisor, and the store inherits it, so no other program can take the port in between.
     """
+    _guard_standard_streams()
+    listener = socket.socket()
+    listener.bind((address, 0))
+    listener.listen(4096)
+    return listener
+
+
+def open_descriptors(ranks: int, run_id: str) -> Descriptors:
+    """Open everything for ``ranks`` processes."""
     _guard_standard_streams()
     joined = []
     trace = Trace(open_trace(run_id), run_id)
@@ -168,10 +177,7 @@ def open_descriptors(ranks: int, run_id: str, address: str) -> Descriptors:
         report = os.memfd_create(report_name(run_id, rank))
         joined.append(RankDescriptors(out_write, err_write, report, trace.descriptor, out_read, err_read))
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener = socket.socket()
-    listener.bind((address, 0))
-    listener.listen(4096)
-    return Descriptors(joined, Control(mine), Control(theirs), listener, trace)
+    return Descriptors(joined, Control(mine), Control(theirs), trace)
 
 
 def _guard_standard_streams() -> None:

@@ -94,7 +94,11 @@ def advance(run_id: str, stage: Stage) -> None:
 
 def note_asked(run_id: str, text: str) -> None:
     """In a rank: note what it has asked another process for; empty for nothing. See :func:`advance`."""
-    _write(run_id, text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0", _ASKED_AT)
+    _write(run_id, _as_noted(text), _ASKED_AT)
+
+
+def _as_noted(text: str) -> bytes:
+    return text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0"
 
 
 def _write(run_id: str, data: bytes, at: int) -> None:
@@ -135,6 +139,11 @@ class Trace:
         """What the rank with this part has asked another process for; empty if nothing that takes long."""
         data = os.pread(self.descriptor, _ASKED_BYTES, part * _PART + _ASKED_AT)
         return data.partition(b"\0")[0].decode(errors="replace")
+
+    def note(self, part: int, stage: int, asked: str) -> None:
+        """Note for a rank of another host what it has left in the trace there."""
+        os.pwrite(self.descriptor, bytes([stage]), part * _PART)
+        os.pwrite(self.descriptor, _as_noted(asked), part * _PART + _ASKED_AT)
 
     def ask(self, ranks: Mapping[int, int], patience_s: float) -> list[int]:
         """Have ranks write their stacks, and wait until they have, for at most ``patience_s`` seconds.

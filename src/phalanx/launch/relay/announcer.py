@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.launch.mpi.crew import Member
 from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.relay.crew import Member
 from phalanx.topology.table import RankRow
 
 __all__ = ["Announcer"]
@@ -49,9 +49,14 @@ class Announcer:
         """A rank was killed because it did not end within so many seconds."""
         self._control.send(event="overdue", rank=rank.number, patience_s=patience_s)
 
-    def show_stacks(self, stacks: dict[int, str]) -> None:
-        """Have the ranks' stacks printed, or kept for the end of a job that somebody has interrupted."""
-        self._control.send(event="stacks", stacks=stacks)
+    def show_stacks(self, stacks: dict[int, str], late: Sequence[int] = ()) -> None:
+        """Have the ranks' stacks printed, or kept for the end of a job that somebody has interrupted.
+
+        Args:
+            stacks: by rank.
+            late: the ranks that were asked and have not written one.
+        """
+        self._control.send(event="stacks", stacks=stacks, late=list(late))
 
     def lose_store(self, status: int) -> None:
         """The process that hosts the store has ended, with this wait status."""

@@ -71,7 +71,8 @@ class StoreOnDemand:
     uses MPI alone never makes one. That process asks here, by way of this object, about connections from other hosts.
 
     Args:
-        descriptors: the job's descriptors, the listening socket among them.
+        descriptors: the job's descriptors.
+        listener: the store's listening socket.
         selector: where to wait.
         look_up: asks the hosts of the job whether a connection is theirs: takes its number and its two ends.
         lost: called when the process that serves it has ended, with its wait status.
@@ -80,18 +81,20 @@ class StoreOnDemand:
     def __init__(
         self,
         descriptors: Descriptors,
+        listener: socket.socket,
         selector: selectors.BaseSelector,
         look_up: Callable[[int, Any, Any], None],
         lost: Callable[[int], None],
     ) -> None:
         self._descriptors = descriptors
+        self._listener = listener
         self._selector = selector
         self._look_up = look_up
         self._lost = lost
         self._pid = self._handle = 0
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asked.setblocking(False)
-        selector.register(descriptors.listener, selectors.EVENT_READ, self._start)
+        selector.register(listener, selectors.EVENT_READ, self._start)
 
     def found(self, number: int) -> None:
         """One of the job's hosts knows this connection as the user's."""
@@ -99,14 +102,14 @@ class StoreOnDemand:
             self._asked.send(str(number).encode())
 
     def _start(self) -> None:
-        self._selector.unregister(self._descriptors.listener)
+        self._selector.unregister(self._listener)
         relay = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
             self._descriptors.zygote.close()
             self._descriptors.close_rank_ends()
             self._asked.close()
-            host_store(self._descriptors.listener, relay, Referral(self._asking))
+            host_store(self._listener, relay, Referral(self._asking))
         self._asking.close()
         self._selector.register(self._asked, selectors.EVENT_READ, self._on_question)
         self._handle = os.pidfd_open(self._pid)

@@ -1,8 +1,8 @@
-"""The connection between ``phalanx run`` and one rank's keeper: what they send each other, and how they come together.
+"""The connection between a relay and one rank's keeper, or one host's agent: its messages, and how it comes about.
 
-The job's launcher listens (``open_door``), each keeper dials it (``join``), and both prove the job's key
-(``wire/proof.py``) before a byte counts as a message. The key and the address reach the keepers in the environment that
-the MPI launcher hands to its processes. Messages are not encrypted, like the traffic of MPI itself.
+The relay listens (``open_door``), each keeper or agent dials it (``join``), and both prove the job's key
+(``wire/proof.py``) before a byte counts as a message. The key and the address reach keepers in the environment that the
+MPI launcher hands to its processes, and agents by standard input. Messages are not encrypted, like MPI's traffic.
 
 A message is a frame (``wire/framing.py``) of a kind and bytes. Two kinds carry what a rank prints and one what it
 reads; the last carries JSON.
@@ -131,18 +131,21 @@ class Channel:
         self._socket.close()
 
 
-def open_door(address: str, selector: selectors.BaseSelector, admit: Callable[[Channel], None]) -> tuple[Door, str]:
-    """Listen for keepers, with a new key: the door, and the invitation that :func:`join` needs.
+def open_door(
+    address: str, selector: selectors.BaseSelector, admit: Callable[[Channel], None], secret: str = ""
+) -> tuple[Door, str]:
+    """Listen for keepers, or for agents: the door, and the invitation that :func:`join` needs.
 
     Args:
         address: the interface to listen on.
         selector: where the caller waits; see :class:`Door`.
-        admit: takes the connection of each keeper that has proven the key.
+        admit: takes the connection of each process that has proven the key.
+        secret: the key; by default a new one.
 
     Raises:
         OSError: the address is not this host's.
     """
-    secret = new_key()
+    secret = secret or new_key()
     listener = listen(address, 0)
     host, port = listener.getsockname()[:2]
 
@@ -155,8 +158,12 @@ def open_door(address: str, selector: selectors.BaseSelector, admit: Callable[[C
     return door, f"{host}:{port}:{secret}"
 
 
-def join(invitation: str) -> Channel:
+def join(invitation: str, patience_s: float = JOIN_S) -> Channel:
     """Connect to the launcher's door and prove that this process belongs to the job.
+
+    Args:
+        invitation: as :func:`open_door` has made it.
+        patience_s: how long connecting may take, in seconds, and then the handshake as long again.
 
     Raises:
         OSError: nothing listens there, the launcher has ended, or what listens there does not know the job's key.
@@ -164,7 +171,7 @@ def join(invitation: str) -> Channel:
     address, port, secret = invitation.rsplit(":", 2)
     where, key = (address, int(port)), Key(secret.encode(), "phalanx run")
     try:
-        line, _ = dial(where, key, ROLE, b"", patience_s=JOIN_S, keep_alive=_KEEP_ALIVE)
+        line, _ = dial(where, key, ROLE, b"", patience_s=patience_s, keep_alive=_KEEP_ALIVE)
     except ConnectionResetError as error:
         raise ConnectionRefusedError("the connection was closed: phalanx run has ended") from error
     except (NoProof, WrongKey) as error:

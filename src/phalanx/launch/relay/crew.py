@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch.mpi.channel import ERR, OUT, Channel
 from phalanx.launch.rank.descriptors import RankEnds
+from phalanx.launch.relay.channel import ERR, OUT, Channel
 
 __all__ = ["Member", "Pipe"]
 
@@ -83,6 +83,10 @@ class Member:
     def congested(self) -> bool:
         """Whether so much waits that its keeper should wait too."""
         return any(len(pipe.waiting) >= _MOST_WAITING for pipe in self.pipes.values())
+
+    def pipe(self, kind: bytes, data: bytes) -> tuple[Pipe, bytes]:
+        """The pipe for a frame of its keeper's, and the bytes for it."""
+        return self.pipes[kind], data
 
     @property
     def host(self) -> tuple[str, str]:

@@ -1,0 +1,133 @@
+"""Between the connections of keepers or agents and the supervisor's pipes, without ever waiting for one side.
+
+Output that the supervisor does not take yet waits here. If too much of a rank's output waits, its keeper's connection
+is left unread; then the output waits in the network and in the keeper, and finally the rank itself waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import selectors
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from phalanx.launch.relay.channel import MESSAGE, Channel, Lost
+from phalanx.launch.relay.crew import Pipe
+
+__all__ = ["Exchange", "Party"]
+
+
+class Party(Protocol):
+    """Whoever is at the other end of a connection: a rank's keeper, or a host's agent.
+
+    Attributes:
+        channel: the connection; None before it has come and after it has gone.
+    """
+
+    channel: Channel | None
+
+    @property
+    def congested(self) -> bool:
+        """Whether so much output of it waits here that it should wait too."""
+
+    def pipe(self, kind: bytes, data: bytes) -> tuple[Pipe, bytes]:
+        """The pipe to the supervisor for a frame of output, and what is to be written to it."""
+
+
+P = TypeVar("P", bound=Party)
+
+
+class Exchange(Generic[P]):
+    """The connections of all parties that have come.
+
+    Args:
+        selector: where the relay waits. The data of a connection is its party, for :meth:`serve`; that of a pipe is a
+            function to call.
+        on_message: takes a party and a message of its.
+        on_lost: takes a party whose connection has ended; it has been closed.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        on_message: Callable[[P, dict[str, Any]], None],
+        on_lost: Callable[[P], None],
+    ) -> None:
+        self._selector = selector
+        self._on_message = on_message
+        self._on_lost = on_lost
+
+    def say(self, party: P, **message: Any) -> None:
+        """Send a message to a party, if it is still there."""
+        if party.channel is not None:
+            party.channel.say(**message)
+            self._await(party)
+
+    def send(self, party: P, kind: bytes, data: bytes) -> None:
+        """Send bytes to a party, if it is still there."""
+        if party.channel is not None:
+            party.channel.send(kind, data)
+            self._await(party)
+
+    def serve(self, party: P, events: int) -> None:
+        """A party's connection is ready: write the bytes that wait, and read those that have come."""
+        channel = party.channel
+        if channel is None:
+            return
+        if events & selectors.EVENT_WRITE:
+            channel.flush()
+        frames: list[tuple[bytes, bytes]] = []
+        if events & selectors.EVENT_READ:
+            try:
+                frames = channel.receive()
+            except Lost:
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(channel)
+                channel.close()
+                party.channel = None
+                self._on_lost(party)
+                return
+        self.take(party, frames)
+
+    def take(self, party: P, frames: Sequence[tuple[bytes, bytes]]) -> None:
+        """Act on frames that a party has sent, and wait for more."""
+        for kind, data in frames:
+            if kind == MESSAGE:
+                self._on_message(party, json.loads(data))
+            else:
+                pipe, output = party.pipe(kind, data)
+                pipe.waiting += output
+                self._feed(party, pipe)
+        self._await(party)
+
+    def _await(self, party: P) -> None:
+        """Wait for the party's messages, unless too much output waits here; and for room, if bytes wait to be sent."""
+        if party.channel is None:
+            return
+        events = selectors.EVENT_WRITE if party.channel.waiting else 0
+        if not party.congested:
+            events |= selectors.EVENT_READ
+        known = party.channel.fileno() in self._selector.get_map()
+        if not events:
+            if known:
+                self._selector.unregister(party.channel)
+        elif known:
+            self._selector.modify(party.channel, events, party)
+        else:
+            self._selector.register(party.channel, events, party)
+
+    def _feed(self, party: P, pipe: Pipe) -> None:
+        """Write what a rank has printed, as far as the supervisor takes it now."""
+        pipe.flush()
+        known = pipe.descriptor in self._selector.get_map()
+        if pipe.waiting and not known:
+            on_room = functools.partial(self._on_room, party, pipe)
+            self._selector.register(pipe.descriptor, selectors.EVENT_WRITE, on_room)
+        elif not pipe.waiting and known:
+            self._selector.unregister(pipe.descriptor)
+
+    def _on_room(self, party: P, pipe: Pipe) -> None:
+        self._feed(party, pipe)
+        self._await(party)

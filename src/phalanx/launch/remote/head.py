@@ -1,0 +1,306 @@
+"""The head of a job on several hosts: the relay between the supervisor and the hosts' agents (``protocol.py``).
+
+Towards the supervisor it acts as a zygote does (``relay/announcer.py``), over the same control socket, pipes and report
+files; so the table, the prefixes, the failure block, the exit codes and the signals are the same code as on one host.
+
+All agents have to come before any rank runs: only then are the hosts compared (``agreement.py``), the ranks placed, and
+the table shown. A host that is lost later counts as the failure of its ranks, and the supervisor ends the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import selectors
+import signal
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+from phalanx.launch.job.job import Job
+from phalanx.launch.job.target import Refusal, prepare_target
+from phalanx.launch.output.report import Report
+from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.relay.announcer import Announcer
+from phalanx.launch.relay.channel import IN, Channel, Lost, open_door
+from phalanx.launch.relay.crew import Member, Pipe
+from phalanx.launch.relay.exchange import Exchange
+from phalanx.launch.relay.services import Input, StoreOnDemand
+from phalanx.launch.remote.agreement import find_differences
+from phalanx.launch.remote.arrivals import Arrivals
+from phalanx.launch.remote.farewell import see_out
+from phalanx.launch.remote.host import Host, place_ranks
+from phalanx.launch.remote.protocol import job_as_sent
+from phalanx.system import processes
+from phalanx.words import format_count
+
+__all__ = ["serve_hosts"]
+
+# Agents end their ranks within the grace; one that reports nothing for this much longer is given up.
+_SILENCE_S = 6.0
+
+
+class _Head:
+    """A job whose agents are being started, which is what making this object does."""
+
+    def __init__(self, job: Job, descriptors: Descriptors, listener: socket.socket) -> None:
+        self.job = job
+        self.descriptors = descriptors
+        self.ranks = [Member(number, Pipe.pair(ends)) for number, ends in enumerate(descriptors.ranks)]
+        self.announcer = Announcer(descriptors, self.ranks)
+        self.selector = selectors.DefaultSelector()
+        self.hosts: list[Host] = []
+        first = 0
+        for slots in job.hosts:
+            count = slots.slots or 1
+            self.hosts.append(Host(len(self.hosts), slots, self.ranks[first : first + count]))
+            first += count
+        self.host_of = {rank.number: host for host in self.hosts for rank in host.ranks}
+        self.exchange: Exchange[Host] = Exchange(self.selector, self._on_message, self._on_lost)
+        self.reader = self.host_of[job.reader or 0]
+        self.terminal = os.isatty(0)
+        offered = job.reads(job.reader or 0, terminal=self.terminal)
+        deliver = functools.partial(self.exchange.send, self.reader, IN)
+        self.input = Input(self.selector, deliver, offered=offered)
+        for ends in descriptors.ranks:
+            os.set_blocking(ends.out_write, False)
+            os.set_blocking(ends.err_write, False)
+        self.port = listener.getsockname()[1]
+        self.store = StoreOnDemand(descriptors, listener, self.selector, self._look_up, self.announcer.lose_store)
+        self.selector.register(descriptors.zygote, selectors.EVENT_READ, self._on_order)
+        self.door, invitation = open_door(job.address, self.selector, self._on_newcomer, job.key)
+        self.arrivals = Arrivals(job, self.hosts, self.selector, invitation)
+        self.going = self.ordered = False
+        self.connected = True
+        self.give_up_at: float | None = None
+        self.stacks: dict[int, str] = {}
+        self.late: list[int] = []
+        self.asked: set[int] = set()  # the hosts whose stacks are awaited
+
+    def run(self) -> None:
+        """Relay until all ranks have ended, and clean up."""
+        try:
+            self.arrivals.start()
+            while self.connected and not all(rank.announced for rank in self.ranks):
+                self.turn()
+        except Refusal as refusal:
+            self.dismiss()
+            self.announcer.refuse(f"{str(refusal).rstrip()}\n", refusal.code)
+            return
+        self.dismiss()
+
+    def turn(self) -> None:
+        """Wait for something, and act on it."""
+        times = [when for when in (self.give_up_at, self.arrivals.due_at()) if when is not None]
+        until = min([self.door.tend(time.monotonic()), *times])
+        patience_s = max(0.0, until - time.monotonic()) if until < math.inf else None
+        for key, events in self.selector.select(patience_s):
+            if isinstance(key.data, Host):
+                self.exchange.serve(key.data, events)
+            else:
+                key.data()
+        now = time.monotonic()
+        for line in self.arrivals.act(now, failing=self.failing):
+            self.announcer.say(line)
+        if self.give_up_at is not None and now >= self.give_up_at:
+            self.give_up_at = None
+            for host in self.hosts:
+                self._lose(host)
+        self.announcer.end()
+
+    @property
+    def failing(self) -> bool:
+        """Whether the job is ending for a known reason; everything that is said after it is about the consequences."""
+        return self.ordered or any(rank.status or rank.reported for rank in self.ranks)
+
+    # The supervisor.
+
+    def _on_order(self) -> None:
+        order = self.descriptors.zygote.receive()
+        if order is None:
+            self.connected = False
+        elif order["do"] == "go":
+            self._release()
+        elif order["do"] == "end":
+            self.ordered = True
+            if not self.going:
+                self.connected = False
+                return
+            self._tell_all(order)
+            until = time.monotonic() + order["grace_s"] + _SILENCE_S
+            self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
+        else:
+            if order["do"] == "stacks":
+                self.asked = {host.number for host in self.hosts if not host.done and host.channel is not None}
+            self._tell_all(order)
+
+    def _tell_all(self, order: dict[str, Any]) -> None:
+        for host in self.hosts:
+            if not host.done:
+                self.exchange.say(host, **order)
+
+    def _release(self) -> None:
+        """Let every agent start its ranks."""
+        self.going = True
+        rows = [asdict(row) for row in place_ranks(self.job, self.hosts)]
+        job = job_as_sent(self.job)
+        for host in self.hosts:
+            self.exchange.say(
+                host,
+                do="start",
+                job=job,
+                rows=rows,
+                first=host.first,
+                port=self.port,
+                terminal=self.terminal,
+                input=host is self.reader and self.input.offered,
+            )
+
+    # The agents.
+
+    def _on_newcomer(self, channel: Channel) -> None:
+        """An agent has proven that it belongs to the job. Its first message says of which host."""
+        self.selector.register(channel, selectors.EVENT_READ, functools.partial(self._seat, channel))
+        self._seat(channel)
+
+    def _seat(self, channel: Channel) -> None:
+        try:
+            frames = channel.receive()
+        except Lost:
+            self.selector.unregister(channel)
+            channel.close()
+            return
+        if not frames:
+            return
+        (_, first), *more = frames
+        here = json.loads(first)
+        host = self.hosts[here["host"]]
+        if host.here:
+            raise Refusal(f"phalanx: two agents say that they are the one of {host.name}; its starter ran twice", 1)
+        host.channel, host.here = channel, here
+        self.arrivals.came()
+        if self.arrivals.complete:
+            self._compare()
+        self.exchange.take(host, more)
+
+    def _compare(self) -> None:
+        """All agents have come: place the ranks, unless the hosts do not fit together."""
+        differences = find_differences([host.name for host in self.hosts], [host.here for host in self.hosts])
+        if differences:
+            raise Refusal("\n".join(f"phalanx: {line}" for line in differences), 1)
+        crowded = [host for host in self.hosts if len(host.ranks) > host.here["cores"]]
+        note = ""
+        if crowded:
+            host = crowded[0]
+            note = (
+                f"{format_count(len(host.ranks), 'rank')} share {format_count(host.here['cores'], 'core')} on "
+                f"{host.name}; they will take turns, and a timing says little about a machine with a core for each"
+            )
+        self.announcer.place(place_ranks(self.job, self.hosts), note)
+
+    def _on_message(self, host: Host, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "started":
+            for rank, pid in zip(host.ranks, message["pids"], strict=True):
+                rank.pid = pid
+            self.announcer.start()
+        elif event == "reported":
+            rank = self.ranks[message["rank"]]
+            self.announcer.report(rank, message["report"], time.monotonic() - message["age"])
+        elif event == "exited":
+            self._on_exit(self.ranks[message["rank"]], message)
+        elif event == "wants":
+            self.input.want()
+        elif event == "overdue":
+            self.announcer.overdue(self.ranks[message["rank"]], message["patience_s"])
+        elif event == "stacks":
+            self.stacks |= message["stacks"]
+            self.late += message["late"]
+            self._has_answered(host)
+        elif event == "owns":
+            self.store.found(message["number"])
+        elif event == "refused":
+            raise Refusal(message["text"], message["code"])
+        elif event == "ended":
+            host.done = True
+            self._has_answered(host)
+            for rank in host.ranks:
+                if rank.status is None:
+                    # It never began: its zygote was ended before.
+                    self._end(rank, -signal.SIGKILL, time.monotonic(), by_others=True)
+
+    def _on_exit(self, rank: Member, message: dict[str, Any]) -> None:
+        if rank.number == (self.job.reader or 0):
+            self.input.release()
+        self.descriptors.trace.note(rank.number, message["stage"], message["asked"])
+        if message["stacks"]:
+            self.announcer.show_stacks(message["stacks"])
+        self._end(rank, message["status"], time.monotonic() - message["age"], by_others=False)
+
+    def _look_up(self, number: int, end: Any, other_end: Any) -> None:
+        """Ask each host of the job whether a connection to the store is its user's."""
+        self._tell_all({"do": "look", "number": number, "end": end, "other_end": other_end})
+
+    def _on_lost(self, host: Host) -> None:
+        """An agent's connection has ended."""
+        if host.done:
+            return
+        if not self.going:
+            raise Refusal(f"phalanx: {_lost(host)}; nothing had been started", 1)
+        self._lose(host)
+
+    def _has_answered(self, host: Host) -> None:
+        """Show the stacks of all hosts at once, when the last one has sent its own or will not do so any more."""
+        if host.number in self.asked:
+            self.asked.discard(host.number)
+            if not self.asked:
+                self.announcer.show_stacks(self.stacks, self.late)
+                self.stacks, self.late = {}, []
+
+    def _lose(self, host: Host) -> None:
+        self._has_answered(host)
+        now = time.monotonic()
+        for rank in host.ranks:
+            if rank.status is None:
+                own_fault = not self.ordered
+                if own_fault and not rank.reported:
+                    self.announcer.report(rank, Report("", _lost(host), "", False, now, 1).to_record(), now)
+                self._end(rank, -signal.SIGKILL, now, by_others=not own_fault)
+
+    def _end(self, rank: Member, status: int, when: float, *, by_others: bool) -> None:
+        rank.status, rank.ended_at, rank.by_others = status, when, by_others
+        rank.pid = rank.pid or self.host_of[rank.number].here["pid"]
+        self.announcer.start()
+
+    # The end.
+
+    def dismiss(self) -> None:
+        """Have agents end what is left, and wait until they have, or can no longer be waited for."""
+        self.door.close()
+        see_out(self.hosts, self.descriptors.zygote if self.connected else None)
+        processes.end_descendants()
+
+
+def _lost(host: Host) -> str:
+    called = "" if host.here.get("name", host.name) == host.name else f" ({host.here['name']})"
+    return f"host {host.name}{called} is lost: it has failed, its network has, or its agent was killed"
+
+
+def serve_hosts(job: Job, descriptors: Descriptors, listener: socket.socket) -> None:
+    """Check, wait for the order to start, start, and relay until the end.
+
+    Args:
+        job: the job.
+        descriptors: its descriptors.
+        listener: the listening socket of its store.
+    """
+    try:
+        prepare_target(job.target)
+    except Refusal as refusal:
+        descriptors.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
+        return
+    if descriptors.zygote.receive() is not None:
+        _Head(job, descriptors, listener).run()

@@ -1,0 +1,74 @@
+"""One host of a job, as the head knows it: the program that starts its agent, the agent's connection, its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.launch.job.host_slots import HostSlots
+from phalanx.launch.job.job import Job
+from phalanx.launch.relay.channel import Channel
+from phalanx.launch.relay.crew import Member, Pipe
+from phalanx.launch.remote.protocol import split_rank
+from phalanx.launch.remote.starter import AgentProgram
+from phalanx.topology.table import RankRow
+
+__all__ = ["Host", "place_ranks"]
+
+
+@dataclass(eq=False)
+class Host:
+    """One host.
+
+    Attributes:
+        number: its number among the hosts of the job.
+        slots: its name, as the user wrote it, and how many ranks it takes.
+        ranks: its ranks.
+        program: what starts its agent; None before it has been started.
+        channel: its agent's connection; None before it has come and after it has gone.
+        here: what the agent has said of the host; empty before.
+        done: whether no process of the job is left there, as far as the head has been told.
+    """
+
+    number: int
+    slots: HostSlots
+    ranks: list[Member]
+    program: AgentProgram | None = None
+    channel: Channel | None = None
+    here: dict[str, Any] = field(default_factory=dict)
+    done: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name, as the user wrote it."""
+        return self.slots.name
+
+    @property
+    def first(self) -> int:
+        """Its first rank."""
+        return self.ranks[0].number
+
+    @property
+    def congested(self) -> bool:
+        """Whether so much of its ranks' output waits that its agent should wait too."""
+        return any(rank.congested for rank in self.ranks)
+
+    def pipe(self, kind: bytes, data: bytes) -> tuple[Pipe, bytes]:
+        """The pipe for a frame of output, and the bytes for it."""
+        rank, block = split_rank(data)
+        return self.ranks[rank - self.first].pipes[kind], block
+
+
+def place_ranks(job: Job, hosts: list[Host]) -> list[RankRow]:
+    """The rank table, once all agents have come: ranks follow the order of the hosts, as the user wrote them."""
+    rows = []
+    for host in hosts:
+        cores = host.here["cores"]
+        for local, rank in enumerate(host.ranks):
+            threads = int(job.threads.partition(",")[0]) if job.threads else max(1, cores // len(host.ranks))
+            device = job.device_of(local)
+            if job.device is None:
+                # The head itself may have accelerators that the hosts lack, or the other way round.
+                device = "?" if host.here["accelerators"] else "cpu"
+            rows.append(RankRow(rank.number, host.number, host.here["name"], local, device, None, cores, threads))
+    return rows

@@ -1,0 +1,198 @@
+"""The ranks of one host, as its agent holds them: the zygote that forks them, and what has to go to the head.
+
+This is the supervisor's half towards a zygote, without a person in front of it: output, reports and ends are sent on
+instead of being printed. Clocks of two hosts differ, so a time is sent as how long ago something happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.errors import OUT_OF_MEMORY_HINT
+from phalanx.launch.job.share import Share
+from phalanx.launch.output.failure import signal_name
+from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.relay.channel import ERR, OUT, Channel
+from phalanx.launch.relay.feed import Feed
+from phalanx.launch.remote.protocol import with_rank
+from phalanx.system import processes
+from phalanx.system.host import machine_name
+
+__all__ = ["LocalRanks"]
+
+_BLOCK = 1 << 16
+# How much an ended rank may have left in a pipe (its size is at most this); more than that comes from another process.
+_LARGEST_REMAINDER = 1 << 20
+
+
+class LocalRanks:
+    """The ranks of this host, from the fork of their zygote until nothing of them is left.
+
+    Args:
+        share: which ranks they are.
+        descriptors: what joins them, their zygote and this process.
+        zygote: the zygote's process id.
+        feed: the input of the one that reads, if that is among them.
+        channel: where everything is sent.
+
+    Attributes:
+        outputs: the descriptors of outputs that are open, each with its rank, counted from 0, and its kind.
+        feed: as given.
+        zygote: the zygote's process id; 0 when it has ended, and everything below it.
+    """
+
+    def __init__(self, share: Share, descriptors: Descriptors, zygote: int, feed: Feed, channel: Channel) -> None:
+        self.zygote = zygote
+        self.feed = feed
+        self.outputs: dict[int, tuple[int, bytes]] = {}
+        for part, ends in enumerate(descriptors.ranks):
+            self.outputs |= {ends.out_read: (part, OUT), ends.err_read: (part, ERR)}
+        self._numbers = share.ranks
+        self._descriptors = descriptors
+        self._channel = channel
+        self._started = False
+        self._ordered = False
+        self._reports = [b""] * len(share.ranks)
+
+    def fileno(self) -> int:
+        """Where the zygote's messages arrive."""
+        return self._descriptors.supervisor.fileno()
+
+    # Output and input.
+
+    def read(self, descriptor: int) -> int:
+        """Send one block of an output; return its length, 0 when there is nothing now."""
+        if descriptor not in self.outputs:
+            return 0  # its rank has ended in this very turn
+        part, kind = self.outputs[descriptor]
+        try:
+            data = os.read(descriptor, _BLOCK)
+        except BlockingIOError:
+            return 0
+        if data:
+            self._channel.send(kind, with_rank(self._numbers[part], data))
+        else:
+            self._close(descriptor)
+        return len(data)
+
+    def _close(self, descriptor: int) -> None:
+        del self.outputs[descriptor]
+        os.close(descriptor)
+
+    def _drain(self, part: int) -> None:
+        for descriptor in [descriptor for descriptor, (owner, _) in self.outputs.items() if owner == part]:
+            taken = 0
+            while descriptor in self.outputs and taken < _LARGEST_REMAINDER:
+                length = self.read(descriptor)
+                if not length:
+                    break
+                taken += length
+            if descriptor in self.outputs:
+                self._close(descriptor)
+
+    def give(self, data: bytes) -> None:
+        """Hand a block of input on; the empty one is the end."""
+        if not data:
+            self.feed.close()
+        elif self.feed.feed(data):
+            self._channel.say(event="wants")
+
+    # Orders.
+
+    def obey(self, order: Mapping[str, Any]) -> None:
+        """Carry out an order of the supervisor's."""
+        if order["do"] == "end":
+            self._ordered = True
+            if not self._started:
+                # The zygote reads no order while it imports torch; without it, what it has forked ends.
+                self.kill()
+                return
+            spare = [rank - self._numbers.start for rank in order["spare"] if rank in self._numbers]
+            order = {**order, "spare": spare}
+        self._descriptors.supervisor.send(**order)
+        if self.zygote:
+            os.kill(self.zygote, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End everything; the end of the zygote is noticed like any other."""
+        self._ordered = True
+        if self.zygote:
+            os.kill(self.zygote, signal.SIGKILL)
+
+    # The zygote's messages.
+
+    def hear(self) -> None:
+        """Act on one message of the zygote's, or on its end."""
+        message = self._descriptors.supervisor.receive()
+        if message is None:
+            self._on_zygote_gone()
+        elif message["event"] == "started":
+            self._started = True
+            self._channel.say(event="started", pids=message["pids"])
+        elif message["event"] == "overdue":
+            self._channel.say(**{**message, "rank": self._numbers[message["rank"]]})
+        elif message["event"] == "stacks":
+            late = [self._numbers[part] for part in message.get("late", ())]
+            self._channel.say(event="stacks", stacks=self._stacks(range(len(self._numbers))), late=late)
+        elif message["event"] == "reported":
+            for part in range(len(self._numbers)):
+                self._send_report(part)
+        elif message["event"] == "refused":
+            self._channel.say(**message)
+        elif message["event"] == "exited":
+            self._on_exit(message["rank"], message["status"], message["time"])
+
+    def _on_exit(self, part: int, status: int, when: float) -> None:
+        self._drain(part)
+        self._send_report(part)
+        trace = self._descriptors.trace
+        self._channel.say(
+            event="exited",
+            rank=self._numbers[part],
+            status=status,
+            age=time.monotonic() - when,
+            stage=int(trace.stage(part)),
+            asked=trace.asked(part),
+            stacks=self._stacks(range(part, part + 1)),
+        )
+
+    def _stacks(self, parts: range) -> dict[int, str]:
+        return {self._numbers[part]: text for part, text in self._descriptors.trace.take(parts).items()}
+
+    def _send_report(self, part: int) -> None:
+        """Send the report that a rank has written about its failure, unless that has been sent."""
+        descriptor = self._descriptors.ranks[part].report
+        data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        if not data or data == self._reports[part]:
+            return
+        with contextlib.suppress(ValueError):  # it is not complete yet
+            report: dict[str, Any] = json.loads(data)
+            when = (report.get("phalanx") or {}).get("time")
+            age = 0.0 if when is None else max(0.0, time.monotonic() - when)
+            self._channel.say(event="reported", rank=self._numbers[part], age=age, report=report)
+            self._reports[part] = data
+
+    def _on_zygote_gone(self) -> None:
+        self._descriptors.supervisor.close()
+        pid, status = os.waitpid(self.zygote, 0)
+        self.zygote = 0
+        # Processes that the zygote could not end have become children of this one, which is a subreaper.
+        processes.end_descendants()
+        for part in range(len(self._numbers)):
+            self._drain(part)
+        self.feed.close()
+        code = os.waitstatus_to_exitcode(status)
+        if code and not self._ordered:
+            how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
+            text = (
+                f"phalanx: the process that starts and watches the ranks of a host {how}; the job ended with it\n"
+                f"  host {machine_name()}, pid {pid}; if nobody killed it, {OUT_OF_MEMORY_HINT}\n"
+            )
+            self._channel.say(event="refused", text=text, code=128 - code if code < 0 else code)
+        self._channel.say(event="ended")

@@ -1,0 +1,130 @@
+"""What the head of a job and the agents on its hosts tell each other.
+
+The *head* is the relay of a job on several hosts: it stands in the zygote's place towards the supervisor. On each host
+an *agent* stands in the supervisor's place towards a zygote, which is the same one as on a single host. So neither the
+supervisor nor the zygote knows that a network lies between them.
+
+First comes the *invitation*, by the agent's standard input, so that no command line shows it: where the head listens,
+the job's key, the user's environment and directory, and what the agent is to look at. If the head dies before it is
+whole, the agent reads the end of its input and ends. If the agent dies, the program that has started it ends, and the
+head says so. Everything else goes over one TCP connection, proven by the key, in frames of ``relay/channel.py``.
+
+====================  ======  ==============================================================================
+message               sender  meaning, and what follows if the sender dies right after it
+====================  ======  ==============================================================================
+``here``              agent   This is the host: its identity, versions and cores. The head waits for all of them.
+``start``             head    The job and this host's share of it. The agent forks the zygote, and ends it again
+                              as soon as the connection ends.
+``started``           agent   The ranks' process ids.
+frames OUT and ERR    agent   A block of output, behind the rank's number. What has been sent is printed.
+frames IN, ``wants``  both    A block of input for the rank that reads; the request for the next one.
+``reported``          agent   Why a rank has failed, and how long ago: clocks of two hosts are never compared.
+``exited``            agent   A rank has ended, and all of its output was sent before.
+``overdue``           agent   A rank was killed because it did not end within the grace.
+``stacks``            both    The order to show where the ranks are, and the answer.
+``end``, ``signal``   head    As the supervisor gives them to the zygote.
+``look``, ``owns``    both    Whether a connection to the job's store belongs to this user on that host.
+``refused``           agent   No rank of this host can be started, and why.
+``ended``             agent   No process of the job is left on this host. The connection may end now.
+``leave``             head    Kill what is left, and end.
+====================  ======  ==============================================================================
+
+An agent is *joining* until it has said ``here``, *waiting* until ``start``, *running* until its zygote has ended, and
+*ended* until ``leave``. In each of these states the end of its connection, or of what it depends on, has it kill all
+processes of the job on its host and end itself. A connection whose other side is silent ends after about four seconds
+(``relay/channel.py``), so a head that was killed, or a network that was cut, leaves nothing behind.
+
+A host is *starting* for the head until ``here``, then *here* until ``start``, *running* until ``ended``, and after that
+*done*. A host whose connection ends before it is done is lost: its ranks count as failed for that reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.launch.job.host_slots import HostSlots
+from phalanx.launch.job.job import Job
+from phalanx.launch.job.target import Target
+
+__all__ = ["Invitation", "job_as_sent", "received_job", "split_rank", "with_rank"]
+
+_RANK_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What an agent must know before it can join.
+
+    Attributes:
+        version: that of the head's Phalanx. An agent of another one only says so: it may understand nothing else.
+        environment: the user's variables, as far as they are not the other host's own.
+        directory: the working directory.
+        door: where the head listens, with the key, as ``relay/channel.py`` takes it.
+        host: the number of the host among those of the job.
+        name: the host as the user wrote it.
+        python: whether the ranks run Python.
+        path: the script, module or folder, whose content has to be the same on all hosts; or the program, which only
+            has to be there.
+        ranks: how many ranks the host gets.
+        interface: the network interface that the user chose; empty for none.
+    """
+
+    version: str
+    environment: Mapping[str, str]
+    directory: str
+    door: str
+    host: int
+    name: str
+    python: bool
+    path: str
+    ranks: int
+    interface: str
+
+    def line(self) -> bytes:
+        """As it is sent: one line."""
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+
+def job_as_sent(job: Job) -> dict[str, Any]:
+    """A job without what only its head needs, and without its key, which the invitation has brought."""
+    fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    for name in ("mpi", "rehearsal", "starter", "named", "key", "cpus"):
+        del fields[name]
+    hosts = [[host.name, host.slots] for host in job.hosts]
+    return {**fields, "target": asdict(job.target), "memory": dict(job.memory), "hosts": hosts}
+
+
+def received_job(sent: Mapping[str, Any], *, key: str, cpus: tuple[tuple[int, ...], ...], threads: str) -> Job:
+    """The job as an agent and its zygote see it.
+
+    Args:
+        sent: what :func:`job_as_sent` has made.
+        key: the job's key.
+        cpus: the cores to which the ranks of this host are bound, if they are.
+        threads: how many threads each of them gets.
+    """
+    target = Target(**{**sent["target"], "argv": tuple(sent["target"]["argv"])})
+    hosts = tuple(HostSlots(name, slots) for name, slots in sent["hosts"])
+    own = {
+        "target": target,
+        "hosts": hosts,
+        "replace": tuple(sent["replace"]),
+        "key": key,
+        "cpus": cpus,
+        "threads": threads,
+    }
+    return Job(**{**sent, **own})
+
+
+def with_rank(rank: int, data: bytes) -> bytes:
+    """A block of a rank's output, or of its input, as it is sent."""
+    return rank.to_bytes(_RANK_BYTES, "big") + data
+
+
+def split_rank(data: bytes) -> tuple[int, bytes]:
+    """The rank, and the block."""
+    return int.from_bytes(data[:_RANK_BYTES], "big"), data[_RANK_BYTES:]

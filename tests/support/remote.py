@@ -1,0 +1,162 @@
+"""``phalanx run`` over test hosts: started beside them, as on a cluster's login node, with a look at what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from .hosts import TestHosts, running_hosts
+
+__all__ = ["RemoteJob", "RemoteLauncher", "reachable_hosts"]
+
+PHALANX = (sys.executable, "-m", "phalanx")
+PATIENCE_S = 120.0  # no busy machine needs as long
+
+
+@dataclass
+class RemoteJob:
+    """A launch under way; its output goes to files, so that nobody has to read it meanwhile."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def said(self) -> str:
+        return f"exit code {self.process.poll()}\n--- out\n{self.out}--- err\n{self.err}"
+
+    def wait_for_lines(self, count: int, word: str = "") -> None:
+        """Wait until so many lines with this word in them have been printed."""
+        until = time.monotonic() + PATIENCE_S
+        while sum(word in line for line in self.out.splitlines()) < count:
+            assert time.monotonic() < until, self.said()
+            assert self.process.poll() is None, self.said()
+            time.sleep(0.005)
+
+    def finish(self) -> int:
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(self.said())
+
+
+class RemoteLauncher:
+    """Starts launches over hosts.
+
+    Attributes:
+        hosts: the hosts.
+        own: the numbers of those that launches use, and that are looked at afterwards.
+        folder: where scripts are written and launches run.
+        files: files that launches find in the place of others.
+        starter: the starter of launches; empty for ssh.
+    """
+
+    def __init__(self, hosts: TestHosts, folder: Path, own: Sequence[int] = ()) -> None:
+        self.hosts = hosts
+        self.own = own or range(hosts.count)
+        self.folder = folder
+        self.files: dict[str, Path] = {}
+        # A name of its own for each launcher, by which its processes are found.
+        self._starter = folder / f"starter-{'-'.join(map(str, self.own))}"
+        self._starter.symlink_to(hosts.starter)
+        self.starter = [f"--starter={self._starter}"]
+        self.jobs: list[RemoteJob] = []
+        self.before = {pid for host in self.own for pid in hosts.processes(host)}
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.write_text(dedent(text).removeprefix("\n"))
+        return str(path)
+
+    def start(
+        self, *arguments: str, stdin: bytes | None = None, environment: dict[str, str] | None = None
+    ) -> RemoteJob:
+        """``phalanx run ARGUMENTS`` by the starter, beside the hosts, so nothing of it is on one of them."""
+        folder = self.folder / f"job-{len(self.jobs)}"
+        folder.mkdir()
+        own = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "NO_COLOR")}
+        own["PATH"] = f"{own.get('PATH', '')}:/usr/sbin:/sbin"
+        with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+            process = subprocess.Popen(
+                [*self.hosts.outside(self.files), *PHALANX, "run", *self.starter, *arguments],
+                stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                cwd=self.folder,
+                env={**own, **(environment or {})},
+            )
+        if process.stdin is not None and stdin is not None:
+            process.stdin.write(stdin)
+            process.stdin.close()
+        job = RemoteJob(process, folder)
+        self.jobs.append(job)
+        return job
+
+    def run(self, *arguments: str, stdin: bytes | None = None, environment: dict[str, str] | None = None) -> RemoteJob:
+        job = self.start(*arguments, stdin=stdin, environment=environment)
+        job.finish()
+        return job
+
+    def left(self) -> list[str]:
+        """Every process and file that a launch has left on any host, and the processes that it has left here."""
+        found = []
+        for host in self.own:
+            found += [f"h{host}: {_described(pid)}" for pid in self.hosts.processes(host) if pid not in self.before]
+            shared = Path(f"/proc/{self.hosts.holder(host)}/root/dev/shm")
+            found += [f"h{host}: {path.name} in /dev/shm" for path in shared.iterdir()]
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if str(self._starter).encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                    found.append(f"here: {_described(int(name))}")
+        return found
+
+    def check(self, within_s: float = 20.0) -> float:
+        """Nothing is left anywhere, ``within_s`` seconds from now; how long that took."""
+        began = time.monotonic()
+        while left := self.left():
+            if time.monotonic() > began + within_s:
+                pytest.fail("\n".join([f"left after {within_s:.0f} s:", *left]))
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def clear(self) -> None:
+        """End whatever a test has left, so that the next one can be judged for itself."""
+        for host in self.own:
+            self.hosts.mend(host)
+        for job in self.jobs:
+            if job.process.poll() is None:
+                job.process.kill()
+                job.process.wait()
+        for host in self.own:
+            self.hosts.kill_all(host, but=self.before)
+
+
+def _described(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return f"{pid} {Path(f'/proc/{pid}/comm').read_text().strip()} {words[:80]}"
+    return f"{pid} (gone)"
+
+
+@contextlib.contextmanager
+def reachable_hosts(count: int, folder: Path) -> Iterator[TestHosts]:
+    """``count`` hosts that a launch from beside them can reach."""
+    with running_hosts(count, folder, zygotes=False) as hosts:
+        hosts.join_switch()
+        yield hosts

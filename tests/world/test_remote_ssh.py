@@ -1,0 +1,158 @@
+"""``phalanx run -H`` by OpenSSH itself: it works where a login does, and says in one line why it does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.hosts import TestHosts, why_no_hosts
+from tests.support.remote import RemoteLauncher, reachable_hosts
+from tests.support.sshd import client, running_sshd, why_no_sshd
+
+WHY_NOT = why_no_hosts() or why_no_sshd()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "there are hosts")
+
+PLAIN = ("--no-preload", "-q")
+HELLO = "import os, socket; print(os.environ['RANK'], socket.gethostname(), os.getcwd())"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestHosts, Path]]:
+    folder = tmp_path_factory.mktemp("servers")
+    with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as hosts, running_sshd(hosts, folder):
+        yield hosts, folder
+
+
+@pytest.fixture
+def remote(servers: tuple[TestHosts, Path], tmp_path: Path) -> Iterator[RemoteLauncher]:
+    launcher = RemoteLauncher(servers[0], tmp_path)
+    launcher.starter = []
+    launcher.files = {"/etc/ssh/ssh_config": client(servers[1])}
+    try:
+        yield launcher
+        launcher.check()
+    finally:
+        launcher.clear()
+
+
+def test_ranks_are_started_by_ssh(remote: RemoteLauncher) -> None:
+    script = remote.script("""
+        import os, socket, sys, torch, phalanx
+        world = phalanx.init()
+        total = world.all_reduce(torch.tensor([1.0 + world.rank]))
+        print(world.rank, socket.gethostname(), os.getcwd(), os.environ["OWN"], sys.argv[1:], file=sys.stderr)
+        if world.rank == 0:
+            print(sys.stdin.read(), end="")
+        world.barrier()
+        os._exit(3 * world.rank)
+    """)
+    job = remote.run("-q", "-H", "h0,root@h1", script, "a b", "'\"$(c)", stdin=b"input\n", environment={"OWN": "x y"})
+    assert job.process.returncode == 3, job.said()
+    own = f"{remote.folder} x y ['a b', '\\'\"$(c)']"
+    assert [line for line in sorted(job.err.splitlines()) if own in line] == [
+        f"[rank 0] 0 h0 {own}",
+        f"[rank 1] 1 h1 {own}",
+    ], job.said()
+    assert job.out == "[rank 0] input\n"
+
+
+def test_nothing_is_left_when_the_head_is_killed(remote: RemoteLauncher) -> None:
+    script = remote.script("import time; print('ready', flush=True); time.sleep(600)")
+    job = remote.start(*PLAIN, "-H", "h0:2,h1:2", script)
+    job.wait_for_lines(4, "ready")
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.finish()
+    remote.check()
+
+
+@pytest.mark.parametrize(
+    ("key", "known", "said"),
+    [
+        # Without a key ssh would ask for a password.
+        (False, True, "h1: ssh could not log in there: root@h1: Permission denied (publickey,password"),
+        (True, False, "h1: ssh could not log in there: Host key verification failed.; it must work without a question"),
+    ],
+)
+def test_a_login_that_asks_something(
+    remote: RemoteLauncher, servers: tuple[TestHosts, Path], key: bool, known: bool, said: str
+) -> None:
+    remote.files = {"/etc/ssh/ssh_config": client(servers[1], key=key, known=known)}
+    job = remote.run(*PLAIN, "-H", "localhost,h1", remote.script(HELLO))
+    assert (job.process.returncode, job.out, len(job.err.splitlines())) == (1, "", 1), job.said()
+    assert said in job.err, job.said()
+    assert "ssh -o BatchMode=yes h1 true" in job.err
+
+
+def test_a_host_of_two_names(remote: RemoteLauncher, servers: tuple[TestHosts, Path], tmp_path: Path) -> None:
+    names = tmp_path / "names"
+    names.write_text(f"127.0.0.1 localhost\n{servers[0].address(1)} h1\n{servers[0].address(1)} other\n")
+    remote.files["/etc/hosts"] = names
+    job = remote.run(*PLAIN, "-H", "h1,other", remote.script(HELLO))
+    assert job.process.returncode == 1
+    assert job.err == (
+        "phalanx: h1 and other are one host, which calls itself h1; list it once, with the number of its ranks\n"
+    ), job.said()
+
+
+def test_a_name_that_means_loopback(remote: RemoteLauncher, servers: tuple[TestHosts, Path], tmp_path: Path) -> None:
+    names = tmp_path / "names"
+    names.write_text(f"127.0.0.1 localhost\n{servers[0].address(0)} h0\n127.0.1.1 h1\n")
+    remote.files["/etc/hosts"] = names
+    job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
+    assert job.process.returncode == 2
+    assert job.err.startswith("phalanx: h1 resolves to 127.0.1.1, which is this host's loopback and not h1"), job.said()
+
+
+def hide(hosts: TestHosts, host: int, path: str, by: Path) -> None:
+    assert hosts.start(host, ["mount", "--bind", str(by), path], {}).wait() == 0
+
+
+def show(hosts: TestHosts, host: int, path: str) -> None:
+    assert hosts.start(host, ["umount", path], {}).wait() == 0
+
+
+def test_no_python_there(remote: RemoteLauncher, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    folder = os.path.dirname(sys.executable)
+    hide(remote.hosts, 1, folder, empty)
+    try:
+        job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
+    finally:
+        show(remote.hosts, 1, folder)
+    assert (job.process.returncode, job.out, len(job.err.splitlines())) == (1, "", 1), job.said()
+    assert f"phalanx: h1: {sys.executable} cannot be run there" in job.err, job.said()
+
+
+def test_another_torch_there(remote: RemoteLauncher, tmp_path: Path) -> None:
+    (record,) = Path(sysconfig.get_path("purelib")).glob("torch-*.dist-info")
+    version = record.name.removeprefix("torch-").removesuffix(".dist-info")
+    own = tmp_path / "record"
+    own.mkdir()
+    text = (record / "METADATA").read_text().replace(f"\nVersion: {version}\n", "\nVersion: 2.9.0\n")
+    (own / "METADATA").write_text(text)
+    hide(remote.hosts, 1, str(record), own)
+    try:
+        job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
+    finally:
+        show(remote.hosts, 1, str(record))
+    assert job.err == (f"phalanx: torch is {version} on h0; 2.9.0 on h1; install the same version on all hosts\n"), (
+        job.said()
+    )
+
+
+@pytest.mark.long
+def test_a_host_that_is_switched_off(remote: RemoteLauncher) -> None:
+    remote.hosts.cut(1)
+    job = remote.run(*PLAIN, "-H", "h0,h1", remote.script(HELLO))
+    assert job.process.returncode == 1
+    errors = [line for line in job.err.splitlines() if "has not joined yet" not in line]
+    assert len(errors) == 1, job.said()
+    assert errors[0].startswith("phalanx: h1: ssh could not log in there: ssh: connect to host h1 port 22: "), (
+        job.said()
+    )
