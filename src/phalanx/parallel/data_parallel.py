@@ -54,8 +54,8 @@ def data_parallel(
       its next gradient, so nothing is lost, only late. Costs 8·P bytes of memory, some passes over the gradients, and
       two collectives at the end of backward (buckets do not overlap it). Between hosts of several ranks, those of a
       host add up first, unrounded.
-    - ``"powersgd"``: matrices travel as a product of two of rank 2: 8·(rows + columns) bytes; tall tables, of which
-      that is no less, with 4 bits an element; tensors below 4096 elements unchanged. What is left out is added to the
+    - ``"powersgd"``: matrices travel as a product of two of rank 3: 12·(rows + columns) bytes; tall tables, of which
+      that is no less, with 3 bits an element; tensors below 4096 elements unchanged. What is left out is added to the
       next gradient. The first 10 steps are not compressed. Changes what is learned most; costs 8·P bytes of memory and
       five small collectives, of two waits for each other at least. Needs numpy.
     - ``"auto"``: the quickest of none, bf16 and int8, measured here with this model's size for about two seconds. The

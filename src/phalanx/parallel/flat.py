@@ -42,9 +42,10 @@ class FlatTensors:
             shapes = (self._tensors[number].shape for number in numbers)
             self.shapes.append([torch.Size((*shape, 2)) if dtype.is_complex else shape for shape in shapes])
 
-    def part(self, number: int) -> torch.Tensor:
-        """The memory for the copy of the tensor of that number, in its shape and dtype."""
-        return self._parts[number]
+    def elements(self, number: int) -> torch.Tensor:
+        """The memory for the copy of the tensor of that number: real, and of one dimension."""
+        part = self._parts[number].view(-1)
+        return torch.view_as_real(part).view(-1) if part.is_complex() else part
 
     @torch.no_grad()
     def take(self) -> Sequence[torch.Tensor]:

@@ -24,15 +24,9 @@ def narrow_hook(name: str) -> Callable[..., Any]:
     # This has no annotations, because torch compares those of a hook with its classes, and they are strings here.
     def hook(process_group, bucket):  # type: ignore[no-untyped-def]
         gradients = bucket.buffer()
-        real = torch.view_as_real(gradients) if gradients.is_complex() else gradients
-        share = narrowed(real, process_group.size(), dtype)
+        share = narrowed(gradients, process_group.size(), dtype)
         work = dist.all_reduce(share, group=process_group, async_op=True)
-
-        def give(future):  # type: ignore[no-untyped-def]
-            real.copy_(future.value()[0])
-            return gradients
-
-        return work.get_future().then(give)
+        return work.get_future().then(lambda future: gradients.copy_(future.value()[0]))
 
     return hook
 
@@ -54,8 +48,8 @@ class WholeGradient:
         self.exchange = exchange
         self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._flat = FlatTensors(parameters)
-        # The buckets of the backward pass under way: their parameters' numbers, gradients, and what DDP waits for.
-        self._held: list[tuple[list[int], list[torch.Tensor], torch.Tensor, torch.futures.Future[Any]]] = []
+        # The buckets of the backward pass under way: where their gradients are here and in DDP, and what it waits for.
+        self._held: list[tuple[list[torch.Tensor], torch.Tensor, torch.futures.Future[Any]]] = []
 
     @staticmethod
     def hook(state, bucket):  # type: ignore[no-untyped-def]  # without annotations, as in narrow_hook
@@ -69,16 +63,14 @@ class WholeGradient:
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
         if bucket.index() == 0:
             self._held = []  # of a pass that was given up
-        numbers = [self._numbers[id(parameter)] for parameter in bucket.parameters()]
-        gradients = bucket.gradients()
-        for number, gradient in zip(numbers, gradients, strict=True):
-            self._flat.part(number).copy_(gradient)
-        self._held.append((numbers, gradients, buffer, future))
+        # Not bucket.gradients(): of complex ones, whose real and imaginary parts are in the buffer, it has half.
+        parts = [self._flat.elements(self._numbers[id(parameter)]) for parameter in bucket.parameters()]
+        for part, gradient in zip(parts, torch.split(buffer, [part.numel() for part in parts]), strict=True):
+            part.copy_(gradient)
+        self._held.append((parts, buffer, future))
         if bucket.is_last():
             held, self._held = self._held, []
             self.exchange.mean_(self._flat.flats, self._flat.shapes)
-            for numbers, gradients, buffer, done in held:
-                for number, gradient in zip(numbers, gradients, strict=True):
-                    gradient.copy_(self._flat.part(number))
-                done.set_result(buffer)
+            for parts, buffer, done in held:
+                done.set_result(torch.cat(parts, out=buffer))
         return future

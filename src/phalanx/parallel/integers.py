@@ -64,7 +64,7 @@ class Integers(Exchange):
 
     Args:
         lanes: who exchanges integers with whom.
-        bits: of an integer: 8, 4 or 2.
+        bits: of an integer: 2 to 8.
     """
 
     name = "int8"
@@ -74,6 +74,7 @@ class Integers(Exchange):
         # What is pending of each flat tensor: float32, a row for each host. What is pending of the row that this rank
         # adds up comes from rounding its sum, the rest from rounding this rank's own part of the others' sums.
         self._pending: list[torch.Tensor] = []
+        self._sizes: list[int] = []  # how many elements each flat tensor has
         self._loaded: list[torch.Tensor] = []  # what a checkpoint had, until the first exchange
 
     def mean_(self, flats: Sequence[torch.Tensor], shapes: Sequence[Sequence[torch.Size]]) -> None:
@@ -115,14 +116,14 @@ class Integers(Exchange):
 
     def _in_lanes(self, flat: torch.Tensor) -> torch.Tensor:
         """A flat tensor with zeros at its end, as lanes of rows of elements: one row for each host."""
-        lanes, hosts, whole = self._lanes.count, self._lanes.hosts, 32 // self._bits  # of four bytes, like scales
+        lanes, hosts, whole = self._lanes.count, self._lanes.hosts, 32  # the scales behind them begin at a fourth byte
         elements = math.ceil(flat.numel() / (lanes * hosts * whole)) * whole
         padded = torch.nn.functional.pad(flat, (0, lanes * hosts * elements - flat.numel()))
         return padded.view(lanes, hosts, elements)
 
     def _begin(self, flats: Sequence[torch.Tensor]) -> None:
         loaded = self._loaded or [torch.zeros(())] * len(flats)
-        self._loaded = []
+        self._loaded, self._sizes = [], [flat.numel() for flat in flats]
         own, hosts = min(self._lanes.own, self._lanes.count - 1), self._lanes.hosts
         for flat, pending in zip(flats, loaded, strict=True):
             whole = torch.zeros(flat.numel(), device=flat.device) + pending.to(flat.device)
@@ -130,13 +131,15 @@ class Integers(Exchange):
 
     def settle(self) -> None:
         """Add up over the ranks what is pending; each host then has an equal part of it, as after a load."""
+        if not self._pending:
+            return  # no exchange since the last time
         self._loaded = []
-        for pending in self._pending:
+        for pending, size in zip(self._pending, self._sizes, strict=True):
             whole = pending.new_zeros(self._lanes.count, *pending.shape)
             if self._lanes.across is not None:
                 whole[self._lanes.own] = pending
             dist.all_reduce(whole, group=self._lanes.everyone)
-            self._loaded.append(whole.view(-1))
+            self._loaded.append(whole.view(-1)[:size])
         self._pending = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,33 +150,39 @@ class Integers(Exchange):
 
 
 def packed(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Rows of float32, a multiple of ``32 // bits`` long, as rows of bytes: integers, then the scale of each block."""
-    largest = (1 << (bits - 1)) - 1
-    blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).view(rows.shape[0], -1, BLOCK)
+    """Rows of float32, a multiple of 32 long, as rows of bytes: integers of so many bits, then the scale of each block.
+
+    Eight integers lie in as many bytes as each of them has bits.
+    """
+    largest, count = (1 << (bits - 1)) - 1, rows.shape[0]
+    blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).view(count, -1, BLOCK)
     scales = blocks.abs().amax(2) / largest
     inverses = torch.where(scales >= _SMALLEST, 1 / scales, torch.zeros_like(scales))
     scales = torch.where(scales < _SMALLEST, torch.zeros_like(scales), scales)  # of NaN neither is true: it stays
     numbers = torch.nan_to_num_(blocks * inverses.unsqueeze(2)).round_().clamp_(-largest, largest).to(torch.int8)
-    numbers = numbers.view(rows.shape[0], -1)[:, : rows.shape[1]]
-    if bits < 8:
-        fields = (numbers + largest).view(torch.uint8).reshape(rows.shape[0], -1, 8 // bits)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
-        integers = (fields << shifts).sum(2, dtype=torch.uint8)
+    numbers = numbers.view(count, -1)[:, : rows.shape[1]].contiguous()
+    if bits == 8:
+        integers = numbers.view(torch.uint8)
     else:
-        integers = numbers.contiguous().view(torch.uint8)
-    return torch.cat([integers, scales.view(torch.uint8)], dim=1)
+        eights = (numbers.view(count, -1, 8) + largest).to(torch.int64)
+        integers = (eights << _shifts(bits, rows.device)).sum(2, keepdim=True).view(torch.uint8)[:, :, :bits]
+    return torch.cat([integers.reshape(count, -1), scales.view(torch.uint8)], dim=1)
 
 
 def unpacked(rows: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
     """Rows of ``elements`` float32 each, as :func:`packed` has rounded them."""
-    largest = (1 << (bits - 1)) - 1
-    nbytes = elements * bits // 8
+    largest, count, nbytes = (1 << (bits - 1)) - 1, rows.shape[0], elements * bits // 8
     scales = rows[:, nbytes:].contiguous().view(torch.float32)
-    if bits < 8:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device)
-        fields = (rows[:, :nbytes].unsqueeze(2) >> shifts) & ((1 << bits) - 1)
-        numbers = fields.view(rows.shape[0], -1).to(torch.float32).sub_(largest)
-    else:
+    if bits == 8:
         numbers = rows[:, :nbytes].contiguous().view(torch.int8).to(torch.float32)
-    blocks = torch.nn.functional.pad(numbers, (0, -elements % BLOCK)).view(rows.shape[0], -1, BLOCK)
-    return (blocks * scales.unsqueeze(2)).view(rows.shape[0], -1)[:, :elements].contiguous()
+    else:
+        eights = torch.nn.functional.pad(rows[:, :nbytes].reshape(count, -1, bits), (0, 8 - bits)).view(torch.int64)
+        fields = (eights >> _shifts(bits, rows.device)) & ((1 << bits) - 1)
+        numbers = fields.view(count, -1).to(torch.float32).sub_(largest)
+    blocks = torch.nn.functional.pad(numbers, (0, -elements % BLOCK)).view(count, -1, BLOCK)
+    return (blocks * scales.unsqueeze(2)).view(count, -1)[:, :elements].contiguous()
+
+
+def _shifts(bits: int, device: torch.device) -> torch.Tensor:
+    """Where in the bytes of eight integers each of them begins."""
+    return torch.arange(0, 8 * bits, bits, device=device)

@@ -85,11 +85,15 @@ class LocalSteps:
         return any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"])
 
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step. Of several optimizers of one model the one with the most steps counts."""
+        """Count a step. Of the optimizers that have made steps in this period the one with the fewest counts.
+
+        So an average comes after the last one's K-th step, not between theirs. One that is used no more cannot put it off
+        for longer than another K steps.
+        """
         self._differ = True
         self._counts[optimizer] = self._counts.get(optimizer, self._loaded) + 1
-        self.steps = max(self.steps, self._counts[optimizer])
-        if self.steps >= self._every:
+        self.steps = min(self._counts.values())
+        if self.steps >= self._every or self._counts[optimizer] >= 2 * self._every:
             self._end_period()
 
     @torch.no_grad()

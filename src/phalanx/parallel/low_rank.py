@@ -7,7 +7,7 @@ the order of the parameters.
 
 Tall tensors, such as a table of 262,144 rows and one column, are no smaller as such a product, and torch's hook sends
 them whole. Cut into a square they are of no low rank either: every row of the table would get a share of the others'
-gradients at each step, which Adam then makes as large as their own. They travel as integers of four bits
+gradients at each step, which Adam then makes as large as their own. They travel as integers of three bits
 (``integers.py``). Small tensors, such as biases, travel whole.
 """
 
@@ -27,10 +27,10 @@ from phalanx.parallel.integers import Integers, Lanes
 
 __all__ = ["MATRIX_RANK", "PLAIN_STEPS", "LowRank"]
 
-MATRIX_RANK = 2
+MATRIX_RANK = 3  # from 3 on torch makes factors orthogonal by QR; its other way fails for matrices of a lower rank
 PLAIN_STEPS = 10  # exchanges without loss at the beginning, where gradients change most
 SMALL = 4096  # a tensor of fewer elements that is no matrix travels whole
-TALL_BITS = 4
+TALL_BITS = 3
 
 
 class _Bucket:
