@@ -87,8 +87,8 @@ class LocalSteps:
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step. Of the optimizers that have made steps in this period the one with the fewest counts.
 
-        So an average comes after the last one's K-th step, not between theirs. One that is used no more cannot put it off
-        for longer than another K steps.
+        So an average comes after the last one's K-th step, not between theirs. One that is no longer used puts it off
+        for another K steps at most.
         """
         self._differ = True
         self._counts[optimizer] = self._counts.get(optimizer, self._loaded) + 1
