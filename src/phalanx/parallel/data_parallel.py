@@ -79,8 +79,8 @@ def data_parallel(
     gradient) or ``sync_every`` (nothing is sent by DDP); ``powersgd`` with ``sync_every`` (it approximates gradients
     that resemble the last step's, and the change of K steps does not); ``outer`` without ``sync_every``; sparse
     gradients with ``compress`` (they travel as indices and values); ``delay_all_reduce_named_params`` and DDP's
-    ``mixed_precision`` with either (they send gradients in other ways); with ``sync_every`` also
-    ``broadcast_buffers=True``, ``init_sync=False``, ``join()`` (ranks must make equally many steps), and
+    ``mixed_precision`` with either (they send gradients in other ways); with ``sync_every`` also ``broadcast_buffers``
+    or ``forward_sync_buffers``, ``init_sync=False``, ``join()`` (ranks must make equally many steps), and
     ``ZeroRedundancyOptimizer`` (each rank would update only its part).
 
     Args:
@@ -110,7 +110,7 @@ def data_parallel(
     if device.type != "cpu":
         options.setdefault("device_ids", [device.index])
     if sync_every > 1:
-        options["broadcast_buffers"] = False
+        options["forward_sync_buffers"] = False
     model = Replica(module.to(device), process_group=process_group, **options)
     if comm_hook is not None:
         model.register_comm_hook(process_group, comm_hook)

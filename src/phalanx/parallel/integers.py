@@ -64,7 +64,7 @@ class Integers(Exchange):
 
     Args:
         lanes: who exchanges integers with whom.
-        bits: of an integer: 2 to 8.
+        bits: of an integer: 8, or 2 to 4.
     """
 
     name = "int8"
@@ -152,20 +152,25 @@ class Integers(Exchange):
 def packed(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """Rows of float32, a multiple of 32 long, as rows of bytes: integers of so many bits, then the scale of each block.
 
-    Eight integers lie in as many bytes as each of them has bits.
+    Of fewer bits than eight, eight integers, one from each eighth of the row, lie in as many bytes as each has bits.
     """
     largest, count = (1 << (bits - 1)) - 1, rows.shape[0]
     blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).view(count, -1, BLOCK)
     scales = blocks.abs().amax(2) / largest
     inverses = torch.where(scales >= _SMALLEST, 1 / scales, torch.zeros_like(scales))
-    scales = torch.where(scales < _SMALLEST, torch.zeros_like(scales), scales)  # of NaN neither is true: it stays
-    numbers = torch.nan_to_num_(blocks * inverses.unsqueeze(2)).round_().clamp_(-largest, largest).to(torch.int8)
+    scales = torch.where(scales < _SMALLEST, torch.zeros_like(scales), scales)
+    # Where a number is infinite or NaN, its whole block becomes NaN by its scale, whatever the integers are.
+    scales = torch.where(scales.isfinite(), scales, torch.full_like(scales, math.nan))
+    numbers = (blocks * inverses.unsqueeze(2)).round_().to(torch.int8)
     numbers = numbers.view(count, -1)[:, : rows.shape[1]].contiguous()
     if bits == 8:
         integers = numbers.view(torch.uint8)
     else:
-        eights = (numbers.view(count, -1, 8) + largest).to(torch.int64)
-        integers = (eights << _shifts(bits, rows.device)).sum(2, keepdim=True).view(torch.uint8)[:, :, :bits]
+        eighths = (numbers.view(count, 8, -1) + largest).to(torch.int32)
+        words = torch.zeros_like(eighths[:, 0])
+        for place in range(8):
+            words |= eighths[:, place] << (place * bits)
+        integers = words.view(torch.uint8).view(count, -1, 4)[:, :, :bits]
     return torch.cat([integers.reshape(count, -1), scales.view(torch.uint8)], dim=1)
 
 
@@ -176,13 +181,11 @@ def unpacked(rows: torch.Tensor, elements: int, bits: int) -> torch.Tensor:
     if bits == 8:
         numbers = rows[:, :nbytes].contiguous().view(torch.int8).to(torch.float32)
     else:
-        eights = torch.nn.functional.pad(rows[:, :nbytes].reshape(count, -1, bits), (0, 8 - bits)).view(torch.int64)
-        fields = (eights >> _shifts(bits, rows.device)) & ((1 << bits) - 1)
-        numbers = fields.view(count, -1).to(torch.float32).sub_(largest)
+        fours = torch.nn.functional.pad(rows[:, :nbytes].reshape(count, -1, bits), (0, 4 - bits)).contiguous()
+        words = fours.view(count, -1).view(torch.int32)
+        eighths = torch.empty(count, 8, elements // 8, device=rows.device)
+        for place in range(8):
+            eighths[:, place] = (words >> (place * bits)) & ((1 << bits) - 1)
+        numbers = eighths.sub_(largest).view(count, -1)
     blocks = torch.nn.functional.pad(numbers, (0, -elements % BLOCK)).view(count, -1, BLOCK)
     return (blocks * scales.unsqueeze(2)).view(count, -1)[:, :elements].contiguous()
-
-
-def _shifts(bits: int, device: torch.device) -> torch.Tensor:
-    """Where in the bytes of eight integers each of them begins."""
-    return torch.arange(0, 8 * bits, bits, device=device)

@@ -74,11 +74,12 @@ def _refuse_with_compress(
 def _refuse_with_local_steps(comm_hook: object, options: Mapping[str, Any]) -> None:
     if comm_hook is not None:
         raise ArgumentError("with sync_every no gradients are sent, so a comm_hook would never be called; leave it out")
-    if options.get("broadcast_buffers"):
-        raise ArgumentError(
-            "broadcast_buffers=True sends buffers in every forward; with sync_every they are averaged with the "
-            "parameters, so leave it out"
-        )
+    for name in ("broadcast_buffers", "forward_sync_buffers"):
+        if options.get(name) is not None:
+            raise ArgumentError(
+                f"{name} is about sending buffers in every forward; with sync_every they are averaged with the "
+                f"parameters, so leave it out"
+            )
     if options.get("init_sync") is False:
         raise ArgumentError("with sync_every all replicas must begin with the same parameters; leave init_sync out")
     for name in ("delay_all_reduce_named_params", "mixed_precision"):
