@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import torch
 import torch._dynamo  # DDP needs it; before the ranks are forked, since it takes each of them seconds
 import torch.distributed as dist
 from tests.support.joined import in_world
-from tests.support.ranks import Member, on_ranks
+from tests.support.ranks import Member, on_ranks, run_ranks
 from tests.support.worlds import join_world
 
 import phalanx
-from phalanx.errors import ArgumentError
+from phalanx.errors import ArgumentError, PeerLost
 from phalanx.parallel.choosing import quickest
 from phalanx.parallel.data_parallel import data_parallel
 from phalanx.parallel.exchange import Narrow
@@ -413,3 +414,22 @@ def test_what_cannot_work_is_refused_with_the_reason(
     nobody: Any = None  # it is refused before any group is used
     with pytest.raises(ArgumentError, match=reason):
         data_parallel(module, nobody, CPU, **options)
+
+
+@pytest.mark.parametrize("options", [{"compress": "int8"}, {"compress": "powersgd"}, {"sync_every": 2}])
+def test_a_rank_that_is_lost_ends_the_exchange_of_the_others(options: dict[str, Any]) -> None:
+    """In backward, or in the step of the optimizer after which replicas are averaged."""
+
+    def body(member: Member) -> int:
+        world = join_world(member)
+        model = world.data_parallel(net(), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer, member.rank, range(2))
+        if member.rank == 1:
+            os._exit(0)
+        with pytest.raises(PeerLost) as caught:
+            train(model, optimizer, member.rank, range(2))
+        return caught.value.group_rank
+
+    outcomes = run_ranks(body, 3)
+    assert [outcomes[0].value, outcomes[2].value] == [1, 1], outcomes

@@ -44,10 +44,11 @@ def data_parallel(
 
     ``compress`` says how the gradients travel. Everything else about DDP stays: accumulation by ``no_sync`` or
     ``world.accumulate`` (the sum is what travels), unused parameters, static graphs, ``join``. Each way gives every
-    rank the same bits, and gradients of a dtype that is already as narrow travel as they are.
+    rank the same bits (``powersgd`` where processors are of one kind), and gradients of a dtype that is as narrow
+    already travel as they are.
 
     - ``"bf16"``: 2 bytes. The 8 bits of a bfloat16 keep float32's range, so nothing overflows; a mean is off by 0.4 %
-      at most. Buckets travel while backward computes. The first to try.
+      of the shares at most. Buckets travel while backward computes. The first to try.
     - ``"fp16"``: 2 bytes, a relative error of 0.05 % for values from 6e-5 to 32768. Smaller ones lose digits, and are 0
       below 3e-8·N; larger ones become 32768; infinities and NaN stay, so a ``GradScaler`` sees them.
     - ``"int8"``: 1.02 bytes: eight bits each, and a scale for each 256. Each rank adds what rounding has left out to
@@ -56,8 +57,8 @@ def data_parallel(
       host add up first, unrounded.
     - ``"powersgd"``: matrices travel as a product of two of rank 3: 12·(rows + columns) bytes; tall tables, of which
       that is no less, with 3 bits an element; tensors below 4096 elements unchanged. What is left out is added to the
-      next gradient. The first 10 steps are not compressed. Changes what is learned most; costs 8·P bytes of memory and
-      five small collectives, of two waits for each other at least. Needs numpy.
+      next gradient. The first 10 steps are not compressed. Changes what is learned most; costs 16·P bytes of memory and
+      five small collectives at the end of backward. Needs numpy.
     - ``"auto"``: the quickest of none, bf16 and int8, measured here with this model's size for about two seconds. The
       slowest rank counts, all ranks agree, and what is not clearly quicker than none is not taken; rank 0 says what and
       why in a line on stderr, and ``.compress`` of what is returned has it. As times differ from run to run, so may the
