@@ -41,7 +41,7 @@ class Exchange(ABC):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - see settle()
-        """Go on from a :meth:`state_dict`, also with another number of ranks."""
+        """Go on from a :meth:`state_dict`, also with another number of ranks; an empty one begins anew."""
 
 
 class Unchanged(Exchange):

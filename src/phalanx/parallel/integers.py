@@ -146,7 +146,7 @@ class Integers(Exchange):
         return {"pending": list(self._loaded)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending, self._loaded = [], list(state["pending"])
+        self._pending, self._loaded = [], list(state.get("pending", []))
 
 
 def packed(rows: torch.Tensor, bits: int) -> torch.Tensor:

@@ -36,8 +36,8 @@ TALL_BITS = 3
 class _Bucket:
     """What torch's hook asks of a bucket of DDP's."""
 
-    def __init__(self, index: int, last: bool, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
-        self._index, self._last, self._buffer, self._gradients = index, last, buffer, gradients
+    def __init__(self, index: int, buffer: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+        self._index, self._buffer, self._gradients = index, buffer, gradients
 
     def buffer(self) -> torch.Tensor:
         return self._buffer
@@ -49,7 +49,7 @@ class _Bucket:
         return self._gradients
 
     def is_last(self) -> bool:
-        return self._last
+        return False  # after the last one the hook would count a step, and LowRank counts them
 
 
 class _Sorted:
@@ -72,14 +72,14 @@ class _Sorted:
         self.others.give()
         flat.copy_(self.whole)
 
-    def bucket(self, index: int, last: bool) -> _Bucket | None:
+    def bucket(self, index: int) -> _Bucket | None:
         """The others, for torch's hook; None if there are none."""
         if not self.others.flats:
             return None
         shapes = self.others.shapes[0]
         pieces = torch.split(self.others.flats[0], [shape.numel() for shape in shapes])
         views = [piece.view(shape if shape else (1,)) for piece, shape in zip(pieces, shapes, strict=True)]
-        return _Bucket(index, last, self.others.flats[0], views)
+        return _Bucket(index, self.others.flats[0], views)
 
 
 class LowRank(Exchange):
@@ -119,7 +119,7 @@ class LowRank(Exchange):
         tall = [held.tall for held in self._sorted if held.tall.flats]
         self._integers.mean_([part.flats[0] for part in tall], [part.shapes[0] for part in tall])
         hook: Any = powerSGD_hook
-        buckets = [held.bucket(index, False) for index, held in enumerate(self._sorted)]
+        buckets = [held.bucket(index) for index, held in enumerate(self._sorted)]
         for bucket in filter(None, buckets):
             hook(self._torch, bucket).wait()
         # An infinity or NaN would stay in the memory, and so in all later gradients. All ranks see the same ones.
@@ -149,14 +149,15 @@ class LowRank(Exchange):
         return {"steps": state.iter, "restarts": self._restarts, "tall": self._integers.state_dict(), **copies}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._restarts = state["restarts"]
-        self._torch = self._new_state()
-        self._torch.iter = state["steps"]
+        self._restarts = state.get("restarts", 0)
         self._sorted = []
-        self._torch.error_dict = {index: tensor.clone() for index, tensor in state["errors"].items()}
-        self._torch.p_memory_dict = {index: tensor.clone() for index, tensor in state["p"].items()}
-        self._torch.q_memory_dict = {index: tensor.clone() for index, tensor in state["q"].items()}
-        self._integers.load_state_dict(state["tall"])
+        self._torch = self._new_state()
+        self._integers.load_state_dict(state.get("tall", {}))
+        if state:
+            self._torch.iter = state["steps"]
+            self._torch.error_dict = {index: tensor.clone() for index, tensor in state["errors"].items()}
+            self._torch.p_memory_dict = {index: tensor.clone() for index, tensor in state["p"].items()}
+            self._torch.q_memory_dict = {index: tensor.clone() for index, tensor in state["q"].items()}
 
 
 def _is_tall(shape: torch.Size) -> bool:

@@ -106,11 +106,11 @@ class Replica(DistributedDataParallel):
         """
         if self._local_steps is not None:
             self._local_steps.load_state_dict(None if state is None else state["local_steps"])
-        if self._exchange is None or state is None:
+        if self._exchange is None:
             return
-        if state["compress"] == self.compress:
-            self._exchange.load_state_dict(state["exchange"])
-        elif state["exchange"] and dist.get_rank(self.process_group) == 0:
+        same = state is not None and state["compress"] == self.compress
+        self._exchange.load_state_dict(state["exchange"] if state is not None and same else {})
+        if state is not None and not same and state["exchange"] and dist.get_rank(self.process_group) == 0:
             tell(
                 f"note: the checkpoint was made with compress={state['compress']!r}, this run has {self.compress!r}; "
                 f"what rounding had left out is dropped"
