@@ -11,6 +11,8 @@ counted; ``save`` and ``load`` take the training from one run to the next, also 
 size is that of all ranks together, so any number of ranks takes the same steps on the same reviews. With ``--dropout
 0`` any number of ranks ends with the same parameters except for rounding. With dropout every rank draws its own masks,
 so the parameters depend on the number of ranks; a run that is repeated with the same number ends with the same bits.
+Over slow links ``--compress``, ``--sync-every`` and ``--outer`` send less (docs/slow_links.md); results then differ
+a little from those of one process.
 
 The n-grams and the settings were chosen on parts of the training reviews alone; only the shape of the convolutions
 was once compared on the held-out ones. The last line on stdout is one JSON object with the results.
@@ -46,13 +48,22 @@ except ImportError:
 Review = tuple[str, int]
 Batches = DataLoader[tuple[torch.Tensor, ...]]
 
+COMPRESS = ("bf16", "fp16", "int8", "powersgd", "auto")
 LABELS = ("negative", "positive")
 PADDING, UNKNOWN, FIRST_CHARACTER = 0, 1, 2  # tokens
 LENGTH = 192  # characters; every review is cut or padded to it, so that every rank has as much to compute
 NGRAMS = 2**18  # rows of the n-gram table; n-grams whose hashes are equal share a row
 NGRAM_SCALE = 20  # Adam moves a weight by about the learning rate, which is too little for n-grams, since most are rare
 LR_DECAY = 0.7  # per epoch; not a schedule over --epochs, so that a finished run can be resumed with more of them
-SETTINGS = ("batch_size", "lr", "dropout", "seed", "limit")  # the parameters depend on them: keep when resuming
+SETTINGS = (
+    "batch_size",
+    "lr",
+    "dropout",
+    "seed",
+    "limit",
+    "sync_every",
+    "outer",
+)  # the parameters depend on them: keep when resuming
 
 
 def load_reviews() -> list[Review]:
@@ -232,6 +243,9 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = make_parser(__doc__)
     add = parser.add_argument
+    add("--compress", choices=COMPRESS, help="send gradients in fewer bytes, over slow links [unchanged]")
+    add("--sync-every", type=int, default=1, metavar="K", help="average replicas every K steps, not gradients [1]")
+    add("--outer", choices=("diloco",), help="with --sync-every: how the average moves the parameters [sets them]")
     add("--backend", help="phalanx, gloo, mpi, ...; by default what suits the device")
     add("--checkpoint", type=Path, metavar="PATH", default="text_classification.pt", help="[%(default)s]")
     add("--resume", action="store_true", help="continue from the checkpoint, up to --epochs")
@@ -260,7 +274,9 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
 
     torch.manual_seed(options.seed)
     plain_model = Classifier(len(vocabulary), options.dropout)
-    model = world.data_parallel(plain_model)
+    model = world.data_parallel(
+        plain_model, compress=options.compress, sync_every=options.sync_every, outer=options.outer
+    )
     optimizer = AdamW(model.parameters(), lr=options.lr)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
     made_with = {"vocabulary": vocabulary, "settings": {name: getattr(options, name) for name in SETTINGS}}
@@ -286,12 +302,14 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         loss = train_epoch(world, model, loader, optimizer, title)
         seconds += time.perf_counter() - started
+        model.synchronize()  # with --sync-every the replicas differ until now
         accuracy = evaluate(world, plain_model, test_loader, len(test_set))
         world.print(f"{title}  loss {loss:.4f}  held-out accuracy {accuracy:.4f}")
         world.save(options.checkpoint, state | made_with)
     samples = (options.epochs - first_epoch) * len(loader) * options.batch_size
     results: dict[str, Any] = {"accuracy": accuracy, "loss": loss, "samples_per_s": samples / seconds}
     results |= {"train_seconds": seconds, "epochs": options.epochs, "ranks": world.world_size}
+    results |= {"compress": model.compress, "sync_every": model.sync_every, "outer": options.outer}
     results |= {"backend": world.backend, "training": len(train_set), "held_out": len(test_set)}
     return results | {"parameters_sha256": fingerprint(plain_model)}
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from phalanx.c10d.uncompiled import uncompiled
@@ -17,6 +16,8 @@ from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.group import Group
 from phalanx.parallel.accumulation import accumulated
 from phalanx.parallel.data_parallel import data_parallel
+from phalanx.parallel.integers import Lanes
+from phalanx.parallel.replica import Replica
 from phalanx.training import checkpoint
 from phalanx.training.randomness import random_state, seed_generators, set_random_state
 from phalanx.words import tell
@@ -33,14 +34,49 @@ class TrainingCalls(Group):
     device: torch.device
 
     def data_parallel(
-        self, module: torch.nn.Module, *, comm_hook: str | Callable[..., Any] | None = None, **options: Any
-    ) -> DistributedDataParallel:
+        self,
+        module: torch.nn.Module,
+        *,
+        comm_hook: str | Callable[..., Any] | None = None,
+        compress: str | None = None,
+        sync_every: int = 1,
+        outer: str | None = None,
+        **options: Any,
+    ) -> Replica:
         """Keep a replica of ``module`` on every rank: gradients are averaged while backward computes.
 
-        Every rank calls it, with a module of the same shape; rank 0's parameters and buffers are copied to the
-        others. See :func:`phalanx.parallel.data_parallel.data_parallel`.
+        Every rank calls it, with a module of the same shape; rank 0's parameters and buffers are copied to the others.
+        Over slow links ``compress`` (``"bf16"``, ``"fp16"``, ``"int8"``, ``"powersgd"``, ``"auto"``), ``sync_every=K``
+        and ``outer="diloco"`` send less. What each of them means and costs:
+        :func:`phalanx.parallel.data_parallel.data_parallel`.
         """
-        return data_parallel(module, self._use(), self.device, comm_hook=comm_hook, **options)
+        return data_parallel(
+            module,
+            self._use(),
+            self.device,
+            comm_hook=comm_hook,
+            compress=compress,
+            sync_every=sync_every,
+            outer=outer,
+            lanes=self._lanes,
+            **options,
+        )
+
+    def _lanes(self) -> Lanes:
+        """The groups by which hosts exchange integers. Every rank must call it, because they are made here."""
+        world: Any = self  # a World, which knows the hosts
+        group, sizes = self._use(), [len(node.ranks) for node in world.nodes]
+        if len(sizes) == 1 or max(sizes) == 1:
+            return Lanes.flat(group)
+        inside, across = world.node_group, world.peers_group
+        return Lanes(
+            everyone=group,
+            inside=inside._use() if inside.size > 1 else None,
+            across=across._use() if world.local_rank < min(sizes) else None,
+            hosts=len(sizes),
+            count=min(sizes),
+            own=world.local_rank,
+        )
 
     def loader(
         self,
@@ -129,9 +165,11 @@ class TrainingCalls(Group):
             CheckpointError: on rank 0, it could not be written; the earlier file is intact. On the others: PeerFailed.
             ArgumentError: the state's tensors are divided among the ranks (FSDP, tensor parallel).
         """
+        optimizers = [entry for entry in state.values() if isinstance(entry, torch.optim.Optimizer)]
+        exchanges = {name: replica.prepare_checkpoint(optimizers) for name, replica in _replicas_in(state)}
         contents = checkpoint.contents_of(state)
         states = self.gather_object(random_state(self.device))
-        self._on_main("save()", lambda: checkpoint.write(path, contents, states or []))
+        self._on_main("save()", lambda: checkpoint.write(path, contents, states or [], exchanges))
 
     def load(self, path: str | os.PathLike[str], state: dict[str, Any] | None = None) -> dict[str, Any]:
         """Read what :meth:`save` wrote, on any number of ranks. Every rank must call it, and reads the file.
@@ -165,6 +203,8 @@ class TrainingCalls(Group):
                 f"the ranks have read different files as {path}; do their hosts share that directory?"
             )
         others = checkpoint.restore(path, contents, {} if state is None else state)
+        for name, replica in _replicas_in(state or {}):
+            replica.load_exchange_state(contents[checkpoint.MARK].get("exchanges", {}).get(name))
         states = contents[checkpoint.MARK]["random"]
         if len(states) == self.size:
             set_random_state(states[self.rank], self.device)
@@ -174,3 +214,9 @@ class TrainingCalls(Group):
                 f"were not restored; world.seed() seeds them"
             )
         return others
+
+
+def _replicas_in(state: Mapping[str, Any]) -> list[tuple[str, Replica]]:
+    """The replicas among the entries of a state, with their names; an entry may be the plain module of one."""
+    found = [(name, Replica.of(checkpoint.plain(entry))) for name, entry in state.items()]
+    return [(name, replica) for name, replica in found if replica is not None]

@@ -18,9 +18,11 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from phalanx.errors import ArgumentError, CheckpointError
 
-__all__ = ["MARK", "check_writable", "contents_of", "read", "restore", "write"]
+__all__ = ["MARK", "check_writable", "contents_of", "plain", "read", "restore", "write"]
 
-MARK = "phalanx"  # the entry with the format's number, the file's id, and the random states of the ranks
+# The entry with the format's number, the file's id, the random states of the ranks, and, by the names of the models in
+# the checkpoint, what their replicas keep from one exchange to the next.
+MARK = "phalanx"
 FORMAT = 1
 
 _PATHS = str | os.PathLike[str]
@@ -36,7 +38,7 @@ def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
         raise ArgumentError(f"the entry {MARK!r} of a checkpoint is Phalanx's own; give yours another name")
     contents = {}
     for name, entry in state.items():
-        entry = _plain(entry)
+        entry = plain(entry)
         contents[name] = entry.state_dict() if _has_state(entry) else entry
         if any(hasattr(tensor, "device_mesh") or hasattr(tensor, "local_shards") for tensor in _nested(contents[name])):
             raise ArgumentError(
@@ -46,7 +48,9 @@ def contents_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return contents
 
 
-def write(path: _PATHS, contents: dict[str, Any], random_states: list[Any]) -> None:
+def write(
+    path: _PATHS, contents: dict[str, Any], random_states: list[Any], exchanges: Mapping[str, Any] | None = None
+) -> None:
     """Write a checkpoint so that ``path`` always holds a whole one, whatever happens meanwhile.
 
     Raises:
@@ -55,7 +59,8 @@ def write(path: _PATHS, contents: dict[str, Any], random_states: list[Any]) -> N
     """
     target = _target(path)
     partial = _partial(target)
-    marked = {**contents, MARK: {"format": FORMAT, "id": secrets.token_hex(16), "random": random_states}}
+    mark = {"format": FORMAT, "id": secrets.token_hex(16), "random": random_states, "exchanges": dict(exchanges or {})}
+    marked = {**contents, MARK: mark}
     try:
         with partial.open("wb") as file:
             torch.save(marked, file)
@@ -118,7 +123,7 @@ def restore(path: _PATHS, contents: dict[str, Any], state: dict[str, Any]) -> di
         has = ", ".join(name for name in contents if name != MARK) or "nothing"
         raise CheckpointError(f"{path} has no {', '.join(missing)}; it has {has}")
     for name, entry in state.items():
-        entry = _plain(entry)
+        entry = plain(entry)
         if _has_state(entry):
             entry.load_state_dict(contents[name])
         else:
@@ -161,7 +166,7 @@ def _flush_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _plain(entry: Any) -> Any:
+def plain(entry: Any) -> Any:
     """The module within wrappers that only change how it is called, so that the file does not depend on them."""
     while True:
         if isinstance(entry, DistributedDataParallel):

@@ -1,0 +1,76 @@
+"""How DDP hands gradients to an exchange: bucket by bucket during backward, or all at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.parallel.exchange import Exchange, Narrow, narrowed
+from phalanx.parallel.flat import FlatTensors
+
+__all__ = ["WholeGradient", "narrow_hook"]
+
+
+def narrow_hook(name: str) -> Callable[..., Any]:
+    """A hook that sends gradients as ``bf16`` or ``fp16``. torch's own refuses bfloat16 on the CPU; this one sends it.
+
+    Each bucket travels while backward computes the next.
+    """
+    dtype = Narrow.DTYPES[name]
+
+    # This has no annotations, because torch compares those of a hook with its classes, and they are strings here.
+    def hook(process_group, bucket):  # type: ignore[no-untyped-def]
+        gradients = bucket.buffer()
+        share = narrowed(gradients, process_group.size(), dtype)
+        work = dist.all_reduce(share, group=process_group, async_op=True)
+        return work.get_future().then(lambda future: gradients.copy_(future.value()[0]))
+
+    return hook
+
+
+class WholeGradient:
+    """A hook that waits for the last bucket of a backward pass, and then exchanges all gradients in one piece.
+
+    Some exchanges take several collectives one after the other, and keep something for each parameter. If each bucket
+    began its next collective when its last one was done, ranks could begin them in different orders; and what is kept
+    would be in other places once DDP divides the parameters into other buckets, as it does after the first step. Here
+    the order is that of the parameters, always.
+
+    Args:
+        parameters: those whose gradients DDP exchanges.
+        exchange: takes their mean over the ranks.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], exchange: Exchange) -> None:
+        self.exchange = exchange
+        self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+        self._flat = FlatTensors(parameters)
+        # The buckets of the backward pass under way: where their gradients are here and in DDP, and what it waits for.
+        self._held: list[tuple[list[torch.Tensor], torch.Tensor, torch.futures.Future[Any]]] = []
+
+    @staticmethod
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # without annotations, as in narrow_hook
+        return state.collect(bucket)
+
+    @torch.no_grad()
+    def collect(self, bucket: Any) -> torch.futures.Future[Any]:
+        """Take a bucket's gradients; with the last one, exchange them all."""
+        buffer = bucket.buffer()
+        devices: Any = None if buffer.device.type == "cpu" else [buffer.device]
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        if bucket.index() == 0:
+            self._held = []  # of a pass that was given up
+        # Not bucket.gradients(): of complex ones, whose real and imaginary parts are in the buffer, it has half.
+        parts = [self._flat.elements(self._numbers[id(parameter)]) for parameter in bucket.parameters()]
+        for part, gradient in zip(parts, torch.split(buffer, [part.numel() for part in parts]), strict=True):
+            part.copy_(gradient)
+        self._held.append((parts, buffer, future))
+        if bucket.is_last():
+            held, self._held = self._held, []
+            self.exchange.mean_(self._flat.flats, self._flat.shapes)
+            for parts, buffer, done in held:
+                done.set_result(torch.cat(parts, out=buffer))
+        return future

@@ -1,0 +1,126 @@
+"""One rank's replica of a model: torch's ``DistributedDataParallel`` with ways to exchange less."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.errors import ArgumentError
+from phalanx.parallel.exchange import Exchange
+from phalanx.parallel.gradients import WholeGradient, narrow_hook
+from phalanx.parallel.local_steps import LocalSteps, average_optimizer
+from phalanx.words import tell
+
+__all__ = ["Replica"]
+
+
+_replicas: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
+
+
+class Replica(DistributedDataParallel):
+    """What ``world.data_parallel()`` returns. It is torch's ``DistributedDataParallel`` in everything else.
+
+    Attributes:
+        compress: how gradients travel: ``none``, ``bf16``, ``fp16``, ``int8`` or ``powersgd``; with ``"auto"`` what was
+            chosen.
+        sync_every: after how many steps the replicas are averaged; 1 where gradients are exchanged in every step.
+    """
+
+    compress = "none"
+    sync_every = 1
+    _exchange: Exchange | None = None
+    _local_steps: LocalSteps | None = None
+
+    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        _replicas[module] = weakref.ref(self)
+
+    @staticmethod
+    def of(module: object) -> Replica | None:
+        """The replica that a module was made into last, if there is one still."""
+        return _replicas[module]() if isinstance(module, torch.nn.Module) and module in _replicas else None
+
+    def exchange_by(self, exchange: Exchange) -> None:
+        """Have gradients exchanged by ``exchange``; ``data_parallel`` calls it."""
+        self.compress, self._exchange = exchange.name, exchange
+        if exchange.name in ("bf16", "fp16"):
+            self.register_comm_hook(self.process_group, narrow_hook(exchange.name))
+        elif exchange.name != "none":
+            self.register_comm_hook(WholeGradient(self._exchanged(), exchange), WholeGradient.hook)
+
+    def step_locally(self, exchange: Exchange, every: int, outer: str | None) -> None:
+        """Have no gradients exchanged, and the replicas averaged every so many steps; ``data_parallel`` calls it."""
+        self.compress, self._exchange, self.sync_every = exchange.name, exchange, every
+        self.require_backward_grad_sync = False
+        self._local_steps = LocalSteps(self.module, self.process_group, exchange, every, outer)
+
+    def _exchanged(self) -> list[torch.nn.Parameter]:
+        ignored = self.parameters_to_ignore
+        return [p for name, p in self.module.named_parameters() if p.requires_grad and name not in ignored]
+
+    def synchronize(self) -> None:
+        """Make the replicas the same now: give each the mean of all parameters and buffers. Every rank must call it.
+
+        Call it before the replicas are evaluated, and at the end of training. With ``sync_every`` of 1, or right after
+        an average, it changes nothing. The period of K steps goes on: no outer step is made. ``world.save`` does the
+        same and more (:meth:`prepare_checkpoint`), so nothing need be called before it.
+        """
+        if self._local_steps is not None:
+            self._local_steps.synchronize()
+
+    def prepare_checkpoint(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> dict[str, Any]:
+        """Make everything the same on all ranks that a resumed run needs; ``world.save`` calls it. All ranks must.
+
+        One replica, one optimizer's state, and what this returns are then a whole checkpoint, for any number of ranks,
+        and the run goes on from the same values as a run that loads them. Parameters and buffers are averaged; so are,
+        with ``sync_every``, the tensors in the optimizers' states; and of what rounding has left out every rank gets an
+        equal part.
+
+        Args:
+            optimizers: those of this model.
+
+        Returns:
+            The state of the exchange, for :meth:`load_exchange_state`: numbers, texts, tensors, dicts and lists.
+        """
+        self.synchronize()
+        state: dict[str, Any] = {"compress": self.compress, "exchange": {}, "local_steps": None}
+        if self._local_steps is not None:
+            for optimizer in optimizers:
+                average_optimizer(optimizer, self.process_group)
+            state["local_steps"] = self._local_steps.state_dict()
+        if self._exchange is not None:
+            self._exchange.settle()
+            state["exchange"] = self._exchange.state_dict()
+        return state
+
+    def load_exchange_state(self, state: dict[str, Any] | None) -> None:
+        """Go on from what :meth:`prepare_checkpoint` returned, once the parameters are loaded; ``world.load`` does.
+
+        Args:
+            state: None, or that of another way to exchange, begins anew: nothing is left out so far.
+        """
+        if self._local_steps is not None:
+            self._local_steps.load_state_dict(None if state is None else state["local_steps"])
+        if self._exchange is None:
+            return
+        same = state is not None and state["compress"] == self.compress
+        self._exchange.load_state_dict(state["exchange"] if state is not None and same else {})
+        if state is not None and not same and state["exchange"] and dist.get_rank(self.process_group) == 0:
+            tell(
+                f"note: the checkpoint was made with compress={state['compress']!r}, this run has {self.compress!r}; "
+                f"what rounding had left out is dropped"
+            )
+
+    def join(self, *arguments: Any, **options: Any) -> Any:
+        """The context for uneven inputs, as in torch."""
+        if self._local_steps is not None:
+            raise ArgumentError(
+                "join() is for ranks with unequally many batches, but with sync_every all must make the same steps "
+                "between two averages; give them equally many batches, as world.loader() does"
+            )
+        return super().join(*arguments, **options)
