@@ -20,6 +20,7 @@ from phalanx.transports.solo import SoloCommunicator
 __all__ = ["over_gloo", "over_hosts"]
 
 TIMEOUT = timedelta(seconds=60)
+CHUNK_BYTES = 6_000  # between hosts: large tensors of the tests go through a few
 
 
 class OwnGlooCommunicator(GlooCommunicator):
@@ -48,4 +49,6 @@ def over_hosts(
         lambda timeout: lazy_gloo(PrefixStore("lanes", store), rank, size, timeout, one_host=True), timeout
     )
     messages = over_gloo(PrefixStore("all", store), rank, size)
-    return HostsCommunicator(layout, local, GlooEngine(lanes, timeout), messages, PrefixStore("group", store), timeout)
+    return HostsCommunicator(
+        layout, local, GlooEngine(lanes, timeout), messages, PrefixStore("group", store), timeout, CHUNK_BYTES
+    )
