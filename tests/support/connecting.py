@@ -13,6 +13,7 @@ from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import GlooEngine
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
@@ -20,7 +21,7 @@ from phalanx.transports.solo import SoloCommunicator
 __all__ = ["over_gloo", "over_hosts"]
 
 TIMEOUT = timedelta(seconds=60)
-CHUNK_BYTES = 6_000  # between hosts: large tensors of the tests go through a few
+SIZES = Sizes(frame_bytes=4_000, chunk_bytes=6_000)  # the large tensors of the tests go through a few chunks
 
 
 class OwnGlooCommunicator(GlooCommunicator):
@@ -50,5 +51,5 @@ def over_hosts(
     )
     messages = over_gloo(PrefixStore("all", store), rank, size)
     return HostsCommunicator(
-        layout, local, GlooEngine(lanes, timeout), messages, PrefixStore("group", store), timeout, CHUNK_BYTES
+        layout, local, GlooEngine(lanes, timeout), messages, PrefixStore("group", store), timeout, SIZES
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.hosts.breaking import Differs, Reason
 from phalanx.transports.hosts.bulk import Bulk
 from phalanx.transports.hosts.exchanging import Exchanging
-from phalanx.transports.hosts.frames import SMALL_BYTES
 from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.reducing import Reducing
+from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.hosts.small import Small
+from phalanx.transports.hosts.ways import Ways
 from phalanx.transports.layout import even_pieces
 from phalanx.transports.reductions import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator, text_of_call
@@ -36,8 +38,6 @@ from phalanx.watch.calls import exchange_text
 
 __all__ = ["HostsCommunicator"]
 
-# Of a tensor that is moved in pieces, so that wire and memory work at the same time.
-CHUNK_BYTES = 4 << 20
 _LEADERS_GRACE = timedelta(seconds=5)
 
 
@@ -51,7 +51,7 @@ class HostsCommunicator(Communicator):
         messages: a communicator of all ranks, for messages.
         store: the group's own part of the job's store, for the reason why it broke.
         timeout: how long every operation waits for other ranks.
-        chunk_bytes: how much of a large tensor is moved at once; small values make tests reach many chunks cheaply.
+        sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
     """
 
     rank_order_sums = False
@@ -67,7 +67,7 @@ class HostsCommunicator(Communicator):
         messages: Communicator,
         store: Store,
         timeout: timedelta,
-        chunk_bytes: int = CHUNK_BYTES,
+        sizes: Sizes | None = None,
     ) -> None:
         self.rank, self.size = messages.rank, messages.size
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
@@ -75,9 +75,11 @@ class HostsCommunicator(Communicator):
         self._local = local
         self._engine = engine
         self._messages = messages
-        self._small = Small(layout, local, engine)
-        self._bulk = Bulk(layout, local, engine, chunk_bytes)
-        self._reducing = Reducing(layout, local, engine, chunk_bytes)
+        sizes = sizes or Sizes.among(len(layout.hosts))
+        self._small = Small(layout, local, engine, sizes.frame_bytes)
+        ways = Ways(engine)
+        self._bulk = Bulk(layout, local, engine, ways, sizes.chunk_bytes)
+        self._reducing = Reducing(layout, local, engine, ways, sizes.chunk_bytes)
         self._exchanging = Exchanging(layout, local, engine, self._small)
         reason = Reason(
             store,
@@ -103,9 +105,8 @@ class HostsCommunicator(Communicator):
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         with self._call.named("reduce", tensor, op, root):
             call, flat, summed = fingerprint("reduce", tensor, op, root), tensor.view(-1), SUM if op == AVG else op
-            if flat.nbytes > SMALL_BYTES:
-                self._small.agree(call)
-                self._reducing.reduce(flat, root, summed)
+            if flat.nbytes > self._small.frame_bytes:
+                self._reducing.reduce(flat, root, summed, self._agree(call))
             else:
                 self._small.reduce(call, flat, root, summed)
             if op == AVG and self.rank == root:
@@ -114,10 +115,9 @@ class HostsCommunicator(Communicator):
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         with self._call.named("reduce_scatter", output, op):
             call = fingerprint("reduce_scatter", output, op, -1)
-            if output.nbytes * self.size > SMALL_BYTES:
-                self._small.agree(call)
+            if output.nbytes * self.size > self._small.frame_bytes:
                 summed = SUM if op == AVG else op
-                self._reducing.reduce_scatter(output.view(-1), [part.view(-1) for part in inputs], summed)
+                self._reducing.reduce_scatter(output.view(-1), _flat(inputs), summed, self._agree(call))
                 if op == AVG:
                     output.div_(self.size)
                 return
@@ -128,9 +128,8 @@ class HostsCommunicator(Communicator):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("broadcast", tensor, root=root):
             call, flat = fingerprint("broadcast", tensor, -1, root), tensor.view(-1)
-            if flat.nbytes > SMALL_BYTES:
-                self._small.agree(call)
-                self._bulk.broadcast(flat, root)
+            if flat.nbytes > self._small.frame_bytes:
+                self._bulk.broadcast(flat, root, self._agree(call))
             else:
                 self._small.broadcast(call, flat, root)
 
@@ -140,8 +139,7 @@ class HostsCommunicator(Communicator):
             if self._fits_frames(flat):
                 self._small.gather(call, parts, flat, -1)
             else:
-                self._small.agree(call)
-                self._bulk.all_gather(parts, flat)
+                self._bulk.all_gather(parts, flat, self._agree(call))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("gather", tensor, root=root):
@@ -150,8 +148,7 @@ class HostsCommunicator(Communicator):
             if self._fits_frames(flat):
                 self._small.gather(call, parts, flat, root)
             else:
-                self._small.agree(call)
-                self._bulk.gather(parts, flat, root)
+                self._bulk.gather(parts, flat, root, self._agree(call))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         with self._call.named("scatter", output, root=root):
@@ -160,8 +157,7 @@ class HostsCommunicator(Communicator):
             if self._fits_frames(flat):
                 self._small.scatter(call, flat, parts, root)
             else:
-                self._small.agree(call)
-                self._bulk.scatter(flat, parts, root)
+                self._bulk.scatter(flat, parts, root, self._agree(call))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         with self._call.exchanging(outputs, inputs):
@@ -175,17 +171,20 @@ class HostsCommunicator(Communicator):
 
     def _all_reduce(self, flat: torch.Tensor, op: int, call: int) -> None:
         summed = SUM if op == AVG else op
-        if flat.nbytes > SMALL_BYTES:
-            self._small.agree(call)
-            self._reducing.all_reduce(flat, summed)
+        if flat.nbytes > self._small.frame_bytes:
+            self._reducing.all_reduce(flat, summed, self._agree(call))
         else:
             self._small.all_reduce(call, flat, summed)
         if op == AVG:
             flat.div_(self.size)
 
+    def _agree(self, call: int) -> Callable[[], None]:
+        """Compares this call with the other ranks', which large collectives do once their receives have begun."""
+        return partial(self._small.agree, call)
+
     def _fits_frames(self, flat: torch.Tensor) -> bool:
         """Whether a frame can carry so much of every rank of a host."""
-        return flat.nbytes * max(map(len, self._layout.hosts)) <= SMALL_BYTES
+        return flat.nbytes * max(map(len, self._layout.hosts)) <= self._small.frame_bytes
 
     # -- messages and life -------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.breaking import Differs
-from phalanx.transports.hosts.frames import SMALL_BYTES
 from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.small import Small
@@ -57,14 +56,14 @@ class Exchanging:
         self._local.all_gather(rows, sizes)
         table = torch.stack(rows)  # of this host's ranks, to all
         leaving = {number: table[:, layout.hosts[number]] for number in self._others}
-        handed = {number: part for number, part in leaving.items() if part.sum() <= SMALL_BYTES}
+        handed = {number: part for number, part in leaving.items() if part.sum() <= self._small.frame_bytes}
         coming, arrived = self._meet(call, leaving, self._to_leader(handed, given))
 
         expected = [output.nbytes for output in outputs]
         for number in self._others:
             if coming[number][:, layout.local].tolist() != [expected[rank] for rank in layout.hosts[number]]:
                 raise Differs
-        large = [number for number in self._others if coming[number].sum() > SMALL_BYTES]
+        large = [number for number in self._others if coming[number].sum() > self._small.frame_bytes]
         transfers: list[Transfer] = []
         for number in self._others:
             for rank in layout.hosts[number]:

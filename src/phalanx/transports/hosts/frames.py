@@ -15,10 +15,8 @@ import torch
 
 from phalanx.transports.hosts.lane import Engine, Transfer
 
-__all__ = ["SMALL_BYTES", "Frames"]
+__all__ = ["Frames"]
 
-# The most data that one host sends another in a frame.
-SMALL_BYTES = 16 * 1024
 _HEAD = struct.Struct("<Qq")  # the number of the frame, and that of the call
 _HEAD_BYTES = 64  # so that the data is aligned
 _TAG = 0
@@ -31,16 +29,15 @@ class Frames:
         engine: carries them.
         hosts: the group ranks of each host, of which the first is the leader.
         host: this leader's host.
+        nbytes: the most data that one host sends another in a frame.
     """
 
-    def __init__(self, engine: Engine, hosts: Sequence[Sequence[int]], host: int) -> None:
+    def __init__(self, engine: Engine, hosts: Sequence[Sequence[int]], host: int, nbytes: int) -> None:
         self._engine = engine
         self._host = host
         self._peers = {number: members[0] for number, members in enumerate(hosts) if number != host}
         # Before the data of an all_to_all there are the sizes of all its parts.
-        sizes = {
-            number: _HEAD_BYTES + SMALL_BYTES + 8 * len(hosts[host]) * len(hosts[number]) for number in self._peers
-        }
+        sizes = {number: _HEAD_BYTES + nbytes + 8 * len(hosts[host]) * len(hosts[number]) for number in self._peers}
         self._outgoing: list[bytearray] = []
         self._largest = max(sizes.values(), default=0)
         self._incoming = [{number: bytearray(size) for number, size in sizes.items()} for _ in range(2)]
@@ -54,7 +51,7 @@ class Frames:
 
         Args:
             call: a number that is equal for equal calls.
-            data: for other hosts, by their numbers: flat tensors, at most ``SMALL_BYTES`` for each. The same tensor may
+            data: for other hosts, by their numbers: flat tensors, of at most ``nbytes`` each. The same tensor may
                 be for several.
 
         Returns:

@@ -7,7 +7,7 @@ bytes, as bytes that leave, or arrive at, one host (``bounds.py`` says why they 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -16,43 +16,58 @@ from phalanx.transports.hosts.combining import combine
 from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.scratch import Scratch
+from phalanx.transports.hosts.ways import Ways, wait_for
 
 __all__ = ["Reducing"]
 
-_TAG = 1
-_UNDER_WAY = 3  # chunks, each a step further than the next one
+Agree = Callable[[], None]
+_TAG, _SUMS_TAG = 1, 2
+_SLOTS = 4  # chunks under way, each a step further than the next one: expected, inside, between, spread
 
 
 class Reducing:
     """The large reductions of one group; every rank of it calls the same method.
 
+    Every method calls ``agree``, which compares the calls, before it sends anything.
+
     Args:
         layout, local, engine: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.
+        ways: those to other ranks, which the group's copies use as well.
         chunk_bytes: how much of a tensor is moved at once.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, chunk_bytes: int) -> None:
+    def __init__(self, layout: Layout, local: Communicator, engine: Engine, ways: Ways, chunk_bytes: int) -> None:
         self._layout = layout
         self._local = local
         self._engine = engine
+        self._ways = ways
         self._chunk_bytes = chunk_bytes
         self._scratch = Scratch()
 
-    def all_reduce(self, flat: torch.Tensor, op: int) -> None:
+    def all_reduce(self, flat: torch.Tensor, op: int, agree: Agree) -> None:
         """2 (H-1)/H S each way; with two hosts, which exchange their slices whole, that is S."""
-        self._slices(flat, op, None)
+        self._slices(flat, op, None, agree)
 
-    def reduce(self, flat: torch.Tensor, root: int, op: int) -> None:
+    def reduce(self, flat: torch.Tensor, root: int, op: int, agree: Agree) -> None:
         """Two hosts: S to the root's. More: S each way, because the other hosts combine. Only the root's changes."""
-        self._slices(flat, op, root)
+        self._slices(flat, op, root, agree)
 
-    def _slices(self, flat: torch.Tensor, op: int, root: int | None) -> None:
+    def _slices(self, flat: torch.Tensor, op: int, root: int | None, agree: Agree) -> None:
         pieces = flat.split(max(1, self._chunk_bytes // flat.itemsize))
         work = [
-            _Slices(self._layout, self._local, self._engine, self._scratch, piece, op, root, number % _UNDER_WAY)
+            _Slices(self._layout, self._local, self._engine, self._scratch, piece, op, root, number % _SLOTS)
             for number, piece in enumerate(pieces)
         ]
-        for turn in range(len(work) + _UNDER_WAY - 1):
+
+        def expect() -> None:
+            for chunk in work[:2]:
+                chunk.expect()
+
+        others = [rank for number, rank in enumerate(self._layout.lane) if number != self._layout.host]
+        self._ways.begin(others, agree, expect)
+        for turn in range(len(work) + 2):  # one chunk is combined inside, one between the hosts, and one spread
+            if 2 <= turn + 1 < len(work):
+                work[turn + 1].expect()
             if turn < len(work):
                 work[turn].inside()
             if 0 <= turn - 1 < len(work):
@@ -60,66 +75,72 @@ class Reducing:
             if 0 <= turn - 2 < len(work):
                 work[turn - 2].spread()
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, agree: Agree) -> None:
         """Combine inside what each rank of each host is to get, then between the hosts.
 
         All inputs but those of a host's own ranks leave it, once.
         """
-        each = max(1, self._chunk_bytes // len(self._layout.here) // output.itemsize)
-        under_way: list[tuple[torch.Tensor, list[torch.Tensor], list[Transfer]]] = []
-        for number, begin in enumerate(range(0, output.numel(), each)):
-            chunks = [part[begin : begin + each] for part in inputs]
-            parts, transfers = self._exchanged(chunks, op, number % 2)
-            under_way.append((output[begin : begin + each], parts, transfers))
-            if number:
-                _finish(*under_way.pop(0), op)
-        for chunk in under_way:
-            _finish(*chunk, op)
-
-    def _exchanged(
-        self, chunks: Sequence[torch.Tensor], op: int, slot: int
-    ) -> tuple[list[torch.Tensor], list[Transfer]]:
-        """Start to exchange the hosts' parts of one chunk; the memory for those of this rank, in the hosts' order."""
-        layout, like = self._layout, chunks[0]
-        parts: list[torch.Tensor] = []
-        transfers: list[Transfer] = []
-        for number, members in enumerate(layout.hosts):
-            partials = self._partials(number, members, chunks, op, slot)
-            if number == layout.host:
-                parts.append(partials[layout.here[layout.local]])
-                continue
-            parts.append(self._scratch.take(("from", slot, number), like))
-            transfers.append(self._engine.recv(parts[-1], members[layout.local % len(members)], _TAG))
-            for rank, partial in partials.items():
-                transfers.append(self._engine.send(partial, rank, _TAG))
-        return parts, transfers
-
-    def _partials(
-        self, number: int, members: Sequence[int], chunks: Sequence[torch.Tensor], op: int, slot: int
-    ) -> dict[int, torch.Tensor]:
-        """This host's sums of what some ranks of one host get: those to which this rank brings them."""
         layout = self._layout
-        ranks = len(layout.here)
-        if len(members) == ranks:
-            rank = members[layout.local]
-            partial = self._scratch.take(("of", slot, rank), chunks[rank])
-            self._local.reduce_scatter(partial, [chunks[member] for member in members], op)
-            return {rank: partial}
+        each = max(1, self._chunk_bytes // max(map(len, layout.hosts)) // output.itemsize)  # the same everywhere
+        begins = range(0, output.numel(), each)
+        others = [number for number in range(len(layout.hosts)) if number != layout.host]
+        # From each host one of its ranks brings this rank the host's part.
+        sources = {number: layout.hosts[number][layout.local % len(layout.hosts[number])] for number in others}
+        targets = [
+            rank
+            for number in others
+            for place, rank in enumerate(layout.hosts[number])
+            if place % len(layout.here) == layout.local
+        ]
+
+        def expect(turn: int) -> dict[int, tuple[torch.Tensor, Transfer]]:
+            like = output[begins[turn] : begins[turn] + each]
+            found = {}
+            for number, source in sources.items():
+                part = self._scratch.take(("from", turn % 3, number), like)
+                found[number] = part, self._engine.recv(part, source, _TAG)
+            return found
+
+        coming = [self._ways.begin([*sources.values(), *targets], agree, lambda: expect(0))]
+        own: list[torch.Tensor] = []
+        sent: list[list[Transfer]] = []
+        for turn in range(len(begins) + 1):
+            if turn + 1 < len(begins):
+                coming.append(expect(turn + 1))
+            if turn < len(begins):
+                chunks = [part[begins[turn] : begins[turn] + each] for part in inputs]
+                partials = self._partials(chunks, op, turn % 2)
+                own.append(partials.pop(layout.here[layout.local]))
+                sent.append([self._engine.send(part, rank, _TAG) for rank, part in partials.items()])
+            if turn:
+                wait_for(sent[turn - 1])
+                parts = []
+                for number in range(len(layout.hosts)):
+                    if number in sources:
+                        part, transfer = coming[turn - 1][number]
+                        transfer.wait()
+                        parts.append(part)
+                    else:
+                        parts.append(own[turn - 1])
+                combine(output[begins[turn - 1] : begins[turn - 1] + each], parts, op)
+
+    def _partials(self, chunks: Sequence[torch.Tensor], op: int, slot: int) -> dict[int, torch.Tensor]:
+        """This host's sums of what each rank of the group gets, for those to which this rank brings them."""
+        ranks = len(self._layout.here)
         found = {}
-        for place, rank in enumerate(members):
-            bringer = place % ranks
-            chunk = chunks[rank]
-            if bringer == layout.local:
-                chunk = found[rank] = self._scratch.take(("of", slot, rank), chunk)
-                chunk.copy_(chunks[rank])
-            self._local.reduce(chunk, bringer, op)
+        for members in self._layout.hosts:
+            if len(members) == ranks:
+                rank = members[self._layout.local]
+                found[rank] = self._scratch.take(("of", slot, rank), chunks[rank])
+                self._local.reduce_scatter(found[rank], [chunks[member] for member in members], op)
+                continue
+            for place, rank in enumerate(members):
+                chunk = chunks[rank]
+                if place % ranks == self._layout.local:
+                    chunk = found[rank] = self._scratch.take(("of", slot, rank), chunk)
+                    chunk.copy_(chunks[rank])
+                self._local.reduce(chunk, place % ranks, op)
         return found
-
-
-def _finish(output: torch.Tensor, parts: Sequence[torch.Tensor], transfers: Sequence[Transfer], op: int) -> None:
-    for transfer in transfers:
-        transfer.wait()
-    combine(output, parts, op)
 
 
 class _Slices:
@@ -153,12 +174,30 @@ class _Slices:
         self._root_place = 0
         if root is not None:
             self._root_host, self._root_place = layout.place(root)
-        self._coming: list[Transfer] = []
-        self._sent: list[Transfer] = []
         self._own = self._slices[layout.local] if layout.local < layout.lanes else None
         # The ranks beside a reduce's root must not put the sums into their own tensors.
         self._sums = self._own if root is None or self._own is None else scratch.take(("sums", slot), self._own)
-        self._parts: list[torch.Tensor] = []
+        self._parts: dict[int, torch.Tensor] = {}
+        self._parts_coming: list[Transfer] = []
+        self._sums_coming: list[Transfer] = []
+        self._sent: list[Transfer] = []
+
+    def expect(self) -> None:
+        """Start to receive what this rank adds, and the sums of others.
+
+        The sums may come into this rank's tensor, since they come only after its own part has been sent.
+        """
+        layout = self._layout
+        if self._sums is None:
+            return
+        shares = self._shares(self._sums)
+        own = shares[layout.host]
+        for number, rank in self._lane():
+            if own.numel():
+                part = self._parts[number] = self._scratch.take(("part", self._slot, number), own)
+                self._parts_coming.append(self._engine.recv(part, rank, _TAG))
+            if shares[number].numel() and self._exchanges_sums and self._root_host in (None, layout.host):
+                self._sums_coming.append(self._engine.recv(shares[number], rank, _SUMS_TAG))
 
     def inside(self) -> None:
         """Combine the slices inside this host, and start to send each part of this lane's to the host that adds it."""
@@ -174,37 +213,27 @@ class _Slices:
         if partial is None:
             return
         shares = self._shares(partial)
+        self._parts[layout.host] = shares[layout.host]
         for number, rank in self._lane():
-            if shares[layout.host].numel():
-                part = self._scratch.take(("part", self._slot, number), shares[layout.host])
-                self._coming.append(self._engine.recv(part, rank, _TAG))
-            else:
-                part = shares[layout.host]
-            self._parts.append(part)
             if shares[number].numel():
                 self._sent.append(self._engine.send(shares[number], rank, _TAG))
-        self._parts.insert(layout.host, shares[layout.host])
 
     def between(self) -> None:
         """Combine what has come, and start to send the sums to the hosts that need them and have not added them."""
-        self._await()
+        wait_for(self._parts_coming)
         if self._sums is None:
             return
-        shares = self._shares(self._sums)
-        own = shares[self._layout.host]
+        own = self._shares(self._sums)[self._layout.host]
         if own.numel():
-            combine(own, self._parts, self._op)
-        if self._root_host is None and len(self._layout.hosts) == 2:
-            return  # both have added everything
-        for number, rank in self._lane():
-            if shares[number].numel() and self._root_host in (None, self._layout.host):
-                self._coming.append(self._engine.recv(shares[number], rank, _TAG))
-            if own.numel() and self._root_host in (None, number):
-                self._sent.append(self._engine.send(own, rank, _TAG))
+            combine(own, [self._parts[number] for number in range(len(self._layout.hosts))], self._op)
+            for number, rank in self._lane() if self._exchanges_sums else ():
+                if self._root_host in (None, number):
+                    self._sent.append(self._engine.send(own, rank, _SUMS_TAG))
 
     def spread(self) -> None:
         """Give the sums to all ranks of this host, or to the root if it is here."""
-        self._await()
+        wait_for(self._sums_coming)
+        wait_for(self._sent)
         layout = self._layout
         if self._root_host is not None:
             if self._root_host == layout.host:
@@ -228,10 +257,10 @@ class _Slices:
             inputs[place] = self._sums
         self._local.all_to_all(outputs, inputs)
 
-    def _await(self) -> None:
-        for transfer in (*self._coming, *self._sent):
-            transfer.wait()
-        self._coming, self._sent = [], []
+    @property
+    def _exchanges_sums(self) -> bool:
+        """Whether hosts need sums that others have added: of two hosts, each adds all that it needs."""
+        return len(self._layout.hosts) > 2
 
     def _shares(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The part of this lane's slice that each host adds."""

@@ -36,12 +36,17 @@ class Small:
 
     Args:
         layout, local, engine: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.
+        frame_bytes: the most data that one host sends another in a frame.
+
+    Attributes:
+        frame_bytes: the same.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine) -> None:
+    def __init__(self, layout: Layout, local: Communicator, engine: Engine, frame_bytes: int) -> None:
+        self.frame_bytes = frame_bytes
         self._layout = layout
         self._local = local
-        self._frames = Frames(engine, layout.hosts, layout.host) if layout.leader else None
+        self._frames = Frames(engine, layout.hosts, layout.host, frame_bytes) if layout.leader else None
 
     def agree(self, call: int) -> None:
         """Return when the leaders have made this call, and this rank its leader's."""
