@@ -24,6 +24,7 @@ from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.hosts.breaking import Differs, Reason
 from phalanx.transports.hosts.bulk import Bulk
 from phalanx.transports.hosts.exchanging import Exchanging
+from phalanx.transports.hosts.frames import Frames
 from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.reducing import Reducing
@@ -76,11 +77,13 @@ class HostsCommunicator(Communicator):
         self._engine = engine
         self._messages = messages
         sizes = sizes or Sizes.among(len(layout.hosts))
-        self._small = Small(layout, local, engine, sizes.frame_bytes)
+        frames = Frames(engine, layout.hosts, layout.host, sizes.frame_bytes) if layout.leader else None
+        self._frame_bytes = sizes.frame_bytes
+        self._small = Small(layout, local, frames)
         ways = Ways(engine)
         self._bulk = Bulk(layout, local, engine, ways, sizes.chunk_bytes)
         self._reducing = Reducing(layout, local, engine, ways, sizes.chunk_bytes)
-        self._exchanging = Exchanging(layout, local, engine, self._small)
+        self._exchanging = Exchanging(layout, local, engine, ways, frames, sizes.frame_bytes)
         reason = Reason(
             store,
             self.rank,
@@ -105,7 +108,7 @@ class HostsCommunicator(Communicator):
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         with self._call.named("reduce", tensor, op, root):
             call, flat, summed = fingerprint("reduce", tensor, op, root), tensor.view(-1), SUM if op == AVG else op
-            if flat.nbytes > self._small.frame_bytes:
+            if flat.nbytes > self._frame_bytes:
                 self._reducing.reduce(flat, root, summed, self._agree(call))
             else:
                 self._small.reduce(call, flat, root, summed)
@@ -115,7 +118,7 @@ class HostsCommunicator(Communicator):
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         with self._call.named("reduce_scatter", output, op):
             call = fingerprint("reduce_scatter", output, op, -1)
-            if output.nbytes * self.size > self._small.frame_bytes:
+            if output.nbytes * self.size > self._frame_bytes:
                 summed = SUM if op == AVG else op
                 self._reducing.reduce_scatter(output.view(-1), _flat(inputs), summed, self._agree(call))
                 if op == AVG:
@@ -128,7 +131,7 @@ class HostsCommunicator(Communicator):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("broadcast", tensor, root=root):
             call, flat = fingerprint("broadcast", tensor, -1, root), tensor.view(-1)
-            if flat.nbytes > self._small.frame_bytes:
+            if flat.nbytes > self._frame_bytes:
                 self._bulk.broadcast(flat, root, self._agree(call))
             else:
                 self._small.broadcast(call, flat, root)
@@ -171,7 +174,7 @@ class HostsCommunicator(Communicator):
 
     def _all_reduce(self, flat: torch.Tensor, op: int, call: int) -> None:
         summed = SUM if op == AVG else op
-        if flat.nbytes > self._small.frame_bytes:
+        if flat.nbytes > self._frame_bytes:
             self._reducing.all_reduce(flat, summed, self._agree(call))
         else:
             self._small.all_reduce(call, flat, summed)
@@ -184,7 +187,7 @@ class HostsCommunicator(Communicator):
 
     def _fits_frames(self, flat: torch.Tensor) -> bool:
         """Whether a frame can carry so much of every rank of a host."""
-        return flat.nbytes * max(map(len, self._layout.hosts)) <= self._small.frame_bytes
+        return flat.nbytes * max(map(len, self._layout.hosts)) <= self._frame_bytes
 
     # -- messages and life -------------------------------------------------------------------------
 

@@ -1,25 +1,27 @@
-"""all_to_all over several hosts: what one host sends to another goes with the leaders' frames if it is small.
+"""all_to_all over several hosts: small parts go with the leaders' frames, large ones straight to their receivers.
 
-How much each rank sends to each other is known to these two alone. So the ranks of a host first tell each other how
-much they send. What a host sends to another in all is then either in its leader's frame, behind a table of the sizes,
-or each rank sends its own parts to their receivers as soon as the frames have told them the sizes. Either way only what
-belongs elsewhere leaves a host, and there is one way for small data, and two for large.
+How much one rank sends to another is known to these two alone, and so both know how it goes. Each rank gives its leader
+its small parts, and tells it how much it sends to whom, and expects of whom. The leaders compare this before anything
+large moves. Only what belongs elsewhere leaves a host; small parts take one way, and large ones two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.breaking import Differs
+from phalanx.transports.hosts.frames import Frames
 from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.small import Small
+from phalanx.transports.hosts.ways import Ways, wait_for
 
 __all__ = ["Exchanging"]
 
+_CALL = struct.Struct("<q")
 _TAG = 1
 _NONE = torch.empty(0, dtype=torch.uint8)
 
@@ -29,15 +31,29 @@ class Exchanging:
 
     Args:
         layout, local, engine: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.
-        small: the group's small collectives, which exchange the frames.
+        ways: those to other ranks, which the group's other collectives use as well.
+        frames: the leader's; None on other ranks.
+        frame_bytes: the most data that one host sends another in a frame.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, small: Small) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        local: Communicator,
+        engine: Engine,
+        ways: Ways,
+        frames: Frames | None,
+        frame_bytes: int,
+    ) -> None:
         self._layout = layout
         self._local = local
         self._engine = engine
-        self._small = small
-        self._others = [number for number in range(len(layout.hosts)) if number != layout.host]
+        self._ways = ways
+        self._frames = frames
+        self._hosts = [number for number in range(len(layout.hosts)) if number != layout.host]
+        self._others = [rank for number in self._hosts for rank in layout.hosts[number]]
+        # Of one part: then a frame has room for those of all pairs of ranks.
+        self._small_bytes = frame_bytes // max(map(len, layout.hosts)) ** 2
 
     def all_to_all(self, call: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Copy ``inputs[r]`` into ``outputs[rank]`` of rank r.
@@ -47,115 +63,108 @@ class Exchanging:
             outputs, inputs: flat tensors, one for each rank.
 
         Raises:
-            Differs: another rank makes another call, or sends another number of bytes than this one expects.
-        """
-        layout = self._layout
-        given = [_bytes(tensor) for tensor in inputs]
-        sizes = torch.tensor([tensor.numel() for tensor in given])
-        rows = [torch.empty_like(sizes) for _ in layout.here]
-        self._local.all_gather(rows, sizes)
-        table = torch.stack(rows)  # of this host's ranks, to all
-        leaving = {number: table[:, layout.hosts[number]] for number in self._others}
-        handed = {number: part for number, part in leaving.items() if part.sum() <= self._small.frame_bytes}
-        coming, arrived = self._meet(call, leaving, self._to_leader(handed, given))
-
-        expected = [output.nbytes for output in outputs]
-        for number in self._others:
-            if coming[number][:, layout.local].tolist() != [expected[rank] for rank in layout.hosts[number]]:
-                raise Differs
-        large = [number for number in self._others if coming[number].sum() > self._small.frame_bytes]
-        transfers: list[Transfer] = []
-        for number in self._others:
-            for rank in layout.hosts[number]:
-                if number in large and expected[rank]:
-                    transfers.append(self._engine.recv(outputs[rank], rank, _TAG))
-                if number not in handed and given[rank].numel():
-                    transfers.append(self._engine.send(inputs[rank], rank, _TAG))
-        self._local.all_to_all([outputs[rank] for rank in layout.here], [inputs[rank] for rank in layout.here])
-        self._from_leader({number: part for number, part in coming.items() if number not in large}, arrived, outputs)
-        for transfer in transfers:
-            transfer.wait()
-
-    def _to_leader(
-        self, handed: Mapping[int, torch.Tensor], given: Sequence[torch.Tensor]
-    ) -> Mapping[int, Sequence[torch.Tensor]]:
-        """Bring what this host's ranks send in frames to the leader.
-
-        Args:
-            handed: for each host that is sent little, how much each rank here sends to each there.
-            given: this rank's parts, as bytes.
-
-        Returns:
-            On the leader: for those hosts, the parts of each rank here.
+            Differs: another rank makes another call, or sends another number of bytes than its peer expects.
         """
         here = self._layout.here
-        counts = [[int(part[place].sum()) for part in handed.values()] for place in range(len(here))]
-        if not any(map(sum, counts)):
-            return {}
-        inputs = [_NONE] * len(here)
-        inputs[0] = torch.cat([given[rank] for number in handed for rank in self._layout.hosts[number]])
-        outputs = [torch.empty(sum(row) if self._layout.leader else 0, dtype=torch.uint8) for row in counts]
-        self._local.all_to_all(outputs, inputs)
-        if not self._layout.leader:
-            return {}
-        split = [output.split(row) for output, row in zip(outputs, counts, strict=True)]
-        return {number: [of_rank[turn] for of_rank in split] for turn, number in enumerate(handed)}
+        given, expected = [part.nbytes for part in inputs], [part.nbytes for part in outputs]
+        news = torch.empty(_CALL.size + sum(expected[rank] for rank in self._small(expected)), dtype=torch.uint8)
+        self._exchange_small(call, inputs, torch.tensor([given, expected]), news)
+        if _CALL.unpack_from(memoryview(news.numpy()))[0] != call:  # type: ignore[arg-type]
+            raise Differs
+        at = _CALL.size
+        for rank in self._small(expected):
+            outputs[rank].view(torch.uint8).copy_(news[at : at + expected[rank]])
+            at += expected[rank]
 
-    def _meet(
-        self, call: int, leaving: Mapping[int, torch.Tensor], together: Mapping[int, Sequence[torch.Tensor]]
-    ) -> tuple[dict[int, torch.Tensor], Mapping[int, torch.Tensor]]:
-        """Exchange frames.
+        sources = [rank for rank in self._others if expected[rank] > self._small_bytes]
+        targets = [rank for rank in self._others if given[rank] > self._small_bytes]
+
+        def expect() -> list[Transfer]:
+            return [self._engine.recv(outputs[rank], rank, _TAG) for rank in sources]
+
+        transfers = self._ways.begin([*sources, *targets], lambda: None, expect)
+        transfers += [self._engine.send(inputs[rank], rank, _TAG) for rank in targets]
+        self._local.all_to_all([outputs[rank] for rank in here], [inputs[rank] for rank in here])
+        wait_for(transfers)
+
+    def _small(self, nbytes: Sequence[int]) -> Iterator[int]:
+        """The ranks of other hosts to or from which so many bytes go in frames, by rank."""
+        return (rank for rank in self._others if 0 < nbytes[rank] <= self._small_bytes)
+
+    def _exchange_small(
+        self, call: int, inputs: Sequence[torch.Tensor], sizes: torch.Tensor, news: torch.Tensor
+    ) -> None:
+        """Exchange what goes in frames, by way of the leaders.
 
         Args:
-            call: see :meth:`all_to_all`.
-            leaving: for each other host, how much each rank here sends to each there.
-            together: what :meth:`_to_leader` returned.
+            call, inputs: see :meth:`all_to_all`.
+            sizes: how many bytes this rank gives to each, and expects from each.
+            news: gets the call, or another number if the calls or sizes differ, and what small parts have come.
+        """
+        layout, local = self._layout, self._local
+        none = [_NONE] * len(layout.here)
+        rows = [torch.empty_like(sizes) for _ in layout.here] if layout.leader else None
+        local.gather(rows, sizes, 0)
+        small = [inputs[rank].view(torch.uint8) for rank in self._small(sizes[0].tolist())]
+        handed = [torch.cat(small) if small else _NONE, *none[1:]]
+        if self._frames is None or rows is None:
+            local.all_to_all(none, handed)
+            local.all_to_all([news, *none[1:]], none)
+            return
+        tables = [row.tolist() for row in rows]
+        brought = [
+            torch.empty(sum(given[rank] for rank in self._small(given)), dtype=torch.uint8) for given, _ in tables
+        ]
+        local.all_to_all(brought, handed)
+        local.all_to_all([news, *none[1:]], self._answers(self._frames, call, tables, rows, brought))
 
-        Returns:
-            On every rank: for each other host, how much each rank there sends to each here. On the leader: what
-            followed in the frames.
+    def _answers(
+        self,
+        frames: Frames,
+        call: int,
+        tables: Sequence[Sequence[Sequence[int]]],
+        rows: Sequence[torch.Tensor],
+        brought: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """On the leader, exchange the frames: the news of each rank of this host.
+
+        Args:
+            frames, call: the leader's frames, and its call.
+            tables: for each rank here, how many bytes it gives to each rank, and expects from each.
+            rows: the same.
+            brought: the small parts of each rank here.
         """
         layout = self._layout
-        shapes = {number: (len(layout.hosts[number]), len(layout.here)) for number in self._others}
-        nbytes = {number: 8 * rows * columns for number, (rows, columns) in shapes.items()}
-        arrived: dict[int, torch.Tensor] = {}
-
-        def tables(parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-            arrived.update((number, parts[number][count:]) for number, count in nbytes.items())
-            return torch.cat([parts[number][:count] for number, count in nbytes.items()])
-
+        parts = [
+            dict(zip(self._small(given), part.split([given[rank] for rank in self._small(given)]), strict=True))
+            for (given, _), part in zip(tables, brought, strict=True)
+        ]
+        sizes = torch.stack([*rows])
         data = {}
-        if layout.leader:
-            for number, part in leaving.items():
-                data[number] = torch.cat([_bytes(part.flatten()), *together.get(number, ())])
-        found = self._small.meet(call, data, tables, sum(nbytes.values()))
-        split = zip(shapes.items(), found.split([*nbytes.values()]), strict=True)
-        return {number: table.view(torch.int64).view(shape) for (number, shape), table in split}, arrived
-
-    def _from_leader(
-        self, coming: Mapping[int, torch.Tensor], arrived: Mapping[int, torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> None:
-        """Give each rank of this host what came for it in the frames of the hosts in ``coming``."""
-        layout = self._layout
-        totals = [sum(int(part[:, place].sum()) for part in coming.values()) for place in range(len(layout.here))]
-        if not any(totals):
-            return
-        inputs = [_NONE] * len(layout.here)
-        if layout.leader:
-            found: list[list[torch.Tensor]] = [[] for _ in layout.here]
-            for number, part in coming.items():
-                cells = arrived[number][: int(part.sum())].split(part.flatten().tolist())
-                for place, mine in enumerate(found):
-                    mine += cells[place :: len(layout.here)]
-            inputs = [torch.cat(mine) for mine in found]
-        received = [_NONE] * len(layout.here)
-        received[0] = torch.empty(totals[layout.local], dtype=torch.uint8)
-        self._local.all_to_all(received, inputs)
-        ranks = [rank for number in coming for rank in layout.hosts[number]]
-        for rank, part in zip(ranks, received[0].split([outputs[rank].nbytes for rank in ranks]), strict=True):
-            if part.numel():
-                _bytes(outputs[rank]).copy_(part)
+        for number in self._hosts:
+            there = layout.hosts[number]
+            cells = [of_rank[rank] for of_rank in parts for rank in there if rank in of_rank]
+            data[number] = torch.cat([sizes[:, 0, there].flatten().view(torch.uint8), *cells])
+        calls, arrived = frames.exchange(call, data)
+        same = all(other == call for other in calls.values())
+        came: list[dict[int, torch.Tensor]] = [{} for _ in layout.here]
+        for number in self._hosts if same else ():
+            there, memory = layout.hosts[number], arrived[number]
+            wanted = sizes[:, 1, there].t().contiguous()
+            if not torch.equal(memory[: wanted.nbytes].view(torch.int64), wanted.flatten()):
+                same = False
+                break
+            at = wanted.nbytes
+            for rank in there:
+                for place, (_, expected) in enumerate(tables):
+                    if 0 < expected[rank] <= self._small_bytes:
+                        came[place][rank] = memory[at : at + expected[rank]]
+                        at += expected[rank]
+        if not same:  # as long as the ranks expect
+            length = [sum(expected[rank] for rank in self._small(expected)) for _, expected in tables]
+            return [_verdict(~call, [torch.zeros(nbytes, dtype=torch.uint8)]) for nbytes in length]
+        return [_verdict(call, [mine[rank] for rank in self._others if rank in mine]) for mine in came]
 
 
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return flat.view(torch.uint8) if flat.numel() else _NONE
+def _verdict(call: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.frombuffer(bytearray(_CALL.pack(call)), dtype=torch.uint8), *parts])

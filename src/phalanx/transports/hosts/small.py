@@ -15,7 +15,6 @@ from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.breaking import Differs
 from phalanx.transports.hosts.combining import combine
 from phalanx.transports.hosts.frames import Frames
-from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.layout import Layout
 
 __all__ = ["Small"]
@@ -35,18 +34,14 @@ class Small:
     :class:`~phalanx.transports.hosts.breaking.Differs` if another rank has made another call.
 
     Args:
-        layout, local, engine: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.
-        frame_bytes: the most data that one host sends another in a frame.
-
-    Attributes:
-        frame_bytes: the same.
+        layout, local: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.
+        frames: the leader's; None on other ranks.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, frame_bytes: int) -> None:
-        self.frame_bytes = frame_bytes
+    def __init__(self, layout: Layout, local: Communicator, frames: Frames | None) -> None:
         self._layout = layout
         self._local = local
-        self._frames = Frames(engine, layout.hosts, layout.host, frame_bytes) if layout.leader else None
+        self._frames = frames
 
     def agree(self, call: int) -> None:
         """Return when the leaders have made this call, and this rank its leader's."""
