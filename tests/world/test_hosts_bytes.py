@@ -7,13 +7,14 @@ is held to the same sums.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
-from tests.world.test_hosts import Pair
+from tests.world.test_hosts import PORT, Pair
 
 from phalanx.transports.hosts.bounds import busiest, link_bytes
 
@@ -73,6 +74,40 @@ def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]
         pytest.skip(reason)
     with running_hosts(3, tmp_path_factory.mktemp("hosts")) as hosts:
         yield hosts
+
+
+def test_the_bench_counts_the_same_under_torchrun(three_hosts: TestHosts, tmp_path: Path) -> None:
+    job = Pair(three_hosts, tmp_path)
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "h0"]
+    torchrun += ["--master-port", str(PORT)]
+    words = ["phalanx", "bench", "all_reduce", "broadcast", "barrier", "--sizes", "1M", "--rounds", "2"]
+    words += ["--round-ms", "1", "--against", "gloo", "--json"]
+    try:
+        ended = job.end(
+            *(job.start(host, [sys.executable, *torchrun, "--node-rank", str(host), "-m", *words]) for host in (0, 1))
+        )
+        assert [one.code for one in ended] == [0, 0], "".join(one.err for one in ended)
+    finally:
+        job.clean()
+    assert ended[1].out == ""
+    results = json.loads(ended[0].out)
+    (measured,) = results["jobs"]
+    assert results["complete"]
+    assert measured["hosts"] == [["h0", 2], ["h1", 2]]
+    assert measured["link_bytes_per_s"] > 1e6
+    rows = {row["operation"]: row for row in measured["rows"]}
+    assert rows["all_reduce"]["stated_bytes"] == [[NBYTES, NBYTES]] * 2
+    assert rows["broadcast"]["stated_bytes"] == [[NBYTES, 0], [0, NBYTES]]
+    for row in rows.values():
+        assert row["wrong"] == []
+        assert row["wire_us"] == pytest.approx(
+            max(map(max, row["stated_bytes"])) / measured["link_bytes_per_s"] * 1e6, abs=1e-6
+        )
+        for links, stated in zip(row["counted_bytes"]["phalanx"], row["stated_bytes"], strict=True):
+            for seen, least in zip(links, stated, strict=True):
+                assert least <= seen <= least + HEADERS * NBYTES
+    assert max(map(max, rows["all_reduce"]["counted_bytes"]["gloo"])) > 1.4 * NBYTES  # it is flat
+    assert "4 ranks, all_reduce float32 1M: phalanx" in ended[0].err
 
 
 def blocks_across(hosts: Sequence[int], wanted: Callable[[int, int], bool]) -> tuple[list[int], list[int]]:
