@@ -13,6 +13,7 @@ from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import GlooEngine
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
@@ -20,6 +21,7 @@ from phalanx.transports.solo import SoloCommunicator
 __all__ = ["over_gloo", "over_hosts"]
 
 TIMEOUT = timedelta(seconds=60)
+SIZES = Sizes(frame_bytes=4_000, chunk_bytes=6_000)  # the large tensors of the tests go through a few chunks
 
 
 class OwnGlooCommunicator(GlooCommunicator):
@@ -48,4 +50,6 @@ def over_hosts(
         lambda timeout: lazy_gloo(PrefixStore("lanes", store), rank, size, timeout, one_host=True), timeout
     )
     messages = over_gloo(PrefixStore("all", store), rank, size)
-    return HostsCommunicator(layout, local, GlooEngine(lanes, timeout), messages, PrefixStore("group", store), timeout)
+    return HostsCommunicator(
+        layout, local, GlooEngine(lanes, timeout), messages, PrefixStore("group", store), timeout, SIZES
+    )

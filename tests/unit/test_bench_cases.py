@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from phalanx.bench import measurement
 from phalanx.bench.buffers import Buffers
-from phalanx.bench.cases import BenchOptions, Case, parse_dtypes, parse_operations, parse_sizes
+from phalanx.bench.cases import BenchOptions, Case, parse_dtypes, parse_operations, parse_rate, parse_sizes
 from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
 from phalanx.commands.bench import bench
 from phalanx.errors import LaunchError
@@ -43,6 +43,19 @@ def test_a_text_that_is_not_a_size_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["1", "1023", "1K", "1536", "64K", "1M", "3G"])
 def test_sizes_are_written_as_they_are_read(text: str) -> None:
     assert parse_sizes(format_size(*parse_sizes(text))) == parse_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"), [("1gbit", 125e6), ("100mbit", 12.5e6), ("2.5Gbit/s", 312.5e6), ("56kbit", 7e3)]
+)
+def test_the_rate_of_a_link_is_read(text: str, bytes_per_s: float) -> None:
+    assert parse_rate(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["", "1", "1G", "0gbit", "-1gbit", "fast"])
+def test_a_text_that_is_not_a_rate_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write one as in 100mbit, 1gbit or 25gbit"):
+        parse_rate(text)
 
 
 def test_operations_and_dtypes_are_names_that_are_known() -> None:
@@ -94,6 +107,7 @@ def test_options_survive_json() -> None:
         (["--sizes", "big"], "'big' is not a valid size"),
         (["--ranks", "2,x"], "'2,x' is not a list of numbers of ranks"),
         (["--ranks", "1"], "a single rank has nobody to talk to"),
+        (["--link-rate", "1G"], "'1G' is not a rate"),
         (["--against", "nccl"], "'nccl' cannot be measured beside Phalanx"),
         (["--mpi", "/nowhere/mpiexec"], "'/nowhere/mpiexec' is not a program"),
         (["--load", "pyproject.toml"], "is not what this version of phalanx bench --json prints"),

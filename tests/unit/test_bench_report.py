@@ -184,6 +184,27 @@ def test_a_wrong_result_and_another_transport_are_reported() -> None:
     assert "phalanx did not use shared memory here but GlooCommunicator" in text
 
 
+def test_between_hosts_a_row_has_the_bound_of_the_wire_and_what_crossed_it() -> None:
+    hosts = {"hosts": [["h0", 2], ["h1", 1]], "link_bytes_per_s": 125e6, "engine": "shared memory and Gloo"}
+    crossed = {
+        "stated_bytes": [[1048576, 1048576], [1048576, 1048576]],
+        "wire_us": 8388.6,
+        "counted_bytes": {"phalanx": [[1060000, 1050000], [1050000, 1060000]], "gloo": [[1500000, 3], [3, 1500000]]},
+    }
+    samples = {"phalanx": [9000.0], "gloo": [18000.0], "memcpy": [30.0]}
+    row = make_row(samples_us=samples, **crossed)
+    barrier = make_row(
+        operation="barrier", samples_us={"phalanx": [50.0]}, stated_bytes=[[0, 0]] * 2, wire_us=0.0, counted_bytes={}
+    )
+    text = format_report(make_results(row, barrier, shared_memory=False, size=3, **hosts))
+    assert "### 3 ranks on 2 hosts (h0: 2, h1: 1), links of 125.0 MB/s" in text
+    assert cells(text)[4:8] == ["30.0", "8,390", "1.07×", "9,000 (9,000–9,000)"]
+    assert cells(text)[-3:] == ["1.049", "1.060", "1.500"]
+    assert cells(text, "barrier")[5:7] == ["", ""]
+    assert "- phalanx went over shared memory and Gloo" in text
+    assert "wire: what the busiest link between hosts must carry" in text
+
+
 def test_what_is_marked_does_not_depend_on_how_reasons_and_transports_are_worded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

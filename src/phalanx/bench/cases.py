@@ -19,6 +19,7 @@ __all__ = [
     "Case",
     "parse_dtypes",
     "parse_operations",
+    "parse_rate",
     "parse_sizes",
     "tuning_label",
 ]
@@ -29,6 +30,8 @@ MPI = "mpi"
 NOTHING = "nothing"
 UNBOUNDED = 1 << 40  # bytes; more than any tensor here has
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg])bit(?:/s)?", re.IGNORECASE)
+_BITS = {"k": 1e3, "m": 1e6, "g": 1e9}
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -62,6 +65,7 @@ class BenchOptions:
             the rows that were measured on a noisy one.
         tunings: values of :class:`~phalanx.transports.shm.tuning.Tuning`. If there are any, groups with these values
             are compared with each other instead of with other backends.
+        link_bytes_per_s: the rate of a link between hosts; 0 to measure it.
     """
 
     operations: tuple[str, ...]
@@ -74,6 +78,7 @@ class BenchOptions:
     asynchronous: bool
     patience_s: float
     tunings: tuple[tuple[int, int, int], ...] = ()
+    link_bytes_per_s: float = 0.0
 
     @staticmethod
     def from_json(fields: dict[str, Any]) -> BenchOptions:
@@ -108,6 +113,18 @@ def parse_sizes(text: str) -> tuple[int, ...]:
             raise ValueError(f"{part!r} is not a valid size; write a number of bytes, as in 4, 64K, 1M or 1G")
         sizes.append(int(match[1]) * _FACTORS[match[2].upper()])
     return tuple(dict.fromkeys(sizes))
+
+
+def parse_rate(text: str) -> float:
+    """Read ``1gbit``, ``100mbit`` or ``25gbit/s``: the rate of a link, in bytes a second.
+
+    Raises:
+        ValueError: it is not a rate.
+    """
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ValueError(f"{text!r} is not a rate; write one as in 100mbit, 1gbit or 25gbit")
+    return float(match[1]) * _BITS[match[2].lower()] / 8
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:

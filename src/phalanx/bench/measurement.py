@@ -6,7 +6,7 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -19,13 +19,13 @@ from phalanx.bench.cases import BenchOptions
 from phalanx.bench.machine import clock_mhz, machine, versions
 from phalanx.bench.mpi import Mpi, find_mpi, installed_mpi
 from phalanx.bench.noise import CpuClock
-from phalanx.bench.processes import RankSet, RanksFailed, run_ranks
+from phalanx.bench.processes import RankSet, run_ranks
 from phalanx.bench.report import format_row
-from phalanx.errors import LaunchError
+from phalanx.errors import LaunchError, PhalanxError
 from phalanx.system.limits import Resource, check_limits, machine_limits
 from phalanx.words import format_count, format_gib, format_size, tell
 
-__all__ = ["choose_mpis", "load_results", "measure"]
+__all__ = ["Display", "check_memory", "choose_mpis", "collect", "load_results", "measure", "new_job"]
 
 SCHEMA = 2
 # How many buffers of the largest size a rank may hold at once: what it sends and receives, memcpy's two, the expected
@@ -70,7 +70,41 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
         LaunchError: this machine cannot hold that many ranks, or their buffers.
     """
     check_limits(max(options.ranks), machine_limits(python=True))
-    _check_memory(options)
+    check_memory(options, max(options.ranks))
+    launchers: list[Mpi | None] = [*mpis] or [None]
+    rank_sets = [RankSet(size, mpi) for mpi in launchers for size in options.ranks]
+
+    def run(display: Display, jobs: list[dict[str, Any]]) -> None:
+        for ranks in rank_sets:
+            record = new_job(ranks.size, ranks.mpi.mpiexec if ranks.mpi else None)
+            jobs.append(record)
+            run_ranks(ranks, options, lambda event, record=record: display.take(event, record))  # type: ignore[misc]
+
+    return collect(options, command, quiet, len(rank_sets), run)
+
+
+def new_job(size: int, mpiexec: str | None = None) -> dict[str, Any]:
+    """The entry of one set of ranks in the results, before they have reported anything."""
+    return {"size": size, "mpiexec": mpiexec, "mpi": None, "rows": []}
+
+
+def collect(
+    options: BenchOptions,
+    command: Sequence[str],
+    quiet: bool,
+    rank_sets: int,
+    run: Callable[[Display, list[dict[str, Any]]], None],
+) -> dict[str, Any]:
+    """Measure, and keep what was measured also if that ends early.
+
+    Args:
+        options, command, quiet: see :func:`measure`.
+        rank_sets: how many sets of ranks there are.
+        run: measures with them; it gets the display, and the list to which it adds an entry for each set.
+
+    Returns:
+        See :func:`measure`.
+    """
     results: dict[str, Any] = {
         "schema": SCHEMA,
         "command": shlex.join(["phalanx", *command]),
@@ -84,25 +118,15 @@ def measure(options: BenchOptions, mpis: Sequence[Mpi], command: Sequence[str], 
         "complete": False,
         "exit_code": 0,
     }
-    launchers: list[Mpi | None] = [*mpis] or [None]
     clock = CpuClock()
-    rank_sets = [RankSet(size, mpi) for mpi in launchers for size in options.ranks]
     before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        with _Display(len(rank_sets) * sum(1 for _ in options.cases()), quiet) as display:
-            for ranks in rank_sets:
-                record: dict[str, Any] = {
-                    "size": ranks.size,
-                    "mpiexec": ranks.mpi.mpiexec if ranks.mpi else None,
-                    "mpi": None,
-                    "rows": [],
-                }
-                results["jobs"].append(record)
-                run_ranks(ranks, options, lambda event, record=record: display.take(event, record))  # type: ignore[misc]
+        with Display(rank_sets * sum(1 for _ in options.cases()), quiet) as display:
+            run(display, results["jobs"])
         results["complete"] = True
     except KeyboardInterrupt:
         results["exit_code"] = 130
-    except RanksFailed as error:
+    except PhalanxError as error:
         tell(str(error))
         results["exit_code"] = 1
     finally:
@@ -135,18 +159,23 @@ def _leave(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _check_memory(options: BenchOptions) -> None:
-    need = BUFFERS * max(options.sizes) * max(options.ranks)
+def check_memory(options: BenchOptions, ranks: int) -> None:
+    """Make sure that the buffers of so many ranks fit into this machine's memory.
+
+    Raises:
+        LaunchError: they do not.
+    """
+    need = BUFFERS * max(options.sizes) * ranks
     for limit in machine_limits(python=True):
         if limit.resource is Resource.MEMORY and need > limit.available:
             raise LaunchError(
-                f"{max(options.ranks)} ranks with buffers of {format_size(max(options.sizes))} need about "
+                f"{ranks} ranks with buffers of {format_size(max(options.sizes))} need about "
                 f"{format_gib(need)}, and {format_gib(limit.available)} are left here; choose smaller --sizes or fewer "
                 f"--ranks"
             )
 
 
-class _Display:
+class Display:
     """The progress on standard error. It is drawn without a thread, because ranks are forked from this process."""
 
     def __init__(self, total: int, quiet: bool) -> None:
@@ -164,7 +193,7 @@ class _Display:
         )
         self._task = self._progress.add_task("starting ranks", total=total)
 
-    def __enter__(self) -> _Display:
+    def __enter__(self) -> Display:
         self._progress.start()
         return self
 

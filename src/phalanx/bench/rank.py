@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import repeat
@@ -29,17 +30,21 @@ from phalanx import settings
 from phalanx.bench.buffers import Buffers
 from phalanx.bench.calls import Call, MpiBuffers
 from phalanx.bench.cases import MEMCPY, MPI, NOTHING, BenchOptions, Case, tuning_label
+from phalanx.bench.links import Links, stated_bytes
 from phalanx.bench.machine import mpi_description, versions
 from phalanx.bench.noise import CpuClock, Noise, probe, probe_spread, severity
 from phalanx.bench.nothing import register_nothing
 from phalanx.bench.operations import DTYPES, OPERATIONS, Operation
 from phalanx.c10d.register import register
+from phalanx.system.host import this_host
 from phalanx.system.limits import usable_cores
+from phalanx.topology.topology import Node
+from phalanx.transports.hosts.bounds import busiest
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning, tuning_in_force
 from phalanx.words import format_size
 
-__all__ = ["run_rank"]
+__all__ = ["TIMEOUT", "measure_cases", "run_rank"]
 
 TIMEOUT = timedelta(seconds=120)
 MOST_CALLS = 100_000
@@ -65,25 +70,52 @@ def run_rank(rank: int, size: int, folder: Path, options: BenchOptions, mpi: Any
     register()
     store = FileStore(str(folder / "store"), size)
     dist.init_process_group(settings.BACKEND, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    groups = _groups(options)
     # Buffered by lines, because the reader shows each row as soon as it is measured.
     with open(folder / "events" if rank == 0 else os.devnull, "w", buffering=1) as events:
-        communicator = getattr(next(iter(groups.values())), "_communicator", None)
-        started = {
+        measure_cases(rank, size, options, lambda event: events.write(json.dumps(event) + "\n"), mpi=mpi)
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def measure_cases(
+    rank: int,
+    size: int,
+    options: BenchOptions,
+    report: Callable[[dict[str, Any]], object],
+    *,
+    mpi: Any = None,
+    nodes: Sequence[Node] = (),
+) -> None:
+    """Measure every case, in the world that is torch's default process group.
+
+    Args:
+        rank, size: this process's place in it.
+        options: what to measure.
+        report: called on every rank with each event, as :func:`~phalanx.bench.processes.run_ranks` describes them.
+        mpi: the module ``mpi4py.MPI`` if MPI is to be measured too.
+        nodes: the hosts, if their links are to be measured as well.
+    """
+    groups = _groups(options)
+    communicator = getattr(next(iter(groups.values())), "_communicator", None)
+    links = Links(rank, nodes) if len(nodes) > 1 else None
+    timer = _CaseTimer(rank, size, options, groups, mpi, links)
+    report(
+        {
             "event": "started",
             "transport": type(communicator).__name__,
+            "engine": getattr(communicator, "engine", ""),
             "shared_memory": isinstance(communicator, SharedMemoryCommunicator),
             "cores": usable_cores(),
+            "ranks_of_machine": timer.most_neighbours,
+            "hosts": [[node.host, len(node.ranks)] for node in nodes],
+            "link_bytes_per_s": timer.rate,
             "versions": versions(),
             "mpi": mpi_description(mpi) if mpi else None,
         }
-        events.write(json.dumps(started) + "\n")
-        timer = _CaseTimer(rank, size, options, groups, mpi)
-        for case in options.cases():
-            events.write(json.dumps({"event": "case", **asdict(case)}) + "\n")
-            events.write(json.dumps({"event": "row", **timer.quiet_row(case)}) + "\n")
-        dist.barrier()
-        dist.destroy_process_group()
+    )
+    for case in options.cases():
+        report({"event": "case", **asdict(case)})
+        report({"event": "row", **timer.quiet_row(case)})
 
 
 def _groups(options: BenchOptions) -> dict[str, Any]:
@@ -102,7 +134,9 @@ def _groups(options: BenchOptions) -> dict[str, Any]:
 class _CaseTimer:
     """Measures cases on this rank, together with the other ranks: each calls every method in the same order."""
 
-    def __init__(self, rank: int, size: int, options: BenchOptions, groups: dict[str, Any], mpi: Any) -> None:
+    def __init__(
+        self, rank: int, size: int, options: BenchOptions, groups: dict[str, Any], mpi: Any, links: Links | None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.options = options
@@ -111,6 +145,17 @@ class _CaseTimer:
         self.patience_s = options.patience_s
         self.row_s = 0.0
         self.crawls: dict[tuple[str, str, str], int] = {}
+        self.links = links
+        self.rate = 0.0
+        if links is not None:
+            self.rate = options.link_bytes_per_s or links.measure_rate()
+        # The kernel counts CPU time for the whole machine, so the ranks of each are added up by themselves.
+        machines: list[Any] = [None] * size
+        dist.all_gather_object(machines, this_host().boot_id)
+        self.machines = list(dict.fromkeys(machines))
+        self.machine = self.machines.index(machines[rank])
+        self.place = machines[:rank].count(machines[rank])
+        self.most_neighbours = max(map(machines.count, self.machines))
         self.spread = self._probe()
         gc.collect()
         gc.disable()  # a collection in the middle of a turn would be counted on the backend whose turn it is
@@ -171,6 +216,19 @@ class _CaseTimer:
             "left_out": skipped,
             "wrong": wrong,
             "noise": asdict(self._noise(clock)),
+            **self._crossing(operation, buffers, calls),
+        }
+
+    def _crossing(self, operation: Operation, buffers: Buffers, calls: dict[str, Call]) -> dict[str, Any]:
+        """What has to cross the link of each host, and what does, as ``[sent, received]``; nothing on one host."""
+        if self.links is None:
+            return {}
+        stated = stated_bytes(operation, buffers, self.links.hosts)
+        counted = {name: self.links.count(call) for name, call in calls.items() if name not in (MEMCPY, NOTHING)}
+        return {
+            "stated_bytes": None if stated is None else [[link.sent, link.received] for link in stated],
+            "wire_us": None if stated is None else busiest(stated) / self.rate * 1e6,
+            "counted_bytes": counted,
         }
 
     def _ready(
@@ -245,16 +303,17 @@ class _CaseTimer:
     def _probe(self) -> float:
         """The probe's spread on the rank where it is largest; only as many ranks probe as there are cores."""
         samples = [1.0]
-        if self.rank < usable_cores():
+        if self.place < usable_cores():
             samples = probe()
         else:
             time.sleep(0.02)  # waiting actively in the collective below would disturb the ranks that probe
         return self._largest([probe_spread(samples)])[0]
 
     def _noise(self, clock: CpuClock) -> Noise:
-        own = torch.tensor([clock.own_s()], dtype=torch.float64)
+        own = torch.zeros(len(self.machines), dtype=torch.float64)
+        own[self.machine] = clock.own_s()
         dist.all_reduce(own)
-        stolen, others = self._largest([*clock.shares(own.item())])
+        stolen, others = self._largest([*clock.shares(own[self.machine].item())])
         before, self.spread = self.spread, self._probe()
         return Noise(max(before, self.spread), stolen, others)
 

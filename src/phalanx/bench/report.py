@@ -17,6 +17,11 @@ from phalanx.words import format_count, format_size, format_time
 
 __all__ = ["backend_title", "format_noise", "format_report", "format_row", "noise_of"]
 
+_WIRE = (
+    " wire: what the busiest link between hosts must carry in one direction, at its rate. MB: what it must carry "
+    "(stated), and what it did carry with each backend, with the headers of packets."
+)
+LEAST_WIRE_US = 100  # of a call that takes less on the wire, other things decide the time
 MOST_NAMED = 4  # operations in a footnote; more are counted
 
 
@@ -46,6 +51,7 @@ def _heading(results: dict[str, Any]) -> str:
         f"µs per {kind} call: median (quartiles) of {parameters['rounds']} interleaved rounds of "
         f"{parameters['round_s'] * 1e3:g} ms, each the mean of the slowest rank. "
         f"memcpy: every rank copies the size once. CPU: µs of CPU time that a call costs the rank that uses most."
+        + (_WIRE if any(job.get("hosts", [])[1:] for job in results["jobs"]) else "")
     )
 
 
@@ -62,6 +68,9 @@ def _clock_and_steal(results: dict[str, Any]) -> str:
 
 def _job_title(job: dict[str, Any]) -> str:
     title = f"### {format_count(job['size'], 'rank')}"
+    if job.get("hosts", [])[1:]:
+        hosts = ", ".join(f"{name}: {count}" for name, count in job["hosts"])
+        title += f" on {len(job['hosts'])} hosts ({hosts}), links of {job['link_bytes_per_s'] / 1e6:,.1f} MB/s"
     return f"{title}, started by mpiexec of {backend_title(job, MPI)}" if job["mpi"] else title
 
 
@@ -86,12 +95,17 @@ def backend_title(job: dict[str, Any], backend: str, *, version: bool = True) ->
 def _table(job: dict[str, Any]) -> str:
     peers = _peers(job)
     own = settings.BACKEND
-    header = ["", "operation", "dtype", "size", MEMCPY, own]
+    spans = bool(job.get("hosts", [])[1:])
+    header = ["", "operation", "dtype", "size", MEMCPY, *(["wire", f"{own}/wire"] if spans else []), own]
     for peer in peers:
         header += [backend_title(job, peer), f"{backend_title(job, peer, version=False)}/{own}"]
     # Results of an earlier version have no CPU times.
     busy = [name for name in (own, *peers) if any(name in row.get("cpu_us", {}) for row in job["rows"])]
     header += [f"{backend_title(job, name, version=False)} CPU" for name in busy]
+    crossed = (
+        [own, *(peer for peer in peers if any(peer in row["counted_bytes"] for row in job["rows"]))] if spans else []
+    )
+    header += ["MB stated", *(f"{backend_title(job, name)} MB" for name in crossed)] if spans else []
     lines = []
     for row in job["rows"]:
         summaries = {name: Summary.of(samples) for name, samples in row["samples_us"].items()}
@@ -102,6 +116,7 @@ def _table(job: dict[str, Any]) -> str:
             row["dtype"],
             _size(row),
             format_time(floor.median) if floor else "",
+            *(_wire(row, summaries.get(own)) if spans else ()),
             _cell(summaries.get(own), row, own),
         ]
         for peer in peers:
@@ -112,8 +127,26 @@ def _table(job: dict[str, Any]) -> str:
             ]
         used = row.get("cpu_us", {})
         cells += [format_time(used[name]) if name in used else "" for name in busy]
+        if spans:
+            cells.append(_megabytes(row["stated_bytes"]))
+            cells += [_megabytes(row["counted_bytes"].get(name)) for name in crossed]
         lines.append(cells)
     return _aligned(header, lines, left=3)
+
+
+def _wire(row: dict[str, Any], own: Summary | None) -> tuple[str, str]:
+    """The least time that the busiest link takes, and how many times as long Phalanx takes."""
+    wire_us = row["wire_us"]
+    if not wire_us:
+        return "", ""
+    if own is None or wire_us < LEAST_WIRE_US:
+        return format_time(wire_us), ""
+    return format_time(wire_us), f"{own.median / wire_us:.2f}×"
+
+
+def _megabytes(links: Sequence[Sequence[int]] | None) -> str:
+    """What the busiest link carries in its busier direction."""
+    return "" if not links else f"{max(map(max, links)) / 1e6:,.3f}"
 
 
 def _size(row: dict[str, Any]) -> str:
@@ -152,11 +185,15 @@ def _footnotes(job: dict[str, Any]) -> str:
         listed = ", ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} operations"
         notes.append(f"- {backend_title(job, backend)}, {listed}: {why}")
     if not job["shared_memory"]:
-        notes.append(f"- {settings.BACKEND} did not use shared memory here but {job['transport']}")
-    if job["cores"] < job["size"]:
         notes.append(
-            f"- {job['size']} ranks share {format_count(job['cores'], 'core')}: "
-            f"waiting ranks take turns with working ones"
+            f"- {settings.BACKEND} went over {job['engine']}"
+            if job.get("engine")
+            else f"- {settings.BACKEND} did not use shared memory here but {job['transport']}"
+        )
+    sharing = job.get("ranks_of_machine", job["size"])
+    if job["cores"] < sharing:
+        notes.append(
+            f"- {sharing} ranks share {format_count(job['cores'], 'core')}: waiting ranks take turns with working ones"
         )
     return "\n\n" + "\n".join(notes) if notes else ""
 

