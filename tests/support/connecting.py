@@ -12,12 +12,14 @@ from phalanx.transports.gloo.communicator import GlooCommunicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import GlooEngine
+from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.ucx_lane import UcxEngine
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
 
-__all__ = ["over_gloo", "over_hosts"]
+__all__ = ["gloo_engine", "over_gloo", "over_hosts", "ucx_engine"]
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -33,10 +35,25 @@ def over_gloo(store: Store, rank: int, size: int) -> Communicator:
     return OwnGlooCommunicator(lazy_gloo(store, rank, size, TIMEOUT, one_host=True))
 
 
+def gloo_engine(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
+    """Gloo on loopback."""
+    return GlooEngine(GlooOnDemand(lambda limit: lazy_gloo(store, rank, size, limit, one_host=True), timeout), timeout)
+
+
+def ucx_engine(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
+    """UCX, on this machine's own address."""
+    return UcxEngine(store, rank, timeout)
+
+
 def over_hosts(
-    store: Store, rank: int, size: int, host_of: Callable[[int, int], int], timeout: timedelta = TIMEOUT
+    store: Store,
+    rank: int,
+    size: int,
+    host_of: Callable[[int, int], int],
+    timeout: timedelta = TIMEOUT,
+    engine: Callable[[Store, int, int, timedelta], Engine] = gloo_engine,
 ) -> Communicator:
-    """As if on several hosts: ranks of one host share memory, and Gloo is between them."""
+    """As if on several hosts: ranks of one host share memory, and an engine is between them."""
     layout = Layout([host_of(each, size) for each in range(size)], rank)
     local: Communicator = SoloCommunicator()
     if len(layout.here) > 1:
@@ -44,8 +61,6 @@ def over_hosts(
         local = SharedMemoryCommunicator(
             own, layout.local, len(layout.here), timeout, Tuning(4096, stream_bytes=3000), layout.here
         )
-    lanes = GlooOnDemand(
-        lambda timeout: lazy_gloo(PrefixStore("lanes", store), rank, size, timeout, one_host=True), timeout
-    )
+    lanes = engine(PrefixStore("lanes", store), rank, size, timeout)
     messages = over_gloo(PrefixStore("all", store), rank, size)
-    return HostsCommunicator(layout, local, GlooEngine(lanes, timeout), messages, PrefixStore("group", store), timeout)
+    return HostsCommunicator(layout, local, lanes, messages, PrefixStore("group", store), timeout)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.mpi.environments import MpiEnvironment, mpi_parameters, run
-from tests.support.connecting import over_gloo, over_hosts
+from tests.support.connecting import over_gloo, over_hosts, ucx_engine
 from tests.support.contract import CHECKS, run_check
 from tests.support.pool import Pool
 from tests.support.ranks import Member
@@ -98,6 +98,12 @@ TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], int]] = {
     "two hosts, cyclic": (partial(over_hosts, host_of=lambda rank, size: rank % 2), (3, 4), 100_000),
     "three hosts": (partial(over_hosts, host_of=lambda rank, size: min(rank, 2)), (3, 5), 100_000),
 }
+for _name, _sizes, _host_of in (
+    ("two hosts", (2, 4), lambda rank, size: rank * 2 // size),
+    ("two hosts, cyclic", (4,), lambda rank, size: rank % 2),
+    ("three hosts", (3, 5), lambda rank, size: min(rank, 2)),
+):
+    TRANSPORTS[f"{_name} over UCX"] = partial(over_hosts, host_of=_host_of, engine=ucx_engine), _sizes, 100_000
 MPI_SIZES = (2, 3, 5)
 
 Outcome = tuple[str, list[str]]
