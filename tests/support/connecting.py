@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 
+import pytest
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.transports.contract import Communicator
@@ -19,7 +22,7 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
 
-__all__ = ["gloo_engine", "over_gloo", "over_hosts", "ucx_engine"]
+__all__ = ["ENGINES", "EngineOf", "gloo_engine", "needs_ucx", "over_gloo", "over_hosts", "ucx_engine"]
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -40,9 +43,24 @@ def gloo_engine(store: Store, rank: int, size: int, timeout: timedelta) -> Engin
     return GlooEngine(GlooOnDemand(lambda limit: lazy_gloo(store, rank, size, limit, one_host=True), timeout), timeout)
 
 
+def _why_no_ucx() -> str:
+    # In a process of its own: UCX in the parent would not work in ranks that are forked from it.
+    program = "from phalanx.transports.hosts.ucx_library import open_library; open_library()"
+    tried = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    return tried.stderr.strip().splitlines()[-1] if tried.returncode else ""
+
+
+_WHY_NOT = _why_no_ucx()
+needs_ucx = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "there is UCX")
+
+
 def ucx_engine(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
     """UCX, on this machine's own address."""
     return UcxEngine(store, rank, timeout)
+
+
+EngineOf = Callable[[Store, int, int, timedelta], Engine]
+ENGINES = [pytest.param(gloo_engine, id="Gloo"), pytest.param(ucx_engine, id="UCX", marks=needs_ucx)]
 
 
 def over_hosts(
@@ -51,7 +69,7 @@ def over_hosts(
     size: int,
     host_of: Callable[[int, int], int],
     timeout: timedelta = TIMEOUT,
-    engine: Callable[[Store, int, int, timedelta], Engine] = gloo_engine,
+    engine: EngineOf = gloo_engine,
 ) -> Communicator:
     """As if on several hosts: ranks of one host share memory, and an engine is between them."""
     layout = Layout([host_of(each, size) for each in range(size)], rank)

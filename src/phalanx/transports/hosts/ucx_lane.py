@@ -31,6 +31,7 @@ from phalanx.transports.hosts.ucx_library import (
 __all__ = ["UcxEngine"]
 
 _HELLO = 2**32 - 1  # a tag of 32 bits that no transfer has
+_DONE = 0  # in place of the request of a transfer that waits for its rank's greeting alone
 _EVERY_BIT = 2**64 - 1
 # How long a wait sleeps at most: another thread may have settled its transfer.
 _NAP_MS = 2
@@ -63,7 +64,7 @@ class UcxEngine(PolledEngine):
         self._endpoints: dict[int, c_void_p] = {}
         self._peer_of: dict[int, int] = {}
         self._connecting = threading.Lock()
-        self._hellos: list[int | None] = []
+        self._greetings: dict[int, list[int]] = {}  # with each peer: what is not done of it
         self._given_up: list[tuple[int, torch.Tensor]] = []
         self._on_error = ON_ERROR(self._note_loss)
         self._process = os.getpid()
@@ -99,13 +100,32 @@ class UcxEngine(PolledEngine):
             self._library.check(self._c.ucp_ep_create(self._worker, byref(params), byref(endpoint)), "ucp_ep_create")
             self._endpoints[peer] = endpoint
             self._peer_of[endpoint.value or 0] = peer
-            # A rank that only receives has to notice as well that its peer is lost, so each connects to the other.
-            self._hellos += [
+            # A rank that only receives has to notice as well that its peer is lost, so each greets the other. No transfer
+            # is over before that: UCX calls one done whose bytes wait in this process for the connection.
+            greeting = [
                 self._c.ucp_tag_send_nbx(endpoint, None, 0, self._tag(_HELLO, self._rank), byref(_PLAIN)),
-                self._c.ucp_tag_recv_nbx(
-                    self._worker, None, 0, self._tag(_HELLO, peer), _EVERY_BIT, byref(_PLAIN)
-                ),
+                self._c.ucp_ep_flush_nbx(endpoint, byref(_PLAIN)),
+                self._c.ucp_tag_recv_nbx(self._worker, None, 0, self._tag(_HELLO, peer), _EVERY_BIT, byref(_PLAIN)),
             ]
+            self._greetings[peer] = [each for each in greeting if self._library.status_of(each) is None]
+
+    def _greeted(self, peer: int) -> bool:
+        """Whether this rank and its peer are connected. The lock is held."""
+        waiting = self._greetings.get(peer)
+        if waiting:
+            self._greetings[peer] = self._free_done(waiting)
+            return not self._greetings[peer]
+        return True
+
+    def _free_done(self, requests: list[int]) -> list[int]:
+        """Give back the requests that are done; returns the others."""
+        waiting = []
+        for request in requests:
+            if self._c.ucp_request_check_status(request) == IN_PROGRESS:
+                waiting.append(request)
+            else:
+                self._c.ucp_request_free(request)
+        return waiting
 
     @staticmethod
     def _tag(tag: int, sender: int) -> int:
@@ -131,12 +151,13 @@ class UcxEngine(PolledEngine):
         status = self._library.status_of(request)
         if status is None:
             transfer.request = request
-        else:
+        elif status or self._greeted(peer):
             self._settle(transfer, status)
+        else:
+            transfer.request = _DONE
 
     def _settle(self, transfer: PolledTransfer, status: int) -> None:
-        failed = TransferFailed(transfer.peer, self._library.reason(status)) if status else None
-        transfer.settle(failed)
+        transfer.settle(TransferFailed(transfer.peer, self._library.reason(status)) if status else None)
 
     def _advance(self) -> None:
         if self._worker is not None:
@@ -146,13 +167,18 @@ class UcxEngine(PolledEngine):
     def _look(self, transfer: PolledTransfer) -> None:
         if transfer.request is None:
             return
-        status = self._c.ucp_request_check_status(transfer.request)
-        if status != IN_PROGRESS:
+        status = 0
+        if transfer.request != _DONE:
+            status = self._c.ucp_request_check_status(transfer.request)
+            if status == IN_PROGRESS:
+                return
             self._c.ucp_request_free(transfer.request)
+            transfer.request = _DONE
+        if status or self._greeted(transfer.peer):
             self._settle(transfer, status)
 
     def _give_up(self, transfer: PolledTransfer) -> None:
-        if transfer.request is not None:
+        if transfer.request not in (None, _DONE):
             self._given_up.append((transfer.request, transfer.tensor))  # until the worker is gone
 
     def _rest(self, waited_s: float) -> None:
@@ -171,10 +197,10 @@ class UcxEngine(PolledEngine):
             return
         if orderly:
             self._settle_all([self._c.ucp_ep_flush_nbx(each, byref(_PLAIN)) for each in self._endpoints.values()])
-        left = [*self._hellos, *(request for request, _ in self._given_up)]
+        left = [request for greeting in self._greetings.values() for request in greeting]
+        left += [request for request, _ in self._given_up]
         for request in left:
-            if self._library.status_of(request) is None:
-                self._c.ucp_request_cancel(self._worker, request)
+            self._c.ucp_request_cancel(self._worker, request)
         # The address stays in the store: a rank that connects late is refused at once, and need not wait for one.
         closing = [self._c.ucp_ep_close_nbx(each, byref(_BY_FORCE)) for each in self._endpoints.values()]
         self._settle_all([*closing, *left])
@@ -184,13 +210,10 @@ class UcxEngine(PolledEngine):
 
     def _settle_all(self, requests: list[int | None]) -> None:
         """Wait a little for requests, and give them back."""
-        waiting = [request for request in requests if self._library.status_of(request) is None]
+        waiting = [request for request in requests if request and self._library.status_of(request) is None]
         until = time.monotonic() + _PATIENCE_S
         while waiting and time.monotonic() < until:
             self._advance()
-            done = [each for each in waiting if self._c.ucp_request_check_status(each) != IN_PROGRESS]
-            for each in done:
-                self._c.ucp_request_free(each)
-            waiting = [each for each in waiting if each not in done]
+            waiting = self._free_done(waiting)
             if waiting:
                 time.sleep(0.0005)
