@@ -22,7 +22,7 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
 
-__all__ = ["ENGINES", "EngineOf", "gloo_engine", "needs_ucx", "over_gloo", "over_hosts", "ucx_engine"]
+__all__ = ["ENGINES", "PLACEMENTS", "EngineOf", "gloo_engine", "needs_ucx", "over_gloo", "over_hosts", "ucx_engine"]
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -59,6 +59,12 @@ def ucx_engine(store: Store, rank: int, size: int, timeout: timedelta) -> Engine
     return UcxEngine(store, rank, timeout)
 
 
+# How ranks are placed on hosts.
+PLACEMENTS: dict[str, Callable[[int, int], int]] = {
+    "two hosts": lambda rank, size: rank * 2 // size,
+    "two hosts, cyclic": lambda rank, size: rank % 2,
+    "three hosts": lambda rank, size: min(rank, 2),
+}
 EngineOf = Callable[[Store, int, int, timedelta], Engine]
 ENGINES = [pytest.param(gloo_engine, id="Gloo"), pytest.param(ucx_engine, id="UCX", marks=needs_ucx)]
 

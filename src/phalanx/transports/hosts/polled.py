@@ -7,10 +7,13 @@ the meantime: often while a large transfer is under way, now and then as long as
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
+import weakref
 from abc import abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed, TransferLate
 
-__all__ = ["PolledEngine", "PolledTransfer"]
+__all__ = ["SPIN_S", "PolledEngine", "PolledTransfer"]
 
 # A transfer of so many bytes may need this side's help before anybody waits for it. Frames are shorter.
 LARGE_BYTES = 32 * 1024
@@ -85,6 +88,8 @@ class PolledEngine(Engine):
         self._used = 0.0
         self._in_use = threading.Event()
         self._thread: threading.Thread | None = None
+        self._at_exit = _weakly(self._stop)
+        atexit.register(self._at_exit)
 
     # -- what an engine has to say -----------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class PolledEngine(Engine):
             if not transfer.settled:
                 self.under_way[id(transfer)] = transfer
                 self._large += transfer.tensor.nbytes > LARGE_BYTES
-            if self._thread is None:
+            if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._tend, name="phalanx-engine", daemon=True)
                 self._thread.start()
         if not self._in_use.is_set():
@@ -153,6 +158,12 @@ class PolledEngine(Engine):
     def close(self) -> None:
         with self.lock:
             self._finish("the group was destroyed", orderly=True)
+        self._stop()
+        atexit.unregister(self._at_exit)
+
+    def _stop(self) -> None:
+        """End the thread. It must not be in the library when the process ends."""
+        with self.lock:
             thread, self._closed = self._thread, True
         self._in_use.set()
         if thread is not None and thread is not threading.current_thread():
@@ -233,3 +244,14 @@ class PolledEngine(Engine):
                 if time.monotonic() - self._used < IN_USE_S or self._closed:
                     continue
                 self._in_use.wait()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """Calls the method as long as its object exists, which this does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (alive := reference()) is not None:
+            alive()
+
+    return call

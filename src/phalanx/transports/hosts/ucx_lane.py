@@ -5,6 +5,7 @@ It neither authenticates nor encrypts. It listens on the interface over which th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -15,7 +16,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
-from phalanx.transports.hosts.lane import TransferFailed
+from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.polled import SPIN_S, PolledEngine, PolledTransfer
 from phalanx.transports.hosts.ucx_library import (
     BUSY,
@@ -32,6 +33,7 @@ __all__ = ["UcxEngine"]
 
 _HELLO = 2**32 - 1  # a tag of 32 bits that no transfer has
 _DONE = 0  # in place of the request of a transfer that waits for its rank's greeting alone
+_GONE = b"gone"  # in place of an address
 _EVERY_BIT = 2**64 - 1
 # How long a wait sleeps at most: another thread may have settled its transfer.
 _NAP_MS = 2
@@ -85,11 +87,23 @@ class UcxEngine(PolledEngine):
         with self._connecting:
             try:
                 self.start()
-                key = f"ucx/{peer}"
-                self._store.wait([key], self.timeout)
-                self._make_endpoint(peer, self._store.get(key))
+                self._make_endpoint(peer, self._address(peer))
             except (RuntimeError, UcxFailed) as error:
                 raise TransferFailed(peer, " ".join(str(error).split())) from error
+
+    def _address(self, peer: int) -> bytes:
+        """Where a rank is, once it has said so."""
+        key, until = f"ucx/{peer}", time.monotonic() + self.timeout.total_seconds()
+        while not self._store.check([key]):
+            if self._why_ended:
+                raise TransferFailed(peer, self._why_ended)
+            if time.monotonic() > until:
+                raise TransferLate(peer, f"timed out after {self.timeout.total_seconds():g} s: it has no address")
+            time.sleep(0.005)
+        address = self._store.get(key)
+        if address == _GONE:
+            raise TransferFailed(peer, "the other rank has left the group")
+        return address
 
     def _make_endpoint(self, peer: int, address: bytes) -> None:
         with self.lock:
@@ -193,7 +207,12 @@ class UcxEngine(PolledEngine):
     # -- the end -----------------------------------------------------------------------------------
 
     def _end(self, *, orderly: bool) -> None:
-        if self._worker is None or self._process != os.getpid():
+        if self._process != os.getpid():
+            return
+        if self._worker is None:
+            if not orderly:
+                with contextlib.suppress(RuntimeError):  # the store may have gone with rank 0
+                    self._store.set(f"ucx/{self._rank}", _GONE)
             return
         if orderly:
             self._settle_all([self._c.ucp_ep_flush_nbx(each, byref(_PLAIN)) for each in self._endpoints.values()])
