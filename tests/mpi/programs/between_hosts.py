@@ -32,7 +32,8 @@ def main() -> None:
         own = PrefixStore(f"{placement}/{name}", store)
         communicator = over_hosts(own, rank, size, PLACEMENTS[placement], engine=engine)
         skipped, wrong = run_check(name, communicator, 100_000)
-        print(f"{name}|{skipped}|{'; '.join(wrong)}", flush=True)
+        sys.stdout.write(f"{name}|{skipped}|{'; '.join(wrong)}\n")
+        sys.stdout.flush()
         runtime.world.Barrier()
 
 
