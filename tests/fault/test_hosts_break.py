@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.support.connecting import ENGINES, EngineOf, over_hosts
+from tests.support.connecting import over_hosts
 from tests.support.ranks import Member, run_ranks
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
@@ -34,17 +34,16 @@ def halves(rank: int, size: int) -> int:
     return rank * 2 // size
 
 
-def group(member: Member, engine: EngineOf, timeout_s: float = 60.0) -> Communicator:
-    return over_hosts(member.store(), member.rank, member.size, halves, timedelta(seconds=timeout_s), engine)
+def group(member: Member, timeout_s: float = 60.0) -> Communicator:
+    return over_hosts(member.store(), member.rank, member.size, halves, timedelta(seconds=timeout_s))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 2), (4, 0), (4, 2), (4, 3)])
-def test_survivors_name_a_rank_that_is_killed(size: int, victim: int, operation: str, count: int, engine: EngineOf) -> None:
+def test_survivors_name_a_rank_that_is_killed(size: int, victim: int, operation: str, count: int) -> None:
     def body(member: Member) -> Any:
-        communicator = group(member, engine)
+        communicator = group(member)
         communicator.barrier()
         if member.rank == victim:
             time.sleep(0.2)  # the others are in the operation
@@ -66,11 +65,10 @@ def test_survivors_name_a_rank_that_is_killed(size: int, victim: int, operation:
             assert f"host {halves(victim, size)}" in text or "pid" in text
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("odd", [0, 1, 3])
-def test_calls_that_differ_between_hosts_are_shown_from_both(odd: int, engine: EngineOf) -> None:
+def test_calls_that_differ_between_hosts_are_shown_from_both(odd: int) -> None:
     def body(member: Member) -> str:
-        communicator = group(member, engine)
+        communicator = group(member)
         with pytest.raises(CollectiveMismatch) as caught:
             communicator.all_reduce(torch.ones(3 if member.rank == odd else 4), SUM)
         communicator.close()
@@ -82,11 +80,10 @@ def test_calls_that_differ_between_hosts_are_shown_from_both(odd: int, engine: E
         assert f"rank {odd}: all_reduce(float32[3], sum)" in outcome.value
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("late", [1, 2, 3])
-def test_a_rank_that_does_not_come_ends_the_wait_of_all(late: int, engine: EngineOf) -> None:
+def test_a_rank_that_does_not_come_ends_the_wait_of_all(late: int) -> None:
     def body(member: Member) -> str:
-        communicator = group(member, engine, timeout_s=3.0)
+        communicator = group(member, timeout_s=3.0)
         communicator.barrier()
         if member.rank == late:
             return (member.folder / "over").as_posix() if wait_for(member, 3) else ""

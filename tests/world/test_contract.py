@@ -174,9 +174,7 @@ def groups() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", params=groups())
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PooledRanks | MpiRanks]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PooledRanks | MpiRanks]:
     """The ranks of one group, as long as its checks last."""
     transport, size, placement = request.param
     if isinstance(transport, MpiEnvironment):

@@ -113,7 +113,7 @@ class PolledEngine(Engine):
     def _end(self, *, orderly: bool) -> None:
         """Give back what the library holds, and let the peers know. Called once; the lock is held."""
 
-    def _connect(self, peer: int) -> None:  # noqa: B027 - most libraries connect by themselves
+    def _connect(self, peer: int) -> None:
         """Called without the lock before a rank's first transfer with a peer, and before every later one."""
 
     def _rest(self, waited_s: float) -> None:

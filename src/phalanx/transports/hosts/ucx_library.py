@@ -101,6 +101,8 @@ class _WorkerParams(Structure):
 
 
 class EndpointParams(Structure):
+    """How an endpoint is made: ``ucp_ep_params_t``."""
+
     _fields_ = [
         ("field_mask", c_uint64),
         ("address", c_char_p),
@@ -123,6 +125,8 @@ class EndpointParams(Structure):
 
 
 class RequestParams(Structure):
+    """How a transfer is made, or an endpoint closed: ``ucp_request_param_t``."""
+
     _fields_ = [
         ("field_mask", c_uint32),
         ("flags", c_uint32),
@@ -289,5 +293,3 @@ def devices() -> str:
 
 def _interface_of(address: str) -> str:
     return next(name for name, addresses in interface_addresses().items() if address in addresses)
-
-
