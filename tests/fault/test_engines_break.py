@@ -104,6 +104,9 @@ def test_a_transfer_that_nobody_answers_ends_with_the_timeout_or_the_group() -> 
         engine.set_timeout(timedelta(seconds=0.2))
         with pytest.raises(TransferLate) as late:
             engine.recv(memory, peer, 5).wait()
+        (member.folder / f"late{member.rank}").touch()
+        while not (member.folder / f"late{peer}").exists():
+            time.sleep(0.01)
         waits = engine.recv(memory, peer, 6)
         engine.abort()
         with pytest.raises(TransferFailed) as aborted:

@@ -6,6 +6,7 @@ measure them in turns, the slowest rank's times count, and rank 0 says which eng
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -26,7 +27,7 @@ from phalanx.transports.hosts.mpi_lane import MpiEngine
 from phalanx.transports.hosts.ucx_lane import UcxEngine
 from phalanx.transports.hosts.ucx_library import UcxFailed, open_library
 from phalanx.transports.mpi.runtime import MISSING, running, start
-from phalanx.words import format_named, format_spans
+from phalanx.words import format_named
 
 __all__ = ["Chosen", "choose_engine"]
 
@@ -34,6 +35,8 @@ AUTO, GLOO, MPI, UCX = "auto", "gloo", "mpi", "ucx"
 _NAMES = (AUTO, GLOO, MPI, UCX)
 # Gloo comes with torch and needs no setup, so another engine has to be quicker by more than the noise.
 _MARGIN = 0.9
+
+_LAST_WORD = timedelta(seconds=5)
 
 # What this process has measured for its world; later groups of it use that.
 _of_the_world: str = ""
@@ -81,8 +84,12 @@ def choose_engine(
     told = _say(
         store, "engines", rank, size, timeout, {"wanted": wanted, "chosen": _of_the_world, "lack": _lack(wanted, size)}
     )
-    _compare([each["wanted"] for each in told])
-    names = _common([each["lack"] for each in told], wanted)
+    refused = _differing([each["wanted"] for each in told]) or _lacking([each["lack"] for each in told], wanted)
+    if refused:
+        raise _refusal(store, rank, size, refused)
+    names = [name for name in told[0]["lack"] if not any(each["lack"][name] for each in told)]
+    if wanted != AUTO:
+        names = [wanted]
     before = {each["chosen"] for each in told}
     if wanted == AUTO and len(before) == 1 and before <= set(names):
         names = list(before)
@@ -92,7 +99,7 @@ def choose_engine(
     if MPI in names:
         world_ranks, lack = _start_mpi(store, rank, size, timeout)
         if lack and wanted == MPI:
-            raise InitializationError(f"{settings.ENGINE}={MPI}: {lack}")
+            raise _refusal(store, rank, size, f"{settings.ENGINE}={MPI}: {lack}")
         if lack:
             names.remove(MPI)
         else:
@@ -185,21 +192,31 @@ def _say(store: Store, name: str, rank: int, size: int, timeout: timedelta, what
     return [json.loads(store.get(key)) for key in keys]
 
 
-def _compare(wanted: Sequence[str]) -> None:
-    if len(set(wanted)) > 1:
-        who = {name: format_spans([rank for rank, own in enumerate(wanted) if own == name]) for name in wanted}
-        said = ", ".join(f"{name} on rank(s) {ranks}" for name, ranks in who.items())
-        raise InitializationError(f"{settings.ENGINE} differs between the ranks ({said}): set it alike on all hosts")
+def _refusal(store: Store, rank: int, size: int, why: str) -> InitializationError:
+    """The error of every rank. Rank 0 has the store, so it stays until all ranks know why."""
+    store.set(f"refused/{rank}", "")
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"refused/{other}" for other in range(size)], _LAST_WORD)
+    return InitializationError(why)
 
 
-def _common(lacks: Sequence[Mapping[str, str]], wanted: str) -> list[str]:
-    """The engines that every rank can use."""
+def _differing(wanted: Sequence[str]) -> str:
+    """Who names which engine; empty if all name the same."""
+    if len(set(wanted)) == 1:
+        return ""
+    who = {name: [rank for rank, own in enumerate(wanted) if own == name] for name in wanted}
+    said = ", ".join(f"{name} on {format_named('rank', ranks)}" for name, ranks in who.items())
+    return f"{settings.ENGINE} differs between the ranks ({said}): set it alike on all hosts"
+
+
+def _lacking(lacks: Sequence[Mapping[str, str]], wanted: str) -> str:
+    """Why some rank cannot use the engine that all name; empty if all can, or name none."""
     if wanted != AUTO:
         for rank, lack in enumerate(lacks):
             if lack[wanted]:
-                raise InitializationError(f"{settings.ENGINE}={wanted}: rank {rank} cannot use it: {lack[wanted]}")
-        return [wanted]
-    return [name for name in lacks[0] if not any(lack[name] for lack in lacks)]
+                return f"{settings.ENGINE}={wanted}: rank {rank} cannot use it: {lack[wanted]}"
+    return ""
 
 
 def _quickest(times: Mapping[str, Times]) -> str:

@@ -21,9 +21,9 @@ from phalanx.transports.hosts.layout import Layout
 __all__ = ["Times", "measured"]
 
 SMALL_BYTES, PROBE_BYTES, LARGE_BYTES = 64, 16 * 1024, 512 * 1024
-SMALL_ROUNDS, LARGE_ROUNDS = 12, 5
-# Large rounds are left out where they would take longer than this, all together: then the link is what takes the time.
-LARGE_S = 0.1
+SMALL_ROUNDS, PROBE_ROUNDS, LARGE_ROUNDS = 12, 3, 5
+# Large rounds are left out where they might take longer than this, all together: then the link is what takes the time.
+LARGE_S = 0.2
 # An engine that cannot connect within this time is not taken.
 PATIENCE = timedelta(seconds=5)
 _TAG = 7
@@ -60,11 +60,14 @@ def measured(
     if layout.leader:
         for engine in engines.values():
             engine.set_timeout(min(timeout, PATIENCE))
-        times = _joined(store, "probe", layout, rank, timeout, _probe(layout, engines))
+        times = _joined(store, "connected", layout, rank, timeout, _connect(layout, engines))
+        usable = {name: engine for name, engine in engines.items() if not times[name].failed}
+        times |= _joined(store, "probe", layout, rank, timeout, _probe(layout, usable))
         usable = {name: engine for name, engine in engines.items() if not times[name].failed}
         slowest = max((times[name].large_s for name in usable), default=0.0)
-        expected = slowest * LARGE_BYTES / PROBE_BYTES * LARGE_ROUNDS * len(usable)
-        if len(usable) > 1 and expected < LARGE_S * 8:  # a small message's time is mostly not that of its bytes
+        base = max((times[name].small_s for name in usable), default=0.0)
+        expected = (base + max(slowest - base, 0.0) * LARGE_BYTES / PROBE_BYTES) * LARGE_ROUNDS * len(usable)
+        if len(usable) > 1 and expected < LARGE_S:
             times |= _joined(store, "large", layout, rank, timeout, _large(layout, usable, times))
         if rank == 0:
             store.set("times", json.dumps({name: asdict(each) for name, each in times.items()}))
@@ -74,21 +77,26 @@ def measured(
     return {name: Times(**each) for name, each in json.loads(store.get("times")).items()}
 
 
-def _probe(layout: Layout, engines: Mapping[str, Engine]) -> dict[str, Times]:
-    """Small rounds, and a few that tell how fast the link is."""
+def _connect(layout: Layout, engines: Mapping[str, Engine]) -> dict[str, Times]:
+    """Which engines carry anything. The leaders compare that before they go on, since a failure takes its time."""
     found: dict[str, Times] = {}
     for name, engine in engines.items():
+        found[name] = Times()
         try:
-            _rounds(layout, {name: engine}, SMALL_BYTES, 2)  # which connect
+            _rounds(layout, {name: engine}, SMALL_BYTES, 2)
         except TransferFailed as error:
             found[name] = Times(failed=str(error))
-    whole = {name: engine for name, engine in engines.items() if name not in found}
+    return found
+
+
+def _probe(layout: Layout, engines: Mapping[str, Engine]) -> dict[str, Times]:
+    """Small rounds, and a few that tell how fast the link is."""
     try:
-        small = _rounds(layout, whole, SMALL_BYTES, SMALL_ROUNDS)
-        probe = _rounds(layout, whole, PROBE_BYTES, 3)
+        small = _rounds(layout, engines, SMALL_BYTES, SMALL_ROUNDS)
+        probe = _rounds(layout, engines, PROBE_BYTES, PROBE_ROUNDS)
     except TransferFailed as error:
-        return found | {name: Times(failed=str(error)) for name in whole}
-    return found | {name: Times(small[name], probe[name]) for name in whole}
+        return {name: Times(failed=str(error)) for name in engines}
+    return {name: Times(small[name], probe[name]) for name in engines}
 
 
 def _large(layout: Layout, engines: Mapping[str, Engine], before: Mapping[str, Times]) -> dict[str, Times]:

@@ -33,7 +33,7 @@ __all__ = ["UcxEngine"]
 
 _HELLO = 2**32 - 1  # a tag of 32 bits that no transfer has
 _DONE = 0  # in place of the request of a transfer that waits for its rank's greeting alone
-_GONE = b"gone"  # in place of an address
+_GONE = "gone"  # in place of an address
 _EVERY_BIT = 2**64 - 1
 # How long a wait sleeps at most: another thread may have settled its transfer.
 _NAP_MS = 2
@@ -79,7 +79,7 @@ class UcxEngine(PolledEngine):
             worker, address, self._descriptor = self._library.new_worker()
             self._poll.register(self._descriptor, select.POLLIN)
             self._worker = worker
-        self._store.set(f"ucx/{self._rank}", address)
+        self._store.set(f"ucx/{self._rank}", address.hex())
 
     def _connect(self, peer: int) -> None:
         if peer in self._endpoints:
@@ -100,10 +100,10 @@ class UcxEngine(PolledEngine):
             if time.monotonic() > until:
                 raise TransferLate(peer, f"timed out after {self.timeout.total_seconds():g} s: it has no address")
             time.sleep(0.005)
-        address = self._store.get(key)
+        address = self._store.get(key).decode()
         if address == _GONE:
             raise TransferFailed(peer, "the other rank has left the group")
-        return address
+        return bytes.fromhex(address)
 
     def _make_endpoint(self, peer: int, address: bytes) -> None:
         with self.lock:
@@ -114,8 +114,8 @@ class UcxEngine(PolledEngine):
             self._library.check(self._c.ucp_ep_create(self._worker, byref(params), byref(endpoint)), "ucp_ep_create")
             self._endpoints[peer] = endpoint
             self._peer_of[endpoint.value or 0] = peer
-            # A rank that only receives has to notice as well that its peer is lost, so each greets the other. No transfer
-            # is over before that: UCX calls one done whose bytes wait in this process for the connection.
+            # A rank that only receives has to notice as well that its peer is lost, so each greets the other. No
+            # transfer is over before that: UCX calls one done whose bytes wait in this process for the connection.
             greeting = [
                 self._c.ucp_tag_send_nbx(endpoint, None, 0, self._tag(_HELLO, self._rank), byref(_PLAIN)),
                 self._c.ucp_ep_flush_nbx(endpoint, byref(_PLAIN)),
