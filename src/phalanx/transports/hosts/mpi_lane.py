@@ -24,7 +24,7 @@ _GONE = 0  # the tag of a rank's word that it has given up; those of transfers f
 _TAGS = 32767  # the largest tag that every library takes
 # What a rank has sent before it gave up may come over another rail, later than that word.
 _LAST_CALL_S = 0.05
-_CANCEL_S = 0.2
+_CANCEL_S = 2.0
 
 
 class MpiEngine(PolledEngine):
