@@ -208,8 +208,17 @@ class TestHosts:
         self, host: int, command: Sequence[str], environment: Mapping[str, str], **streams: Any
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host, in this directory."""
-        entry = ["nsenter", "-t", str(self._inside[host]), "-m", "-u", "-n", "-p", f"--wd={os.getcwd()}", "--"]
-        return subprocess.Popen([*entry, *command], env={**os.environ, "PATH": _path(), **environment}, **streams)
+        return subprocess.Popen(
+            [*self.entry(host), *command], env={**os.environ, "PATH": _path(), **environment}, **streams
+        )
+
+    def entry(self, host: int) -> list[str]:
+        """What to put before a command so that it runs on a host, in this directory."""
+        return ["nsenter", "-t", str(self._inside[host]), "-m", "-u", "-n", "-p", f"--wd={os.getcwd()}", "--"]
+
+    def network(self, host: int) -> list[str]:
+        """What to put before a command so that it runs here, with the network and the name of a host."""
+        return ["nsenter", "-t", str(self._inside[host]), "-n", "-u", "--"]
 
     def join_switch(self) -> None:
         """Let processes of this machine's reach the hosts, by :meth:`outside`, as from a cluster's login node."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.mpi.environments import MpiEnvironment, mpi_parameters, run
-from tests.support.connecting import over_gloo, over_hosts
+from tests.support.connecting import PLACEMENTS, needs_ucx, over_gloo, over_hosts, ucx_engine
 from tests.support.contract import CHECKS, run_check
 from tests.support.pool import Pool
 from tests.support.ranks import Member
@@ -28,7 +28,7 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
 
-PROGRAM = Path(__file__).parents[1] / "mpi" / "programs" / "contract.py"
+PROGRAMS = Path(__file__).parents[1] / "mpi" / "programs"
 TIMEOUT = timedelta(seconds=60)
 MOST_BYTES = 600_000
 # An operation that a rank gives up stays unanswered, and MPI cannot end: tests/mpi/test_backend.py has a job for it.
@@ -94,10 +94,15 @@ TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], int]] = {
     "shm in chunks of 256 KiB": (partial(over_shm, chunk_bytes=256 * 1024), (2, 3, 5), MOST_BYTES),
     "defaults": (by_defaults, (2, 3, 5), 100_000),
     "gloo": (over_gloo, (2, 3, 5), 100_000),
-    "two hosts": (partial(over_hosts, host_of=lambda rank, size: rank * 2 // size), (2, 4, 5), 100_000),
-    "two hosts, cyclic": (partial(over_hosts, host_of=lambda rank, size: rank % 2), (3, 4), 100_000),
-    "three hosts": (partial(over_hosts, host_of=lambda rank, size: min(rank, 2)), (3, 5), 100_000),
+    "two hosts": (partial(over_hosts, host_of=PLACEMENTS["two hosts"]), (2, 4, 5), 100_000),
+    "two hosts, cyclic": (partial(over_hosts, host_of=PLACEMENTS["two hosts, cyclic"]), (3, 4), 100_000),
+    "three hosts": (partial(over_hosts, host_of=PLACEMENTS["three hosts"]), (3, 5), 100_000),
 }
+# Engines between hosts are checked in fewer worlds than Gloo.
+BETWEEN_HOSTS = {"two hosts": (2, 4), "two hosts, cyclic": (4,), "three hosts": (3, 5)}
+for _name, _sizes in BETWEEN_HOSTS.items():
+    _over_ucx = partial(over_hosts, host_of=PLACEMENTS[_name], engine=ucx_engine)
+    TRANSPORTS[f"{_name} over UCX"] = _over_ucx, _sizes, 100_000
 MPI_SIZES = (2, 3, 5)
 
 Outcome = tuple[str, list[str]]
@@ -124,14 +129,22 @@ def one_check(place: Member, transport: str, turn: int, name: str) -> Outcome:
 
 @dataclass
 class MpiRanks:
-    """Ranks of one mpiexec, which make all checks; each test then reads its own."""
+    """Ranks of one mpiexec, which make all checks; each test then reads its own.
+
+    With a placement, they are as if on several hosts with MPI between them; else MPI is the whole transport.
+    """
 
     mpi: MpiEnvironment
     size: int
+    placement: str = ""
+    folder: Path = Path()
 
     @cached_property
     def _done(self) -> subprocess.CompletedProcess[str]:
-        return run(self.mpi, self.size, PROGRAM, *(name for name in CHECKS if name not in NOT_UNDER_MPI))
+        names = [name for name in CHECKS if name not in NOT_UNDER_MPI]
+        if self.placement:
+            return run(self.mpi, self.size, PROGRAMS / "between_hosts.py", self.folder, self.placement, *names)
+        return run(self.mpi, self.size, PROGRAMS / "contract.py", *names)
 
     def run(self, name: str) -> list[Outcome]:
         if name in NOT_UNDER_MPI:
@@ -144,18 +157,28 @@ class MpiRanks:
 def groups() -> Iterator[Any]:
     for transport, (_, sizes, _) in TRANSPORTS.items():
         for size in sizes:
-            yield pytest.param((transport, size), id=f"{transport}, {size}")
+            marks = needs_ucx if "UCX" in transport else ()
+            yield pytest.param((transport, size, ""), id=f"{transport}, {size}", marks=marks)
     for environment in mpi_parameters():
         for size in MPI_SIZES:
-            yield pytest.param((environment.values[0], size), id=f"{environment.id}, {size}", marks=environment.marks)
+            yield pytest.param(
+                (environment.values[0], size, ""), id=f"{environment.id}, {size}", marks=environment.marks
+            )
+        for placement, sizes in BETWEEN_HOSTS.items():
+            for size in sizes:
+                yield pytest.param(
+                    (environment.values[0], size, placement),
+                    id=f"{placement} over {environment.id}, {size}",
+                    marks=environment.marks,
+                )
 
 
 @pytest.fixture(scope="module", params=groups())
-def ranks(request: pytest.FixtureRequest) -> Iterator[PooledRanks | MpiRanks]:
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PooledRanks | MpiRanks]:
     """The ranks of one group, as long as its checks last."""
-    transport, size = request.param
+    transport, size, placement = request.param
     if isinstance(transport, MpiEnvironment):
-        yield MpiRanks(transport, size)
+        yield MpiRanks(transport, size, placement, tmp_path_factory.mktemp("store"))
         return
     assert isinstance(transport, str)
     with Pool(size, lambda place: place) as pool:

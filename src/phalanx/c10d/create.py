@@ -16,6 +16,7 @@ from phalanx.c10d.quick import quicken
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.communicator import GlooCommunicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
+from phalanx.transports.hosts.choosing import choose_engine
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import GlooEngine
 from phalanx.transports.hosts.islands import join_islands
@@ -47,7 +48,8 @@ def create_process_group(
         backend: what the group says its backend is: ``phalanx``, or the one that it replaces.
 
     A group whose ranks cannot all reach one shared segment (several hosts, or containers with pid namespaces of their
-    own) has shared memory among those that can, and Gloo between them. If ranks of one machine share no memory, rank 0
+    own) has shared memory among those that can, and an engine between them, Gloo or one that PHALANX_ENGINE names or a
+    measurement prefers. If ranks of one machine share no memory, rank 0
     says why as a warning.
 
     Raises:
@@ -91,9 +93,13 @@ def create_process_group(
         gloo = gloo_in(PrefixStore("gloo", met), one_host=False)
         lanes = gloo_in(PrefixStore("lanes", met), one_host=False)
         messages = GlooCommunicator(gloo.get())
-        engine = GlooEngine(lanes, timeout)
+        chosen = choose_engine(
+            PrefixStore("engine", met), layout, rank, lambda: GlooEngine(lanes, timeout), timeout, world=not ranks
+        )
         broken = PrefixStore("broken", met)
-        return group_of(HostsCommunicator(layout, local, engine, messages, broken, timeout), gloo)
+        hosts = HostsCommunicator(layout, local, chosen.engine, messages, broken, timeout)
+        hosts.engine += f" ({chosen.why})" if chosen.why else ""
+        return group_of(hosts, gloo)
     try:
         gloo = gloo_in(PrefixStore(f"gloo/{communicator.meeting}", own))
         gloo.on_timeout = communicator.set_timeout
