@@ -76,8 +76,7 @@ def doctor(
                 raise click.UsageError(f"{option} is for other hosts; name them with -H or --hostfile")
         return _show(examine(ranks), {}, "", json_wanted)
     named = {one.name: one.slots or ranks for one in _hosts(hosts, hostfile)}
-    words = {} if starter is None else {"starter": shlex.split(starter)}
-    made = examine_hosts(named, **words, rate=not no_rates, progress=_progress)
+    made = examine_hosts(named, shlex.split(starter or ""), rate=not no_rates, progress=_progress)
     more = {"pairs": pairs_as_json(made.reached), "clocks": made.offsets_s}
     return _show(made.findings, more, _table(list(named), made), json_wanted)
 

@@ -16,11 +16,11 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.doctor.agent import READY
+from phalanx.errors import LaunchError
+from phalanx.launch.remote.starter import command_for
 
-__all__ = ["SSH", "Agent", "Unanswered"]
+__all__ = ["Agent", "Unanswered"]
 
-# BatchMode: ssh asks for nothing, since nobody could answer for many hosts at once; it fails and says what it lacks.
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
 START_S = 10.0
 LAST_WORDS_S = 1.0
 _HINTS = (
@@ -54,19 +54,20 @@ class Agent:
 
     Args:
         host: the host, as the user calls it.
-        starter: the program, and its arguments, that is called with the host and a command; ``SSH`` by default.
+        starter: the user's starter and its arguments, as of ``phalanx run --starter``; empty for ssh.
     """
 
-    def __init__(self, host: str, starter: Sequence[str] = SSH) -> None:
+    def __init__(self, host: str, starter: Sequence[str] = ()) -> None:
         self.host = host
-        command = [sys.executable, "-m", "phalanx.doctor.agent"]
-        if os.path.basename(starter[0]) == "ssh":
-            command = [shlex.join(command)]  # ssh gives its words to a shell
+        try:
+            command = command_for(host, starter, (sys.executable, "-m", "phalanx.doctor.agent"))
+        except LaunchError as error:
+            raise Unanswered(str(error), "correct the name, or call the host by its address") from error
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
         self._buffer = b""
         try:
             self._process = subprocess.Popen(
-                [*starter, host, *command],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -75,7 +76,7 @@ class Agent:
         except OSError as error:
             self._errors.close()
             raise Unanswered(
-                f"{starter[0]} cannot be started: {error.strerror}",
+                f"{command[0]} cannot be started: {error.strerror}",
                 "install OpenSSH's client, or name another program: --starter 'PROGRAM ARGS'",
             ) from error
         self._until_ready = time.monotonic() + START_S

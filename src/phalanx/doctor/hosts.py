@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from phalanx.doctor.agents import SSH, Agent, Unanswered
+from phalanx.doctor.agents import Agent, Unanswered
 from phalanx.doctor.between import clocks, differences, in_order, paths, rates
 from phalanx.doctor.finding import Finding, Level
 from phalanx.doctor.probe import Reach
@@ -41,7 +41,7 @@ class Examination:
 
 def examine_hosts(
     hosts: Mapping[str, int | None],
-    starter: Sequence[str] = SSH,
+    starter: Sequence[str] = (),
     *,
     rate: bool = True,
     progress: Callable[[str], None] = lambda _: None,

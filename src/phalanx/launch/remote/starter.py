@@ -35,21 +35,27 @@ _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1 << 20
 
 
-def command_for(name: str, starter: Sequence[str]) -> list[str]:
-    """The command that starts the agent of a host.
+# Isolated and without site packages: this run of the program only reads its input and replaces itself.
+_AGENT = (sys.executable, "-I", "-S", PROGRAM)
+
+
+def command_for(name: str, starter: Sequence[str], program: Sequence[str] = _AGENT) -> list[str]:
+    """The command that starts a program on a host.
 
     Args:
         name: the host, as the user wrote it.
         starter: the user's starter and its arguments; empty for ssh.
+        program: the program and its arguments; the agent of a job by default.
+
+    Raises:
+        LaunchError: the name resolves to loopback, and is not this host's.
     """
-    # Isolated and without site packages: this run of the program only reads its input and replaces itself.
-    agent = [sys.executable, "-I", "-S", PROGRAM]
     if is_here(name, starter=bool(starter)):
-        return agent
+        return [*program]
     if starter:
-        return [*starter, name, *agent]
+        return [*starter, name, *program]
     # The other side is a shell, which takes one line.
-    return [*_SSH, "--", name, f"exec {shlex.join(agent)}"]
+    return [*_SSH, "--", name, f"exec {shlex.join(program)}"]
 
 
 class AgentProgram(Program):
