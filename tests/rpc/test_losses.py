@@ -101,6 +101,38 @@ def test_the_middle_of_a_chain_dies() -> None:
     assert with_a_victim(body, 3)[0] == "worker2"
 
 
+def begin_a_context(pid: int) -> None:
+    with rpc.context():
+        rpc.call("worker1", stop_and_ask_another, pid, torch.ones(1, requires_grad=True))
+
+
+def stop_and_ask_another(pid: int, tensor: torch.Tensor) -> torch.Tensor:
+    os.kill(pid, signal.SIGSTOP)
+    kill_soon(pid, 0.5)
+    result: torch.Tensor = rpc.call("worker2", torch.add, tensor, tensor)
+    return result
+
+
+def count_contexts() -> int:
+    return len(contexts.all())
+
+
+def test_a_context_is_forgotten_if_its_creator_dies_while_it_is_told_who_takes_part() -> None:
+    """The creator is stopped, so that the one who is asked last is dialling it when it dies."""
+
+    def body(member: Member) -> Any:
+        if member.rank:
+            read(member.folder / "over")  # in shutdown() it would have a link to the victim already
+            return True
+        with pytest.raises(WorkerLost):
+            rpc.call("worker3", begin_a_context, rpc.call("worker3", workers.pid))
+        forgotten = soon(lambda: [rpc.call(rank, count_contexts) for rank in (1, 2)] == [0, 0])
+        write(member.folder / "over", b"")
+        return forgotten
+
+    assert with_a_victim(body, 4) == [True] * 3
+
+
 def test_a_worker_that_dies_during_shutdown_holds_nobody() -> None:
     def body(member: Member) -> Any:
         if member.rank == 0:

@@ -141,6 +141,14 @@ class TestHosts:
     def address(self, host: int) -> str:
         return f"{NET}.{host + 1}"
 
+    def address6(self, host: int) -> str:
+        return f"{NET6}::{host + 1}"
+
+    @property
+    def inside(self) -> list[int]:
+        """For each host the process id, on this machine, of a process that runs there."""
+        return list(self._inside)
+
     def reset_names(self) -> None:
         """Make every name mean the same on every host."""
         for host in range(self.count):
@@ -168,7 +176,7 @@ class TestHosts:
             self._ip(switch.pid, f"link add {end} type veth peer name eth0 netns {inside}")
             self._ip(switch.pid, f"link set {end} master sw up")
             self._ip(inside, f"addr add {self.address(host)}/24 dev eth0")
-            self._ip(inside, f"addr add {NET6}::{host + 1}/64 dev eth0 nodad")
+            self._ip(inside, f"addr add {self.address6(host)}/64 dev eth0 nodad")
             self._ip(inside, "link set eth0 up")
         self.zygotes = [Zygote(self, host) for host in range(self.count)]
 

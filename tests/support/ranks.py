@@ -7,6 +7,7 @@ milliseconds. A rank that does not end in time is asked for the stacks of all it
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import select
@@ -90,6 +91,9 @@ def fork_rank(function: Callable[[Member], Any], member: Member) -> int:
     pid = os.fork()
     if pid:
         return pid
+    # What an earlier test left in a circle is never collected here: a destructor in C++ that joins a thread of the
+    # parent's ends this process, once a thread of its own lies at the same address.
+    gc.freeze()
     code = 1
     try:
         stacks = open(member.folder / f"stacks-{member.rank}", "w")  # noqa: SIM115 - open as long as the process

@@ -98,8 +98,9 @@ class Peer:
 
 def write(path: Path, data: bytes) -> None:
     """Make a file that is whole as soon as it is there."""
-    path.with_suffix(".part").write_bytes(data)
-    os.rename(path.with_suffix(".part"), path)
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")  # several processes may make the same file
+    part.write_bytes(data)
+    os.rename(part, path)
 
 
 def read(path: Path) -> bytes:

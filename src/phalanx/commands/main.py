@@ -22,7 +22,7 @@ from phalanx.launch.supervisor import launch
 
 __all__ = ["main"]
 
-COMMANDS = ("bench", "env", "run")
+COMMANDS = ("bench", "doctor", "env", "run")
 
 
 class _Commands(click.Group):
@@ -47,6 +47,7 @@ def command() -> None:
       phalanx run -n 4 train.py --lr 0.1      four ranks on this machine
       phalanx run --help                      every option of it
       phalanx env                             this process's place in the world, and why
+      phalanx doctor                          what stands in the way of a job here
       phalanx bench                           how long collectives take here
     """
 

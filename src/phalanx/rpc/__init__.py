@@ -4,14 +4,15 @@ import phalanx
 from phalanx import rpc
 
 with phalanx.init() as world:
-rpc.init()
-print(rpc.call("worker1", torch.add, torch.ones(2), 1))
-rpc.shutdown()
+    rpc.init()
+    print(rpc.call("worker1", torch.add, torch.ones(2), 1))
+    rpc.shutdown()
 """
 
 from phalanx.rpc.autograd.engine import backward, context, get_gradients
 from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
+from phalanx.rpc.listing import describe, workers
 from phalanx.rpc.members import Member
 from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
 from phalanx.rpc.parameter_server.trainer import Parameters, parameters
@@ -33,6 +34,7 @@ __all__ = [
     "backward",
     "call",
     "context",
+    "describe",
     "each",
     "get_gradients",
     "init",
@@ -45,4 +47,5 @@ __all__ = [
     "shutdown",
     "start",
     "watch",
+    "workers",
 ]

@@ -45,6 +45,11 @@ DIAL_S = 5.0
 _BY_MEMORY, _BY_TCP = b"m", b"t"
 _CHOICE_BYTES = len(_BY_TCP) + TAG_BYTES
 
+# A worker that dies while it is dialled closes the connection, and its listener a moment later or earlier. So it is
+# dialled again, and then nothing listens there, unless another worker has come to its address.
+_MOST_DIALS = 4
+_AGAIN_S = 0.05
+
 _CLOSED = "this worker has been closed"
 
 # What dialling and sending raise if the other worker cannot be reached.
@@ -127,6 +132,7 @@ class Connections:
         if not dialling.acquire(timeout=max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX))):
             raise TimeoutError
         try:
+            closed = 0
             while True:
                 link = self._links.get(member.incarnation)
                 if link is not None:
@@ -138,6 +144,11 @@ class Connections:
                 except NoAnswer:
                     if time.monotonic() >= until or self._closed:
                         raise
+                except ConnectionError:
+                    closed += 1
+                    if closed == _MOST_DIALS or time.monotonic() + _AGAIN_S >= until or self._closed:
+                        raise
+                    time.sleep(_AGAIN_S)
         finally:
             dialling.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import ipaddress
 import os
@@ -21,6 +22,8 @@ __all__ = [
     "describe_interfaces",
     "holder_of_port",
     "interface_addresses",
+    "interface_mtu",
+    "interface_speed_mbit",
     "is_loopback",
     "is_other_host",
     "is_own_name",
@@ -30,7 +33,7 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR, _SIOCGIFMTU, _SIOCETHTOOL, _ETHTOOL_GSET = 0x8915, 0x8921, 0x8946, 1
 # No host has these addresses, which are reserved for documentation (RFC 5737, RFC 3849). So a packet to them leaves by
 # the default route, and the source address that the kernel chooses for it is the one that other hosts reach.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
@@ -53,6 +56,28 @@ def interface_addresses() -> dict[str, list[str]]:
     for addresses in found.values():
         addresses.sort(key=lambda address: (":" in address, "%" in address))
     return found
+
+
+def interface_mtu(name: str) -> int:
+    """The most bytes that a packet of an interface has; 0 if there is no such interface."""
+    with contextlib.suppress(OSError, struct.error), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFMTU, struct.pack("16si12x", name.encode()[:15], 0))
+        return int(struct.unpack("16si12x", answer)[1])
+    return 0
+
+
+def interface_speed_mbit(name: str) -> int:
+    """What the driver of an interface says that it can do, in Mbit/s; 0 if it does not know, as virtual ones often do.
+
+    It is asked by ``ETHTOOL_GSET``; files below /sys may be those of another network namespace.
+    """
+    asked = ctypes.create_string_buffer(struct.pack("I", _ETHTOOL_GSET), 44)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        fcntl.ioctl(probe, _SIOCETHTOOL, struct.pack("16sP8x", name.encode()[:15], ctypes.addressof(asked)))
+        low, high = struct.unpack_from("H", asked, 12)[0], struct.unpack_from("H", asked, 28)[0]
+        speed = int(low | high << 16)
+        return 0 if speed in (0xFFFF, 0xFFFFFFFF) else speed
+    return 0
 
 
 def describe_interfaces() -> str:

@@ -7,12 +7,12 @@ imports torch.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from phalanx.words import format_spans
 
-__all__ = ["RankRow", "format_rank_table"]
+__all__ = ["RankRow", "format_rank_table", "format_table"]
 
 # With more ranks than this the table has one line for each node instead of one for each rank.
 MOST_RANK_LINES = 16
@@ -65,17 +65,38 @@ def format_rank_table(
         width: how many columns a line may have; None for as many as it needs.
         color: whether to write ANSI colours, for a terminal.
     """
+    rows = sorted(rows, key=lambda row: row.rank)
+    lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
+    if width is not None:
+        lines = _fit(lines, width)
+    heading = title if backend is None else f"{title}, {backend}"
+    return format_table(lines, title=heading, text_columns=TEXT_COLUMNS, width=width, color=color)
+
+
+def format_table(
+    lines: Sequence[dict[str, str]],
+    *,
+    title: str,
+    text_columns: Collection[str],
+    width: int | None = None,
+    color: bool = False,
+) -> str:
+    """Lines of cells, by the names of their columns, as text that ends in a newline.
+
+    Args:
+        lines: at least one; all have the same columns.
+        title: the line above the table.
+        text_columns: the columns with text; the others have numbers, which are aligned to the right.
+        width: how many columns of characters a line may have; None for as many as it needs.
+        color: whether to write ANSI colours, for a terminal.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    rows = sorted(rows, key=lambda row: row.rank)
-    lines = _rank_lines(rows) if len(rows) <= MOST_RANK_LINES else _node_lines(rows)
-    if width is not None:
-        lines = _fit(lines, width)
     for name in lines[0]:
-        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in text_columns else "right", no_wrap=True)
     for line in lines:
         table.add_row(*(Text(cell) for cell in line.values()))
     out = io.StringIO()
@@ -89,7 +110,7 @@ def format_rank_table(
         emoji=False,
         legacy_windows=False,
     )
-    console.print(Text(title if backend is None else f"{title}, {backend}", style="bold"))
+    console.print(Text(title, style="bold"))
     console.print(table)
     return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
 

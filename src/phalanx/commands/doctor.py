@@ -1,0 +1,105 @@
+"""``phalanx doctor``: what stands in the way of a job, found before one is lost to it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+
+import click
+
+from phalanx.doctor.finding import Finding, worst
+from phalanx.doctor.hosts import Examination, examine_hosts
+from phalanx.doctor.local import examine
+from phalanx.doctor.pair_table import pairs_as_json, pairs_as_text
+from phalanx.doctor.report import as_json, as_text
+from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
+
+__all__ = ["doctor"]
+
+_HELP = """Say what stands in the way of a job, here or on several hosts.
+
+\b
+  phalanx doctor                  this host, for as many ranks as it has cores
+  phalanx doctor -n 8             for eight ranks
+  phalanx doctor -H h1:4,h2:4     those hosts, and the way between each two of them
+  srun phalanx doctor             each process of a launcher: what its variables say
+
+Each line is ok, a warning (a job runs, but slower or otherwise than one may think) or a failure, and says what to do.
+
+On a host it looks at the versions of Python, torch and Phalanx; at cores, memory, limits and folders; at
+accelerators; at the host's name, addresses and interface; and at variables of launchers and of torch that contradict
+each other or change what happens.
+
+With -H a helper is started on each host by ssh, or by --starter, and ends with this command. Versions, directories and
+clocks are compared. Each host then connects to each other one, so that names that lead elsewhere, blocked ports,
+packets that are too large for the way, and slow links are found. Rates are measured for a third of a second, one pair
+of a host at a time. A helper listens on one port of every interface meanwhile, and answers only callers who know a
+secret.
+
+\b
+The object of --json has worst; findings, each with level (ok, warning, failure), host, subject, said and remedy; and
+with -H pairs, each with from, to, error, round_trip_us, bytes_per_s and others, and clocks, the seconds by which each
+host is ahead of this one.
+
+\b
+Exit codes: 0 if all is well; 1 if there is a warning; 3 if there is a failure; 2 for a wrong command line.
+"""
+
+
+@click.command(help=_HELP)
+@click.option("-n", "ranks", type=click.IntRange(min=1), metavar="N", help="How many ranks are to run on each host.")
+@click.option("-H", "--hosts", metavar="HOST[:N],…", help="The hosts, each with the number of its ranks.")
+@click.option("--hostfile", metavar="FILE", help="The same in a file, one host a line: h1, h1:4 or h1 slots=4.")
+@click.option(
+    "--starter",
+    metavar="'PROGRAM ARGS'",
+    help="What starts a helper on a host, called as PROGRAM ARGS HOST COMMAND…; ssh by default.",
+)
+@click.option("--no-rates", is_flag=True, help="Do not measure rates, which uses each link for about a second.")
+@click.option("--json", "json_wanted", is_flag=True, help="Print one JSON object.")
+def doctor(
+    ranks: int | None,
+    hosts: str | None,
+    hostfile: str | None,
+    starter: str | None,
+    no_rates: bool,
+    json_wanted: bool,
+) -> int:
+    """The command itself; ``--help`` prints ``_HELP``."""
+    if hosts and hostfile:
+        raise click.UsageError("-H and --hostfile both name hosts; give one of them")
+    if not hosts and not hostfile:
+        for given, option in ((starter, "--starter"), (no_rates, "--no-rates")):
+            if given:
+                raise click.UsageError(f"{option} is for other hosts; name them with -H or --hostfile")
+        return _show(examine(ranks), {}, "", json_wanted)
+    named = {one.name: one.slots or ranks for one in _hosts(hosts, hostfile)}
+    words = {} if starter is None else {"starter": shlex.split(starter)}
+    made = examine_hosts(named, **words, rate=not no_rates, progress=_progress)
+    more = {"pairs": pairs_as_json(made.reached), "clocks": made.offsets_s}
+    return _show(made.findings, more, _table(list(named), made), json_wanted)
+
+
+def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:
+    return read_hostfile(hostfile) if hostfile else parse_hosts(str(hosts))
+
+
+def _table(hosts: list[str], made: Examination) -> str:
+    table = pairs_as_text(hosts, made.reached, color=sys.stdout.isatty())
+    return f"\n{table}" if table else ""
+
+
+def _show(findings: list[Finding], more: Mapping[str, object], table: str, json_wanted: bool) -> int:
+    if json_wanted:
+        click.echo(json.dumps({**as_json(findings), **more}))
+    else:
+        click.echo(as_text(findings, color=sys.stdout.isatty()) + table, nl=False)
+    return worst(findings).exit_code
+
+
+def _progress(said: str) -> None:
+    """What is done next, in one line that the next replaces; nothing where nobody looks."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{said} …", err=True, nl=False)

@@ -1,0 +1,150 @@
+"""The doctor's helpers on the hosts, as the doctor holds them: started, asked, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from phalanx.doctor.agent import READY
+
+__all__ = ["SSH", "Agent", "Unanswered"]
+
+# BatchMode: ssh asks for nothing, since nobody could answer for many hosts at once; it fails and says what it lacks.
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8")
+START_S = 10.0
+LAST_WORDS_S = 1.0
+_HINTS = (
+    (
+        "Host key verification failed",
+        "ssh to {host} once by hand, and accept its key (ssh-keyscan {host} >> ~/.ssh/known_hosts)",
+    ),
+    (
+        "Permission denied",
+        "ssh asks for a password or a key that it does not have: ssh-copy-id {host}, or start an agent",
+    ),
+    ("Could not resolve hostname", "{host} is no name that this host knows: /etc/hosts, or ~/.ssh/config"),
+    ("Connection refused", "no ssh server listens there: start sshd on {host}, or give --starter another program"),
+    ("timed out", "{host} does not answer: is it up, and does a firewall let ssh pass?"),
+    ("No module named", "that Python has no Phalanx: install it there, in the same environment as here"),
+    ("No such file or directory", "the same Python has to be at the same path on {host}"),
+    ("not found", "the same Python has to be at the same path on {host}"),
+)
+
+
+class Unanswered(Exception):
+    """A helper did not start, or did not answer. ``remedy`` says what to do."""
+
+    def __init__(self, said: str, remedy: str) -> None:
+        super().__init__(said)
+        self.remedy = remedy
+
+
+class Agent:
+    """The helper on one host. It ends when this is closed.
+
+    Args:
+        host: the host, as the user calls it.
+        starter: the program, and its arguments, that is called with the host and a command; ``SSH`` by default.
+    """
+
+    def __init__(self, host: str, starter: Sequence[str] = SSH) -> None:
+        self.host = host
+        command = [sys.executable, "-m", "phalanx.doctor.agent"]
+        if os.path.basename(starter[0]) == "ssh":
+            command = [shlex.join(command)]  # ssh gives its words to a shell
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
+        self._buffer = b""
+        try:
+            self._process = subprocess.Popen(
+                [*starter, host, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                start_new_session=True,  # Ctrl-C reaches the doctor, which then closes what it has started
+            )
+        except OSError as error:
+            self._errors.close()
+            raise Unanswered(
+                f"{starter[0]} cannot be started: {error.strerror}",
+                "install OpenSSH's client, or name another program: --starter 'PROGRAM ARGS'",
+            ) from error
+        self._until_ready = time.monotonic() + START_S
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def wait_ready(self) -> None:
+        """Wait until the helper answers.
+
+        Raises:
+            Unanswered: it does not; the error says why, as far as the starter has said so.
+        """
+        while self._line(self._until_ready) != READY:
+            pass  # what a login shell prints
+
+    def ask(self, do: str, timeout_s: float = 30.0, **details: Any) -> dict[str, Any]:
+        """The answer to a question (``agent.py``).
+
+        Raises:
+            Unanswered: none came, or it was an error.
+        """
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then no answer comes, and its last words say why
+            self._process.stdin.write(json.dumps({"do": do, **details}).encode() + b"\n")
+            self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._line(time.monotonic() + timeout_s))
+        if answer.keys() == {"error"}:
+            raise Unanswered(f"its helper failed: {answer['error']}", "please report this")
+        return answer
+
+    def close(self) -> None:
+        """End the helper, and wait for the program that started it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(LAST_WORDS_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._errors.close()
+
+    def _line(self, until: float) -> str:
+        assert self._process.stdout is not None
+        while b"\n" not in self._buffer:
+            readable, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
+            more = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
+            if not more:
+                raise self._why(in_time=bool(readable))
+            self._buffer += more
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode("utf-8", "replace").strip()
+
+    def _why(self, *, in_time: bool) -> Unanswered:
+        if in_time:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LAST_WORDS_S)
+        self._errors.seek(0)
+        lines = [line for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        words = " / ".join(lines[-3:])
+        said = "its helper ended" if in_time else f"its helper did not answer in {START_S:g} s"
+        remedy = next((hint for sign, hint in _HINTS if sign in words), "run the same command by hand: {command}")
+        command = shlex.join(map(str, self._process.args)) if isinstance(self._process.args, list) else ""
+        return Unanswered(said + f": {words}" * bool(words), remedy.format(host=self.host, command=command))
