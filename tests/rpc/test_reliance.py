@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, ClosedError
@@ -68,6 +70,48 @@ def test_giving_up_what_follows_gives_up_the_call() -> None:
         return "done"
 
     assert with_workers(body, 2) == ["done"] * 2
+
+
+def keep_number(number: int, tensor: torch.Tensor) -> None:
+    workers.keep(number)
+
+
+def all_kept() -> list[Any]:
+    return workers.kept
+
+
+def test_a_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None:
+    """The cancellation is small, so it overtakes the call, whose callee is stopped meanwhile."""
+
+    def body(member: Member) -> Any:
+        if member.rank:
+            return None
+        pid = rpc.call("worker1", workers.pid)
+        tensor = torch.ones(1 << 20)
+        rpc.call("worker1", torch.numel, tensor)
+        own, sent = session.agent(), threading.Event()
+        send_cancel = own._send_cancel
+
+        def send(call: Any) -> None:
+            send_cancel(call)
+            sent.set()
+
+        vars(own)["_send_cancel"] = send
+        for number in range(10):
+            sent.clear()
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.01)  # until all its threads have stopped
+            try:
+                future = rpc.start("worker1", keep_number, number, tensor)
+                assert future.cancel()
+                assert sent.wait(PATIENCE_S)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            rpc.call("worker1", torch.numel, tensor)
+        rpc.call("worker1", keep_number, 10, tensor)
+        return rpc.call("worker1", all_kept)
+
+    assert with_workers(body, 2)[0] == [10]
 
 
 def test_timeouts_go_on_after_a_callback_that_raises_or_waits() -> None:

@@ -87,6 +87,7 @@ class Future(Generic[T]):
             help_on = self._help_on
             if help_on is not None:
                 help_on(self.done, threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
+            del help_on  # an error that is raised here keeps this frame, and so the call with what its callee relies on
             if not self._done and not self._sleep(until):
                 raise TimeoutError(f"the call has not returned within {timeout_s:g} s; it goes on")
         if self._error is not None:

@@ -29,6 +29,7 @@ __all__ = ["CANCEL", "PROGRESS", "RECEIPT", "Incoming", "Serving"]
 # The services of the agent itself. The second is also the mark of an answer whose receiver is to say that it has it;
 # the third says how far calls have come (inquiry.py).
 CANCEL, RECEIPT, PROGRESS = "cancel", "receipt", "progress"
+_MOST_EARLY = 1024
 _NOBODY, _LATER = 0, -1  # in the place of a thread
 
 
@@ -83,6 +84,8 @@ class Serving:
         self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
         self._under_way: dict[tuple[int, int], Incoming] = {}  # by caller and number, in the order in which they came
+        # Calls that were given up before they had come, oldest first: a cancellation overtakes a large request.
+        self._given_up_early: dict[tuple[int, int], None] = {}
         self._kept: dict[tuple[int, int], list[in_transit.Kept]] = {}  # what the receivers of answers rely on
         self.add(CANCEL, self._on_cancel, quick=True, codec=NUMBER)
         self.add(RECEIPT, self._on_receipt, quick=True, codec=NUMBER)
@@ -100,7 +103,10 @@ class Serving:
         incoming = Incoming(peer)
         if message.kind is Kind.REQUEST:
             incoming.message = message
-            self._under_way[peer.incarnation, message.call] = incoming
+            key = peer.incarnation, message.call
+            self._under_way[key] = incoming
+            if self._given_up_early and self._given_up_early.pop(key, False) is None:
+                incoming.give_up()
         if may_block or (service is not None and service.quick):
             self._run(link, incoming, service, message)
         else:
@@ -111,9 +117,10 @@ class Serving:
         for (caller, _), incoming in list(self._under_way.items()):
             if caller == peer.incarnation:
                 incoming.give_up()
-        for key in list(self._kept):
-            if key[0] == peer.incarnation:
-                self._kept.pop(key, None)
+        for noted in (self._kept, self._given_up_early):
+            for key in list(noted):
+                if key[0] == peer.incarnation:
+                    noted.pop(key, None)
 
     def _run(self, link: Link, incoming: Incoming, service: _Service | None, message: Message) -> None:
         peer = incoming.peer
@@ -197,9 +204,14 @@ class Serving:
             link.send(Message(Kind.FAILURE, number, "", b"", ()), math.inf)
 
     def _on_cancel(self, incoming: Incoming, number: int) -> None:
-        given_up = self._under_way.get((incoming.peer.incarnation, number))
-        if given_up is not None:
+        key = incoming.peer.incarnation, number
+        early = self._given_up_early
+        early[key] = None  # first: the call may come at this moment
+        if (given_up := self._under_way.get(key)) is not None:
+            early.pop(key, None)
             given_up.give_up()
+        elif len(early) > _MOST_EARLY:  # those that stay had been answered
+            early.pop(next(iter(list(early))), None)
 
     def _on_progress(self, incoming: Incoming, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """How far calls of a worker have come; what is not under way here has an empty entry.

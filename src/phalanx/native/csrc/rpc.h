@@ -144,7 +144,7 @@ PHX_API const void *phx_rpc_answers(phx_rpc_hub *hub);
 /* Give a large image back, by what its box said of it. */
 PHX_API void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequence, uint64_t where, uint64_t nbytes);
 
-/* -- TCP connections: rpc/links/source.py -------------------------------------------------------------------------------- */
+/* -- TCP connections: rpc/links/endpoint.py -------------------------------------------------------------------------------- */
 
 /* What the connections of one worker have in common. Only this process has it, and its threads change the words with
  * seq_cst. */
