@@ -102,6 +102,7 @@ _OWN_LAUNCHER = (
 _HOROVODS = "belongs to Horovod's own engine; start such a script by horovodrun, Phalanx works under it too"
 _PLACEMENT = "placing is up to the MPI launcher: --mpi 'mpirun --map-by …'"
 _LAUNCHERS_OWN = "give it to the MPI launcher: --mpi 'mpiexec …'"
+_LOGIN = "ssh reads ports and keys from ~/.ssh/config; or give it options of its own: --starter 'ssh -p 2222'"
 _ELASTIC = "the number of ranks is fixed: -n N"
 _SHOWN = "--dry-run shows what would be started, and with --json the cores of each rank"
 _TIMES = "mark the lines by another program: phalanx run … 2>&1 | ts"
@@ -136,7 +137,8 @@ _OTHERWISE = {
     **dict.fromkeys(("gradient-clipping", "downcast-bf16", "main-training-function", "jsrun"), _OWN_LAUNCHER),
     **dict.fromkeys(("map-by", "rank-by", "rankfile", "rankmap", "rr", "grr", "membind"), _PLACEMENT),
     **dict.fromkeys(("use-hwthread-cpus", "gpus-per-proc", "binding-args"), _PLACEMENT),
-    **dict.fromkeys(("p", "ssh-port", "i", "ssh-identity-file", "mpi-args", "tcp"), _LAUNCHERS_OWN),
+    **dict.fromkeys(("p", "ssh-port", "i", "ssh-identity-file"), _LOGIN),
+    **dict.fromkeys(("mpi-args", "tcp"), _LAUNCHERS_OWN),
     **dict.fromkeys(("mca", "prtemca", "pmixmca", "prefix", "launcher", "launcher-exec", "bootstrap"), _LAUNCHERS_OWN),
     **dict.fromkeys(("rmk", "nolocal", "localhost", "usize", "tune", "gtool"), _LAUNCHERS_OWN),
     **dict.fromkeys(("configfile", "app"), "a job here has one program for all ranks, which may ask for its rank"),
