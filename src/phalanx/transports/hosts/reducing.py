@@ -22,7 +22,9 @@ __all__ = ["Reducing"]
 
 Agree = Callable[[], None]
 _TAG, _SUMS_TAG = 1, 2
-_SLOTS = 4  # chunks under way, each a step further than the next one: expected, inside, between, spread
+# So many chunks are on the wire at once: then it has something to do also while a rank waits for its processor.
+_SENT_AHEAD = 2
+_SLOTS = 2 * _SENT_AHEAD + 2  # chunks under way, from the first that is expected to the last that is spread
 
 
 class Reducing:
@@ -60,20 +62,20 @@ class Reducing:
         ]
 
         def expect() -> None:
-            for chunk in work[:2]:
+            for chunk in work[:_SENT_AHEAD]:
                 chunk.expect()
 
         others = [rank for number, rank in enumerate(self._layout.lane) if number != self._layout.host]
         self._ways.begin(others, agree, expect)
-        for turn in range(len(work) + 2):  # one chunk is combined inside, one between the hosts, and one spread
-            if 2 <= turn + 1 < len(work):
+        for turn in range(len(work) + 2 * _SENT_AHEAD):
+            if _SENT_AHEAD <= turn + 1 < len(work):
                 work[turn + 1].expect()
             if turn < len(work):
                 work[turn].inside()
-            if 0 <= turn - 1 < len(work):
-                work[turn - 1].between()
-            if 0 <= turn - 2 < len(work):
-                work[turn - 2].spread()
+            if 0 <= turn - _SENT_AHEAD < len(work):
+                work[turn - _SENT_AHEAD].between()
+            if 0 <= turn - 2 * _SENT_AHEAD < len(work):
+                work[turn - 2 * _SENT_AHEAD].spread()
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int, agree: Agree) -> None:
         """Combine inside what each rank of each host is to get, then between the hosts.
