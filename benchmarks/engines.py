@@ -51,6 +51,7 @@ def engines(store: Store, rank: int, size: int) -> dict[str, Engine]:
 
 
 def main() -> None:
+    """Run on every rank."""
     torch.set_num_threads(1)
     rounds = int(sys.argv[1]) if sys.argv[1:] else 7
     world = phalanx.init(timeout_s=120)

@@ -73,6 +73,9 @@ def run(hosts: TestHosts, mpi: MpiEnvironment, folder: Path, *arguments: str, **
         "I_MPI_FABRICS": "ofi",
         "PRTE_MCA_plm_ssh_agent": str(shell),
         "FI_PROVIDER": "tcp",
+        # MPICH's UCX takes hosts of one machine for one host, whose memory and loopback it could use.
+        "UCX_TLS": "tcp",
+        "UCX_NET_DEVICES": "eth0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     }

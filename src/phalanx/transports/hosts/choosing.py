@@ -135,7 +135,7 @@ def _lack(wanted: str, size: int) -> dict[str, str]:
     """For each engine that may be used: what this process lacks for it; empty if it can be used."""
     lack = {GLOO: ""}
     if wanted in (AUTO, MPI):
-        lack[MPI] = _lack_of_mpi(size)
+        lack[MPI] = _lack_of_mpi(wanted, size)
     if wanted in (AUTO, UCX):
         try:
             open_library()
@@ -145,10 +145,12 @@ def _lack(wanted: str, size: int) -> dict[str, str]:
     return lack
 
 
-def _lack_of_mpi(size: int) -> str:
+def _lack_of_mpi(wanted: str, size: int) -> str:
     runtime = running()
     if runtime is not None:
         return "" if runtime.usable else "MPI has ended in this process, and cannot be started again"
+    if wanted == AUTO:  # a library that cannot start ends the process, so it is started only for a user who names it
+        return "MPI is not running"
     sizes = [os.environ[name] for name in sorted(MPI_SIZES) if os.environ.get(name)]
     if not sizes:
         return "MPI has not started this rank: start the job with mpiexec, or with phalanx run --mpi mpiexec"
