@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from phalanx import settings
+from phalanx.place.allocated import is_allocated
 
 __all__ = ["carried_variables"]
 
@@ -18,7 +19,6 @@ _OF_A_HOST = re.compile(
 )
 # A batch system gives each host of an allocation devices of its own; elsewhere the user has chosen them.
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-_ALLOTTED = ("SLURM_JOB_ID", "PBS_JOBID")
 
 
 def carried_variables(user: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
@@ -28,7 +28,7 @@ def carried_variables(user: Mapping[str, str], named: Collection[str] = ()) -> d
         user: the environment of ``phalanx run``.
         named: the variables that the user has named with ``-x``, which go whatever they are.
     """
-    devices = _DEVICES if any(name in user for name in _ALLOTTED) else ()
+    devices = _DEVICES if is_allocated(user) else ()
     return {
         name: value for name, value in user.items() if name in named or not (name in devices or _OF_A_HOST.match(name))
     }

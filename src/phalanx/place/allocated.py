@@ -1,0 +1,77 @@
+"""What a batch system says of the nodes that it has allotted to the job of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.errors import LauncherEnvironmentError
+from phalanx.place.node_lists import expand_node_list, expand_task_counts
+
+__all__ = ["Allocated", "is_allocated", "read_allocated"]
+
+# Slurm numbers steps from 0; those of a batch script and of an interactive shell have numbers from here on.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """The nodes of a job.
+
+    Attributes:
+        title: the job, for people.
+        nodes: each node, with the number of tasks that the user asked for there; empty if a file lists them.
+        file: the path of that file.
+        has_srun: whether ``srun`` starts processes there, without any login.
+    """
+
+    title: str
+    nodes: tuple[tuple[str, int], ...] = ()
+    file: str = ""
+    has_srun: bool = False
+
+
+def read_allocated(environment: Mapping[str, str]) -> Allocated | None:
+    """The nodes that a batch system has allotted; None outside of a job, and in a process that a launcher has started.
+
+    Args:
+        environment: the variables to read.
+
+    Raises:
+        LauncherEnvironmentError: the variables cannot be read, or contradict each other; the message has them.
+    """
+    return _slurm(environment) or _pbs(environment)
+
+
+def is_allocated(environment: Mapping[str, str]) -> bool:
+    """Whether this process belongs to a job of a batch system that gives each node devices of its own."""
+    return any(name in environment for name in ("SLURM_JOB_ID", "PBS_JOBID"))
+
+
+def _slurm(environment: Mapping[str, str]) -> Allocated | None:
+    nodes, job = environment.get("SLURM_JOB_NODELIST"), environment.get("SLURM_JOB_ID")
+    if not nodes or not job:
+        return None
+    step = environment.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < _FIRST_SPECIAL_STEP:
+        return None  # a task of srun
+    try:
+        names = expand_node_list("SLURM_JOB_NODELIST", nodes)
+        given = environment.get("SLURM_TASKS_PER_NODE")
+        counts = expand_task_counts("SLURM_TASKS_PER_NODE", given) if given else [1] * len(names)
+    except LauncherEnvironmentError as error:
+        raise LauncherEnvironmentError(f"the nodes of Slurm's job {job} cannot be read: {error}") from None
+    if len(counts) != len(names):
+        raise LauncherEnvironmentError(
+            f"Slurm's job {job} has {len(names)} nodes (SLURM_JOB_NODELIST={nodes}) and tasks for {len(counts)} "
+            f"(SLURM_TASKS_PER_NODE={given})"
+        )
+    return Allocated(f"Slurm's job {job}", tuple(zip(names, counts, strict=True)), has_srun=True)
+
+
+def _pbs(environment: Mapping[str, str]) -> Allocated | None:
+    path, job = environment.get("PBS_NODEFILE"), environment.get("PBS_JOBID")
+    # A task of mpiexec has variables of its own beside them.
+    if not path or not job or any(name in environment for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")):
+        return None
+    return Allocated(f"PBS job {job}", file=path)
