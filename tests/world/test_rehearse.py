@@ -149,7 +149,7 @@ def test_a_dry_run_as_json(launcher: Launcher) -> None:
         (["--rehearse", "2x4", "--device", "cuda"], "leave --device or --rehearse out"),
         (["--rehearse", "2x4", "--placement", "random"], "'block', 'cyclic'"),
         (["--placement", "cyclic"], "add --rehearse 2x4"),
-        (["--rehearse", "2x2", "-H", "a:2,b:2"], "Add --mpi mpiexec"),
+        (["--rehearse", "2x2", "-H", "a:2,b:2"], "leave --rehearse or the hosts out"),
         (["--device", "3"], "--device 3 is not a device. Give cpu, cuda, cuda:1"),
         (["--bind", "socket"], "'none', 'core', 'numa'"),
         (["--bind", "core", "-n", "100000"], "or let them share: --bind none"),
