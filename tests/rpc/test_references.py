@@ -291,10 +291,10 @@ def a_game(seed: int, size: int, *, dies: bool, tcp: bool = False) -> list[Any]:
             if gone < 0:
                 assert soon(same), different[0]
             found = [rpc.call(rank, check_mine, gone) for rank in living]
-            for rank in living:
-                rpc.call(rank, empty)
 
             def nothing() -> bool:
+                for rank in living:
+                    rpc.call(rank, empty)  # again, because a call of the dead may only just have put something there
                 different[0] = str([rpc.call(rank, report) for rank in living])
                 return all(rpc.call(rank, report) == (set(), set()) for rank in living)
 

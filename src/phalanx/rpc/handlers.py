@@ -76,6 +76,8 @@ class Handlers:
             for thread in running:
                 if thread is not threading.current_thread():
                     thread.join()
+        if self._mover is not threading.current_thread():
+            self._mover.join()  # it hands tasks on, and runs none
 
     def _move(self) -> None:
         while (moved := self._later.get()) is not None:
