@@ -13,6 +13,7 @@ import torch
 from tests.rpc import workers
 from tests.rpc.workers import with_workers
 from tests.support.ranks import Member
+from tests.support.waiting import stop
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PhalanxError
@@ -91,7 +92,7 @@ def test_a_stopped_worker_is_named_and_another_pass_works_when_it_goes_on(size: 
         leaf = torch.ones(3, requires_grad=True)
         with rpc.context() as context_id:
             loss = pass_on(way, leaf, waits=False).sum()
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             try:
                 with pytest.raises(CallTimeout) as caught:
                     rpc.backward(context_id, [loss], timeout_s=1)

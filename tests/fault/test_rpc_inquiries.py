@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from tests.rpc import workers
 from tests.support.ranks import Member, on_ranks
+from tests.support.waiting import stop
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
@@ -114,7 +115,7 @@ def test_a_handler_that_runs_is_told_with_its_line(size: int, tcp: bool) -> None
 def test_a_stopped_worker_is_told(tcp: bool) -> None:
     def body(to: str) -> Any:
         pid = rpc.call(to, workers.pid)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             error = timeout_of(to, workers.add, 1, 2)
         finally:

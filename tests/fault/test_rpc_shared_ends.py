@@ -19,6 +19,7 @@ import pytest
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks, values
 from tests.support.shared_links import PATIENCE_S, Peer, finish, mappings, read, write
+from tests.support.waiting import stop
 
 from phalanx.rpc.links.contract import LinkEnded
 from phalanx.rpc.links.shared import SharedHub
@@ -112,7 +113,7 @@ def test_a_stopped_process_is_told_from_a_dead_one() -> None:
         if member.rank == 0:
             pid = int(read(member.folder / "pid"))
             assert peer.links[1].state()["process"] in ("R", "S")
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             try:
                 with pytest.raises(TimeoutError):
                     while True:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.rpc import workers
 from tests.support.ranks import Member, on_ranks
+from tests.support.waiting import stop
 
 from phalanx import rpc
 from phalanx.rpc import session
@@ -19,7 +20,7 @@ STOPPED_S = 6.0  # longer than a silent host is waited for
 
 
 def stop_for_long(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     threading.Timer(STOPPED_S, os.kill, [pid, signal.SIGCONT]).start()
 
 

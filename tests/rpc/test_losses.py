@@ -29,7 +29,7 @@ from tests.launch_support import Launcher, launcher
 from tests.rpc import workers
 from tests.support.ranks import Member, run_ranks
 from tests.support.shared_links import read, write
-from tests.support.waiting import soon
+from tests.support.waiting import soon, stop
 
 __all__ = ["launcher"]
 
@@ -107,7 +107,7 @@ def begin_a_context(pid: int) -> None:
 
 
 def stop_and_ask_another(pid: int, tensor: torch.Tensor) -> torch.Tensor:
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     kill_soon(pid, 0.5)
     result: torch.Tensor = rpc.call("worker2", torch.add, tensor, tensor)
     return result
@@ -185,7 +185,7 @@ def test_what_a_lost_worker_held_is_freed_though_the_store_does_not_answer() -> 
         del thing
         gc.collect()
         assert soon(lambda: [info.holders for info in rpc.objects()] == [("worker2",)])
-        os.kill(int(read(member.folder / "store")), signal.SIGSTOP)
+        stop(int(read(member.folder / "store")))
         try:
             os.kill(pid, signal.SIGKILL)
             freed = soon(lambda: not rpc.objects())

@@ -32,7 +32,7 @@ from tests.rpc.test_objects import holders
 from tests.rpc.workers import Account, with_workers
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks
-from tests.support.waiting import soon
+from tests.support.waiting import soon, stop
 
 PATIENCE_S = 60.0
 THREADS = 3
@@ -345,7 +345,7 @@ def keep_it_sent(references: list[Reference], tensor: torch.Tensor) -> None:
 def raise_with_a_thing(owner: int, caller: int, folder: Path) -> None:
     """Stop the caller, so that the answer waits there for longer than an owner waits for what holders say."""
     error = Carrier([(rpc.make(owner, Account, 5), 5)])
-    os.kill(caller, signal.SIGSTOP)
+    stop(caller)
     (folder / "stopped").touch()
     threading.Timer(0.3, gc.collect).start()  # the error and its traceback are a circle
     raise error
@@ -389,7 +389,7 @@ def test_what_comes_with_a_call_that_was_given_up_is_whole(how: str) -> None:
             return None
         account = rpc.make("worker1", Account, 5)
         pid = rpc.call("worker2", workers.pid)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             large = torch.ones(1 << 20)  # which a cancellation overtakes
             future = rpc.start("worker2", keep_it_sent, [account], large, timeout_s=0.3 if how == "timed out" else None)

@@ -26,7 +26,7 @@ from phalanx.rpc.future import Future
 from tests.rpc import workers
 from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
-from tests.support.waiting import soon
+from tests.support.waiting import soon, stop
 
 PATIENCE_S = 30.0
 
@@ -99,7 +99,7 @@ def test_a_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None
         vars(own)["_send_cancel"] = send
         for number in range(10):
             sent.clear()
-            os.kill(pid, signal.SIGSTOP)
+            stop(pid)
             time.sleep(0.01)  # until all its threads have stopped
             try:
                 future = rpc.start("worker1", keep_number, number, tensor)

@@ -22,6 +22,7 @@ from phalanx.rpc.links.shared import SharedHub, SharedLink
 from tests.rpc import workers
 from tests.rpc.workers import next_of
 from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.waiting import stop
 
 
 def over_tcp(body: Callable[[Member], Any]) -> Callable[[Member], Any]:
@@ -82,7 +83,7 @@ def test_a_stopped_worker_holds_up_nobody_longer_than_they_said() -> None:
             return None
         pid = rpc.call(1, workers.pid)
         large = torch.zeros(8 << 20)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         try:
             began = time.monotonic()
 
@@ -115,7 +116,7 @@ def test_a_worker_that_is_stopped_for_seconds_takes_the_rest_of_a_large_message_
         pid = rpc.call(1, workers.pid)
         futures: list[rpc.Future[Any]] = []
         large = torch.ones(8 << 20)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         thread = threading.Thread(target=lambda: futures.append(rpc.start(1, double, [large], 7)))
         thread.start()
         time.sleep(4.5)  # longer than a kernel that is told so waits for a peer that takes nothing

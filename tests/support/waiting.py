@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["soon"]
+__all__ = ["soon", "stop"]
 
 
 def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
@@ -16,3 +20,20 @@ def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def stop(pid: int) -> None:
+    """Stop another process (SIGSTOP), and return when none of its threads runs any more.
+
+    ``os.kill`` returns before that, and a quick worker may still answer a call meanwhile.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    assert soon(lambda: _states(pid) == {"T"}), _states(pid)
+
+
+def _states(pid: int) -> set[str]:
+    states = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
