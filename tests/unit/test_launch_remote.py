@@ -110,7 +110,7 @@ def test_what_an_agent_finds(tmp_path: Path) -> None:
     lost = Invitation("1", {}, str(tmp_path / "no"), "door", 0, "h1", True, str(tmp_path / "no.py"), 2, "ib7")
     found = look_around(lost)
     assert found["same"][str(tmp_path / "no.py")] == ""
-    assert found["problems"][0] == f"{tmp_path / 'no'}: there is no such directory on h1"
+    assert found["problems"][0] == f"{tmp_path / 'no'}: h1 has no such directory"
     assert "h1: PHALANX_INTERFACE=ib7: " in found["problems"][1]
 
 

@@ -403,7 +403,7 @@ def test_a_host_on_which_nothing_starts(job: Job, before: str, texts: list[str])
 
 @needs_hosts
 def test_a_host_that_nobody_knows_and_one_by_two_names(job: Job) -> None:
-    assert "no name that this host knows" in job.ask("-H h0,h9 --no-rates").about("start", "h9")[1]
+    assert "does not know the name h9" in job.ask("-H h0,h9 --no-rates").about("start", "h9")[1]
     job.hosts.set_names(0, {"h0": job.hosts.address(0), "alias0": job.hosts.address(0)})
     assert "h0 and alias0 are one host" in job.ask("-H h0,alias0 --no-rates").about("hosts")[1]
 

@@ -405,7 +405,8 @@ def _starter(command: str | None) -> list[str]:
     except ValueError as error:
         raise LaunchError(f"--starter {command!r}: {error}") from None
     if not words or shutil.which(words[0]) is None:
-        raise LaunchError(f"--starter {command!r}: there is no program {words[0] if words else ''} on this host")
+        named = f"this host has no program {words[0]}" if words else "it names no program"
+        raise LaunchError(f"--starter {command!r}: {named}")
     return words
 
 

@@ -32,7 +32,7 @@ _HINTS = (
         "Permission denied",
         "ssh asks for a password or a key that it does not have: ssh-copy-id {host}, or start an agent",
     ),
-    ("Could not resolve hostname", "{host} is no name that this host knows: /etc/hosts, or ~/.ssh/config"),
+    ("Could not resolve hostname", "this host does not know the name {host}: add it to /etc/hosts or to ~/.ssh/config"),
     ("Connection refused", "no ssh server listens there: start sshd on {host}, or give --starter another program"),
     ("timed out", "{host} does not answer: is it up, and does a firewall let ssh pass?"),
     ("No module named", "that Python has no Phalanx: install it there, in the same environment as here"),

@@ -74,7 +74,7 @@ def _own_name(several_hosts: bool) -> Finding:
         return Finding(
             Level.WARNING,
             "own name",
-            f"{said}, but {format_list(foreign)} is no address of this host",
+            f"{said}, but this host does not have {format_list(foreign)}",
             f"mend it in /etc/hosts or at the name server; the interfaces are {describe_interfaces()}",
         )
     return Finding(Level.OK, "own name", said)
@@ -123,6 +123,6 @@ def _engine_interface(variable: str, value: str) -> Finding:
     exact = not variable.startswith("NCCL") or value.startswith("=")
     lacking = [one for one in wanted if not any(name == one if exact else name.startswith(one) for name in there)]
     if lacking and not value.startswith("^"):
-        said = f"{variable}={value}: there is no interface {format_list(lacking)}; there are {describe_interfaces()}"
+        said = f"{variable}={value}: this host has no interface {format_list(lacking)}; it has {describe_interfaces()}"
         return Finding(Level.FAILURE, variable, said, "name one of them, or unset the variable")
     return Finding(Level.OK, variable, value)

@@ -20,7 +20,7 @@ __all__ = ["Exchange", "Party"]
 
 
 class Party(Protocol):
-    """Whoever is at the other end of a connection: a rank's keeper, or a host's agent.
+    """The process at the other end of a connection: a rank's keeper, or a host's agent.
 
     Attributes:
         channel: the connection; None before it has come and after it has gone.

@@ -27,9 +27,9 @@ def look_around(invitation: Invitation) -> dict[str, Any]:
     here = this_host({})
     problems = []
     if not os.path.isdir(invitation.directory):
-        problems.append(f"{invitation.directory}: there is no such directory on {invitation.name}")
+        problems.append(f"{invitation.directory}: {invitation.name} has no such directory")
     elif not invitation.python and not os.access(invitation.path, os.X_OK):
-        problems.append(f"{invitation.path}: there is no such program on {invitation.name}")
+        problems.append(f"{invitation.path}: {invitation.name} has no such program, or it cannot be executed")
     try:
         if invitation.interface:
             chosen_interface({settings.INTERFACE: invitation.interface})

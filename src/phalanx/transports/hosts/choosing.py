@@ -24,6 +24,7 @@ from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.measuring import Times, measured
 from phalanx.transports.hosts.mpi_lane import MpiEngine
+from phalanx.transports.hosts.said import said_by_all
 from phalanx.transports.hosts.ucx_lane import UcxEngine
 from phalanx.transports.hosts.ucx_library import UcxFailed, open_library
 from phalanx.transports.mpi.runtime import MISSING, running, start
@@ -81,9 +82,8 @@ def choose_engine(
     wanted = _wanted()
     if world:
         _of_the_world = ""
-    told = _say(
-        store, "engines", rank, size, timeout, {"wanted": wanted, "chosen": _of_the_world, "lack": _lack(wanted, size)}
-    )
+    mine = {"wanted": wanted, "chosen": _of_the_world, "lack": _lack(wanted, size)}
+    told = [json.loads(said) for said in said_by_all(store, "engines", rank, size, timeout, json.dumps(mine))]
     refused = _differing([each["wanted"] for each in told]) or _lacking([each["lack"] for each in told], wanted)
     if refused:
         raise _refusal(store, rank, size, refused)
@@ -104,7 +104,7 @@ def choose_engine(
             names.remove(MPI)
         else:
             name = f"{settings.BACKEND} {world_ranks}"
-            makers[MPI] = lambda: MpiEngine(_running(), world_ranks, name, timeout)
+            makers[MPI] = lambda: MpiEngine(start(), world_ranks, name, timeout)
     if len(names) == 1:
         named = f"as {settings.ENGINE} says" if wanted != AUTO else ""
         return Chosen(makers[names[0]](), named)
@@ -165,33 +165,12 @@ def _start_mpi(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[
         mine: dict[str, Any] = {"rank": start().world.rank, "lack": ""}
     except InitializationError as error:
         mine = {"rank": -1, "lack": str(error)}
-    told = _say(store, "mpi", rank, size, timeout, mine)
+    told = [json.loads(said) for said in said_by_all(store, "mpi", rank, size, timeout, json.dumps(mine))]
     lack = next((f"rank {each}: {said['lack']}" for each, said in enumerate(told) if said["lack"]), "")
     ranks = [int(said["rank"]) for said in told]
     if not lack and len(set(ranks)) < size:
         lack = f"the ranks were started by several MPI jobs: their ranks in MPI are {ranks}"
     return ranks, lack
-
-
-def _running() -> Any:
-    return running()
-
-
-def _say(store: Store, name: str, rank: int, size: int, timeout: timedelta, what: Mapping[str, Any]) -> list[Any]:
-    """What every rank says."""
-    store.set(f"{name}/{rank}", json.dumps(what))
-    keys = [f"{name}/{other}" for other in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except InitializationError:
-        raise  # a rank has gone
-    except RuntimeError as error:
-        absent = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise InitializationError(
-            f"{format_named('rank', absent)} did not say which engines there are between hosts within "
-            f"{timeout.total_seconds():.0f} s; look at their output"
-        ) from error
-    return [json.loads(store.get(key)) for key in keys]
 
 
 def _refusal(store: Store, rank: int, size: int, why: str) -> InitializationError:

@@ -7,16 +7,15 @@ of them is a host of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from phalanx.errors import InitializationError
 from phalanx.system.host import this_host
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.said import said_by_all
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
@@ -38,7 +37,7 @@ def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tupl
     Raises:
         InitializationError: a rank did not come.
     """
-    believed = _exchange(store, "host", rank, size, timeout, json.dumps(asdict(this_host()), sort_keys=True))
+    believed = said_by_all(store, "host", rank, size, timeout, json.dumps(asdict(this_host()), sort_keys=True))
     here = [other for other in range(size) if believed[other] == believed[rank]]
     local: Communicator = SoloCommunicator()
     found = f"rank {rank}"
@@ -50,7 +49,7 @@ def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tupl
         except NotOneHost:
             pass
     try:
-        islands = _exchange(store, "island", rank, size, timeout, found)
+        islands = said_by_all(store, "island", rank, size, timeout, found)
     except BaseException:
         local.close()
         raise
@@ -58,20 +57,3 @@ def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tupl
     layout = Layout(islands, rank, [host["name"] for host in hosts])
     machines = [{hosts[member]["boot_id"] for member in members} - {""} for members in layout.hosts]
     return layout, local, len(frozenset().union(*machines)) < sum(map(len, machines))
-
-
-def _exchange(store: Store, name: str, rank: int, size: int, timeout: timedelta, value: str) -> Sequence[str]:
-    """What each rank says."""
-    store.set(f"{name}/{rank}", value)
-    keys = [f"{name}/{other}" for other in range(size)]
-    try:
-        store.wait(keys, timeout)
-    except InitializationError:
-        raise  # a rank has gone
-    except RuntimeError as error:
-        absent = [other for other, key in enumerate(keys) if not store.check([key])]
-        names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
-        raise InitializationError(
-            f"{names} did not say on which host within {timeout.total_seconds():.0f} s; look at their output"
-        ) from error
-    return [store.get(key).decode() for key in keys]
