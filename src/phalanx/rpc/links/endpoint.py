@@ -4,8 +4,8 @@ The call that receives watches the connection for a short time before it sleeps,
 longer than a quick call does. So a caller that waits for an answer, and a thread that has just served a request, look
 again and again for twice as long as such waits have taken lately: without the interpreter's lock, giving the core away
 between two looks, only while this process has fewer connections than cores, and of the threads that serve one at a
-time. These are the rules of shared memory (``rpc_receive.c``). TCP has one more: if a thread that gave its core away got
-it back late, somebody else needs the core, and all threads of the process sleep at once for a while.
+time. These are the rules of shared memory (``rpc_receive.c``). TCP has one more: if a thread that gave its core away
+got it back late, somebody else needs the core, and all threads of the process sleep at once for a while.
 """
 
 from __future__ import annotations
