@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, launcher, wait_for
+from tests.support.waiting import stop
 
 __all__ = ["launcher"]
 
@@ -120,7 +121,7 @@ def test_sigquit_names_a_rank_that_is_stopped(launcher: Launcher) -> None:
     job = launcher.start("-n", "1", "--no-prefix", "-q", script)
     (line,) = job.read_lines(1)
     pid = int(line)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     job.process.send_signal(signal.SIGQUIT)
     assert job.process.stderr is not None
     assert b"rank 0 did not say where: stopped" in job.process.stderr.readline()

@@ -18,10 +18,11 @@ class Operation:
     """One queued call: the body to run, whether it has run, and its outcome.
 
     ``error`` is written before ``done``: a thread that finds ``done`` True may read ``error`` without the lock.
-    ``_done_event``, ``_future`` and ``_completed`` are written under ``_lock``, each at most once.
+    ``_done_event``, ``_future`` and ``_completed`` are written under ``_lock``, each at most once. ``waited`` is called
+    by every thread that has waited for it; the thread that made the call sets it, before it hands the operation out.
     """
 
-    __slots__ = ("_body", "_completed", "_done_event", "_future", "_lock", "_site", "done", "error", "result")
+    __slots__ = ("_body", "_completed", "_done_event", "_future", "_lock", "_site", "done", "error", "result", "waited")
 
     def __init__(self, body: Callable[[], None], result: list[torch.Tensor]) -> None:
         self._body = body
@@ -30,6 +31,7 @@ class Operation:
         self._completed = False
         self.done = False
         self.error: BaseException | None = None
+        self.waited: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._done_event: threading.Event | None = None
         self._future: torch.futures.Future[Any] | None = None

@@ -39,18 +39,20 @@ def recorded(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any]
         name: of the event.
         tensors: those that are moved.
         call: starts the operation, or runs it.
-        asynchronous: whether the operation goes on after ``call``; then the event ends when the operation has run.
+        asynchronous: whether the operation goes on after ``call``; then the event ends when the operation has run, or
+            if another thread has run it, when this one has waited for it. A profiler belongs to a thread: what ends on
+            another one has no end there, and is shown as if it had ended with what was under way when it began.
     """
     if not profiler._is_profiler_enabled:
         return call()
     nbytes = sum(t.numel() * t.element_size() for t in tensors if t.layout == torch.strided)
     event = torch._C._profiler._RecordFunctionFast(name, list(tensors), {"nbytes": nbytes})
     event.__enter__()
-    ended = False
+    ended, caller = False, threading.get_ident()
 
     def end() -> None:
         nonlocal ended
-        if not ended:
+        if not ended and threading.get_ident() == caller:
             ended = True
             event.__exit__(None, None, None)
 
@@ -68,6 +70,9 @@ def recorded(name: str, tensors: Sequence[torch.Tensor], call: Callable[[], Any]
         around.wraps = (*before, ending)
     try:
         result = call()
+        operation = getattr(result, "operation", None) if asynchronous else None
+        if operation is not None:
+            operation.waited = end
         going = asynchronous
         return result
     finally:

@@ -52,6 +52,8 @@ class PhalanxWork(dist.Work):
                     f"the operation is still under way after {seconds:.3f} s; it goes on, and can be waited for again",
                     elapsed_s=seconds or 0.0,
                 )
+        if operation.waited is not None:
+            operation.waited()
         if operation.error is not None:
             raise operation.error
         return True

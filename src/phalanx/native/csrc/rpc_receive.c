@@ -59,12 +59,31 @@ static int more(phx_rpc_hub *hub)
     return 0;
 }
 
+/* Whether a message waits in a lane before this one, if one waits in this lane. A thread may be stopped after it has
+ * looked at the first lanes, and a cancellation that came meanwhile must not be found after the call that it cancels. */
+static int overtaken(const phx_rpc_link *link, uint32_t lane)
+{
+    if (!lane || atomic_load(&link->ended) || !phx_rpc_waiting(&link->inboxes[lane].in))
+        return 0;
+    for (uint32_t before = 0; before < lane; before++) {
+        const struct phx_rpc_inbox *inbox = &link->inboxes[before];
+        if (!inbox->begins && !inbox->copying && phx_rpc_waiting(&inbox->in))
+            return 1;
+    }
+    return 0;
+}
+
 static int look_everywhere(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self)
 {
+    int looks_twice = 1; /* once, so that a stream of small messages does not keep large ones from being looked at */
 again:
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
         for (uint32_t i = 0, count = hub->count; i < count; i++) {
             phx_rpc_link *link = hub->links[(hub->turn + i) % count];
+            if (looks_twice && overtaken(link, lane)) {
+                looks_twice = 0;
+                goto again;
+            }
             const enum phx_rpc_step step = phx_rpc_look(hub, link, lane, box, self);
             if (step == PHX_RPC_MINE) {
                 hub->turn = (hub->turn + i + 1) % count;
