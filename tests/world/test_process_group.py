@@ -275,7 +275,7 @@ def test_subgroups_that_overlap(size: int) -> None:
 
 
 def test_groups_that_come_and_go_leave_nothing() -> None:
-    def body(place: Member) -> tuple[int, int, int]:
+    def body(place: Member) -> tuple[int, ...]:
         place.join()
 
         def held() -> tuple[int, int, int]:
@@ -295,10 +295,13 @@ def test_groups_that_come_and_go_leave_nothing() -> None:
             come_and_go()
         # The kernel lists a thread for a moment after it has been joined.
         until = time.monotonic() + 30.0
-        while (after := held()) != before and time.monotonic() < until:
+        after = held()
+        while any(more > less for more, less in zip(after, before, strict=True)) and time.monotonic() < until:
             time.sleep(0.01)
+            after = held()
         dist.destroy_process_group()
-        return after[0] - before[0], after[1] - before[1], after[2] - before[2]
+        # One that was listed for a moment before may be missing after.
+        return tuple(max(0, more - less) for more, less in zip(after, before, strict=True))
 
     assert on_ranks(body, 2) == [(0, 0, 0)] * 2
 
