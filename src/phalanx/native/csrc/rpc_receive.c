@@ -59,7 +59,7 @@ static int more(phx_rpc_hub *hub)
     return 0;
 }
 
-/* Whether a message waits in a lane before this one, if one waits in this lane. A thread may be stopped after it has
+/* Whether a message waits in a lane before this one, if one waits in this lane; with the hub's lock. A thread may be stopped after it has
  * looked at the first lanes, and a cancellation that came meanwhile must not be found after the call that it cancels. */
 static int overtaken(const phx_rpc_link *link, uint32_t lane)
 {
@@ -75,13 +75,13 @@ static int overtaken(const phx_rpc_link *link, uint32_t lane)
 
 static int look_everywhere(phx_rpc_hub *hub, struct phx_rpc_box *box, struct phx_rpc_waiter *self)
 {
-    int looks_twice = 1; /* once, so that a stream of small messages does not keep large ones from being looked at */
+    int may_look_again = 1; /* once, so that a stream of small messages does not keep large ones from being looked at */
 again:
     for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++)
         for (uint32_t i = 0, count = hub->count; i < count; i++) {
             phx_rpc_link *link = hub->links[(hub->turn + i) % count];
-            if (looks_twice && overtaken(link, lane)) {
-                looks_twice = 0;
+            if (may_look_again && overtaken(link, lane)) {
+                may_look_again = 0;
                 goto again;
             }
             const enum phx_rpc_step step = phx_rpc_look(hub, link, lane, box, self);
