@@ -59,8 +59,9 @@ static int more(phx_rpc_hub *hub)
     return 0;
 }
 
-/* Whether a message waits in a lane before this one, if one waits in this lane; with the hub's lock. A thread may be stopped after it has
- * looked at the first lanes, and a cancellation that came meanwhile must not be found after the call that it cancels. */
+/* Whether a message waits in a lane before this one, if one waits in this lane; with the hub's lock. A thread may be
+ * stopped after it has looked at the first lanes, and a cancellation that came meanwhile must not be found after the
+ * call that it cancels. */
 static int overtaken(const phx_rpc_link *link, uint32_t lane)
 {
     if (!lane || atomic_load(&link->ended) || !phx_rpc_waiting(&link->inboxes[lane].in))
