@@ -21,6 +21,9 @@ from phalanx.transports.hosts.bounds import busiest, link_bytes
 NBYTES = 1 << 20
 # Headers, acknowledgements, the leaders' frames: of 1 MiB they are this share at most.
 HEADERS = 0.05
+# A kernel sends data again whose acknowledgement is late, as on a busy machine: those bytes are not the collective's.
+# So that each is called this often, and a call counts during which no host sent anything again.
+TIMES = 5
 
 SCRIPT = """
     import json, torch, phalanx, torch.distributed as dist
@@ -46,19 +49,23 @@ SCRIPT = """
     def crossed():
         with open("/proc/net/dev") as file:
             words = next(line.split() for line in file if line.strip().startswith("eth0:"))
-        return [int(words[9]), int(words[1])]
+        with open("/proc/net/snmp") as file:
+            names, values = (line.split() for line in file if line.startswith("Tcp:"))
+        return [int(words[9]), int(words[1]), int(values[names.index("RetransSegs")])]
 
     counted = {}
     for name, call in calls.items():
         call()  # connects
-        dist.barrier()
-        dist.barrier()
-        before = crossed()
-        dist.barrier()
-        call()
-        dist.barrier()
-        counted[name] = [a - b for a, b in zip(crossed(), before)]
-        dist.barrier()
+        counted[name] = []
+        for _ in range(TIMES):
+            dist.barrier()
+            dist.barrier()
+            before = crossed()
+            dist.barrier()
+            call()
+            dist.barrier()
+            counted[name].append([a - b for a, b in zip(crossed(), before)])
+            dist.barrier()
     if world.local_rank == 0:
         print(json.dumps([world.node_rank, counted]))
     phalanx.close()
@@ -154,7 +161,9 @@ def test_every_link_carries_what_it_must_and_no_more(
     three_hosts: TestHosts, hosts: Sequence[int], root: int, tmp_path: Path
 ) -> None:
     job = Pair(three_hosts, tmp_path)
-    job.script.write_text(dedent(SCRIPT).replace("ROOT", str(root)).replace("COUNT", str(NBYTES // 4)))
+    job.script.write_text(
+        dedent(SCRIPT).replace("ROOT", str(root)).replace("COUNT", str(NBYTES // 4)).replace("TIMES", str(TIMES))
+    )
     try:
         ended = job.end(*(job.rank(host, rank, len(hosts)) for rank, host in enumerate(hosts)))
         assert [one.code for one in ended] == [0] * len(hosts), "".join(one.err for one in ended)
@@ -163,8 +172,11 @@ def test_every_link_carries_what_it_must_and_no_more(
         job.clean()
     wrong = []
     for name in counted[0]:
+        calls = zip(*(counted[host][name] for host in sorted(counted)), strict=True)
+        clean = next((call for call in calls if not any(again for _, _, again in call)), None)
+        assert clean, f"{name}: the kernel sent something again in each of {TIMES} calls: {counted}"
         for host, links in enumerate(expected(name, hosts, root)):
-            for way, blocks, seen in zip(("sends", "gets"), links, counted[host][name], strict=True):
+            for way, blocks, seen in zip(("sends", "gets"), links, clean[host][:2], strict=True):
                 least, most = blocks * NBYTES, blocks * NBYTES + HEADERS * max(1, blocks) * NBYTES
                 if not least <= seen <= most:
                     wrong.append(f"{name}: host {host} {way} {seen / NBYTES:.3f} blocks, not {blocks:.3f}")
