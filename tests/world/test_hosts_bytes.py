@@ -22,8 +22,8 @@ NBYTES = 1 << 20
 # Headers, acknowledgements, the leaders' frames: of 1 MiB they are this share at most.
 HEADERS = 0.05
 # A kernel sends data again whose acknowledgement is late, as on a busy machine: those bytes are not the collective's.
-# So that each is called this often, and a call counts during which no host sent anything again.
-TIMES = 5
+# So a call during which a host sent something again is made once more, but not more often than this.
+MOST = 50
 
 SCRIPT = """
     import json, torch, phalanx, torch.distributed as dist
@@ -56,16 +56,19 @@ SCRIPT = """
     counted = {}
     for name, call in calls.items():
         call()  # connects
-        counted[name] = []
-        for _ in range(TIMES):
+        for _ in range(MOST):
             dist.barrier()
             dist.barrier()
             before = crossed()
             dist.barrier()
             call()
             dist.barrier()
-            counted[name].append([a - b for a, b in zip(crossed(), before)])
+            counted[name] = [a - b for a, b in zip(crossed(), before)]
             dist.barrier()
+            resent = torch.tensor(counted[name][2:])
+            dist.all_reduce(resent)
+            if not resent.item():
+                break
     if world.local_rank == 0:
         print(json.dumps([world.node_rank, counted]))
     phalanx.close()
@@ -162,7 +165,7 @@ def test_every_link_carries_what_it_must_and_no_more(
 ) -> None:
     job = Pair(three_hosts, tmp_path)
     job.script.write_text(
-        dedent(SCRIPT).replace("ROOT", str(root)).replace("COUNT", str(NBYTES // 4)).replace("TIMES", str(TIMES))
+        dedent(SCRIPT).replace("ROOT", str(root)).replace("COUNT", str(NBYTES // 4)).replace("MOST", str(MOST))
     )
     try:
         ended = job.end(*(job.rank(host, rank, len(hosts)) for rank, host in enumerate(hosts)))
@@ -172,11 +175,10 @@ def test_every_link_carries_what_it_must_and_no_more(
         job.clean()
     wrong = []
     for name in counted[0]:
-        calls = zip(*(counted[host][name] for host in sorted(counted)), strict=True)
-        clean = next((call for call in calls if not any(again for _, _, again in call)), None)
-        assert clean, f"{name}: the kernel sent something again in each of {TIMES} calls: {counted}"
+        resent = sum(counted[host][name][2] for host in counted)
+        assert not resent, f"{name}: a kernel sent something again in each of {MOST} calls: {counted}"
         for host, links in enumerate(expected(name, hosts, root)):
-            for way, blocks, seen in zip(("sends", "gets"), links, clean[host][:2], strict=True):
+            for way, blocks, seen in zip(("sends", "gets"), links, counted[host][name][:2], strict=True):
                 least, most = blocks * NBYTES, blocks * NBYTES + HEADERS * max(1, blocks) * NBYTES
                 if not least <= seen <= most:
                     wrong.append(f"{name}: host {host} {way} {seen / NBYTES:.3f} blocks, not {blocks:.3f}")

@@ -155,10 +155,12 @@ class Trace:
         Returns:
             The parts of the ranks that were asked and have not written.
         """
+        # Behind the answers to earlier questions, which another process may have taken.
+        ends = {part: self._end(part) for part in ranks}
         asked = [part for part, pid in ranks.items() if self._ask(part, pid)]
         until = time.monotonic() + patience_s
         while asked and time.monotonic() < until:
-            asked = [part for part in asked if not self._more(part)]
+            asked = [part for part in asked if not any(os.pread(self.descriptor, 1, ends[part]))]
             time.sleep(_FINISH_S if not asked else _FINISH_S / 4)
         return asked
 
@@ -174,8 +176,12 @@ class Trace:
             return True
         return False
 
-    def _more(self, part: int) -> bool:
-        return any(os.pread(self.descriptor, 1, self._begin(part)))
+    def _end(self, part: int) -> int:
+        """Where in the file the next stack of the rank with this part is going to be."""
+        at = self._begin(part)
+        while text := os.pread(self.descriptor, _BLOCK, at).rstrip(b"\0"):
+            at += len(text)
+        return at
 
     def _begin(self, part: int) -> int:
         return part * _PART + _PAGE + self._read.get(part, 0)

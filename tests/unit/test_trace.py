@@ -1,0 +1,73 @@
+"""Ranks that are asked where they are: who has not answered is said, also when they have been asked before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx.launch.rank.trace import Trace, open_own, open_trace
+from phalanx.system import processes
+
+RUN = "px-test-trace"
+PART = 2
+
+
+def rank_of(descriptor: int) -> int:
+    """A process that has this part, and sleeps."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            open_own(os.dup(descriptor), PART)
+            os.write(tell, b"x")
+            while True:
+                time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(tell)
+    assert os.read(ready, 1) == b"x"
+    os.close(ready)
+    return pid
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[Trace, Trace, int]]:
+    """The file as the process sees it that asks, and as the one sees it that reads, and the rank."""
+    descriptor = open_trace(RUN)
+    pid = rank_of(descriptor)
+    try:
+        yield Trace(descriptor, RUN), Trace(descriptor, RUN), pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_a_rank_that_has_answered_before_is_waited_for_again(asked: tuple[Trace, Trace, int], taken: bool) -> None:
+    asker, reader, pid = asked
+    assert asker.ask({PART: pid}, 60) == []
+    if taken:
+        assert "test_trace.py" in reader.take([PART])[PART]
+    os.kill(pid, signal.SIGSTOP)
+    while processes.state_of(pid) != "T":
+        time.sleep(0.001)
+    assert asker.ask({PART: pid}, 0.2) == [PART]
+    assert (PART in reader.take([PART])) is not taken
+    os.kill(pid, signal.SIGCONT)
+    assert asker.ask({PART: pid}, 60) == []
+    assert "test_trace.py" in reader.take([PART])[PART]
+
+
+def test_a_rank_that_answers_late_is_read_late(asked: tuple[Trace, Trace, int]) -> None:
+    asker, reader, pid = asked
+    os.kill(pid, signal.SIGSTOP)
+    assert asker.ask({PART: pid}, 0.05) == [PART]
+    assert reader.take([PART]) == {}
+    os.kill(pid, signal.SIGCONT)
+    assert asker.ask({PART: pid}, 60) == []
+    assert "test_trace.py" in reader.take([PART])[PART]
