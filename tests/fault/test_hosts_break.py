@@ -34,8 +34,8 @@ def halves(rank: int, size: int) -> int:
     return rank * 2 // size
 
 
-def group(member: Member, timeout_s: float = 60.0) -> Communicator:
-    return over_hosts(member.store(), member.rank, member.size, halves, timedelta(seconds=timeout_s))
+def group(member: Member) -> Communicator:
+    return over_hosts(member.store(), member.rank, member.size, halves, timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("count", [SMALL, LARGE])
@@ -83,8 +83,9 @@ def test_calls_that_differ_between_hosts_are_shown_from_both(odd: int) -> None:
 @pytest.mark.parametrize("late", [1, 2, 3])
 def test_a_rank_that_does_not_come_ends_the_wait_of_all(late: int) -> None:
     def body(member: Member) -> str:
-        communicator = group(member, timeout_s=3.0)
+        communicator = group(member)
         communicator.barrier()
+        communicator.set_timeout(timedelta(seconds=3))  # not before: to make the group may take longer
         if member.rank == late:
             return (member.folder / "over").as_posix() if wait_for(member, 3) else ""
         with pytest.raises(CollectiveTimeout) as caught:
