@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Generator, Iterator
 
 import hypothesis
@@ -12,6 +13,9 @@ import torch
 from tests.support.leaks import Holdings
 
 torch.set_num_threads(1)
+
+# How long a thread that has been told to end may take until it has closed what it had. What is a leak stays.
+ENDING_S = 10.0
 
 # No example is late on a busy machine.
 hypothesis.settings.register_profile("phalanx", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -50,5 +54,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _nothing_left() -> Iterator[None]:
     before = Holdings.now()
     yield
-    left = before.left_by(Holdings.now())
+    until = time.monotonic() + ENDING_S
+    while (left := before.left_by(Holdings.now())) and time.monotonic() < until:
+        time.sleep(0.02)
     assert not left, f"the test left behind: {', '.join(left)}"
