@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tests.support.waiting import stop
 
 from phalanx.launch.rank.trace import Trace, open_own, open_trace
-from phalanx.system import processes
 
 RUN = "px-test-trace"
 PART = 2
@@ -53,9 +53,7 @@ def test_a_rank_that_has_answered_before_is_waited_for_again(asked: tuple[Trace,
     assert asker.ask({PART: pid}, 60) == []
     if taken:
         assert "test_trace.py" in reader.take([PART])[PART]
-    os.kill(pid, signal.SIGSTOP)
-    while processes.state_of(pid) != "T":
-        time.sleep(0.001)
+    stop(pid)
     assert asker.ask({PART: pid}, 0.2) == [PART]
     assert (PART in reader.take([PART])) is not taken
     os.kill(pid, signal.SIGCONT)
@@ -65,7 +63,7 @@ def test_a_rank_that_has_answered_before_is_waited_for_again(asked: tuple[Trace,
 
 def test_a_rank_that_answers_late_is_read_late(asked: tuple[Trace, Trace, int]) -> None:
     asker, reader, pid = asked
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     assert asker.ask({PART: pid}, 0.05) == [PART]
     assert reader.take([PART]) == {}
     os.kill(pid, signal.SIGCONT)
