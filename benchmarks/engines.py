@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 import phalanx
-from phalanx.transports.gloo.communicator import GlooCommunicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts.communicator import HostsCommunicator
-from phalanx.transports.hosts.gloo_lane import GlooEngine
+from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.islands import join_islands
 from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.mpi_lane import MpiEngine
@@ -34,11 +33,7 @@ ROUND_S = 0.05
 
 def engines(store: Store, rank: int, size: int) -> dict[str, Engine]:
     """Those that this job can use, made on all ranks in one order."""
-
-    def gloo(timeout: timedelta) -> object:
-        return lazy_gloo(PrefixStore("gloo", store), rank, size, timeout, one_host=False)
-
-    found: dict[str, Engine] = {"Gloo": GlooEngine(GlooOnDemand(gloo, TIMEOUT), TIMEOUT)}  # type: ignore[arg-type]
+    found: dict[str, Engine] = {"Gloo": GlooEngine(_gloo(PrefixStore("gloo", store), rank, size), TIMEOUT)}
     runtime = running()
     if runtime is not None:
         found["MPI"] = MpiEngine(runtime, range(size), "benchmark", TIMEOUT)
@@ -48,6 +43,10 @@ def engines(store: Store, rank: int, size: int) -> dict[str, Engine]:
     except UcxFailed as error:
         print(error, file=sys.stderr)
     return found
+
+
+def _gloo(store: Store, rank: int, size: int) -> GlooOnDemand:
+    return GlooOnDemand(lambda timeout: lazy_gloo(store, rank, size, timeout, one_host=False), TIMEOUT)
 
 
 def main() -> None:
@@ -61,8 +60,10 @@ def main() -> None:
     for name, engine in engines(store, rank, size).items():
         own = PrefixStore(name, store)
         layout, local, _ = join_islands(PrefixStore("islands", own), rank, size, TIMEOUT)
-        messages = GlooCommunicator(lazy_gloo(PrefixStore("messages", own), rank, size, TIMEOUT, one_host=False))
-        groups[name] = HostsCommunicator(layout, local, engine, messages, PrefixStore("broken", own), TIMEOUT)
+        messages = _gloo(PrefixStore("messages", own), rank, size)
+        messages.get()
+        way = GlooEngine(messages, UNLIMITED, awaits_what_came=True)
+        groups[name] = HostsCommunicator(layout, rank, local, engine, way, PrefixStore("broken", own), TIMEOUT)
     if rank == 0:
         print(f"{'bytes':>9}", *(f"{name + ' median':>12} {name + ' least':>11}" for name in groups), flush=True)
     for nbytes in SIZES:

@@ -7,12 +7,14 @@
     python examples/text_classification.py --predict "房间很干净，下次还来"
 
 ``init``, ``data_parallel`` and ``loader`` make it distributed; ``mean`` and ``sum`` are taken over what the ranks have
-counted; ``save`` and ``load`` take the training from one run to the next, also with another number of ranks. The batch
-size is that of all ranks together, so any number of ranks takes the same steps on the same reviews. With ``--dropout
-0`` any number of ranks ends with the same parameters except for rounding. With dropout every rank draws its own masks,
-so the parameters depend on the number of ranks; a run that is repeated with the same number ends with the same bits.
-Over slow links ``--compress``, ``--sync-every`` and ``--outer`` send less (docs/slow_links.md); results then differ
-a little from those of one process.
+counted; ``save`` and ``load`` take the training from one run to the next, also with another number of ranks, and from
+one attempt to the next: under ``phalanx run --restarts 3`` (or torchrun's ``--max-restarts``) a job whose ranks are
+killed goes on from its own checkpoint, and ends with the bits of one that was left alone. ``--save-every 50`` saves
+inside an epoch too. The batch size is that of all ranks together, so any number of ranks takes the same steps on the
+same reviews. With ``--dropout 0`` any number of ranks ends with the same parameters except for rounding. With dropout
+every rank draws its own masks, so the parameters depend on the number of ranks; a run that is repeated with the same
+number ends with the same bits. Over slow links ``--compress``, ``--sync-every`` and ``--outer`` send less
+(docs/slow_links.md); results then differ a little from those of one process.
 
 The n-grams and the settings were chosen on parts of the training reviews alone; only the shape of the convolutions
 was once compared on the held-out ones. The last line on stdout is one JSON object with the results.
@@ -24,10 +26,11 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -167,20 +170,41 @@ class Classifier(nn.Module):
         return scores + ngram_scores(tokens, self.ngrams, self.dropout)
 
 
-def train_epoch(world: World, model: nn.Module, loader: Batches, optimizer: Optimizer, title: str) -> float:
-    """One pass over the training reviews; the mean loss over all ranks."""
+def train_epoch(
+    world: World,
+    model: nn.Module,
+    loader: Batches,
+    optimizer: Optimizer,
+    title: str,
+    done: int,
+    total: float,
+    save: Callable[[int, torch.Tensor], None],
+) -> float:
+    """One pass over the training reviews, or the rest of one; the mean loss over all ranks.
+
+    Args:
+        world, model, loader, optimizer, title: what is trained by whom, and the pass for people.
+        done: how many steps of the pass are done.
+        total: the sum of this rank's losses in these.
+        save: called after each further step but the last with both.
+    """
     model.train()
-    total = torch.zeros((), device=world.device, dtype=torch.float64)
-    for tokens, labels in tqdm(loader, desc=title, unit="step", leave=False, disable=world.rank != 0):
+    total_loss = torch.tensor(total, device=world.device, dtype=torch.float64)
+    progress = tqdm(
+        loader, desc=title, unit="step", initial=done, total=len(loader), leave=False, disable=world.rank != 0
+    )
+    for step, (tokens, labels) in enumerate(progress, done + 1):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(tokens.to(world.device)), labels.to(world.device))
         loss.backward()
         optimizer.step()
-        total += loss.detach()
+        total_loss += loss.detach()
+        if step < len(loader):
+            save(step, total_loss)
     # The loader drops the last, shorter batch, so all batches have the same size, and the mean of the batches' means
     # is the mean over all reviews. That is needed for the gradients, which DDP averages over the ranks, and for this
     # loss.
-    return float(world.mean(total.item() / len(loader)))
+    return float(world.mean(total_loss.item() / len(loader)))
 
 
 @torch.no_grad()
@@ -248,6 +272,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--outer", choices=("diloco",), help="with --sync-every: how the average moves the parameters [sets them]")
     add("--backend", help="phalanx, gloo, mpi, ...; by default what suits the device")
     add("--checkpoint", type=Path, metavar="PATH", default="text_classification.pt", help="[%(default)s]")
+    add("--save-every", type=int, default=0, metavar="STEPS", help="save so often, and after each epoch [0: only then]")
     add("--resume", action="store_true", help="continue from the checkpoint, up to --epochs")
     add("--predict", metavar="TEXT", help="label TEXT with the checkpoint instead of training")
     return parser.parse_args()
@@ -257,6 +282,8 @@ def check(world: World, options: argparse.Namespace) -> None:
     """Refuse what cannot work. Every rank says why, because the launcher ends the others once the first has failed."""
     if options.batch_size < 1 or options.batch_size % world.world_size:
         sys.exit(f"--batch-size {options.batch_size} cannot be shared evenly by {world.world_size} ranks")
+    if options.save_every < 0:
+        sys.exit(f"--save-every {options.save_every}: at least 0")
     for name in ("epochs", "limit"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -264,8 +291,27 @@ def check(world: World, options: argparse.Namespace) -> None:
     world.check_writable(options.checkpoint)
 
 
+def resume(world: World, options: argparse.Namespace, state: dict[str, Any], made_with: dict[str, Any]) -> None:
+    """Go on from the checkpoint, if ``--resume`` asks for it, or if an earlier attempt of this job has saved it."""
+    path, run = options.checkpoint, state["run"]
+    if not options.resume and not (world.attempt and any(world.all_gather_object(path.exists()))):
+        return
+    found = world.load(path)
+    own = world.attempt > 0 and found.get("run") == run
+    if not options.resume and not own:
+        return  # the file of another job: no earlier attempt has come to saving its own
+    if any(found.get(name) != wanted for name, wanted in made_with.items()):
+        got = made_with["settings"]
+        sys.exit(f"{path} was made with {found.get('settings')}, or other reviews; got {got}")
+    world.load(path, state)
+    state["run"] = run
+    epochs = state["loader"].epoch
+    if epochs >= options.epochs and not own:
+        sys.exit(f"{path} has {epochs} epochs already; ask for more with --epochs")
+
+
 def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
-    """Train up to ``options.epochs``, evaluating and saving after each; the results."""
+    """Train up to ``options.epochs``, evaluating and saving after each, and more often if asked to; the results."""
     check(world, options)
     per_rank = options.batch_size // world.world_size
     vocabulary, train_set, test_set = load_datasets(options.limit)
@@ -279,35 +325,42 @@ def train(world: World, options: argparse.Namespace) -> dict[str, Any]:
     )
     optimizer = AdamW(model.parameters(), lr=options.lr)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
+    # How the last whole epoch ended, and the sum of each rank's losses so far in this one.
+    state |= {"loss": 0.0, "accuracy": 0.0, "losses": [0.0] * world.world_size}
+    # By this name, which all attempts of a job have in common, a later one knows the checkpoint for its own.
+    state |= {"run": os.environ.get("TORCHELASTIC_RUN_ID", "")}
     made_with = {"vocabulary": vocabulary, "settings": {name: getattr(options, name) for name in SETTINGS}}
-    if options.resume:
-        found = world.load(options.checkpoint)
-        if any(found.get(name) != wanted for name, wanted in made_with.items()):
-            got = made_with["settings"]
-            sys.exit(f"{options.checkpoint} was made with {found.get('settings')}, or other reviews; got {got}")
-        world.load(options.checkpoint, state)
-        if loader.epoch >= options.epochs:
-            sys.exit(f"{options.checkpoint} has {loader.epoch} epochs already; ask for more with --epochs")
+    resume(world, options, state, made_with)
 
-    first_epoch = loader.epoch
-    loss = accuracy = seconds = 0.0
-    for epoch in range(first_epoch, options.epochs):
-        # Each epoch starts from its own seed, so a resumed run draws the same dropout as an uninterrupted one, also on
-        # ranks that have drawn for something else.
-        world.seed((options.seed * 10_000 + epoch + 1) * 10_000)
+    def save_sometimes(step: int, total: torch.Tensor) -> None:
+        if options.save_every and step % options.save_every == 0:
+            state["losses"] = world.all_gather_object(total.item())
+            world.save(options.checkpoint, state | made_with)
+
+    steps, seconds = 0, 0.0
+    for epoch in range(loader.epoch, options.epochs):
+        done = loader.state_dict()["items"] // options.batch_size  # steps of this epoch, before the run was resumed
+        losses = state["losses"]  # of another number of ranks every rank takes its part
+        total = losses[world.rank] if len(losses) == world.world_size else sum(losses) / world.world_size
+        if done == 0:
+            # Each epoch starts from its own seed, so a resumed run draws the same dropout as an uninterrupted one, also
+            # on ranks that have drawn for something else. Inside an epoch the checkpoint has what was drawn.
+            world.seed((options.seed * 10_000 + epoch + 1) * 10_000)
         for group in optimizer.param_groups:
             group["lr"] = options.lr * LR_DECAY**epoch
         title = f"epoch {epoch + 1}/{options.epochs}"
         world.barrier()
         started = time.perf_counter()
-        loss = train_epoch(world, model, loader, optimizer, title)
+        loss = train_epoch(world, model, loader, optimizer, title, done, total, save_sometimes)
         seconds += time.perf_counter() - started
+        steps += len(loader) - done
         model.synchronize()  # with --sync-every the replicas differ until now
         accuracy = evaluate(world, plain_model, test_loader, len(test_set))
         world.print(f"{title}  loss {loss:.4f}  held-out accuracy {accuracy:.4f}")
+        state |= {"loss": loss, "accuracy": accuracy, "losses": [0.0] * world.world_size}
         world.save(options.checkpoint, state | made_with)
-    samples = (options.epochs - first_epoch) * len(loader) * options.batch_size
-    results: dict[str, Any] = {"accuracy": accuracy, "loss": loss, "samples_per_s": samples / seconds}
+    results: dict[str, Any] = {"accuracy": state["accuracy"], "loss": state["loss"]}
+    results |= {"samples_per_s": steps * options.batch_size / seconds if steps else 0.0, "attempt": world.attempt}
     results |= {"train_seconds": seconds, "epochs": options.epochs, "ranks": world.world_size}
     results |= {"compress": model.compress, "sync_every": model.sync_every, "outer": options.outer}
     results |= {"backend": world.backend, "training": len(train_set), "held_out": len(test_set)}

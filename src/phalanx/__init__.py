@@ -10,28 +10,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, RankFailed
 
 if TYPE_CHECKING:
     from phalanx.group import Group as Group
+    from phalanx.launch.function.call import launch as launch
+    from phalanx.marks import label as label
     from phalanx.world import World as World
     from phalanx.world import close as close
     from phalanx.world import init as init
 
 __version__ = settings.VERSION
-__all__ = ["Group", "PhalanxError", "World", "__version__", "close", "init"]
+__all__ = ["Group", "PhalanxError", "RankFailed", "World", "__version__", "close", "init", "label", "launch"]
 
 _HOME = {
     "Group": "phalanx.group",
     "World": "phalanx.world",
     "close": "phalanx.world",
     "init": "phalanx.world",
+    "label": "phalanx.marks",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name == "launch":
+        return import_module("phalanx.launch")  # a package that can be called
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
 
 

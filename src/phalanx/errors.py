@@ -5,12 +5,14 @@ program can act, such as the lost rank or the elapsed seconds. All derive from :
 ``except phalanx.PhalanxError`` catches exactly what this package found wrong.
 
 A sentence that several modules print is written here once: as a method of the exception that carries it, or as a hint
-at the end of this file, which completes the errors of several classes.
+at the end of this file, which completes the errors of several classes. The exceptions about ranks and workers that are
+lost stand in ``lost.py``.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from phalanx.exception import PhalanxError
+from phalanx.lost import CallTimeout, CollectiveTimeout, ObjectLost, PeerFailed, PeerLost, WorkerLost
 
 __all__ = [
     "OUT_OF_MEMORY_HINT",
@@ -33,21 +35,15 @@ __all__ = [
     "PeerLost",
     "PhalanxError",
     "RankError",
+    "RankFailed",
     "ReentryError",
     "UnsupportedTensor",
+    "UnusedParameters",
     "WorkerLost",
 ]
 
-
-class PhalanxError(RuntimeError):
-    """Base of everything below. A ``RuntimeError``, because that is what torch raises and scripts catch.
-
-    Attributes:
-        is_consequence: errors of this class are always caused by another rank's end, so the launcher does not name the
-            rank that raised one as the cause of the job's failure if another rank failed by itself.
-    """
-
-    is_consequence: ClassVar[bool] = False
+for _class in (PhalanxError, PeerLost, PeerFailed, CollectiveTimeout, WorkerLost, ObjectLost, CallTimeout):
+    _class.__module__ = __name__  # tracebacks show the name under which users import it
 
 
 class InitializationError(PhalanxError):
@@ -59,13 +55,10 @@ class InitializationError(PhalanxError):
 
     @classmethod
     def ranks_missing(cls, missing: str, timeout_s: float, *, at: str = "", before: str = "") -> InitializationError:
-        """Some ranks did not come in time.
+        """Some ranks, as ``ranks 1-2 of 3``, did not come in time.
 
-        Args:
-            missing: the ranks, as ``ranks 1-2 of 3``.
-            timeout_s: how long they were waited for, in seconds.
-            at: the place at which they were expected, as ``rank 0 at h1 port 29500``; empty to leave it out.
-            before: the last success of this rank, as ``rank 4 had joined, but``; empty if there was none.
+        ``at`` is the place at which they were expected, as ``rank 0 at h1 port 29500``, and ``before`` the last success
+        of this rank, as ``rank 4 had joined, but``; either may be empty.
         """
         start = f"{before} after" if before else "after"
         to = f" to {at}" if at else ""
@@ -173,14 +166,7 @@ class EncodingError(PhalanxError):
 
     @classmethod
     def cannot_send(cls, part: str, kind: str, why: str, remedy: str) -> EncodingError:
-        """A part of a value cannot be pickled.
-
-        Args:
-            part: the path to it, such as ``args[1].callback``.
-            kind: its type.
-            why: what pickle said.
-            remedy: what to do.
-        """
+        """A part of a value, named by the path to it (``args[1].callback``), cannot be pickled; ``why`` is pickle's."""
         return cls(f"{part} cannot be sent: it is a {kind}, and pickling it failed: {why}. {remedy}")
 
     @classmethod
@@ -223,210 +209,52 @@ class BackendError(PhalanxError):
 class CollectiveMismatch(PhalanxError):
     """Two ranks of a group called different collectives, or the same one with different arguments.
 
-    Raised on every rank that notices. The group cannot be used afterwards: the ranks are out of step.
+    With PHALANX_CALL_SITES=error, as ``phalanx run --strict`` sets it, also if two ranks have called the same two lines
+    in different orders. Raised on every rank that notices. The group cannot be used afterwards: the ranks are out of
+    step.
+
+    Attributes:
+        calls: what each rank called, as far as that is known: by rank, in words, with the line.
     """
 
+    def __init__(self, message: str, *, calls: dict[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.calls = calls or {}
+
     @classmethod
-    def of_calls(cls, calls: str) -> CollectiveMismatch:
-        """The ranks' calls differ; ``calls`` lists them, a line for each."""
+    def of_calls(cls, listed: str, calls: dict[int, str] | None = None) -> CollectiveMismatch:
+        """The ranks' calls differ; ``listed`` has a line for each, and ``calls`` those of each rank."""
         return cls(
-            f"the ranks of a group called different operations:\n{calls}\n"
+            f"the ranks of a group called different operations:\n{listed}\n"
             f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an `if` "
-            f"that depends on the rank, or data of different sizes"
+            f"that depends on the rank, or data of different sizes",
+            calls=calls,
         )
 
 
-class PeerLost(PhalanxError):
-    """Another rank of the group went while this one waited for it.
+class UnusedParameters(PhalanxError):
+    """``DistributedDataParallel``: parameters had no gradient when the next forward began.
 
-    A rank that closed the group, or whose script came to its end, has left in order. Then only the operation that needs
-    it fails: a message, and the group remains usable for others; or a collective, which needs every rank.
-
-    Attributes:
-        group_rank: the lost rank, counted within the group.
-        pid: its process id.
-    """
-
-    is_consequence = True
-
-    def __init__(self, message: str, *, group_rank: int = -1, pid: int = 0) -> None:
-        super().__init__(message)
-        self.group_rank = group_rank
-        self.pid = pid
-
-    @classmethod
-    def ended(cls, rank: int, pid: int, waiting: str) -> PeerLost:
-        """A rank's process is gone; ``waiting`` says which rank needed it, and in which call."""
-        return cls._of(rank, pid, f"has ended while {waiting}. Look at that rank's own output for the cause")
-
-    @classmethod
-    def failed(cls, rank: int, pid: int, cause: str, waiting: str) -> PeerLost:
-        """An exception ended a rank's script, or it exited with a code other than 0; ``cause`` says what is known."""
-        why = f" ({cause})" if cause else ""
-        return cls._of(rank, pid, f"has failed{why} while {waiting}. Look at that rank's own output for the cause")
-
-    @classmethod
-    def replaced(cls, rank: int, pid: int, waiting: str) -> PeerLost:
-        """A rank's process runs another program."""
-        text = "has replaced itself by another program (exec)"
-        return cls._of(rank, pid, f"{text} while {waiting}. Let it start the program as a child process")
-
-    @classmethod
-    def left(cls, rank: int, pid: int, waiting: str) -> PeerLost:
-        """A rank has left the group in order, and a collective needs it."""
-        text = "has left the group in order (it destroyed the group, or its script has come to its end)"
-        remedy = "Every rank must make the same calls before it leaves"
-        return cls._of(rank, pid, f"{text} while {waiting}. {remedy}")
-
-    @classmethod
-    def left_before_message(cls, who: str, waiting: str, *, group_rank: int = -1) -> PeerLost:
-        """The ranks that could take part in a message have left the group in order; the group is whole."""
-        text = "left the group in order (destroyed it, or came to the end of the script)"
-        return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank)
-
-    @classmethod
-    def _of(cls, rank: int, pid: int, what: str) -> PeerLost:
-        return cls(f"rank {rank} of the group (pid {pid}) {what}", group_rank=rank, pid=pid)
-
-    @classmethod
-    def out_of_step(cls, cause: str, *, group_rank: int, pid: int = 0) -> PeerLost:
-        """A rank left an operation that the others are in; ``cause`` says which rank, how and where."""
-        return cls(f"{cause}; the ranks of the group are out of step", group_rank=group_rank, pid=pid)
-
-
-class PeerFailed(PhalanxError):
-    """Another rank raised an exception in something that it did for all ranks, or before them.
-
-    Raised by ``main_first()``, ``save()`` and the like on the ranks that waited for it. Mend what that rank reports.
+    Raised by that forward, on each rank where it is so, with torch's own explanation behind the names. The other ranks
+    wait for these gradients and raise :class:`PeerLost`, which names this rank and the parameters. Use the parameters
+    on all ranks, or give ``find_unused_parameters=True``.
 
     Attributes:
-        group_rank: the rank that failed, counted within the group.
+        names: the parameters, as in ``model.named_parameters()``.
     """
 
-    is_consequence = True
-
-    def __init__(self, message: str, *, group_rank: int = -1) -> None:
+    def __init__(self, message: str, *, names: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.group_rank = group_rank
+        self.names = names
 
     @classmethod
-    def in_its_turn(cls, group_rank: int, call: str, error: str) -> PeerFailed:
-        """A rank failed in ``call``; ``error`` is its exception in words."""
-        return cls(f"rank {group_rank} of the group failed in {call}: {error}", group_rank=group_rank)
-
-
-class CollectiveTimeout(PhalanxError):
-    """A collective was not joined by every rank within the group's timeout.
-
-    If a rank is merely slow, give a longer timeout: ``phalanx.init(timeout_s=…)``. If not, find out why the rank that
-    the message names did not make the call.
-
-    Attributes:
-        group_rank: the first rank that had not come, counted within the group.
-        elapsed_s: how long this rank waited, in seconds.
-    """
-
-    def __init__(self, message: str, *, group_rank: int = -1, elapsed_s: float = 0.0) -> None:
-        super().__init__(message)
-        self.group_rank = group_rank
-        self.elapsed_s = elapsed_s
-
-    @classmethod
-    def did_not_come(
-        cls, missing: str, waiting: str, timeout_s: float, *, group_rank: int, elapsed_s: float
-    ) -> CollectiveTimeout:
-        """Some ranks are missing in an operation.
-
-        Args:
-            missing: which ranks they are, and what is known of them.
-            waiting: which rank waited for them, and in which call.
-            timeout_s: how long.
-            group_rank, elapsed_s: see the class.
-        """
+    def without_gradient(cls, rank: int, names: list[str], explanation: str) -> UnusedParameters:
+        """``explanation`` is torch's."""
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         return cls(
-            f"{missing} did not come within {timeout_s:g} s while {waiting}. Is it in other code, or much slower? "
-            f"{cls.remedy()}",
-            group_rank=group_rank,
-            elapsed_s=elapsed_s,
+            f"rank {rank} of the group: no gradient came in the last backward pass for {shown}\n{explanation}",
+            names=tuple(names),
         )
-
-    @staticmethod
-    def remedy() -> str:
-        """How to wait longer."""
-        return "A longer timeout is set with phalanx.init(timeout_s=...) or init_process_group(timeout=...)"
-
-
-class _OfWorker:
-    """What the errors of calls know of the worker that was called; ``worker`` is its name."""
-
-    worker, rank, pid, host, incarnation = "", -1, 0, "", 0
-    asked, line = "", ""
-
-
-class WorkerLost(_OfWorker, PeerLost):
-    """Another worker went while this process waited for it, or was gone when it was called.
-
-    What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new
-    worker, and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
-
-    Attributes:
-        worker, rank, pid, host, incarnation: which worker; the rank is -1 if it had none.
-        asked, line: what it was asked, for people, and at which ``file:line`` of this process's program; the line is
-            empty if Phalanx asked by itself.
-        why: how its end was noticed, for people.
-        elapsed_s: for how long this process had waited, in seconds.
-    """
-
-    def __init__(self, message: str, *, why: str = "", elapsed_s: float = 0.0, **of_worker: Any) -> None:
-        super().__init__(message, group_rank=of_worker.get("rank", -1), pid=of_worker.get("pid", 0))
-        self.why, self.elapsed_s = why, elapsed_s
-        vars(self).update(of_worker)
-
-    @classmethod
-    def while_waiting(cls, who: str, why: str, waiting: str, **facts: Any) -> WorkerLost:
-        """``who`` is gone while this process waited for what ``waiting`` says; ``why`` says how that was noticed."""
-        remedy = "Look at that worker's own output for the cause"
-        return cls(f"{who} is gone ({why}) while this worker waited for {waiting}. {remedy}", why=why, **facts)
-
-
-class ObjectLost(WorkerLost):
-    """A remote object is gone with the worker that had it, or was let go of.
-
-    A worker that comes back under the same name is a new one and has none of the old one's objects: make it again.
-    """
-
-
-class CallTimeout(_OfWorker, PhalanxError, TimeoutError):
-    """Another worker did not answer a call in time.
-
-    The call may still run there; it was told that nobody waits. The text says why there was no answer, as far as that
-    can be found out.
-
-    Attributes:
-        worker, rank, pid, host, incarnation: which worker; the rank is -1 if it has none.
-        asked, line: what it was asked, for people, and at which ``file:line`` of this process's program.
-        timeout_s: how long the call could take, in seconds.
-        cause: why there was no answer, in a word: ``handler`` (its function runs), ``queued`` (other calls are before
-            it), ``stopped`` (the process is, by SIGSTOP or a debugger), ``interpreter`` (something in the process holds
-            the interpreter's lock), ``silent`` (one of the last two, on another host), ``cut`` (nothing comes from its
-            host), ``on the way`` (the call or its answer is), ``gone`` (the process has just ended); empty if that
-            could not be found out.
-        at: the function, file and line at which the worker was; empty if that is not known.
-    """
-
-    def __init__(
-        self, message: str, *, timeout_s: float = 0.0, cause: str = "", at: str = "", **of_worker: Any
-    ) -> None:
-        super().__init__(message)
-        self.timeout_s, self.cause, self.at = timeout_s, cause, at
-        vars(self).update(of_worker)
-
-    @classmethod
-    def not_answered(cls, who: str, waiting: str, timeout_s: float, why: str, **facts: Any) -> CallTimeout:
-        """``who`` has not answered what ``waiting`` says; ``why`` is a sentence about what keeps it, if known."""
-        because = why or "Is it slow, stopped, or waiting for this worker?"
-        text = f"{who} did not answer within {timeout_s:g} s: {waiting}. {because} More time: timeout_s=..."
-        return cls(text, timeout_s=timeout_s, **facts)
 
 
 class CheckpointError(PhalanxError):
@@ -439,7 +267,20 @@ class CheckpointError(PhalanxError):
 
 
 class LaunchError(PhalanxError):
-    """``phalanx run`` was asked for something it cannot start. The message says what to change."""
+    """``phalanx run``, or ``phalanx.launch()``, cannot start what it was asked for. The message says what to change."""
+
+
+class RankFailed(PhalanxError):
+    """A rank of ``phalanx.launch()`` failed before any other did. The message has its traceback; mend what it shows.
+
+    Attributes:
+        rank: its number in the world.
+        exit_code: that of its process, or 128 + the signal that killed it.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.rank, self.exit_code = rank, exit_code
 
 
 # The next step after an error about a process that vanished.

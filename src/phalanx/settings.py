@@ -12,6 +12,7 @@ VERSION = "0.1.0"
 BACKEND = "phalanx"  # the name under which torch knows the backend
 
 # Set by users.
+CALL_SITES = "PHALANX_CALL_SITES"  # lines called in another order on another rank: warn, error or ignore
 DEVICE = "PHALANX_DEVICE"  # where ranks compute: cpu, cuda, cuda:1, xpu, npu, …
 ENGINE = "PHALANX_ENGINE"  # what carries bytes between hosts: auto, gloo, mpi, ucx
 HOST = "PHALANX_HOST"  # the name this process reports for its host, in place of the machine's own
@@ -19,9 +20,11 @@ INTERFACE = "PHALANX_INTERFACE"  # the network interface that ranks talk over
 KEY_FILE = "PHALANX_KEY_FILE"  # a file with the job's key, readable by its owner alone
 MPI_CHECK = "PHALANX_MPI_CHECK"  # 0: do not compare collectives over MPI before they run
 REPLACE = "PHALANX_REPLACE"  # what Phalanx stands in for: the backends gloo and mpi, and torch's rpc
+RPC_ENCRYPT = "PHALANX_RPC_ENCRYPT"  # 1: workers encrypt what goes between them over TCP
 TUNING = "PHALANX_TUNING"  # the file of switch points that `phalanx bench --tune` writes
 
 # Set by the launcher for its ranks.
+ATTEMPT = "PHALANX_ATTEMPT"  # how often the ranks have been started again after a failure: --restarts
 KEY = "PHALANX_KEY"  # the job's key
 MPI_JOIN = "PHALANX_MPI_JOIN"  # where a shim finds `phalanx run`, and the key; removed before the script runs
 REHEARSAL = "PHALANX_REHEARSAL"  # the rehearsed hosts: 2x4, or 1,3,2

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 __all__ = [
+    "format_bytes",
     "format_count",
     "format_gib",
     "format_list",
@@ -55,6 +56,14 @@ def format_size(nbytes: int) -> str:
         if nbytes and nbytes % size == 0:
             return f"{nbytes // size}{unit}"
     return str(nbytes)
+
+
+def format_bytes(nbytes: float) -> str:
+    """A number of bytes, rounded: ``16 B``, ``4.0 KiB``, ``25.0 MiB``."""
+    for unit, size in _UNITS:
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}iB"
+    return f"{nbytes:.0f} B"
 
 
 def format_gib(nbytes: int) -> str:

@@ -57,6 +57,8 @@ class World(TrainingCalls):
         backend: the name of the communication backend.
         launcher: the launcher that started the process, named as by ``phalanx env``: ``torchrun``, ``mpich``,
             ``slurm``, …; ``none`` for a process that was started without one.
+        attempt: how often the launcher has started the ranks again after a failure: 0 in the first attempt. ``phalanx
+            run --restarts`` and torchrun's ``--max-restarts`` count so, and Slurm's requeueing.
         nodes: every host with its ranks, by node rank: ``world.nodes[1].ranks``.
 
     Every rank reports its host. Hosts are numbered in the order of their lowest ranks.
@@ -74,6 +76,7 @@ class World(TrainingCalls):
         self.device = device
         self.backend = _backend_name()
         self.launcher = place.launcher
+        self.attempt = place.attempt
         self._node_group: Group | None = None
         self._peers_group: Group | None = None
         self._changed: dict[str, str | None] = {}  # the environment variables that close() sets back

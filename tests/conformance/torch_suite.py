@@ -8,6 +8,11 @@ name while the tests still create Phalanx's backend, so that tests reserved for 
     python -m tests.conformance.torch_suite --ranks 3 --under mpi
     python -m tests.conformance.torch_suite --ranks 2 --under gloo
 
+With ``--hosts`` the ranks take themselves for ranks of several hosts, so there is shared memory inside each of them
+and Gloo between.
+
+    python -m tests.conformance.torch_suite --ranks 4 --hosts 2
+
 With ``--mpiexec`` the tests run on the backend ``mpi`` in ranks that a real mpiexec has started.
 
     python -m tests.conformance.torch_suite --ranks 3 --mpiexec .venv-mpi/mpich/bin/mpiexec
@@ -29,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conformance.mpi_job import MpiJob
+from tests.support.islands import pretend_host
 
 # test -> why it cannot pass under another name than Gloo's own
 _NAMED_GLOO = "torch refuses monitored_barrier unless the backend is named gloo"
@@ -45,6 +51,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--under", choices=["gloo", "mpi"], help="evaluate skip conditions for this name")
     parser.add_argument("--mpiexec", metavar="PROGRAM", help="run on the backend mpi, in ranks that this starts")
+    parser.add_argument("--hosts", type=int, default=1, help="the ranks take themselves for ranks of so many hosts")
     parser.add_argument("--filter", default="", metavar="REGEX", help="only the tests whose name matches")
     parser.add_argument("--test-timeout", type=int, default=60, metavar="SECONDS")
     return parser.parse_args()
@@ -135,6 +142,12 @@ def suite_for(options: argparse.Namespace, job: MpiJob | None) -> unittest.TestS
     case = case_for("mpi") if job else case_for("phalanx", options.under)
 
     class Forked(case):  # type: ignore[valid-type, misc]
+        @classmethod
+        def _run(cls, rank: int, test_name: str, file_name: str, pipe: Any, **given: Any) -> None:
+            if options.hosts > 1:
+                pretend_host(rank * options.hosts // options.ranks)
+            super()._run(rank, test_name, file_name, pipe, **given)
+
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(torch.multiprocessing.get_context("fork").Process)
@@ -189,6 +202,7 @@ def main() -> int:
     for name in unexpected:
         print(f"UNEXPECTED: {name}")
     under = f" under the name of {options.under}" if options.under else ""
+    under += f" of {options.hosts} hosts" if options.hosts > 1 else ""
     under = f" started by {options.mpiexec}" if options.mpiexec else under
     print(f"{options.ranks} ranks{under}: {len(passed)} passed, {len(failed)} failed, {sum(skipped.values())} skipped")
     return 1 if unexpected else 0

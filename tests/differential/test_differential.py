@@ -10,10 +10,11 @@ import pytest
 
 from tests.differential.program import SIZES, Program
 from tests.differential.suite import all_programs, verdict
-from tests.differential.worlds import Broke, run_programs
+from tests.differential.worlds import BETWEEN_HOSTS, Broke, run_programs
 
 CONFORMANCE = Path(__file__).parents[2] / "docs" / "conformance.md"
 CASES = [(program, size) for size in SIZES for program in all_programs() if size in program.sizes]
+MESSAGES = "point_to_point"
 
 _outcomes: dict[tuple[str, int], dict[str, list[Any] | Broke]] = {}
 
@@ -29,7 +30,9 @@ def outcome(backend: str, program: Program, size: int, session: pytest.Session) 
     if key not in _outcomes:
         cases = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
         ours = [case for case in cases if isinstance(case.get("program"), Program)]
-        here = [case["program"] for case in ours if case["size"] == size]
+        here = list(dict.fromkeys(case["program"] for case in ours if case["size"] == size))
+        if backend == BETWEEN_HOSTS:
+            here = [program for program in here if program.name.startswith(MESSAGES)]
         _outcomes[key] = run_programs(backend, size, here)
     return _outcomes[key][program.name]
 
@@ -38,6 +41,14 @@ def outcome(backend: str, program: Program, size: int, session: pytest.Session) 
 def test_the_program_gives_the_same_on_gloo(program: Program, size: int, request: pytest.FixtureRequest) -> None:
     expected = outcome("gloo", program, size, request.session)
     value = outcome("phalanx", program, size, request.session)
+    text = verdict(program, expected, value)
+    assert not text, text
+
+
+@pytest.mark.parametrize(("program", "size"), [case(*one) for one in CASES if one[0].name.startswith(MESSAGES)])
+def test_messages_between_hosts_give_the_same(program: Program, size: int, request: pytest.FixtureRequest) -> None:
+    expected = outcome("gloo", program, size, request.session)
+    value = outcome(BETWEEN_HOSTS, program, size, request.session)
     text = verdict(program, expected, value)
     assert not text, text
 

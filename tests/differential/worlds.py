@@ -11,10 +11,14 @@ import torch.distributed as dist
 
 from tests.differential.program import PROGRAMS, Program
 from tests.differential.values import plain
+from tests.support.islands import pretend_host
 from tests.support.pool import Pool
 from tests.support.ranks import Member
 
-__all__ = ["Broke", "run_programs"]
+__all__ = ["BETWEEN_HOSTS", "Broke", "run_programs"]
+
+# In place of a backend's name: Phalanx in a world whose ranks take themselves for ranks of two hosts.
+BETWEEN_HOSTS = "phalanx over two hosts"
 
 # For one operation, and for one program: a busy machine needs neither; a program that hangs is reported after this.
 GROUP_TIMEOUT_S = 60.0
@@ -77,4 +81,9 @@ def _join_phalanx(member: Member) -> Member:
     return _joined(member, "phalanx")
 
 
-_join = {"gloo": _join_gloo, "phalanx": _join_phalanx}
+def _join_two_hosts(member: Member) -> Member:
+    pretend_host(2 * member.rank // member.size)
+    return _joined(member, "phalanx")
+
+
+_join = {"gloo": _join_gloo, "phalanx": _join_phalanx, BETWEEN_HOSTS: _join_two_hosts}

@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.islands import pretend_host
+from tests.support.leaks import descriptors
 from tests.support.ranks import Member, on_ranks, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
@@ -22,6 +25,7 @@ import phalanx
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import InitializationError
+from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
@@ -30,7 +34,7 @@ SOON = timedelta(seconds=20)
 
 def mapped() -> int:
     with open("/proc/self/maps") as maps:
-        return sum("memfd:phalanx" in line for line in maps)
+        return sum("memfd:phalanx (" in line for line in maps)  # segments, and no recorder
 
 
 def leave_no_room() -> None:
@@ -220,3 +224,31 @@ def test_a_rank_that_goes_while_the_ranks_meet_is_told_to_the_others_at_once(
             text, took_s = outcome.value
             assert f"rank {lost} (" in text or (lost == 0 and "rank 0 has ended" in text), text
             assert took_s < 50  # not the timeout
+
+
+@pytest.mark.parametrize(("where", "step"), [(create, "choose_engine"), (Guard, "_meet"), (create, "quicken_messages")])
+def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, step: str) -> None:
+    """Its error may be kept, and with it whatever its frames hold."""
+
+    def body(member: Member) -> tuple[int, list[str], int]:
+        pretend_host(member.rank // 2)
+        first = create_process_group(member.store(), member.rank, member.size, SOON, "first", [])
+        first.shutdown()
+        make = getattr(where, step)
+
+        def fail(*arguments: Any, **options: Any) -> None:
+            make(*arguments, **options)
+            raise InitializationError("a rank has gone")
+
+        before, threads = descriptors(), set(threading.enumerate())
+        with pytest.MonkeyPatch().context() as patch:
+            patch.setattr(where, step, fail)
+            with pytest.raises(InitializationError, match="a rank has gone") as kept:
+                create_process_group(member.store(), member.rank, member.size, SOON, "second", [])
+        until = time.monotonic() + 20
+        while set(threading.enumerate()) - threads and time.monotonic() < until:
+            time.sleep(0.05)  # those that have heard that they end
+        assert kept.value
+        return mapped(), sorted(set(descriptors()) - set(before)), len(set(threading.enumerate()) - threads)
+
+    assert on_ranks(body, 4) == [(0, [], 0)] * 4

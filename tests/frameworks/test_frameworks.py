@@ -6,6 +6,7 @@ their own and names it in PHALANX_FRAMEWORKS_VENV; without it they are skipped.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -186,3 +187,32 @@ def test_torchrun_with_the_variable_trains_as_one_process_does(tmp_path: Path) -
     assert [result["group"] for result in results] == [OURS] * 2
     for result in results:
         torch.testing.assert_close(result["parameters"], trained_by_one_process(2), rtol=1e-4, atol=1e-5)
+
+
+def test_cells_of_a_notebook_launch_ranks_by_phalanx_launch(tmp_path: Path) -> None:
+    for module in ("ipykernel", "jupyter_client"):
+        need(module)
+    path = os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [PYTHON, str(PROGRAMS / "notebook.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "IPYTHONDIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(done.stdout)
+    assert cells["define"]["error"] == ""
+    assert cells["train"]["result"].count("([12.0, 12.0], 'phalanx')") == 3, cells["train"]
+    assert sorted(cells["train"]["stdout"].splitlines()) == [f"[rank {rank}] trains {rank}" for rank in range(3)]
+    assert cells["fail"]["error"].startswith("RankFailed: rank 1 of 3 failed: ValueError: one\n")
+    assert 'raise ValueError("one")' in cells["fail"]["error"]  # the line of the cell
+    assert cells["interrupt"]["error"].startswith("KeyboardInterrupt")
+    assert "SIGINT: all 2 ranks have been ended" in cells["interrupt"]["stderr"]
+    assert "have no input" in cells["input"]["error"]
+    assert cells["left"]["result"] == "['sh']", cells["left"]  # the shell that asks
+    for name in ("again", "spawn"):
+        assert cells[name]["result"].count("([9.0, 9.0], 'phalanx')") == 2, cells[name]

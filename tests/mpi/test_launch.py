@@ -326,3 +326,20 @@ def test_signals_and_stacks_reach_the_ranks_and_come_back(launcher: Launcher) ->
     assert outcome.code == 143
     assert outcome.err_text.endswith(":5 time.sleep(300)\n"), outcome.err_text
     assert "  ranks 0-1: " in outcome.err_text
+
+
+def test_ranks_are_started_again_after_a_failure(launcher: Launcher, mpi: MpiEnvironment) -> None:
+    script = launcher.script("""
+        import os, sys
+        from mpi4py import MPI
+        world, attempt = MPI.COMM_WORLD, os.environ["PHALANX_ATTEMPT"]
+        print(attempt, world.rank, world.allreduce(1), flush=True)
+        world.Barrier()
+        if (attempt, world.rank) == ("0", 1):
+            os._exit(3)
+        world.Barrier()
+    """)
+    outcome = launcher.run("-n", "2", "--no-prefix", "-q", "--restarts", "1", script)
+    assert outcome.code == 0, outcome.err_text
+    assert sorted(outcome.out_lines) == ["0 0 2", "0 1 2", "1 0 2", "1 1 2"]
+    assert "attempt 1 of 2 failed; attempt 2 of 2 starts now" in outcome.err_text

@@ -247,7 +247,7 @@ static void time_in_which_the_waiter_did_not_run_does_not_count(void)
     phx_comm *comm = segment(2);
     pthread_t late;
     char byte;
-    phx_set_timeout(comm, 60000000000ull);
+    phx_set_timeout(comm, 60000000000ull, 60000000000ull);
     REQUIRE(pthread_create(&late, NULL, come_after_a_long_stop, NULL) == 0);
     phx_message *received = phx_recv(comm, &byte, 1, PHX_U8, 1, 0);
     REQUIRE(phx_message_wait(comm, received, 0) == PHX_OK);

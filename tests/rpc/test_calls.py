@@ -194,5 +194,5 @@ def test_one_that_waits_long_says_so_less_and_less_often(monkeypatch: pytest.Mon
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now_s, sleep=sleep))
     monkeypatch.setattr(session, "tell", told.append)
     with pytest.raises(InitializationError, match="waited 3600 s for ranks 1-2"):
-        session._wait(lambda: [1, 2], 3600.0, "for", 2)
+        session.wait_for(lambda: [1, 2], 3600.0, "for", 2)
     assert told == ["waiting for ranks 1-2."] * 5  # after 5 s, 20 s, 80 s, 320 s and 1280 s

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc import agent, connections, handlers, network, session
+from phalanx.rpc import agent, backlog, connections, handlers, network, session
 from phalanx.rpc.handlers import Handlers
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.shared import SharedHub
@@ -218,3 +219,80 @@ def test_a_worker_whose_threads_all_wait_still_receives(size: int) -> None:
             dist.destroy_process_group()
 
     assert on_ranks(body, size) == [True] * size
+
+
+def note_and_give(path: str, nbytes: int) -> torch.Tensor:
+    with open(path, "ab", buffering=0) as file:
+        file.write(b".")
+    return torch.ones(nbytes, dtype=torch.uint8)
+
+
+def begun_in(path: Path) -> int:
+    return len(path.read_bytes()) if path.exists() else 0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_answers_that_a_slow_caller_does_not_take_hold_its_next_calls_back_and_nobody_elses(size: int) -> None:
+    nbytes, count, fit = 1 << 20, 60, 8
+
+    def before(_: Member) -> None:
+        backlog.MOST_BYTES = fit * nbytes
+        workers.use_tcp()
+
+    def body(member: Member) -> Any:
+        path, full = member.folder / "begun", member.folder / "full"
+        if member.rank == 1:
+            return True
+        if member.rank == 2:
+            while not full.exists():
+                time.sleep(0.01)
+            return rpc.call(1, torch.ones, 3).tolist() == [1.0] * 3  # it takes its answers
+        assert rpc.call(1, workers.add, 1, 2) == 3
+        made = session.agent()
+        link: Any = made._connections.link_now(made.member(1))
+        with link._reading:  # nobody reads what comes
+            futures = []
+            for number in range(count):
+                futures.append(rpc.start(1, note_and_give, str(path), nbytes))
+                until = time.monotonic() + 0.3  # until it has begun, if it does
+                while begun_in(path) <= number and time.monotonic() < until:
+                    time.sleep(0.001)
+                if begun_in(path) <= number and not full.exists():
+                    full.touch()
+                    time.sleep(1)  # the third rank calls meanwhile
+            held_at = begun_in(path)
+        link._arm()
+        for future in futures:
+            assert future.wait().sum() == nbytes
+        return held_at < count // 2 and begun_in(path) == count
+
+    assert with_workers(body, size, PATIENCE_S, before=before) == [True] * size
+
+
+def test_one_large_answer_holds_no_small_call_back() -> None:
+    own = backlog.Backlog()
+    own.add(1, 5 << 30)
+    assert not own.full
+    own.add(1, 1 << 20)
+    assert own.full == {1}
+    own.remove(1, 1 << 20)
+    assert not own.full
+
+
+def test_what_is_held_begins_in_its_order_when_there_is_room_or_nobody_to_take_it() -> None:
+    own = backlog.Backlog()
+    for receiver in (1, 2):
+        for _ in range(3):
+            own.add(receiver, 1 << 29)
+    began: list[int] = []
+    for number in range(10):
+        assert own.hold(1 + number % 2, partial(began.append, number))
+    assert not own.hold(3, partial(began.append, -1))
+    own.remove(1, 1 << 29)
+    assert began == [0, 2, 4, 6, 8]
+    assert not own.hold(1, partial(began.append, -1))
+    own.forget(2)
+    assert began == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9]
+    for receiver in (1, 1, 2, 2, 2):
+        own.remove(receiver, 1 << 29)
+    assert not own.full

@@ -6,6 +6,9 @@ import gc
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -297,3 +300,78 @@ def test_a_worker_that_comes_back_is_reached_by_its_name(launcher: Launcher) -> 
     ended = launcher.run("-n", "1", "--no-prefix", launcher.script(CLIENT, "client.py"))
     assert ended.code == 0, ended.err
     assert ended.out.split() == [b"server", b"True", b"True"]
+
+
+JOINED = """
+import os, subprocess, sys, time
+import torch.distributed as dist
+from phalanx import rpc
+from phalanx.errors import RankError
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    where = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
+    early = subprocess.run([sys.executable, "early.py", where], capture_output=True, text=True)
+    print(early.stderr.strip().splitlines()[-1], flush=True)
+dist.barrier()
+rpc.init()
+if dist.get_rank() == 0:
+    server = subprocess.Popen([sys.executable, "server.py", where])
+    until = time.monotonic() + 120
+    while True:
+        try:
+            print(rpc.call("server", os.getpid) == server.pid, flush=True)
+            break
+        except RankError:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    server.kill()
+    server.wait()
+rpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_worker_that_is_no_rank_joins_ranks_that_torch_has_brought_together(launcher: Launcher, ranks: int) -> None:
+    launcher.script(SERVER, "server.py")
+    launcher.script(SERVER.replace("join=sys.argv[1]", "join=sys.argv[1], wait_s=5"), "early.py")
+    ended = launcher.run("-n", str(ranks), "--no-prefix", launcher.script(JOINED, "client.py"))
+    assert ended.code == 0, ended.err
+    early, joined = ended.out.decode().splitlines()
+    assert "InitializationError: no rank of the job whose store is at " in early
+    assert "has called rpc.init() within 5 s" in early
+    assert joined == "True"
+
+
+BY_HAND = """
+import os, subprocess, sys
+import phalanx
+with phalanx.init(quiet=True) as world:
+    if world.rank == 0:
+        where = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
+        tried = subprocess.run([sys.executable, "server.py", where], capture_output=True, text=True)
+        print(tried.stderr.strip().splitlines()[-1], flush=True)
+    world.barrier()
+"""
+
+
+def test_a_store_that_only_ranks_can_use_is_said_to_be_that(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "script.py").write_text(BY_HAND)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "script.py"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **place, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert f"what listens at 127.0.0.1:{port} is no store of torch's" in said[0]
+    assert "start them with phalanx run or torchrun" in said[0]

@@ -19,6 +19,8 @@ from torch.distributed.optim import DistributedOptimizer
 from torch.distributed.rpc import functions
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
+from phalanx.rpc import inquiry, session
+from phalanx.words import tell
 from tests.support.ranks import Member, run_ranks, values
 
 WAIT_S = 60.0
@@ -438,3 +440,53 @@ def test_a_script_that_imports_torchs_rpc_runs_over_phalanx_unmodified(tmp_path:
     assert ran.returncode == 0, ran.stderr
     for rank in range(3):
         assert f"{rank} {2.0 * (1 + rank)} phalanx.rpc.torch_api" in ran.stdout
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_shutdown_whose_time_is_over_says_for_whom_it_has_waited_and_what_they_do(
+    size: int, late: int, tmp_path: Path
+) -> None:
+    def body(member: Member) -> Any:
+        rpc = started(member)
+        if member.rank == late:
+            until(lambda: len(list(tmp_path.glob("over-*"))) == size - 1)
+            rpc.shutdown(graceful=False)
+            return f"rank {late}. worker{late} (rank {late}, pid {os.getpid()} on "
+        vars(inquiry)["_LEAST_S"] = WAIT_S / 2  # the late one is asked what it does, and may have to wait for a core
+        (tmp_path / f"comes-{member.rank}").touch()
+        until(lambda: len(list(tmp_path.glob("comes-*"))) == size - 1)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            rpc.shutdown(timeout=3)
+        assert time.monotonic() - began < WAIT_S
+        (tmp_path / f"over-{member.rank}").touch()
+        return str(caught.value)
+
+    said = values(run_ranks(body, size))
+    for rank in set(range(size)) - {late}:
+        assert said[rank].startswith(f"waited 3 s for rpc.shutdown() of {said[late]}")
+        assert "its main thread is at until (" in said[rank]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_shutdown_without_a_limit_says_now_and_then_for_whom_it_waits(
+    size: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def body(member: Member) -> None:
+        rpc = started(member)
+        vars(session)["_TELL_S"] = 0.5
+        if member.rank:
+
+            def tell_and_note(text: str) -> None:
+                tell(text)
+                (tmp_path / str(member.rank)).touch()
+
+            vars(session)["tell"] = tell_and_note
+        else:
+            until(lambda: len(list(tmp_path.iterdir())) == size - 1)
+        rpc.shutdown()
+
+    assert values(run_ranks(body, size)) == [None] * size
+    said = capfd.readouterr().err
+    assert said.count("waiting for rpc.shutdown() of rank 0. worker0 (rank 0, ") >= size - 1

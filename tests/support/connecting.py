@@ -1,4 +1,4 @@
-"""Communicators that the tests make without a process group: over Gloo, and as if on several hosts."""
+"""Communicators that the tests make without a process group, as if on several hosts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.transports.contract import Communicator
-from phalanx.transports.gloo.communicator import GlooCommunicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts.communicator import HostsCommunicator
-from phalanx.transports.hosts.gloo_lane import GlooEngine
+from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.lane import Engine
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.sizes import Sizes
@@ -23,21 +22,10 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.tuning import Tuning
 from phalanx.transports.solo import SoloCommunicator
 
-__all__ = ["ENGINES", "PLACEMENTS", "EngineOf", "gloo_engine", "needs_ucx", "over_gloo", "over_hosts", "ucx_engine"]
+__all__ = ["ENGINES", "PLACEMENTS", "EngineOf", "gloo_engine", "needs_ucx", "over_hosts", "ucx_engine"]
 
 TIMEOUT = timedelta(seconds=60)
 SIZES = Sizes(frame_bytes=4_000, chunk_bytes=6_000)  # the large tensors of the tests go through a few chunks
-
-
-class OwnGlooCommunicator(GlooCommunicator):
-    """One that also ends its engine, which elsewhere its process group does."""
-
-    def close(self) -> None:
-        self._gloo.shutdown()
-
-
-def over_gloo(store: Store, rank: int, size: int) -> Communicator:
-    return OwnGlooCommunicator(lazy_gloo(store, rank, size, TIMEOUT, one_host=True))
 
 
 def gloo_engine(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
@@ -88,5 +76,9 @@ def over_hosts(
             own, layout.local, len(layout.here), timeout, Tuning(4096, stream_bytes=3000), layout.here
         )
     lanes = engine(PrefixStore("lanes", store), rank, size, timeout)
-    messages = over_gloo(PrefixStore("all", store), rank, size)
-    return HostsCommunicator(layout, local, lanes, messages, PrefixStore("group", store), timeout, SIZES)
+    ways = GlooOnDemand(
+        lambda timeout: lazy_gloo(PrefixStore("messages", store), rank, size, timeout, one_host=True), timeout
+    )
+    ways.get()
+    engines = lanes, GlooEngine(ways, UNLIMITED, awaits_what_came=True)
+    return HostsCommunicator(layout, rank, local, *engines, PrefixStore("group", store), timeout, SIZES)

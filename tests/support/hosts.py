@@ -23,6 +23,7 @@ __all__ = ["TestHosts", "running_hosts", "why_no_hosts"]
 
 PROGRAMS = ("ip", "unshare", "nsenter", "mount", "hostname")
 NET, NET6 = "10.213.77", "fd77:a:b"
+_SWITCH = "02:00:0a:d5:4d:fe"  # its hardware address
 PATIENCE_S = 300.0  # no busy machine needs as long
 _HOLD = "echo ready; exec cat >/dev/null"
 _HOST = (
@@ -63,6 +64,10 @@ class Zygote:
         self._count = 0
         self._ready = self._cleaned = False
         self._partial = b""
+
+    def wait_until_ready(self) -> None:
+        """Wait until it can fork ranks."""
+        self._await(lambda: self._ready)
 
     def fork(self, script: Path, environment: Mapping[str, str], out: Path, err: Path) -> int:
         """Start a rank; the number by which ``code`` knows it."""
@@ -163,7 +168,10 @@ class TestHosts:
         (self._folder / f"names-{host}").write_text("\n".join(lines) + "\n")
 
     def up(self) -> None:
-        switch = self._hold(["unshare", "--net", "sh", "-c", f"ip link add sw type bridge; ip link set sw up; {_HOLD}"])
+        # With an address of its own: otherwise it takes one of a host's link, and another one when that link is cut, so
+        # that hosts send what is for this machine nowhere.
+        make = f"ip link add sw address {_SWITCH} type bridge; ip link set sw up; {_HOLD}"
+        switch = self._hold(["unshare", "--net", "sh", "-c", make])
         self._switch = switch.pid
         order = self._folder / "nsswitch.conf"
         order.write_text("hosts: files\n")  # no name server can be reached from there
@@ -183,6 +191,20 @@ class TestHosts:
         if self._with_zygotes:
             self.zygotes = [Zygote(self, host) for host in range(self.count)]
 
+    def add_network(self, interface: str, net: str) -> None:
+        """Join the hosts by a second network, to which each has another interface; h0 has the address ``net``.1."""
+        for host, inside in enumerate(self._inside):
+            end = f"{interface}-{host}"
+            self._ip(self._switch, f"link add {end} type veth peer name {interface} netns {inside}")
+            self._ip(self._switch, f"link set {end} master sw up")
+            self._ip(inside, f"addr add {net}.{host + 1}/24 dev {interface}")
+            self._ip(inside, f"link set {interface} up")
+
+    def remove_network(self, interface: str) -> None:
+        """Undo :meth:`add_network`."""
+        for host in range(self.count):
+            self._ip(self._switch, f"link del {interface}-{host}")
+
     def cut(self, host: int) -> None:
         """Let nothing pass between a host and the others, without telling either."""
         self._ip(self._switch, f"link set sw{host} nomaster")
@@ -190,7 +212,15 @@ class TestHosts:
     def mend(self, only: int | None = None) -> None:
         """Undo every cut, or that of one host."""
         for host in range(self.count) if only is None else [only]:
-            self._ip(self._switch, f"link set sw{host} master sw")
+            if os.path.exists(f"/proc/{self._inside[host]}"):
+                self._ip(self._switch, f"link set sw{host} master sw")
+
+    def end_host(self, host: int) -> None:
+        """End a host: its processes are killed, and its network is gone."""
+        holder = self._holders[1 + host]
+        assert holder.stdin is not None
+        holder.stdin.close()
+        holder.wait(20)
 
     def _hold(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "PATH": _path()}

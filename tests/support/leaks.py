@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.watch.recorder import MEMORY_NAME
+
 
 @dataclass(frozen=True)
 class Holdings:
@@ -28,7 +30,7 @@ class Holdings:
         return Holdings(
             children=frozenset(children),
             threads=frozenset(thread.name for thread in threading.enumerate()),
-            descriptors=len(os.listdir("/proc/self/fd")),
+            descriptors=len(descriptors()),
             # Only what torch, multiprocessing or Phalanx would make: other programs of this machine come and go.
             shared_memory=frozenset(
                 name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "phalanx"))
@@ -47,6 +49,15 @@ class Holdings:
         if files := {name for name in later.shared_memory - self.shared_memory if lasts(name)}:
             left.append(f"/dev/shm/{sorted(files)}")
         return left
+
+
+def descriptors() -> list[str]:
+    """What this process has open, but for the memory of its flight recorder, which stays from the first group on."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [name for name in found if not name.startswith(f"/memfd:{MEMORY_NAME} ")]
 
 
 def lasts(name: str) -> bool:

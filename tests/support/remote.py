@@ -16,9 +16,11 @@ import pytest
 
 from .hosts import TestHosts, running_hosts
 
-__all__ = ["RemoteJob", "RemoteLauncher", "reachable_hosts"]
+__all__ = ["RemoteJob", "RemoteLauncher", "hosts", "reachable_hosts", "remote"]
 
 PHALANX = (sys.executable, "-m", "phalanx")
+# A variable that all processes of a launch have.
+_MARK = "TEST_LAUNCH"
 PATIENCE_S = 120.0  # no busy machine needs as long
 
 
@@ -99,7 +101,7 @@ class RemoteLauncher:
                 stdout=out,
                 stderr=err,
                 cwd=self.folder,
-                env={**own, **(environment or {})},
+                env={**own, _MARK: str(self._starter), **(environment or {})},
             )
         if process.stdin is not None and stdin is not None:
             process.stdin.write(stdin)
@@ -113,6 +115,17 @@ class RemoteLauncher:
         job.finish()
         return job
 
+    def wait_for_process(self, host: int, name: str) -> int:
+        """The process of this name on a host, as soon as there is one."""
+        until = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until:
+            for pid in self.hosts.processes(host):
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                        return pid
+            time.sleep(0.005)
+        pytest.fail(f"there is no {name} on h{host}")
+
     def left(self) -> list[str]:
         """Every process and file that a launch has left on any host, and the processes that it has left here."""
         found = []
@@ -120,9 +133,11 @@ class RemoteLauncher:
             found += [f"h{host}: {_described(pid)}" for pid in self.hosts.processes(host) if pid not in self.before]
             shared = Path(f"/proc/{self.hosts.holder(host)}/root/dev/shm")
             found += [f"h{host}: {path.name} in /dev/shm" for path in shared.iterdir()]
+        words = str(self._starter).encode()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
-                if str(self._starter).encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                # Ranks of the head's own host show it in their environment only.
+                if any(words in Path(f"/proc/{name}/{file}").read_bytes() for file in ("cmdline", "environ")):
                     found.append(f"here: {_described(int(name))}")
         return found
 
@@ -160,3 +175,19 @@ def reachable_hosts(count: int, folder: Path) -> Iterator[TestHosts]:
     with running_hosts(count, folder, zygotes=False) as hosts:
         hosts.join_switch()
         yield hosts
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
+    with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+@pytest.fixture
+def remote(hosts: TestHosts, tmp_path: Path) -> Iterator[RemoteLauncher]:
+    launcher = RemoteLauncher(hosts, tmp_path)
+    try:
+        yield launcher
+        launcher.check()
+    finally:
+        launcher.clear()

@@ -129,7 +129,8 @@ def test_the_block() -> None:
 
 def test_hints() -> None:
     def block(status: int, *, oom: bool = False) -> str:
-        return format_failure(Failure(0, 1, status, 1.0), [], ranks=1, host="h", started=0.0, out_of_memory=oom)
+        failure = Failure(0, 1, status, 1.0, out_of_memory=oom)
+        return format_failure(failure, [], ranks=1, host="h", started=0.0)
 
     assert "signal 9 (SIGKILL)" in block(-9)
     assert "dmesg" in block(-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.allocation import find_allocation
+from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots, read_hostfile
 from phalanx.launch.job.job import make_job
 from phalanx.launch.job.reach import is_here
@@ -125,6 +127,7 @@ def test_a_job_on_the_wire_keeps_everything_that_its_ranks_see() -> None:
         interface="eth9",
         grace_s=3,
     )
+    job = dataclasses.replace(job, diagnosis=Diagnosis(strict=True))
     assert not job.is_local
     sent = json.loads(json.dumps(job_as_sent(job)))
     assert job.key not in json.dumps(sent)  # it goes by standard input
@@ -161,3 +164,22 @@ def test_the_hosts_of_an_allocation(tmp_path: Path) -> None:
     assert found is not None
     assert (found.hosts, found.starter) == ((HostSlots("a", 2), HostSlots("b", 2)), ())
     assert find_allocation({**pbs, "PMI_RANK": "0"}) is None
+
+
+def test_the_hosts_of_a_job_of_lsf(tmp_path: Path) -> None:
+    lsf = {"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "a 1 b 4"}
+    found = find_allocation(lsf)
+    assert found is not None
+    # Also a first host of one slot takes a rank: it is jsrun that starts its tasks elsewhere.
+    assert found.hosts == (HostSlots("a", 1), HostSlots("b", 4))
+    assert (found.title, found.starter) == ("LSF's job 9", ("blaunch",))
+    slots = tmp_path / "slots"
+    slots.write_text("a\na\nb\nb\nb\n")
+    found = find_allocation({"LSB_JOBID": "9", "LSB_DJOB_HOSTFILE": str(slots)})
+    assert found is not None
+    assert (found.hosts, found.starter) == ((HostSlots("a", 2), HostSlots("b", 3)), ("blaunch",))
+    assert find_allocation({**lsf, "LSB_MCPU_HOSTS": f"{machine_name()} 4"}) is None
+    for task in ("JSM_NAMESPACE_RANK", "PMIX_RANK"):
+        assert find_allocation({**lsf, task: "0"}) is None
+    with pytest.raises(LaunchError, match=r"the hosts of LSF's job 9 cannot be read: .*; name the nodes"):
+        find_allocation({**lsf, "LSB_MCPU_HOSTS": "a b"})

@@ -227,6 +227,23 @@ def test_random_numbers_of_workers_follow_from_seed_epoch_rank_and_worker() -> N
         assert len(set(library)) == 16
 
 
+def test_the_rest_of_a_pass_goes_on_with_the_random_numbers_of_its_beginning() -> None:
+    def drawn(loader: ShardedLoader, batches: int) -> list[float]:
+        return [torch.rand(()).item() for _, _ in zip(range(batches), loader, strict=False)]
+
+    torch.manual_seed(1)
+    loader = loader_of()
+    expected = drawn(loader, 3)
+    torch.manual_seed(1)
+    loader = loader_of()
+    first = drawn(loader, 1)
+    state, numbers = loader.state_dict(), torch.get_rng_state()
+    other = loader_of()
+    other.load_state_dict(state)
+    torch.set_rng_state(numbers)
+    assert [*first, *drawn(other, 2)] == expected
+
+
 def test_the_loader_refuses_what_it_cannot_share() -> None:
     class NoLength(Dataset[int]):
         def __getitem__(self, index: int) -> int:

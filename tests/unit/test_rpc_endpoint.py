@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.rpc.links.endpoint import BLOCK_BYTES, UNCHECKED, WHOLE, Endpoint, Watch
+from phalanx.rpc.links.endpoint import BLOCK_BYTES, UNCHECKED, WHOLE, Endpoint
 from phalanx.rpc.links.wire_format import SMALL
 from phalanx.wire.framing import Malformed
 from phalanx.wire.session import TAG_BYTES, Session
@@ -28,7 +28,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, Endpoi
     with near, far:
         near.setblocking(False)
         mine, other = Session(key, is_listener=True), Session(key, is_listener=False)
-        endpoint = Endpoint(Watch())
+        endpoint = Endpoint()
         endpoint.use(far.fileno(), mine)
         yield near, endpoint, mine, other
 
@@ -61,7 +61,7 @@ def test_a_small_frame_that_comes_alone_is_found_whole(
     near, endpoint, mine, other = ends
     for size in SIZES:
         near.send(other.seal(frame(size)))
-        came = endpoint.wait(False, True, PATIENCE_MS, mine.received)
+        came = endpoint.wait(PATIENCE_MS, mine.received)
         assert came == WHOLE + len(frame(size)) + TAG_BYTES
         assert endpoint.take(came - WHOLE - TAG_BYTES) == frame(size)
         mine.received += 1
@@ -86,23 +86,23 @@ def test_what_is_no_small_frame_alone_or_has_another_digest_is_not_whole(
     ]
     for data in others:
         near.send(data)
-        assert endpoint.wait(False, False, PATIENCE_MS, mine.received) == len(data)
+        assert endpoint.wait(PATIENCE_MS, mine.received) == len(data)
         assert endpoint.take(len(data)) == data
     for number in (mine.received + 1, UNCHECKED):
         near.send(sealed)
-        assert endpoint.wait(False, False, PATIENCE_MS, number) == len(sealed)
+        assert endpoint.wait(PATIENCE_MS, number) == len(sealed)
         endpoint.take(len(sealed))
 
 
 def test_what_has_come_and_was_not_taken_comes_again(ends: tuple[socket.socket, Endpoint, Session, Session]) -> None:
     near, endpoint, mine, other = ends
     near.send(other.seal(frame(10)))
-    came = endpoint.wait(False, False, PATIENCE_MS, UNCHECKED)
+    came = endpoint.wait(PATIENCE_MS, UNCHECKED)
     assert endpoint.has_come()
-    assert endpoint.look(True, False, 0, mine.received) == WHOLE + came
+    assert endpoint.look(0, mine.received) == WHOLE + came
     endpoint.take(came)
     assert not endpoint.has_come()
-    assert endpoint.look(True, False, 0, mine.received) == -errno.EAGAIN
+    assert endpoint.look(0, mine.received) == -errno.EAGAIN
 
 
 def test_more_than_there_is_room_for_comes_in_parts_and_the_end_is_told(
@@ -110,12 +110,12 @@ def test_more_than_there_is_room_for_comes_in_parts_and_the_end_is_told(
 ) -> None:
     near, endpoint, mine, _ = ends
     near.send(bytes(BLOCK_BYTES + 5))
-    assert endpoint.look(False, False, 0, mine.received) == BLOCK_BYTES
+    assert endpoint.look(0, mine.received) == BLOCK_BYTES
     endpoint.take(BLOCK_BYTES)
-    assert endpoint.look(False, False, 0, mine.received) == 5
+    assert endpoint.look(0, mine.received) == 5
     endpoint.take(5)
     near.close()
-    assert endpoint.wait(False, True, PATIENCE_MS, mine.received) == 0
+    assert endpoint.wait(PATIENCE_MS, mine.received) == 0
 
 
 def test_a_sender_is_told_how_much_the_kernel_takes_and_why_it_takes_nothing(
@@ -135,7 +135,7 @@ def test_a_thread_that_sleeps_is_woken_by_what_comes(ends: tuple[socket.socket, 
     timer = threading.Timer(0.2, near.send, [other.seal(frame(3))])
     timer.start()
     began = time.monotonic()
-    assert endpoint.wait(False, True, PATIENCE_MS, mine.received) > WHOLE
+    assert endpoint.wait(PATIENCE_MS, mine.received) > WHOLE
     assert time.monotonic() - began < PATIENCE_MS / 2000
     timer.join()
-    assert endpoint.wait(True, True, 0, mine.received) > WHOLE  # it was not taken
+    assert endpoint.wait(0, mine.received) > WHOLE  # it was not taken

@@ -13,7 +13,8 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.spellings import translate
 
 OWN = {"-n": True, "--ranks": True, "-m": False, "-q": False, "-x": True, "-H": True, "--hosts": True, "--grace": True}
-OWN |= dict.fromkeys(("--hostfile", "--ppn", "--bind", "--interface", "--stdin", "--device"), True)
+OWN |= {"--tee": False, "--restarts": True}
+OWN |= dict.fromkeys(("--log-dir", "--hostfile", "--ppn", "--bind", "--interface", "--stdin", "--device"), True)
 TARGET = ["train.py", "--nproc-per-node", "9", "-hosts"]  # what stands after the target is its own
 
 
@@ -26,7 +27,7 @@ TARGET = ["train.py", "--nproc-per-node", "9", "-hosts"]  # what stands after th
         ("-np 4", "-n 4"),
         ("--num_processes 2", "-n 2"),
         ("--standalone --nnodes=1 --nproc_per_node 2", "-n 2"),
-        ("--nnodes 1:1 --node_rank=0 --max-restarts 0", ""),
+        ("--nnodes 1:1 --node_rank=0 --max-restarts 0", "--restarts 0"),
         ("-hosts a:1,b:2", "--hosts a:1,b:2"),
         ("-machinefile nodes", "--hostfile nodes"),
         ("-f nodes -ppn 2", "--hostfile nodes --ppn 2"),
@@ -36,7 +37,11 @@ TARGET = ["train.py", "--nproc-per-node", "9", "-hosts"]  # what stands after th
         ("--cpu", "--device cpu"),
         ("-n4 -qm", "-n4 -qm"),
         ("--shutdown-timeout 9", "--grace 9"),
+        ("--max-restarts 3 --max_restarts=2", "--restarts 3 --restarts 2"),
         ("-q -n 2 -m", "-q -n 2 -m"),
+        ("--log_dir=logs -r 3 --tee 3", "--log-dir=logs --tee"),
+        ("--log-dir logs --redirects=3 -t 0", "--log-dir logs"),
+        ("--log-dir logs --tee", "--log-dir logs --tee"),
         ("-n=4 --n 4", "-n 4 -n 4"),
         ("-genv A=1 --env B 2 -genv=C 3", "-x A=1 -x B=2 -x C=3"),
         ("--iface lo --prepend-rank --genvall -l", "--interface lo"),
@@ -89,8 +94,9 @@ def test_the_name_of_this_machine_is_an_address_of_it() -> None:
         ("--nnodes 2", ": -H h1:4,h2:4"),
         ("--node-rank 1", ": -H h1:4,h2:4"),
         ("--rdzv-endpoint=node1:29500", ": -H h1:4,h2:4"),
-        ("--max-restarts 3", "start it again"),
-        ("--log-dir logs", "tee"),
+        ("--redirects 1", "--log-dir DIR"),
+        ("-t 0:3,1:0", "both streams of all ranks"),
+        ("--local-ranks-filter 0", "--only 0"),
         ("--rank 0", "-n says how many"),
         ("--gpu_ids 0,1", "-x CUDA_VISIBLE_DEVICES"),
         ("-wdir /tmp", "cd there first"),
@@ -99,7 +105,6 @@ def test_the_name_of_this_machine_is_an_address_of_it() -> None:
         ("-genvnone", "env -i"),
         ("--output dir=logs", "tee"),
         ("-outfile-pattern=%r", "tee"),
-        ("--tee 3", "tee"),
         ("--fsdp_sharding_strategy 1", "Phalanx works under it"),
         ("--mixed_precision bf16", "ACCELERATE_MIXED_PRECISION"),
         ("--fusion-threshold-mb 32", "horovodrun"),
@@ -141,7 +146,7 @@ def phalanx(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_on_the_command_line(tmp_path: Path) -> None:
     """A mistake exits with 2 and one line; a run in another launcher's words runs."""
-    for words in ("-hosts a,b,a true", "-machinefile x true", "--log-dir x true"):
+    for words in ("-hosts a,b,a true", "-machinefile x true", "--tee true"):
         done = phalanx("run", *words.split(), folder=tmp_path)
         assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
     done = phalanx("-np", "2", "-x", "WORD=said", "-q", "sh", "-c", "echo $WORD $RANK", folder=tmp_path)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests.mpi.environments import MpiEnvironment, mpi_parameters, run
-from tests.support.connecting import PLACEMENTS, needs_ucx, over_gloo, over_hosts, ucx_engine
+from tests.support.connecting import PLACEMENTS, needs_ucx, over_hosts, ucx_engine
 from tests.support.contract import CHECKS, run_check
 from tests.support.pool import Pool
 from tests.support.ranks import Member
@@ -93,7 +93,6 @@ TRANSPORTS: dict[str, tuple[Connect, tuple[int, ...], int]] = {
     "shm in chunks of 4 KiB": (partial(over_shm, chunk_bytes=4096), (2, 3, 4, 5, 8), MOST_BYTES),
     "shm in chunks of 256 KiB": (partial(over_shm, chunk_bytes=256 * 1024), (2, 3, 5), MOST_BYTES),
     "defaults": (by_defaults, (2, 3, 5), 100_000),
-    "gloo": (over_gloo, (2, 3, 5), 100_000),
     "two hosts": (partial(over_hosts, host_of=PLACEMENTS["two hosts"]), (2, 4, 5), 100_000),
     "two hosts, cyclic": (partial(over_hosts, host_of=PLACEMENTS["two hosts, cyclic"]), (3, 4), 100_000),
     "three hosts": (partial(over_hosts, host_of=PLACEMENTS["three hosts"]), (3, 5), 100_000),

@@ -98,6 +98,47 @@ def test_resumed_run_ends_as_the_uninterrupted(trained: Trained, tmp_path: Path)
         assert resumed[name] == whole[name]
 
 
+# Runs the example, and kills a rank within a step of the optimizer: in each attempt another rank and another step.
+DYING = f"""
+import os, runpy, signal, sys, torch
+deaths = {{0: (1, 1), 1: (0, 5), 2: (1, 9)}}
+victim, last = deaths.get(int(os.environ["PHALANX_ATTEMPT"]), (-1, 0))
+steps = 0
+step = torch.optim.AdamW.step
+def step_or_die(self, *arguments):
+    global steps
+    steps += 1
+    if (int(os.environ["RANK"]), steps) == (victim, last):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *arguments)
+torch.optim.AdamW.step = step_or_die
+sys.argv[0] = {str(EXAMPLE)!r}
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_job_whose_ranks_are_killed_ends_as_one_that_was_left_alone(trained: Trained, tmp_path: Path) -> None:
+    settings = ("--epochs", "2", "--save-every", "3")
+    whole = train(tmp_path, *settings, "--checkpoint", "whole.pt")
+    trained.copied_to(tmp_path)  # the checkpoint of another job, which no attempt of this one goes on from
+    (tmp_path / "dying.py").write_text(DYING)
+    ended = subprocess.run(
+        [sys.executable, *PHALANX, "2", "--restarts", "3", "dying.py", *SMALL, *settings],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 0, ended.stderr
+    results = json.loads(ended.stdout.splitlines()[-1])
+    assert results["attempt"] == 3
+    for name in ("parameters_sha256", "accuracy", "loss"):
+        assert results[name] == whole[name]
+    assert ended.stdout.count("epoch 1/2") == 1  # the last attempt began in the second epoch
+
+
 @pytest.mark.parametrize(
     ("launcher", "ranks", "backend"),
     [

@@ -103,7 +103,11 @@ class Pair:
 
     def start(self, host: int, command: Sequence[str]) -> Run:
         """Start a command."""
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        own = {
+            "OMP_NUM_THREADS": "1",
+            "PHALANX_ENGINE": "gloo",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
         out, err = self._files()
         with out.open("wb") as out_file, err.open("wb") as err_file:
             streams = {"stdin": subprocess.DEVNULL, "stdout": out_file, "stderr": err_file}
@@ -113,6 +117,7 @@ class Pair:
     def rank(self, host: int, rank: int, world_size: int = 2, /, **environment: str) -> Run:
         """Start one rank as if by hand."""
         at = {"MASTER_ADDR": "h0", "MASTER_PORT": str(PORT), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        at["PHALANX_ENGINE"] = "gloo"  # whatever else is installed
         out, err = self._files()
         zygote = self.hosts.zygotes[host]
         number = zygote.fork(self.script, {**at, **environment}, out, err)
@@ -222,6 +227,55 @@ def test_by_number_on_the_chosen_interface_with_a_key(pair: Pair, address: str) 
     assert [one.code for one in ended] == [0, 0], ended[0].err + ended[1].err
     check(json.loads(ended[0].out), (0, 1))
     assert "the join is open" not in ended[0].err
+
+
+ENDS = """
+    import json, os, re, socket, struct, torch, phalanx
+
+    world = phalanx.init(timeout_s=60)
+    world.all_reduce(torch.ones(1_000_000))
+    world.all_reduce(torch.ones(1))
+    world.barrier()
+    held = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            held |= set(re.findall(r"socket:.(\\d+)", os.readlink(f"/proc/self/fd/{name}")))
+        except FileNotFoundError:
+            pass
+    ends = []
+    for line in open("/proc/self/net/tcp").readlines()[1:]:
+        words = line.split()
+        if words[9] in held:
+            pair = [socket.inet_ntoa(struct.pack("=I", int(words[at].partition(":")[0], 16))) for at in (1, 2)]
+            ends.append(["listens" if words[3] == "0A" else "connected", *pair])
+    assert not any(line.split()[9] in held for line in open("/proc/self/net/tcp6").readlines()[1:])
+    every = [None] * world.world_size
+    world.all_gather_object(every, ends)
+    if world.rank == 0:
+        print(json.dumps(every))
+    phalanx.close()
+"""
+
+
+def test_everything_between_hosts_goes_by_the_chosen_interface_alone(pair: Pair) -> None:
+    pair.hosts.add_network("eth1", "10.213.78")
+    try:
+        pair.script.write_text(dedent(ENDS))
+        given = {"MASTER_ADDR": "10.213.78.1", "PHALANX_INTERFACE": "eth1"}
+        ended = pair.end(*(pair.rank(rank // 2, rank, 4, **given) for rank in range(4)))
+    finally:
+        pair.hosts.remove_network("eth1")
+    assert [one.code for one in ended] == [0] * 4, "".join(one.err for one in ended)
+    for rank, ends in enumerate(json.loads(ended[0].out)):
+        own = f"10.213.78.{rank // 2 + 1}"
+        listening = [here for kind, here, _ in ends if kind == "listens"]
+        assert set(listening) == {own}
+        # Rank 0 has the store; each rank has Gloo for lanes, Gloo for messages, and the lookout for signs of life.
+        assert len(listening) == 3 + (rank == 0)
+        connected = {(here, there) for kind, here, there in ends if kind == "connected"}
+        assert {here for here, _ in connected} == {own}
+        assert {there for _, there in connected} <= {"10.213.78.1", "10.213.78.2"}
+        assert {there for _, there in connected} - {own}
 
 
 def test_a_host_that_is_missing_is_named_after_5_s(pair: Pair) -> None:

@@ -20,7 +20,7 @@ SIZES = BY_HAND or [pytest.param(24), pytest.param(64, marks=pytest.mark.long)]
 def segment_bytes() -> int:
     """How large this process's shared segment is. Memory stands only behind the pages that were written."""
     for mapping in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:phalanx" in mapping:
+        if "memfd:phalanx (" in mapping:
             first, last = mapping.split()[0].split("-")
             return int(last, 16) - int(first, 16)
     raise AssertionError("no shared segment is mapped")

@@ -39,7 +39,7 @@ class Held:
                 int(sizes.read().split()[1]) * os.sysconf("SC_PAGESIZE") // 1024,
                 len(os.listdir("/proc/self/task")),
                 len(os.listdir("/proc/self/fd")),
-                sum("memfd:phalanx" in line for line in maps),
+                sum("memfd:phalanx (" in line for line in maps),
             )
 
     def growth(self, later: Held) -> dict[str, int]:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
-from torch._C._distributed_c10d import ProcessGroupGloo
 
-from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import ClosedError, CollectiveMismatch, RankError
-from phalanx.transports.gloo.communicator import GlooCommunicator
-from phalanx.transports.gloo.engine import AttachedGloo, GlooOnDemand, lazy_gloo
 
 SIZES = [2, 3]
 
@@ -286,65 +281,3 @@ def test_a_message_that_another_thread_finishes_wakes_its_waiter_at_once() -> No
         return True
 
     assert on_ranks(body, 2) == [True, True]
-
-
-def over_gloo(place: Member) -> tuple[PhalanxProcessGroup, ProcessGroupGloo]:
-    def make(timeout: timedelta) -> AttachedGloo:
-        return lazy_gloo(place.store(), place.rank, place.size, timeout, one_host=True)
-
-    gloo = GlooOnDemand(make, timedelta(seconds=20))
-    return PhalanxProcessGroup("phalanx", GlooCommunicator(gloo.get()), gloo, "test"), gloo.get()
-
-
-def test_an_empty_message_from_any_rank_arrives_over_gloo() -> None:
-    def body(place: Member) -> None:
-        group, _ = over_gloo(place)
-        empty = torch.zeros(0)
-        if place.rank == 0:
-            group.send([empty], 1, 0).wait()
-        else:
-            work = group.recv_anysource([empty], 0)
-            work.wait()
-            assert work._source_rank() == 0
-        group.barrier().wait()
-        group.shutdown()
-
-    on_ranks(body, 2)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_messages_over_gloo_that_take_their_time(size: int) -> None:
-    """Several threads wait for one message; waits time out; futures complete; the connections stay whole."""
-
-    def body(place: Member) -> bool:
-        group, _ = over_gloo(place)
-        if place.rank == 0:
-            box = torch.zeros(4)
-            work = group.recv([box], 1, 1)
-            future = group.recv([torch.zeros(2)], 1, 2).get_future()
-            with pytest.raises(RuntimeError, match="still under way"):
-                work.wait(timedelta(milliseconds=50))
-            threads = [threading.Thread(target=work.wait, daemon=True) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            assert not work.is_completed()
-            group.send([torch.ones(1)], 1, 3).wait()
-            for thread in threads:
-                thread.join(5)
-                assert not thread.is_alive()
-            assert box.tolist() == [1.0] * 4
-            assert until(future.done)
-            assert future.value()[0].tolist() == [2.0, 2.0]
-            with pytest.raises(RankError):
-                group.send([torch.ones(1)], 0, 0)
-        elif place.rank == 1:
-            group.recv([torch.zeros(1)], 0, 3).wait()
-            for value, tag in ((1.0, 1), (2.0, 2)):
-                group.send([torch.full((4 if tag == 1 else 2,), value)], 0, tag).wait()
-        group.barrier()
-        group.shutdown()
-        with pytest.raises(ClosedError):
-            group.send([torch.ones(1)], (place.rank + 1) % place.size, 0)
-        return True
-
-    assert on_ranks(body, size) == [True] * size

@@ -436,6 +436,8 @@ def test_import_torch_loads_only_the_registration() -> None:
             "phalanx.c10d.mpi_slot",
             "phalanx.c10d.register",
             "phalanx.errors",
+            "phalanx.exception",
+            "phalanx.lost",
             "phalanx.rendezvous",
             "phalanx.rendezvous.launchers_port",
             "phalanx.settings",

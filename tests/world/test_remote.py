@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.hosts import TestHosts, why_no_hosts
-from tests.support.remote import RemoteLauncher, reachable_hosts
+from tests.support.remote import RemoteLauncher, hosts, remote
+
+__all__ = ["hosts", "remote"]  # fixtures
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "text_classification.py"
 PLAIN = ("--no-preload", "-q")  # nothing imports torch that the script does not import
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
-    with reachable_hosts(2, tmp_path_factory.mktemp("hosts")) as made:
-        yield made
-
-
-@pytest.fixture
-def remote(hosts: TestHosts, tmp_path: Path) -> Iterator[RemoteLauncher]:
-    launcher = RemoteLauncher(hosts, tmp_path)
-    try:
-        yield launcher
-        launcher.check()
-    finally:
-        launcher.clear()
 
 
 def lines(text: str) -> list[str]:
@@ -163,6 +150,23 @@ def test_a_host_that_loses_its_network_is_named_and_the_others_are_ended(
     remote.check(within_s=20.0)
 
 
+def test_a_host_that_is_lost_does_not_wait_for_others_that_import(remote: RemoteLauncher, hosts: TestHosts) -> None:
+    slow = remote.folder / "slow.py"
+    slow.write_text("import time; time.sleep(600)")
+    (torch,) = importlib.util.find_spec("torch").submodule_search_locations  # type: ignore[union-attr,misc]
+    hosts.start(0, ["mount", "--bind", str(slow), f"{torch}/__init__.py"], {}).wait()
+    try:
+        job = remote.start("-q", "-H", "h0:2,h1", remote.script(WAITING))
+        remote.wait_for_process(1, "rank-2")
+        os.kill(remote.wait_for_process(1, "phalanx-agent"), signal.SIGKILL)
+        assert job.finish() == 1
+        remote.check()
+    finally:
+        hosts.start(0, ["umount", f"{torch}/__init__.py"], {}).wait()
+    assert "phalanx: rank 2 of 3 failed: host h1 is lost" in job.err, job.said()
+    assert "ranks 0-1 ended by the launcher" in job.err, job.said()
+
+
 def test_hosts_that_differ_are_refused_before_anything_runs(remote: RemoteLauncher, hosts: TestHosts) -> None:
     script = remote.script("print('ran')")
     # On one host another file lies where the script is.
@@ -237,3 +241,59 @@ def test_the_text_example_trains_over_two_hosts(remote: RemoteLauncher) -> None:
     for name in ("loss", "accuracy", "ranks"):
         found, known = (json.loads(out.splitlines()[-1])[name] for out in (job.out, expected.stdout))
         assert found == pytest.approx(known, rel=1e-5), job.said()
+
+
+def test_files_of_ranks_on_other_hosts_are_here(remote: RemoteLauncher) -> None:
+    script = remote.script("""
+        import os, socket
+        print(socket.gethostname(), os.environ["RANK"])
+        if os.environ["RANK"] == "2":
+            raise ValueError("two")
+    """)
+    logs = remote.folder / "logs"
+    job = remote.run(*PLAIN, "-H", "h0:2,h1:1", "--log-dir", str(logs), "--only", "1", script)
+    assert job.process.returncode == 1, job.said()
+    assert lines(job.out) == ["[rank 1] h0 1"], job.said()
+    assert f"its output is in {logs}/rank-2.log" in job.err, job.said()
+    assert "    h1 2\n" in job.err, job.said()
+    for rank, host in enumerate(("h0", "h0", "h1")):
+        text = (logs / f"rank-{rank}.log").read_text()
+        assert f" stdout {host} {rank}\n" in text
+        assert f" phalanx started on host {host}, pid " in text
+    assert " phalanx ValueError: two\n" in text
+
+
+# As the real one: what it has started goes on when it is killed itself.
+KUBECTL = """\
+#!/bin/sh
+[ "$1 $2 $4" = "exec -i --" ] || {{ echo "kubectl: $*" >&2; exit 1; }}
+pod=$3; shift 4
+exec 3<&0
+setsid {starter} "$pod" "$@" <&3 3<&- &
+wait $!
+"""
+
+
+@pytest.mark.parametrize("end", ["by itself", "by SIGKILL"])
+def test_the_recipe_for_pods(remote: RemoteLauncher, end: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    (recipe,) = [
+        block for block in re.findall(r"^```sh\n(.*?)^```$", page, re.M | re.S) if 'kubectl exec -i "' in block
+    ]
+    kubectl = KUBECTL.format(starter=remote.starter[0].partition("=")[2])
+    for name, text in (("in-pod", recipe), ("kubectl", kubectl)):
+        (remote.folder / name).write_text(text)
+        (remote.folder / name).chmod(0o755)
+    remote.starter = ["--starter", "./in-pod"]
+    script = remote.script("""
+        import os, sys, time
+        print(os.uname().nodename, os.environ["RANK"], sys.argv[2], flush=True)
+        time.sleep(600 if sys.argv[1] == "by SIGKILL" else 0)
+    """)
+    path = {"PATH": f"{remote.folder}:{os.environ['PATH']}:/usr/sbin:/sbin"}
+    job = remote.start(*PLAIN, "-H", "h0:1,h1:2", script, end, "a 'b'", environment=path)
+    job.wait_for_lines(3, "a 'b'") if end == "by SIGKILL" else job.finish()
+    assert lines(job.out) == ["[rank 0] h0 0 a 'b'", "[rank 1] h1 1 a 'b'", "[rank 2] h1 2 a 'b'"], job.said()
+    if end == "by SIGKILL":
+        os.kill(job.process.pid, signal.SIGKILL)
+    assert job.finish() == (-signal.SIGKILL if end == "by SIGKILL" else 0)

@@ -126,18 +126,19 @@ def test_a_rank_that_misses_a_monitored_barrier_is_named(launcher: Launcher) -> 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_monitored_barrier_has_its_timeout_for_itself(size: int) -> None:
     def body(place: Member) -> tuple[list[float], float]:
+        seen, barrier = [], SharedMemoryCommunicator.barrier
+
+        def watched(communicator: SharedMemoryCommunicator) -> None:
+            seen.append(communicator._timeout_s)
+            barrier(communicator)
+
+        SharedMemoryCommunicator.barrier = watched  # type: ignore[method-assign, assignment]
         place.join(timeout_s=60)
         group = dist.group.WORLD
         assert isinstance(group, PhalanxProcessGroup)
         communicator = group._communicator
         assert isinstance(communicator, SharedMemoryCommunicator)
-        seen, barrier = [], communicator.barrier
-
-        def watched() -> None:
-            seen.append(communicator._timeout_s)
-            barrier()
-
-        communicator.barrier = watched  # type: ignore[method-assign]
+        seen.clear()
         group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
         group.monitored_barrier()
         left = communicator._timeout_s

@@ -32,7 +32,7 @@ def require_matplotlib() -> None:
         PlotError: matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise PlotError("--plot needs matplotlib: pip install 'phalanx[plot]'")
+        raise PlotError("--plot needs matplotlib: pip install matplotlib")
 
 
 def series(results: dict[str, Any]) -> dict[str, dict[tuple[str, int, str], list[tuple[int, Summary]]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,14 +23,17 @@ from phalanx.c10d.ddp_errors import raise_in_backward
 from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
 from phalanx.c10d.progress import Progress
+from phalanx.c10d.recording import RecordedCalls
 from phalanx.c10d.stand_ins import as_it_is, dense
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.c10d.watched import around
 from phalanx.c10d.work import PhalanxWork
 from phalanx.errors import BackendError, PhalanxError
+from phalanx.native.core import RecordedGroup
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.layout import DTYPES
+from phalanx.watch import recorder
 
 __all__ = ["BaseProcessGroup"]
 
@@ -64,7 +67,10 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._store, self._split, self._splits = store, split, 0
         self._backend_name = name
         self._communicator = communicator
+        self._calls: Any = communicator  # or what records its calls
+        self.recorded: RecordedGroup | None = None
         self._rank, self._size = communicator.rank, communicator.size
+        self._group_name = group_name
         self._check = Checks(name, communicator)
         self._progress = Progress(group_name)
         self._passes = BackwardPasses(self._progress)
@@ -80,6 +86,18 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._set_default_backend(kinds.GLOO if self._attached else kinds.UNDEFINED)
         self._set_group_name(GroupName(group_name))
         compare_at_exit(self)
+
+    def record(self, ranks: Sequence[int]) -> None:
+        """Have the flight recorder see the operations from now on, if this process has one.
+
+        Args:
+            ranks: the members' ranks in the world; torch gives none for the world itself.
+        """
+        members = ranks or range(self._size)
+        if recorder.open_recorder(*((self._rank, self._size) if not ranks else ())):
+            self.recorded = recorder.group(self._group_name, self._backend_name, members, self._rank)
+        if self.recorded is not None:
+            self._calls = RecordedCalls(self._communicator, self.recorded)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         # For C++ alone. Where it reads gloo, DDP's logger takes the group's backend for a ProcessGroupGloo.
@@ -263,7 +281,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._check.on_cpu(tensors)
         self._messages.refuse_if_closed()
         self._check.peer(dst)
-        return self._message(self._communicator.send(dense(tensor), dst, tag), tensors, [])
+        return self._message(self._calls.send(dense(tensor), dst, tag), tensors, [])
 
     @by_device()
     def recv(self, tensors: list[torch.Tensor], src: int | None, tag: int = 0) -> Any:
@@ -273,7 +291,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._check.peer(src)
         buffer = tensor if as_it_is(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
         write_back = [] if buffer is tensor else [tensor, buffer]
-        return self._message(self._communicator.recv(buffer, src, tag), tensors, write_back)
+        return self._message(self._calls.recv(buffer, src, tag), tensors, write_back)
 
     def send_now(self, tensor: torch.Tensor, dst: int, tag: int) -> bool:
         """Send it and return True, or do nothing; for ``Group.send``. The quick methods (``quick.py``) do it."""

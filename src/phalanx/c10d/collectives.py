@@ -58,7 +58,7 @@ class Collectives(BaseProcessGroup):
                 opts.asyncOp, tensors, lambda: self._gloo.get().allreduce(tensors, opts).wait(), urgent=True
             )
         op, factor = self._check.reduction("all_reduce", tensors, reduce_op)
-        body = self._communicator.all_reduce
+        body = self._calls.all_reduce
 
         def reduce_each() -> None:
             for tensor in tensors:
@@ -83,11 +83,11 @@ class Collectives(BaseProcessGroup):
                 progress.busy = True
                 try:
                     if not progress.queue:
-                        self._communicator.all_reduce(tensor, SUM)
+                        self._calls.all_reduce(tensor, SUM)
                         return True
                 finally:
                     progress.busy = False
-        progress.run(self._communicator.all_reduce, tensor, SUM)
+        progress.run(self._calls.all_reduce, tensor, SUM)
         return True
 
     def _summable(self, tensor: torch.Tensor) -> bool:
@@ -103,14 +103,14 @@ class Collectives(BaseProcessGroup):
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         root = opts.rootRank
         if not opts.asyncOp and opts.reduceOp == dist.ReduceOp.SUM and len(tensors) == 1 and self._summable(tensors[0]):
-            return self._progress.run(self._communicator.reduce, tensors[0], root, SUM)
+            return self._progress.run(self._calls.reduce, tensors[0], root, SUM)
         (tensor,) = self._check.one("reduce", tensors)
         op, factor = self._check.reduction("reduce", tensors, opts.reduceOp)
 
         def reduce_one() -> None:
             # A tensor that is scaled needs a stand-in: those of the ranks that are not the root stay as they are.
             source = dense(tensor) if factor is None else dense(tensor) * factor
-            self._communicator.reduce(as_real(source), root, op)
+            self._calls.reduce(as_real(source), root, op)
             if self._rank == root and source.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(source)
 
@@ -129,7 +129,7 @@ class Collectives(BaseProcessGroup):
         usual = opts.reduceOp == dist.ReduceOp.SUM and not opts.asyncOp
         if usual and self._summable(output) and self._summable(tensor) and apart_from_whole(output, tensor, self._rank):
             self._check.multiple("reduce_scatter_single", tensor, output)
-            return self._progress.run(self._communicator.reduce_scatter_single, output, tensor, SUM)
+            return self._progress.run(self._calls.reduce_scatter_single, output, tensor, SUM)
         return Collectives.reduce_scatter_single_coalesced(self, [output], [tensor], opts)
 
     reduce_scatter_single = _reduce_scatter_base
@@ -157,7 +157,7 @@ class Collectives(BaseProcessGroup):
 
         def reduce(buffers: Sequence[torch.Tensor]) -> None:
             given = blocks if apart(buffers[0], blocks, self._rank) else [block.clone() for block in blocks]
-            self._communicator.reduce_scatter(as_real(buffers[0]), [as_real(block) for block in given], op)
+            self._calls.reduce_scatter(as_real(buffers[0]), [as_real(block) for block in given], op)
 
         into([output], reduce)
 
@@ -166,7 +166,7 @@ class Collectives(BaseProcessGroup):
 
         def reduce(buffers: Sequence[torch.Tensor]) -> None:
             parts = given if apart_from_whole(buffers[0], given, self._rank) else given.clone()
-            self._communicator.reduce_scatter_single(as_real(buffers[0]), as_real(parts), op)
+            self._calls.reduce_scatter_single(as_real(buffers[0]), as_real(parts), op)
 
         into([output], reduce)
 
@@ -174,7 +174,7 @@ class Collectives(BaseProcessGroup):
 
     @by_device()
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        body, root = self._communicator.broadcast, opts.rootRank
+        body, root = self._calls.broadcast, opts.rootRank
         self._check.on_cpu(tensors)
         if not opts.asyncOp and len(tensors) == 1 and as_it_is(tensors[0]):
             return self._progress.run(body, tensors[0], root)
@@ -191,7 +191,7 @@ class Collectives(BaseProcessGroup):
         self._check.on_cpu([tensor])
         ready = self._check.one_per_rank("all_gather", outputs, tensor)
         if ready and not opts.asyncOp and as_it_is(tensor) and apart(tensor, outputs, self._rank):
-            return self._progress.run(self._communicator.all_gather, outputs, tensor)
+            return self._progress.run(self._calls.all_gather, outputs, tensor)
         return self._start(opts.asyncOp, outputs, lambda: self._gather_into(outputs, tensor))
 
     @by_device()
@@ -214,9 +214,9 @@ class Collectives(BaseProcessGroup):
         def gather(buffers: Sequence[torch.Tensor]) -> None:
             given = source if apart(source, buffers, self._rank) else source.clone()
             if root is None:
-                self._communicator.all_gather(buffers, given)
+                self._calls.all_gather(buffers, given)
             else:
-                self._communicator.gather(buffers, given, root)
+                self._calls.gather(buffers, given, root)
 
         into(outputs, gather)
 
@@ -231,7 +231,7 @@ class Collectives(BaseProcessGroup):
         self._check.on_cpu([*outputs, *inputs])
         for output, tensor in zip(outputs, inputs, strict=True):
             self._check.multiple("all_gather_single", output, tensor)
-        body = self._communicator.all_gather_single
+        body = self._calls.all_gather_single
         if not opts.asyncOp and len(outputs) == 1 and all_dense((outputs[0], inputs[0])):
             output, tensor = outputs[0], inputs[0]
             if apart_from_whole(tensor, output, self._rank):
@@ -248,7 +248,7 @@ class Collectives(BaseProcessGroup):
 
     @by_device()
     def gather(self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> Any:
-        (tensor,), root, body = self._check.one("gather", inputs), opts.rootRank, self._communicator.gather
+        (tensor,), root, body = self._check.one("gather", inputs), opts.rootRank, self._calls.gather
         self._check.on_cpu([tensor])
         if self._rank != root:
             if output_lists:
@@ -265,7 +265,7 @@ class Collectives(BaseProcessGroup):
     @by_device()
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, opts: Any) -> Any:
         """``gather`` into one tensor, as of torch 2.15. The ``output`` of ranks other than the root is ignored."""
-        root, body, ready = opts.rootRank, self._communicator.gather_single, as_it_is(tensor)
+        root, body, ready = opts.rootRank, self._calls.gather_single, as_it_is(tensor)
         self._check.on_cpu([tensor])
         if self._rank != root:
             output = None
@@ -289,7 +289,7 @@ class Collectives(BaseProcessGroup):
 
     @by_device()
     def scatter(self, outputs: list[torch.Tensor], input_lists: list[list[torch.Tensor]], opts: Any) -> Any:
-        (output,), root, body = self._check.one("scatter", outputs), opts.rootRank, self._communicator.scatter
+        (output,), root, body = self._check.one("scatter", outputs), opts.rootRank, self._calls.scatter
         inputs: list[torch.Tensor] | None = None
         self._check.on_cpu([output])
         ready = as_it_is(output)
@@ -312,7 +312,7 @@ class Collectives(BaseProcessGroup):
     @by_device()
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> Any:
         self._check.exchange(outputs, inputs)
-        body = self._communicator.all_to_all
+        body = self._calls.all_to_all
         if not opts.asyncOp and all_dense(outputs) and all_dense(inputs) and disjoint(outputs, inputs):
             return self._progress.run(body, outputs, inputs)
 
@@ -334,7 +334,7 @@ class Collectives(BaseProcessGroup):
         self._check.on_cpu([output, tensor])
         if output.dtype != tensor.dtype:
             raise ArgumentError(f"all_to_all_single: the output is {output.dtype}, the input {tensor.dtype}")
-        size, body = self._size, self._communicator.all_to_all_single
+        size, body = self._size, self._calls.all_to_all_single
         sent = split_counts("all_to_all_single input", tensor, input_splits, size)
         expected = split_counts("all_to_all_single output", output, output_splits, size)
         self._check.own_part("all_to_all_single", sent, expected)
@@ -349,8 +349,8 @@ class Collectives(BaseProcessGroup):
 
     def barrier(self, opts: Any) -> Any:
         if not opts.asyncOp:
-            return self._progress.run(self._communicator.barrier)
-        return self._start(True, [], self._communicator.barrier)
+            return self._progress.run(self._calls.barrier)
+        return self._start(True, [], self._calls.barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier with a timeout of its own, under Gloo's name for it; every barrier here names the missing rank.
@@ -365,6 +365,6 @@ class Collectives(BaseProcessGroup):
             CollectiveTimeout: a rank did not come in time. The group cannot be used afterwards.
         """
         if timeout is None or timeout == self._gloo.timeout:
-            self._progress.run(self._communicator.barrier)
+            self._progress.run(self._calls.barrier)
         else:
-            self._progress.run(self._within(timeout, self._communicator.barrier))
+            self._progress.run(self._within(timeout, self._calls.barrier))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,19 +11,20 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx import settings
+from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.quick import quicken
+from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.transports.contract import Communicator
-from phalanx.transports.gloo.communicator import GlooCommunicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.hosts.choosing import choose_engine
 from phalanx.transports.hosts.communicator import HostsCommunicator
-from phalanx.transports.hosts.gloo_lane import GlooEngine
+from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.islands import join_islands
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
+from phalanx.watch.recorder import open_recorder
 
 __all__ = ["create_process_group"]
 
@@ -64,15 +66,60 @@ def create_process_group(
     def group_of(communicator: Communicator, gloo: GlooOnDemand) -> PhalanxProcessGroup:
         arguments = (backend, communicator, gloo, group_name, store, split)
         if not torch.accelerator.is_available():
-            return group_class()(*arguments)
-        from phalanx.c10d.vendor import Membership, MixedProcessGroup
+            group = group_class()(*arguments)
+        else:
+            from phalanx.c10d.vendor import Membership, MixedProcessGroup
 
-        member = Membership(own, rank, size, timeout, group_name, ranks)
-        return MixedProcessGroup(member, *arguments)
+            member = Membership(own, rank, size, timeout, group_name, ranks)
+            group = MixedProcessGroup(member, *arguments)
+        group.record(ranks)
+        name_parameters()
+        return group
 
     def gloo_in(meeting_point: Store, one_host: bool = True) -> GlooOnDemand:
         return GlooOnDemand(lambda timeout: lazy_gloo(meeting_point, rank, size, timeout, one_host=one_host), timeout)
 
+    def over_hosts(reason: NotOneHost, made: contextlib.ExitStack) -> PhalanxProcessGroup:
+        """The group of ranks that do not all share memory; ``made`` gets what is closed if that fails."""
+        met = PrefixStore(reason.meeting, own)
+        layout, local, one_machine = join_islands(PrefixStore("hosts", met), rank, size, timeout)
+        made.callback(local.close)
+        if one_machine and rank == 0:
+            who = (
+                f"{size} ranks share no memory"
+                if len(layout.hosts) == size
+                else f"not all of {size} ranks share memory"
+            )
+            warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate over Gloo", stacklevel=3)
+        gloo, lanes, messages = [
+            gloo_in(PrefixStore(name, met), one_host=False) for name in ("gloo", "lanes", "messages")
+        ]
+        for each in (gloo, lanes, messages):
+            made.callback(each.release)
+
+        def engine(gloo: GlooOnDemand, limit: timedelta, awaits_what_came: bool = False) -> GlooEngine:
+            # Now: Gloo waits in the store for the address of a rank as soon as another one has something for it, and a
+            # thread that still waits there when the interpreter ends would end the process.
+            gloo.get()
+            return GlooEngine(gloo, limit, awaits_what_came)
+
+        chosen = choose_engine(
+            PrefixStore("engine", met), layout, rank, lambda: engine(lanes, timeout), timeout, world=not ranks
+        )
+        made.callback(chosen.engine.close)
+        way = engine(messages, UNLIMITED, awaits_what_came=True)
+        hosts = HostsCommunicator(layout, rank, local, chosen.engine, way, PrefixStore("broken", met), timeout)
+        made.pop_all()
+        made.callback(gloo.release)
+        made.callback(hosts.close)
+        hosts.engine += f" ({chosen.why})" if chosen.why else ""
+        gloo.on_timeout = hosts.set_timeout
+        group = group_of(hosts, gloo)
+        if hosts.messages.inside is not None:
+            quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
+        return group
+
+    open_recorder()  # before the ranks meet, because then they begin to hold each other's
     communicator: Communicator
     if size == 1:
         return group_of(SoloCommunicator(), gloo_in(HashStore()))
@@ -81,25 +128,10 @@ def create_process_group(
     try:
         communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
     except NotOneHost as reason:
-        met = PrefixStore(reason.meeting, own)
-        layout, local, one_machine = join_islands(PrefixStore("hosts", met), rank, size, timeout)
-        if one_machine and rank == 0:
-            who = (
-                f"{size} ranks share no memory"
-                if len(layout.hosts) == size
-                else f"not all of {size} ranks share memory"
-            )
-            warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate over Gloo", stacklevel=2)
-        gloo = gloo_in(PrefixStore("gloo", met), one_host=False)
-        lanes = gloo_in(PrefixStore("lanes", met), one_host=False)
-        messages = GlooCommunicator(gloo.get())
-        chosen = choose_engine(
-            PrefixStore("engine", met), layout, rank, lambda: GlooEngine(lanes, timeout), timeout, world=not ranks
-        )
-        broken = PrefixStore("broken", met)
-        hosts = HostsCommunicator(layout, local, chosen.engine, messages, broken, timeout)
-        hosts.engine += f" ({chosen.why})" if chosen.why else ""
-        return group_of(hosts, gloo)
+        with contextlib.ExitStack() as made:
+            group = over_hosts(reason, made)
+            made.pop_all()
+            return group
     try:
         gloo = gloo_in(PrefixStore(f"gloo/{communicator.meeting}", own))
         gloo.on_timeout = communicator.set_timeout

@@ -81,4 +81,5 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     group.store = store
     if not ranks:
         group.runtime = runtime
+    group.record(ranks)
     return group

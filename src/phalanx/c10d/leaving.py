@@ -2,7 +2,7 @@
 
 Their ranks' last calls are compared, since no later call will. Then their threads are ended: Python ends a thread that
 returns from torch's C++ while the interpreter finalises, and C++ then ends the whole process: "terminate called without
-an active exception".
+an active exception". So would threads of C++ that come back to Python, as Gloo's do: their groups end before, too.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Leaver(Protocol):
 
     def leave(self) -> list[threading.Thread]:
         """Ask its threads to end, without waiting for them; return them."""
+        ...
+
+    def give_back(self) -> None:
+        """Give back what would disturb the interpreter's end. The threads have been waited for."""
         ...
 
 
@@ -63,10 +67,13 @@ def compare_at_exit(group: Comparer) -> None:
 def _at_exit() -> None:
     if not script_failed():
         _compare_all()
-    threads = [thread for leaver in _alive(_leavers) for thread in leaver.leave()]
+    leavers = _alive(_leavers)
+    threads = [thread for leaver in leavers for thread in leaver.leave()]
     deadline = time.monotonic() + LEAVING_S
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    for leaver in leavers:
+        leaver.give_back()
 
 
 def _alive(held: weakref.WeakValueDictionary[int, _Group]) -> list[_Group]:

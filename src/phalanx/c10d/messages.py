@@ -238,7 +238,13 @@ class Messages:
         """Ask the thread to end, whatever is still under way; the process exits."""
         self._leaving = True
         self._left.put(None)
-        return [] if self._thread is None else [self._thread]
+        own = [] if self._thread is None else [self._thread]
+        return own if self._inherited else own + self._communicator.leave()
+
+    def give_back(self) -> None:
+        """Give back what would disturb the interpreter's end."""
+        if not self._inherited:
+            self._communicator.give_back()
 
     def inherit(self) -> None:
         """Leave the messages to the parent: this process was forked from the group's own."""

@@ -174,6 +174,9 @@ class Progress:
             self._calls.put(_END)
         return list(self._threads)
 
+    def give_back(self) -> None:
+        """There is nothing."""
+
     def _end_threads(self) -> None:
         while self._threads:  # a thread that is about to end may still have started another
             threads, self._threads = self._threads, []

@@ -9,6 +9,7 @@ nothing depends on them but the time: both ways make the same calls of the core,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import addressof
 from datetime import timedelta
 from functools import cache
 from inspect import unwrap
@@ -29,7 +30,7 @@ from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS, Share
 from phalanx.watch.call_site import inside
 from phalanx.watch.calls import shape_word
 
-__all__ = ["missing", "quicken"]
+__all__ = ["missing", "quicken", "quicken_messages"]
 
 _FUNCTIONS = (
     "all_reduce",
@@ -63,6 +64,7 @@ def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
         return  # torch's hooks are to see every call
     progress = group._progress
     entry = entry_module.Entry(group, communicator.handle, communicator.rank, communicator.size, progress, communicator)
+    _record(group, entry)
 
     def unheard() -> Any:
         code, instruction, name, (dtype, shape), op, root = entry.last()
@@ -71,6 +73,33 @@ def quicken(group: Any, communicator: SharedMemoryCommunicator) -> None:
 
     entry.set_explain(unheard)
     vars(group).update(entry.methods())
+
+
+def quicken_messages(
+    group: Any, communicator: SharedMemoryCommunicator, rank: int, size: int, places: Sequence[int]
+) -> None:
+    """Give a process group over several hosts the quick methods of messages, for those between ranks of this host.
+
+    Args:
+        group: the process group.
+        communicator: of the ranks of this host.
+        rank, size: this process's place in the group.
+        places: for each rank of the group its rank in the communicator; -1 if it has none there.
+    """
+    entry_module = _module()
+    if isinstance(entry_module, str) or isinstance(group, HookedProcessGroup):
+        return
+    entry = entry_module.Entry(group, communicator.handle, rank, size, group._progress, communicator)
+    entry.set_places(list(places))
+    _record(group, entry)
+    methods = entry.methods()
+    vars(group).update({name: methods[name] for name in ("send", "recv", "send_now", "recv_now")})
+
+
+def _record(group: Any, entry: Any) -> None:
+    """Have the calls of the entry recorded as those of the group's other methods are."""
+    if group.recorded is not None:
+        entry.set_recorded(addressof(group.recorded), group.recorded)
 
 
 def missing() -> str:

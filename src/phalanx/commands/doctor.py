@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import click
 
@@ -14,6 +15,7 @@ from phalanx.doctor.hosts import Examination, examine_hosts
 from phalanx.doctor.local import examine
 from phalanx.doctor.pair_table import pairs_as_json, pairs_as_text
 from phalanx.doctor.report import as_json, as_text
+from phalanx.launch.job.allocation import find_allocation
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
 
 __all__ = ["doctor"]
@@ -24,6 +26,7 @@ _HELP = """Say what stands in the way of a job, here or on several hosts.
   phalanx doctor                  this host, for as many ranks as it has cores
   phalanx doctor -n 8             for eight ranks
   phalanx doctor -H h1:4,h2:4     those hosts, and the way between each two of them
+  salloc -N 2 phalanx doctor      the hosts of an allocation (of Slurm, PBS, LSF); -H localhost for this one alone
   srun phalanx doctor             each process of a launcher: what its variables say
 
 Each line is ok, a warning (a job runs, but slower or otherwise than one may think) or a failure, and says what to do.
@@ -70,19 +73,28 @@ def doctor(
     """The command itself; ``--help`` prints ``_HELP``."""
     if hosts and hostfile:
         raise click.UsageError("-H and --hostfile both name hosts; give one of them")
-    if not hosts and not hostfile:
+    start_by = shlex.split(starter or "")
+    named = _hosts(hosts, hostfile)
+    allocation = find_allocation(os.environ) if not named and not start_by else None
+    if allocation is not None:
+        named = [HostSlots(one.name, ranks or one.slots) for one in allocation.hosts]
+        start_by = list(allocation.starter)
+        _progress(f"these are the hosts of {allocation.title}")
+    if not named:
         for given, option in ((starter, "--starter"), (no_rates, "--no-rates")):
             if given:
                 raise click.UsageError(f"{option} is for other hosts; name them with -H or --hostfile")
         return _show(examine(ranks), {}, "", json_wanted)
-    named = {one.name: one.slots or ranks for one in _hosts(hosts, hostfile)}
-    made = examine_hosts(named, shlex.split(starter or ""), rate=not no_rates, progress=_progress)
+    asked = {one.name: one.slots or ranks for one in named}
+    made = examine_hosts(asked, start_by, rate=not no_rates, progress=_progress)
     more = {"pairs": pairs_as_json(made.reached), "clocks": made.offsets_s}
-    return _show(made.findings, more, _table(list(named), made), json_wanted)
+    return _show(made.findings, more, _table(list(asked), made), json_wanted)
 
 
-def _hosts(hosts: str | None, hostfile: str | None) -> list[HostSlots]:
-    return read_hostfile(hostfile) if hostfile else parse_hosts(str(hosts))
+def _hosts(hosts: str | None, hostfile: str | None) -> Sequence[HostSlots]:
+    if hostfile:
+        return read_hostfile(hostfile)
+    return parse_hosts(hosts) if hosts else ()
 
 
 def _table(hosts: list[str], made: Examination) -> str:

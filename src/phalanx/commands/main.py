@@ -15,14 +15,14 @@ import click
 
 from phalanx import settings
 from phalanx.errors import ArgumentError, LauncherEnvironmentError, LaunchError
+from phalanx.launch.attempts import launch
 from phalanx.launch.conclusion import UNWRITABLE
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.start import RankStart, become
-from phalanx.launch.supervisor import launch
 
 __all__ = ["main"]
 
-COMMANDS = ("bench", "doctor", "env", "run")
+COMMANDS = ("bench", "doctor", "env", "list", "report", "run", "stop", "top")
 
 
 class _Commands(click.Group):
@@ -49,6 +49,10 @@ def command() -> None:
       phalanx env                             this process's place in the world, and why
       phalanx doctor                          what stands in the way of a job here
       phalanx bench                           how long collectives take here
+      phalanx list                            your jobs that run on this machine
+      phalanx top                             how the ranks of a running job are getting on
+      phalanx stop JOB                        end a running job
+      phalanx report DIR                      why a job hung that ran with --report-dir or --log-dir DIR
     """
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
-from dataclasses import asdict
+from dataclasses import replace as replace_in
 from typing import TYPE_CHECKING
 
 import click
@@ -18,14 +15,16 @@ from phalanx.c10d.replace import names_to_replace
 from phalanx.errors import LaunchError
 from phalanx.launch.job.allocation import find_allocation
 from phalanx.launch.job.binding import Bind
+from phalanx.launch.job.hang_options import chosen_diagnosis, diagnosis_options
 from phalanx.launch.job.host_slots import HostSlots, parse_hosts, read_hostfile
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.memory import MODES, Memory
+from phalanx.launch.job.output_options import decide_output
+from phalanx.launch.job.rank_count import COUNTED_HERE, count_ranks
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
-from phalanx.launch.job.spellings import translate
+from phalanx.launch.job.run_words import RunCommand
 from phalanx.launch.job.target import find_target
-from phalanx.system.device_files import accelerator_files
-from phalanx.system.limits import check_limits, machine_limits, raise_file_limit, usable_cores
+from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.words import format_count, tell
 
 if TYPE_CHECKING:
@@ -33,49 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-# The options in the order of --help; those that no group names come first.
-_GROUPS = {
-    "What each rank gets": (
-        "device",
-        "bind",
-        "memory",
-        "variables",
-        "replace",
-        "interface",
-        "no_preload",
-        "pass_local_rank",
-    ),
-    "The terminal": ("reader", "debugged", "quiet", "no_prefix", "grace"),
-    "Other hosts": ("hosts", "hostfile", "ppn", "starter", "mpi", "address"),
-    "Without running it": ("rehearse", "placement", "dry_run", "as_json"),
-}
-
-
-class _Run(click.Command):
-    """Accepts the options of other launchers too, and shows its own in groups."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own = {
-            name: not option.is_flag
-            for option in self.get_params(ctx)
-            if isinstance(option, click.Option)
-            for name in (*option.opts, *option.secondary_opts)
-        }
-        ours, ctx.meta["notes"] = translate(args, own)
-        return super().parse_args(ctx, ours)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        named = {name for names in _GROUPS.values() for name in names}
-        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
-        first = {"Options": [option.name for option in options if option.name not in named]}
-        for title, names in {**first, **_GROUPS}.items():
-            records = [option.get_help_record(ctx) for option in options if option.name in names]
-            with formatter.section(title):
-                formatter.write_dl([record for record in records if record is not None])
-
 
 # The target ends the options: all arguments after it are its own, as with python and python -m.
-@click.command(cls=_Run, context_settings={"allow_interspersed_args": False})
+@click.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
     "--ranks",
@@ -121,8 +80,8 @@ class _Run(click.Command):
     "variables",
     metavar="NAME[=VALUE]",
     multiple=True,
-    help="Set a variable for all ranks. All others of this environment they have anyway; on other hosts all but those "
-    "of a login or a machine (HOME, TMPDIR, SSH_…), which -x NAME passes on too.",
+    help="Set a variable for all ranks. Ranks get all other variables of this shell anyway; ranks on other hosts do "
+    "not get those of a login or a machine (HOME, TMPDIR, SSH_…) unless you name them: -x NAME.",
 )
 @click.option(
     "--no-preload",
@@ -148,12 +107,41 @@ class _Run(click.Command):
 @click.option("-q", "--quiet", is_flag=True, help="Print no rank table and no notes; errors are still printed.")
 @click.option("--no-prefix", is_flag=True, help="Do not write '[rank 3]' before each line of output.")
 @click.option(
+    "--only",
+    metavar="RANKS",
+    help="Show only these ranks: 0,2-3. The others' output is in --log-dir, or dropped.",
+)
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    help="Write all output of each rank to a file DIR/rank-0.log, DIR/rank-1.log, …, each line with its time, in place "
+    "of showing it.",
+)
+@click.option("--tee", is_flag=True, help="With --log-dir: show the output as well.")
+@click.option(
     "--grace",
     type=click.FloatRange(min=0.0),
     metavar="SECONDS",
     help="How long ranks may take to end after they were asked to, before they are killed.  [default: 1 after Ctrl-C, "
     "30 after SIGTERM or SIGHUP, 5 after another rank's failure]",
 )
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="K",
+    help="After the failure of a rank, end all and start all again, up to K times; world.attempt counts them. The "
+    "script goes on from a checkpoint of its own.",
+)
+@diagnosis_options
+@click.option(
+    "--config",
+    metavar="FILE",
+    help="Read options from this TOML file, by their long names (ranks = 4), and TARGET; an option that is typed "
+    "overrides the file.",
+)
+@click.option("--save-config", metavar="FILE", help="Write the options of this call, and TARGET, for --config.")
 @click.option(
     "--mpi",
     metavar="COMMAND",
@@ -164,10 +152,16 @@ class _Run(click.Command):
     "-H",
     "--hosts",
     metavar="HOST:N,...",
-    help="The hosts, and how many ranks each takes, in rank order. They are reached by ssh, or by --starter or --mpi.",
+    help="The hosts, and how many ranks each takes (without N: 1, or --ppn), in rank order. They are reached by ssh, "
+    "or by --starter or --mpi.",
 )
 @click.option("--hostfile", metavar="FILE", help="The hosts from a file, one a line (h1:4, or h1 slots=4).")
-@click.option("--ppn", type=int, metavar="N", help="With --hosts or --hostfile: the most ranks a host takes.")
+@click.option(
+    "--ppn",
+    type=int,
+    metavar="N",
+    help="With --hosts or --hostfile, or in an allocation: the most ranks a host takes.",
+)
 @click.option(
     "--starter",
     metavar="COMMAND",
@@ -216,7 +210,13 @@ def run(
     debugged: int | None,
     quiet: bool,
     no_prefix: bool,
+    only: str | None,
+    log_dir: str | None,
+    tee: bool,
     grace: float | None,
+    restarts: int,
+    config: str | None,
+    save_config: str | None,
     mpi: str | None,
     hosts: str | None,
     hostfile: str | None,
@@ -242,6 +242,9 @@ def run(
       phalanx run -n 2 -m package.train       two ranks of a module
       phalanx run -n 2 ./simulate --fast      a program that is not Python
       phalanx run -n 4 --debug 2 train.py     breakpoint() works in rank 2
+      phalanx run -n 4 --log-dir logs train.py
+      phalanx run -n 4 --restarts 3 train.py  started again after a failure
+      phalanx run --config job.toml           options from a file
       phalanx run -n 4 --replace gloo ddp.py  the faster backend for a script that asks for gloo
       phalanx run --rehearse 32x8 train.py    256 ranks, as if on 32 hosts
       phalanx run -H h1:4,h2:4 train.py       eight ranks on two hosts, started by ssh
@@ -258,11 +261,20 @@ def run(
     are ended. Ctrl-C ends the job and says where each rank was; a second one kills at once. Ctrl-\\ only prints the
     ranks' stacks. SIGUSR1 and SIGUSR2 are passed on to the ranks.
 
+    --log-dir: a file for each rank has all that it wrote, with times, and why it failed; files of earlier jobs are
+    continued. The terminal shows the rank table, notes and a failure, and with --only 0 rank 0's lines, or with --tee
+    all. It works with all ranks on this host and with other hosts, whose ranks' files are here.
+
+    --restarts K: if a rank fails, all are ended and started again at once, up to K times. Every attempt has a port, a
+    key and a store of its own, its number in world.attempt and in TORCHELASTIC_RESTART_COUNT, and its files in a folder
+    of its own (DIR/attempt-1 of --log-dir). The exit code is that of the last attempt. Ctrl-C ends the job for good,
+    and so does an error before any rank runs.
+
     -H, --hostfile: the ranks are started on these hosts by ssh, which must log in there without a question, or by
     --starter. Everything is as on one host: arguments, environment, working directory, input, output, signals, exit
     codes. Every host needs the same Python, torch and Phalanx in the same place, and the same script in the same
     directory; what differs is said before anything runs. If a host is lost, the ranks of all hosts are ended. Inside an
-    allocation of several hosts, of Slurm or PBS, none need be named. docs/clusters.md has examples.
+    allocation of several hosts, of Slurm, PBS or LSF, none need be named. docs/clusters.md has examples.
 
     --mpi: the ranks are started by the mpiexec of MPICH, Intel MPI or Open MPI, or by srun, on this machine or on
     others that it can reach and that see the same files; all else is as without --mpi. Such ranks can use MPI
@@ -282,7 +294,8 @@ def run(
     OMP_NUM_THREADS is each rank's share of the cores unless you set it.
 
     Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it was killed);
-    2 for a mistake on the command line; 74 if the output cannot be written; 130 after Ctrl-C.
+    2 for a mistake on the command line; 74 if the output cannot be written; 128 + the signal if Ctrl-C (130), SIGTERM
+    (143) or SIGHUP (129) ended the job.
     """
     if placement is not None and rehearse is None:
         raise LaunchError(
@@ -294,16 +307,23 @@ def run(
         if not quiet:
             tell(f"note: {note}")
     launcher = _mpi_launcher(mpi)
-    count = _number_of_ranks(ranks)
+    count = count_ranks(ranks) if ranks is not None else None
     where, start_by = _hosts(hosts, hostfile), _starter(starter)
+    if where and ranks in COUNTED_HERE:
+        raise LaunchError(
+            f"-n {ranks}: counts what this host has; say how many ranks each host takes: -H h1:4,h2:4, or --ppn 4"
+        )
     if not (where or start_by or launcher is not None or rehearse is not None or debugged is not None):
-        where, start_by = _allotted(count, ppn, quiet=quiet)
+        where, start_by = _allotted(None if ranks in COUNTED_HERE else count, ppn, quiet=quiet)
+        if where and ranks in COUNTED_HERE:
+            count = None  # as many as the batch system has allotted
     job = make_job(
         count,
         find_target(target, arguments, module=module),
         grace_s=grace,
         quiet=quiet,
         prefix=not no_prefix,
+        output=decide_output(log_dir, tee=tee, only=only),
         mpi=launcher,
         hosts=where,
         ppn=ppn,
@@ -320,14 +340,25 @@ def run(
         reader=reader,
         debugged=debugged,
         memory=memory,
+        restarts=restarts,
     )
     if as_json and not dry_run:
         raise LaunchError("--json describes a job that is not started; add --dry-run")
+    if save_config is not None:
+        _save_config(save_config, click.get_current_context())
     if not dry_run:
-        return job
+        diagnosis, note = chosen_diagnosis(
+            job.output.log_dir, is_local=job.is_local, is_python=job.target.is_python, ranks=job.ranks
+        )
+        if note and not quiet:
+            tell(f"note: {note}")
+        return replace_in(job, diagnosis=diagnosis)
     raise_file_limit()
     check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.is_local))
-    _describe(job, as_json)
+    # Not imported at the top, because a job that is started needs none of it.
+    from phalanx.launch.job.dry_run import describe
+
+    describe(job, as_json=as_json)
     return None
 
 
@@ -337,27 +368,6 @@ def _set(variable: str) -> None:
         raise LaunchError(f"-x {variable}: is not set here; give it a value: -x {name or 'NAME'}=VALUE")
     if given:
         os.environ[name] = value
-
-
-def _number_of_ranks(given: str | None) -> int | None:
-    if given is None:
-        return None
-    if given in ("auto", "gpu", "cpu"):
-        devices = 0 if given == "cpu" or not accelerator_files() else _accelerators()
-        if given == "gpu" and not devices:
-            raise LaunchError("-n gpu: torch sees no accelerator on this machine; -n cpu starts a rank for each core")
-        return devices or usable_cores()
-    try:
-        return int(given)
-    except ValueError:
-        raise LaunchError(f"-n {given}: is not a number of ranks; give one, or auto, gpu or cpu") from None
-
-
-def _accelerators() -> int:
-    """How many accelerators torch sees; asked in another process, because the launcher never imports torch."""
-    code = "import torch; print(torch.accelerator.device_count())"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return int(asked.stdout) if asked.returncode == 0 else 0
 
 
 def _mpi_launcher(command: str | None) -> MpiLauncher | None:
@@ -410,30 +420,12 @@ def _starter(command: str | None) -> list[str]:
     return words
 
 
-def _describe(job: Job, as_json: bool) -> None:
-    if as_json:
-        description = {
-            "host": job.host,
-            "world_size": job.ranks,
-            "cores": job.cores,
-            "target": {"kind": job.target.kind, "path": job.target.path, "argv": list(job.target.argv)},
-            "mpi": job.mpi.command(job.ranks, job.hosts, ["RANK"], "HOSTS") if job.mpi is not None else None,
-            "rehearsal": asdict(job.rehearsal) if job.rehearsal is not None else None,
-            "memory": dict(job.memory),
-            "bind": job.bind,
-            "cpus": list(map(list, job.cpus)) if job.cpus else None,
-            "hosts": [asdict(host) for host in job.hosts],
-            "ranks": [asdict(row) for row in job.rows()],
-            "notes": job.warnings(),
-        }
-        click.echo(json.dumps(description))
-        return
-    from phalanx.topology.table import format_rank_table
+def _save_config(path: str, ctx: click.Context) -> None:
+    from phalanx.launch.job.config_file import format_config
 
-    click.echo(format_rank_table(job.rows(), title=job.title()), nl=False)
-    if job.mpi is not None:
-        words = job.mpi.command(job.ranks, job.hosts, [job.target.name, *job.target.argv[1:]], "HOSTS")
-        click.echo(f"started by {job.mpi.title}: {shlex.join(words)}")
-    if not job.quiet:
-        for warning in job.warnings():
-            click.echo(f"phalanx: note: {warning}", err=True)
+    content = format_config(ctx)
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(content)
+    except OSError as error:
+        raise LaunchError(f"--save-config {path}: cannot be written: {error.strerror}") from error

@@ -73,7 +73,11 @@ class ShardedLoader(DataLoader[Any]):
         epoch, start = share.epoch, share.start
         if self._workers_seed is not None:
             self.generator.manual_seed(hashed_seed(self._workers_seed, epoch, start))
+        drawn = torch.get_rng_state()
         batches: Iterator[Any] = super().__iter__()
+        if start:
+            # torch's loader draws a number whenever a pass begins, and this pass drew it when it began.
+            torch.set_rng_state(drawn)
         located = batches
         if isinstance(share, ShardedBatchSampler):
             located = zip(share.ends(start), batches, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.launch.job.job import Job
@@ -13,10 +13,15 @@ from phalanx.launch.output.stacks import format_places
 from phalanx.launch.rank.trace import Stage
 from phalanx.words import format_named
 
-__all__ = ["UNWRITABLE", "Ended", "conclude"]
+__all__ = ["UNWRITABLE", "Ended", "HandOver", "conclude", "conclude_attempt", "failed"]
 
 # The exit code when the ranks' output cannot be written (EX_IOERR).
 UNWRITABLE = 74
+
+
+#: Takes over why a job failed, in place of the terminal: the rank that failed first, or -1 if the job could not be
+#: started, the text, and the exit code.
+HandOver = Callable[[int, str, int], None]
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,10 @@ class Ended:
         overdue: the ranks that were killed because they did not end in time, by how long they had.
         refusal: why the job could not be started or watched, as it is printed, with the exit code; None if it could.
         stages: how far each rank came.
-        out_of_memory: the kernel's out-of-memory killer ended a process during the job.
         asked: what each rank had asked another process for last, and waited for.
+        last_lines: the last lines of the output of each rank that was not shown.
+        unwritten: why a rank's file could not be written any more; empty if all could.
+        last_operation: gives a rank's last operation before a time, in words; empty if it has recorded none.
     """
 
     failures: Sequence[Failure]
@@ -44,22 +51,51 @@ class Ended:
     overdue: Mapping[float, Sequence[int]]
     refusal: tuple[str, int] | None
     stages: Sequence[Stage] = field(default=())
-    out_of_memory: bool = False
     asked: Sequence[str] = field(default=())
+    last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    unwritten: str = ""
+    last_operation: Callable[[int, float], str] = field(default=lambda rank, at: "")
 
 
-def conclude(job: Job, ended: Ended, console: Console) -> int:
-    """Print how the job ended, unless all ranks ended well and joined each other; return the exit code."""
-    code = _conclude(job, ended, console)
+def conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | None = None) -> int:
+    """Print how the job ended, unless all ranks ended well and joined each other; return the exit code.
+
+    Args:
+        job: the job.
+        ended: what is known of its end.
+        console: where that is printed.
+        hand_over: takes the reason for a failure, which then is not printed.
+    """
+    code = _conclude(job, ended, console, hand_over)
+    _say_overdue(ended, console)
+    if job.attempt.number and failed(ended, console):
+        console.say(f"{job.attempt.title} failed, which was the last")
+    return code
+
+
+def failed(ended: Ended, console: Console) -> bool:
+    """Whether a job ended because a rank failed, and not because somebody ended it, or its output has no reader."""
+    by_others = ended.interrupted is not None or ended.refusal is not None
+    return bool(ended.failures) and not (by_others or ended.unwritten or console.out.closed or console.err.closed)
+
+
+def conclude_attempt(job: Job, ended: Ended, console: Console) -> None:
+    """Print why an attempt :func:`failed`, and that the next one starts."""
+    _, text = _explain(job, ended)
+    console.err.write(text.encode(errors="backslashreplace"))
+    _say_overdue(ended, console)
+    console.say(f"{job.attempt.title} failed; {job.attempt.next().title} starts now")
+
+
+def _say_overdue(ended: Ended, console: Console) -> None:
     for patience_s, ranks in ended.overdue.items():
         console.say(
             f"{format_named('rank', ranks)} did not end within {patience_s:g} s and "
             f"{'was' if len(ranks) == 1 else 'were'} killed; --grace gives ranks longer"
         )
-    return code
 
 
-def _conclude(job: Job, ended: Ended, console: Console) -> int:
+def _conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | None) -> int:
     if ended.interrupted is not None:
         _say_interrupted(job, ended, ended.interrupted, console)
         return 128 + ended.interrupted
@@ -67,32 +103,50 @@ def _conclude(job: Job, ended: Ended, console: Console) -> int:
         if sink.fault:
             console.say(f"{name} cannot be written: {sink.fault}; the job was ended")
             return UNWRITABLE
+    if ended.unwritten:
+        console.say(f"{ended.unwritten}; the job was ended")
+        return UNWRITABLE
     if console.out.closed or console.err.closed:
         return 128 + signal.SIGPIPE
     if ended.refusal is not None:
         text, code = ended.refusal
-        console.err.write(text.encode(errors="backslashreplace"))
+        _give(-1, text, code, console, hand_over)
         return code
     if not ended.failures:
         _note_strangers(job, ended, console)
         return 0
+    cause, text = _explain(job, ended)
+    _give(cause.rank, text, cause.exit_code, console, hand_over)
+    return cause.exit_code
+
+
+def _explain(job: Job, ended: Ended) -> tuple[Failure, str]:
+    """The failure that caused the others, and the block about it."""
     cause = find_cause(ended.failures)
-    block = format_failure(
+    return cause, format_failure(
         cause,
         [failure for failure in ended.failures if failure is not cause],
         ranks=job.ranks,
         host=ended.hosts[cause.rank],
         started=ended.started_at or 0.0,
-        out_of_memory=ended.out_of_memory,
         asked=ended.asked[cause.rank] if ended.asked else "",
+        log=job.output.log_of(cause.rank),
+        last_lines=ended.last_lines.get(cause.rank),
+        last=ended.last_operation(cause.rank, cause.time),
     )
-    console.err.write(block.encode(errors="backslashreplace"))
-    return cause.exit_code
+
+
+def _give(rank: int, text: str, code: int, console: Console, hand_over: HandOver | None) -> None:
+    if hand_over is None:
+        console.err.write(text.encode(errors="backslashreplace"))
+    else:
+        hand_over(rank, text, code)
 
 
 def _say_interrupted(job: Job, ended: Ended, signum: int, console: Console) -> None:
     if not ended.started_at:
-        console.say(f"{signal_name(signum)}: nothing had been started")
+        what = f"{job.attempt.title} had not started" if job.attempt.number else "nothing had been started"
+        console.say(f"{signal_name(signum)}: {what}")
         return
     whose = f"all {job.ranks} ranks have" if job.ranks > 1 else "the rank has"
     places = [] if job.quiet else format_places(ended.stacks)

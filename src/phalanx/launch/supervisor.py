@@ -16,6 +16,8 @@ sure that a process id has not been given to another one:
 
 When ranks run on other hosts, or an MPI launcher starts them, a relay (``launch/relays.py``) takes the zygote's place
 and sends the same messages. The rank table is then printed later, when the hosts have been reported.
+
+All that is known of an attempt is in one object, so nothing of it is left when the next one begins (``--restarts``).
 """
 
 from __future__ import annotations
@@ -24,33 +26,31 @@ import contextlib
 import os
 import selectors
 import signal
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
-from phalanx.launch.conclusion import Ended, conclude
+from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed
+from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
-from phalanx.launch.job.share import Share
-from phalanx.launch.output.failure import End, collect_failures, signal_name
-from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
+from phalanx.launch.output.failure import End, collect_failures, describe_status, signal_name
+from phalanx.launch.output.log_files import LogFiles
+from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.report import Report, read_report
-from phalanx.launch.output.stacks import format_stacks
-from phalanx.launch.rank.descriptors import Descriptors, open_descriptors, open_store, release_input
-from phalanx.launch.rank.start import RankStart
-from phalanx.launch.zygote import Inheritance, serve
+from phalanx.launch.output.streams import RankStream, last_lines, open_streams
+from phalanx.launch.places import Places
+from phalanx.launch.rank.descriptors import Descriptors, release_input
+from phalanx.launch.rank.operations import last_operation
+from phalanx.launch.running.jobs import Description
 from phalanx.system import processes
-from phalanx.system.interfaces import check_reachable
-from phalanx.system.limits import check_limits, count_oom_kills, machine_limits, raise_file_limit
 from phalanx.topology.table import RankRow, format_rank_table
-from phalanx.words import format_named
 
-__all__ = ["launch"]
+__all__ = ["HANDLED", "Supervisor"]
 
-BLOCK = 1 << 16
 # The most that an ended rank's pipe may still hold; more than this was written by another process.
 LARGEST_REMAINDER = 1 << 20
 # How long the failures of other ranks are collected after the first one, before the rest is ended.
@@ -63,73 +63,40 @@ KEEPERS_S = 2.0
 SILENCE_S = 20.0
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-_HANDLED = (*_ENDING, *_HANDED_ON, signal.SIGQUIT)
-
-
-@dataclass
-class _Stream:
-    descriptor: int
-    sink: Sink
-    lines: LineAssembler
+#: The signals that the launcher handles while ranks run.
+HANDLED = (*_ENDING, *_HANDED_ON, signal.SIGQUIT)
 
 
 @dataclass
 class _Rank:
     """A rank: its output, and what the zygote has said about it so far."""
 
-    streams: list[_Stream]
+    streams: list[RankStream]
     pid: int | None = None
     end: End | None = None
 
 
-def launch(job: Job) -> RankStart | int:
-    """Run a job.
+class Supervisor:
+    """The supervisor during one attempt.
 
-    Returns:
-        In the process that called: the exit code. In each rank, which is a fork of it: its start, to be
-        handed to :func:`phalanx.launch.rank.start.become` at the top of the interpreter.
+    Args:
+        job: the job.
+        descriptors: those of this attempt.
+        logs: the ranks' files of this attempt.
+        before: the supervisor of the attempt before; None in the first.
 
-    Raises:
-        LaunchError: the machine has no room for that many ranks. Nothing has been started.
+    Attributes:
+        zygote: the process id of the zygote, or of the relay in its place; 0 while there is none.
+        interrupted: the signal with which somebody has ended the job; None if nobody has.
     """
-    # getsignal returns None for a handler that Python did not install and cannot put back.
-    handlers: dict[int, Any] = {
-        signum: signal.getsignal(signum) or signal.SIG_DFL for signum in (*_HANDLED, signal.SIGCHLD)
-    }
-    file_limit = raise_file_limit()
-    check_limits(job.ranks, machine_limits(python=job.target.is_python, forked=job.is_local))
-    if job.ranks > 1 or job.target.is_python:
-        check_reachable(job.address)
-    descriptors = open_descriptors(job.ranks, job.run_id)
-    listener = open_store(job.address)
-    # Text that is still in the buffers would be copied by the fork, and printed twice.
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    processes.adopt_orphans()
-    supervisor = _Supervisor(job, descriptors)
-    supervisor.listen_to_signals()
-    pid = os.getpid()
-    zygote = os.fork()
-    if zygote == 0:
-        supervisor.forget()
-        if not job.is_local:
-            # Not imported at the top, because most jobs need no relay.
-            from phalanx.launch.relays import be_relay
 
-            be_relay(job, descriptors, listener, handlers)
-        share = Share(range(job.ranks), job.rows(), listener.getsockname()[1], listener, os.isatty(0))
-        return serve(job, share, descriptors, Inheritance(handlers, file_limit), pid)
-    descriptors.keep_supervisor_ends()
-    listener.close()
-    return supervisor.run(zygote)
-
-
-class _Supervisor:
-    def __init__(self, job: Job, descriptors: Descriptors) -> None:
+    def __init__(self, job: Job, descriptors: Descriptors, logs: LogFiles, before: Supervisor | None = None) -> None:
         self.job = job
+        self.logs = logs
         self.descriptors = descriptors
-        self.zygote = 0
+        self.description: Description = before.description if before is not None else Description(job)
+        self.zygote: int = before.zygote if before is not None else 0
+        self.over = False
         self.started_at: float | None = None
         self.interrupted: int | None = None
         self.ending = False
@@ -137,51 +104,63 @@ class _Supervisor:
         self.give_up_at: float | None = None
         self.early_signals: list[int] = []
         self.overdue: dict[float, list[int]] = {}
-        self.stacks: dict[int, str] = {}
+        self.places = Places(descriptors.trace, job.ranks)
         self.refusal: tuple[str, int] | None = None
-        self.oom_kills = count_oom_kills()
         self.rows = job.rows()
         # A program that became the launcher by exec may have had children before; they are not this job's.
-        self.strangers = processes.children_of(os.getpid())
+        self.strangers: list[int] = before.strangers if before is not None else processes.children_of(os.getpid())
         self.wakeup = os.pipe()
         self.selector = selectors.DefaultSelector()
-        self.console = Console(Sink(1, os.environ), Sink(2, os.environ))
+        self.console: Console = (
+            before.console if before is not None else Console(Sink(1, os.environ), Sink(2, os.environ))
+        )
         if any(map(job.keeps_terminal, range(job.ranks))):
             # The rank writes to the terminal itself, so nothing is drawn over what it writes.
             self.console.out.terminal = self.console.err.terminal = False
-        self.ranks = self._make_ranks()
-
-    def _make_ranks(self) -> list[_Rank]:
-        console, count = self.console, self.job.ranks
-        nothing = [b""] * count
-        out_prefixes = make_prefixes(count, color=console.out.color) if self.job.prefix else nothing
-        err_prefixes = make_prefixes(count, color=console.err.color) if self.job.prefix else nothing
-        ranks = []
-        for rank, ends in enumerate(self.descriptors.ranks):
-            out = _Stream(ends.out_read, console.out, LineAssembler(out_prefixes[rank]))
-            err = _Stream(ends.err_read, console.err, LineAssembler(err_prefixes[rank]))
-            ranks.append(_Rank([out, err]))
-        return ranks
+        pipes = ((ends.out_read, ends.err_read) for ends in descriptors.ranks)
+        self.ranks = [_Rank(streams) for streams in open_streams(job, pipes, self.console, logs)]
+        ask = partial(self._tell, do="stacks")
+        self.hangs = HangWatch(job, descriptors.trace, ask, self.console.say, lambda rank: self.ranks[rank])
 
     def listen_to_signals(self) -> None:
         """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
         for descriptor in self.wakeup:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(self.wakeup[1], warn_on_full_buffer=False)
-        for signum in _HANDLED:
+        for signum in HANDLED:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._on_signal)
 
     def forget(self) -> None:
         """In the zygote: close the supervisor's own descriptors."""
         self.selector.close()
+        self.logs.close()
+        self.description.close()
         for descriptor in self.wakeup:
             os.close(descriptor)
 
-    def run(self, zygote: int) -> int:
-        """Watch the job to its end; return the launcher's exit code."""
-        self.zygote = zygote
-        if not os.isatty(0):
+    def take_over(self, before: Supervisor) -> None:
+        """Handle signals from here on in the place of the supervisor of the attempt before, which is over."""
+        self.listen_to_signals()
+        if before.interrupted is not None:
+            self.interrupted = before.interrupted
+            self._dismiss_zygote()
+        before.selector.close()
+        before.logs.close()
+        for descriptor in before.wakeup:
+            os.close(descriptor)
+
+    def run(self, hand_over: HandOver | None) -> int | None:
+        """Watch this attempt to its end.
+
+        Args:
+            hand_over: see :func:`phalanx.launch.attempts.launch`.
+
+        Returns:
+            The launcher's exit code; None if a rank has failed and the next attempt is to start. Then no process of
+            this one is left, and a zygote of this host waits for the order to start that.
+        """
+        if self.job.attempt.is_last and not os.isatty(0):
             # Only then does its writer notice when the rank that reads it ends.
             release_input()
         self.selector.register(self.descriptors.supervisor, selectors.EVENT_READ, self._on_zygote)
@@ -192,15 +171,29 @@ class _Supervisor:
         if self.job.is_local:
             self._introduce()
         self.descriptors.supervisor.send(do="start")
-        while self.zygote:
+        while self.zygote and not self.over:
             self._turn()
-        code = self._conclude()
+        self.console.finish()
+        ended = self._ended()
+        if not self.job.attempt.is_last and failed(ended, self.console):
+            conclude_attempt(self.job, ended, self.console)
+            return None
+        if self.over:
+            self._dismiss_zygote()
+        code = conclude(self.job, ended, self.console, hand_over)
         signal.set_wakeup_fd(-1)
         return code
 
+    def _dismiss_zygote(self) -> None:
+        """End a zygote that waits for the order to start another attempt, and has no process left to end."""
+        pid, self.zygote = self.zygote, 0
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
     def _introduce(self, notes: Iterable[str] = ()) -> None:
         job, err = self.job, self.console.err
-        if job.quiet:
+        if job.quiet or job.attempt.number:
             return
         width = err.columns() if err.terminal else None
         backend = f"started by {job.mpi.title}" if job.mpi is not None else None
@@ -213,56 +206,41 @@ class _Supervisor:
     # One turn of the event loop.
 
     def _turn(self) -> None:
-        timeouts = [self.console.redraw_in_s()]
+        timeouts = [self.console.redraw_in_s(), self.hangs.due_in_s()]
         due = [when for when in (self.settle_until, self.give_up_at) if when is not None]
         if due:
             timeouts.append(max(0.0, min(due) - time.monotonic()))
         known = [timeout for timeout in timeouts if timeout is not None]
         for key, _ in self.selector.select(min(known) if known else None):
-            if isinstance(key.data, _Stream):
+            if isinstance(key.data, RankStream):
                 self._read(key.data)
             else:
                 key.data()
         self.console.redraw()
+        if self.started_at is not None and not self.ending:
+            self.hangs.look()
         if self.give_up_at is not None and time.monotonic() >= self.give_up_at:
             # It is stopped, or hangs; without it the kernel ends the ranks.
             self.give_up_at = None
             os.kill(self.zygote, signal.SIGKILL)
-        if (self.console.out.closed or self.console.err.closed) and not self.ending:
+        if (self.console.out.closed or self.console.err.closed or self.logs.faults) and not self.ending:
             self._order(signal.SIGTERM)
         if self.settle_until is not None and (time.monotonic() >= self.settle_until or self._all_ended()):
             self.settle_until = None
             if not self.ending:
                 self._order(signal.SIGTERM, spare=self._winding_down())
 
-    def _read(self, stream: _Stream) -> int:
-        """Read and print one block; return its length, 0 when there is nothing (left)."""
-        if stream.descriptor < 0:
-            # The zygote reported the rank's end in this same turn, and then the stream was drained and closed.
-            return 0
-        try:
-            data = os.read(stream.descriptor, BLOCK)
-        except BlockingIOError:
-            return 0
-        if data:
-            lines = stream.lines.feed(data)
-            if lines:
-                # If a line of this stream was shown live, it is one of these lines now.
-                self.console.show(stream.sink, b"", stream)
-            self.console.write(stream.sink, lines)
-            self.console.show(stream.sink, stream.lines.live(), stream)
-        else:
+    def _read(self, stream: RankStream) -> int:
+        """Read one block and hand it on; return its length, 0 when there is nothing (left)."""
+        length = stream.read()
+        if length == 0:
             self._close(stream)
-        return len(data)
+        return length or 0
 
-    def _close(self, stream: _Stream) -> None:
-        if stream.descriptor < 0:
-            return
-        self.selector.unregister(stream.descriptor)
-        os.close(stream.descriptor)
-        stream.descriptor = -1
-        self.console.show(stream.sink, b"", stream)
-        self.console.write(stream.sink, stream.lines.finish())
+    def _close(self, stream: RankStream) -> None:
+        if stream.descriptor >= 0:
+            self.selector.unregister(stream.descriptor)
+            stream.close()
 
     def _drain(self, rank: _Rank) -> None:
         for stream in rank.streams:
@@ -284,6 +262,9 @@ class _Supervisor:
             self.started_at = message["time"]
             for rank, pid in zip(self.ranks, message["pids"], strict=True):
                 rank.pid = pid
+            hosts = [row.host for row in self.rows]
+            self.logs.note_start(self.job, hosts, message["pids"])
+            self.description.add_ranks(message["pids"], hosts, self.descriptors.trace.descriptor)
             if self.interrupted is not None:
                 self._order(self.interrupted)
             for signum in self.early_signals:
@@ -291,12 +272,20 @@ class _Supervisor:
         elif message["event"] == "overdue":
             self.overdue.setdefault(message["patience_s"], []).append(message["rank"])
         elif message["event"] == "stacks":
-            self._show_stacks(message.get("stacks"), message.get("late", ()))
+            self.places.add(message.get("stacks"))
+            if self.hangs.expects_stacks:
+                self.hangs.answered(self.places.take())
+            elif self.interrupted is None:
+                self.console.say(self.places.text(message.get("late", ())))
         elif message["event"] == "exited":
             by_launcher = self.ending or message.get("by_others", False)
-            self._on_exit(self.ranks[message["rank"]], End(message["status"], message["time"], by_launcher))
+            self._on_exit(
+                message["rank"], End(message["status"], message["time"], by_launcher, message["out_of_memory"])
+            )
         elif message["event"] == "reported":
             self._settle()
+        elif message["event"] == "over":
+            self.over = True
         elif message["event"] == "placed":
             self.rows = [RankRow(**row) for row in message["rows"]]
             self._introduce(message["notes"])
@@ -313,9 +302,10 @@ class _Supervisor:
                 f"If nobody killed it, {OUT_OF_MEMORY_HINT}"
             )
 
-    def _on_exit(self, rank: _Rank, end: End) -> None:
-        rank.end = end
-        self._drain(rank)
+    def _on_exit(self, rank: int, end: End) -> None:
+        self.ranks[rank].end = end
+        self._drain(self.ranks[rank])
+        self.logs.note_end(rank, describe_status(end.status), self._report(rank))
         if end.status != 0:
             self._settle()
 
@@ -405,20 +395,6 @@ class _Supervisor:
         else:
             self._tell(do="signal", signal=int(signum))
 
-    def _take_stacks(self) -> dict[int, str]:
-        """The stacks that ranks have written since the last call, here or on their hosts."""
-        taken = {**self.stacks, **self.descriptors.trace.take(range(self.job.ranks))}
-        self.stacks = {}
-        return dict(sorted(taken.items()))
-
-    def _show_stacks(self, elsewhere: dict[str, str] | None, late: Sequence[int]) -> None:
-        self.stacks |= {int(rank): stack for rank, stack in (elsewhere or {}).items()}
-        if self.interrupted is None:
-            lines = format_stacks(self._take_stacks())
-            if late:
-                lines.append(f"{format_named('rank', late)} did not say where: stopped, or waiting for a core")
-            self.console.say("\n".join(lines) or "no rank runs Python code, so there are no stacks")
-
     def _all_ended(self) -> bool:
         return all(rank.end is not None for rank in self.ranks)
 
@@ -430,21 +406,25 @@ class _Supervisor:
         reports = {rank: self._report(rank) for rank in range(self.job.ranks)}
         return [rank for rank, report in reports.items() if report is not None and report.time is not None]
 
-    def _conclude(self) -> int:
-        self.console.finish()
+    def _ended(self) -> Ended:
         trace = self.descriptors.trace
-        ended = Ended(
+        return Ended(
             failures=collect_failures(
                 (rank.pid, rank.end, self._report(number)) for number, rank in enumerate(self.ranks)
             ),
             hosts=[row.host for row in self.rows],
             started_at=self.started_at,
             interrupted=self.interrupted,
-            stacks=self._take_stacks(),
+            stacks=self.places.take(),
             overdue=self.overdue,
             refusal=self.refusal,
             stages=[trace.stage(rank) for rank in range(self.job.ranks)],
             asked=[trace.asked(rank) for rank in range(self.job.ranks)],
-            out_of_memory=count_oom_kills() > self.oom_kills,
+            last_operation=partial(last_operation, trace),
+            last_lines={
+                number: last_lines(rank.streams)
+                for number, rank in enumerate(self.ranks)
+                if not self.job.output.shows(number) and not self.job.keeps_terminal(number)
+            },
+            unwritten=next(iter(self.logs.faults), ""),
         )
-        return conclude(self.job, ended, self.console)

@@ -11,6 +11,10 @@ pool of threads at import, and its own fork handlers stop and restart that pool.
 The zygote is the parent of every rank, and adopts the processes that a rank leaves behind. So the zygote ends them, and
 not the supervisor: as long as it has not reaped a child, the child's process id cannot be given to another process.
 When the control socket shows that the supervisor has ended, the zygote kills everything and ends as well.
+
+With ``--restarts`` it stays when an attempt is over, with torch imported and no process left, until the supervisor
+orders the next attempt or ends it. Nothing of an attempt is used again: the order comes with new pipes, a new control
+socket and a new port of the store.
 """
 
 from __future__ import annotations
@@ -25,22 +29,30 @@ import sys
 import time
 import traceback
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from types import CodeType
 from typing import Any
 
 from phalanx import settings
 from phalanx.errors import PROCESS_LIMIT_HINT
-from phalanx.launch.job.job import Job
+from phalanx.launch.job.job import Job, next_attempt
 from phalanx.launch.job.share import Share
 from phalanx.launch.job.target import Refusal, prepare_target
-from phalanx.launch.rank.descriptors import Control, Descriptors, release_input, report_name
+from phalanx.launch.rank.descriptors import (
+    Control,
+    Descriptors,
+    ZygoteDescriptors,
+    receive_descriptors,
+    release_input,
+    report_name,
+)
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
 from phalanx.launch.rank.torch_store import host_store
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
+from phalanx.system.limits import count_oom_kills
 
 __all__ = ["Inheritance", "serve"]
 
@@ -68,30 +80,61 @@ class Inheritance:
 
 @dataclass(frozen=True)
 class _Zygote:
-    """The zygote until the ranks exist."""
+    """The zygote until the ranks of an attempt exist."""
 
     job: Job
     share: Share
-    descriptors: Descriptors
+    descriptors: ZygoteDescriptors
     inheritance: Inheritance
 
     def run(self) -> RankStart | None:
-        """Prepare, wait for the order to start, fork, watch. Returns in each rank its start, in the zygote None."""
+        """Prepare, and serve one attempt after the other. Returns in each rank its start, in the zygote None."""
+        attempt: _Zygote | None = self
         try:
             code, spec = self._prepare()
-            if self.descriptors.zygote.receive() is None:
-                return None
-            # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            forked = self._fork_all(code, spec)
+            while attempt is not None:
+                following = attempt._serve(code, spec)
+                if isinstance(following, RankStart):
+                    return following
+                attempt = following
         except Refusal as refusal:
-            self.descriptors.zygote.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
+            control = (attempt or self).descriptors.zygote
+            control.send(event="refused", text=f"{str(refusal).rstrip()}\n", code=refusal.code)
             processes.end_descendants()
+        return None
+
+    def _serve(self, code: CodeType | None, spec: ModuleSpec | None) -> RankStart | _Zygote | None:
+        """Wait for the order to start, fork, watch. Returns in each rank its start, in the zygote the next attempt."""
+        if self.descriptors.zygote.receive() is None:
             return None
+        # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        forked = self._fork_all(code, spec)
         if isinstance(forked, RankStart):
             return forked
         forked.watch()
         forked.kill_everything()
+        return self._next() if self._may_follow else None
+
+    @property
+    def _may_follow(self) -> bool:
+        """Whether this process may have to start another attempt. On several hosts each attempt has new zygotes."""
+        return self.job.is_local and not self.job.attempt.is_last
+
+    def _next(self) -> _Zygote | None:
+        """Report that no process of this attempt is left, and wait for the next one; None if there is none."""
+        control = self.descriptors.zygote
+        control.send(event="over")
+        while (order := control.receive()) is not None:
+            # An order about ranks may come first: they had not ended yet when it was given.
+            if order["do"] == "again":
+                received = receive_descriptors(control, len(self.share.ranks), self.job.run_id)
+                if received is None:
+                    return None
+                self.descriptors.close()
+                descriptors, listener = received
+                share = replace(self.share, listener=listener, port=listener.getsockname()[1])
+                return replace(self, job=next_attempt(self.job, order["key"]), share=share, descriptors=descriptors)
         return None
 
     def _prepare(self) -> tuple[CodeType | None, ModuleSpec | None]:
@@ -117,7 +160,7 @@ class _Zygote:
     def _fork_all(self, code: CodeType | None, spec: ModuleSpec | None) -> RankStart | _Ranks:
         """Fork the store and the ranks. Returns in each rank its start, and in the zygote all ranks."""
         job, share, descriptors = self.job, self.share, self.descriptors
-        zygote = os.getpid()
+        zygote, oom_kills = os.getpid(), count_oom_kills()
         store = None
         if share.listener is not None:
             if job.target.is_python:
@@ -150,13 +193,16 @@ class _Zygote:
                     terminal=job.keeps_terminal(rank),
                 )
                 enter_rank(start, self.inheritance.handlers, self.inheritance.file_limit)
-                if code is not None and job.preload:
+                if job.target.is_python and job.preload:
                     leave_siblings(start)
                 return start
             pids[part] = pid
         descriptors.close_rank_ends()
         descriptors.zygote.send(event="started", pids=list(pids.values()), time=time.monotonic())
-        return _Ranks(job.run_id, share.ranks, descriptors.zygote, descriptors.trace, pids, store)
+        if not self._may_follow:
+            # The ranks of a further attempt read on where those of this one have stopped.
+            release_input()
+        return _Ranks(job.run_id, share.ranks, descriptors.zygote, descriptors.trace, pids, store, oom_kills)
 
 
 def _fork(otherwise: str) -> int:
@@ -179,6 +225,7 @@ class _Ranks:
         trace: where the ranks write their stacks.
         pids: the process id of each rank that has not ended, by rank.
         store: the process id of torch's store; None if there is none (any more).
+        oom_kills: how many processes the kernel had killed for want of memory before the ranks were started.
         kill_at: when each of the ranks that were asked to end is killed, in the seconds of ``time.monotonic()``, and
             how long it then had.
     """
@@ -189,11 +236,11 @@ class _Ranks:
     trace: Trace
     pids: dict[int, int]
     store: int | None
+    oom_kills: int
     kill_at: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def watch(self) -> None:
         """Reap ranks and carry out orders until no rank is left or the supervisor has gone."""
-        release_input()
         # The end of the supervisor is seen as the end of its socket, unless this process has been stopped.
         processes.wake_with_parent()
         wakeup, wakeup_write = os.pipe()
@@ -203,6 +250,14 @@ class _Ranks:
         for signum in (signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        try:
+            self._watch(wakeup)
+        finally:
+            signal.set_wakeup_fd(-1)
+            os.close(wakeup)
+            os.close(wakeup_write)
+
+    def _watch(self, wakeup: int) -> None:
         poll = select.poll()
         poll.register(self.supervisor.fileno(), select.POLLIN)
         poll.register(wakeup, select.POLLIN)
@@ -230,7 +285,8 @@ class _Ranks:
                 elif order["do"] == "signal":
                     self._hand_on(order["signal"])
                 elif order["do"] == "stacks":
-                    late = self.trace.ask(self.pids, STACKS_OF_RUNNING_S)
+                    asked = {part: pid for part, pid in self.pids.items() if part in order.get("of", self.pids)}
+                    late = self.trace.ask(asked, STACKS_OF_RUNNING_S)
                     self.supervisor.send(event="stacks", late=late)
             now = time.monotonic()
             overdue = [rank for rank, (when, _) in self.kill_at.items() if when <= now]
@@ -282,7 +338,8 @@ class _Ranks:
             if rank is not None:
                 del self.pids[rank]
                 self.kill_at.pop(rank, None)
-                self.supervisor.send(event="exited", rank=rank, status=status, time=now)
+                out_of_memory = count_oom_kills() > self.oom_kills
+                self.supervisor.send(event="exited", rank=rank, status=status, time=now, out_of_memory=out_of_memory)
             elif info.si_pid == self.store:
                 self.store = None
                 self.supervisor.send(event="store lost", status=status)

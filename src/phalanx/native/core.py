@@ -9,7 +9,19 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Iterable
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_ssize_t, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    Structure,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_ssize_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -21,12 +33,19 @@ __all__ = [
     "ANY_SOURCE",
     "BROKEN_FROM",
     "NOBODY",
+    "RECORDER_BYTES",
+    "RECORDS",
+    "RECORDS_AT",
+    "STRINGS_AT",
     "TEXT_BYTES",
     "Breakage",
+    "Crossing",
     "Going",
     "MpiGroup",
     "MpiReduction",
     "Poll",
+    "RecordedGroup",
+    "SeenRecord",
     "Status",
     "addresses",
     "library",
@@ -34,7 +53,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 12
+ABI = 16
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -44,6 +63,7 @@ Poll = CFUNCTYPE(c_int)
 class Status:
     """The status that a call of the core returns (``enum phx_status``)."""
 
+    CROSSED = -4
     PEER_LEFT = -3
     NOTICE = -2
     UNDER_WAY = -1
@@ -87,6 +107,54 @@ class Breakage(Structure):
     peer_pid: int
     chunk: int
     how: int
+
+
+class Crossing(Structure):
+    """Two lines that two ranks have called in different calls (``struct phx_crossing``)."""
+
+    _fields_ = [("peer", c_uint32), ("lines", c_uint32 * 2), ("mine", c_uint32 * 2), ("theirs", c_uint32 * 2)]
+
+    peer: int
+    lines: ctypes.Array[c_uint32]
+    mine: ctypes.Array[c_uint32]
+    theirs: ctypes.Array[c_uint32]
+
+
+RECORDS, RECORDS_AT = 4096, 4096
+STRINGS_AT = RECORDS_AT + RECORDS * 64
+RECORDER_BYTES = STRINGS_AT + 262144
+
+
+class RecordedGroup(Structure):
+    """A group as the recorder counts its operations (``struct phx_record_group``)."""
+
+    _fields_ = [("name", c_uint32), ("pad", c_uint32), ("collectives", c_uint32), ("messages", c_uint32)]
+
+
+class SeenRecord(Structure):
+    """A record of an operation (``struct phx_record_seen``)."""
+
+    _fields_ = [
+        *((name, c_uint64) for name in ("number", "entered_ns", "left_ns", "nbytes")),
+        *((name, c_uint32) for name in ("in_group", "what", "group", "site", "label")),
+        *((name, c_int32) for name in ("peer", "awaits", "step")),
+        ("failed", c_uint32),
+        ("pad", c_uint32),
+    ]
+
+    number: int
+    entered_ns: int
+    left_ns: int
+    nbytes: int
+    in_group: int
+    what: int
+    group: int
+    site: int
+    label: int
+    peer: int
+    awaits: int
+    step: int
+    failed: int
 
 
 class MpiGroup(Structure):
@@ -157,11 +225,25 @@ def library() -> ctypes.CDLL:
         ("phx_process_leaves", None, []),
         ("phx_process_fails", None, [c_char_p]),
         ("phx_abort", None, [comm]),
-        ("phx_set_timeout", None, [comm, c_uint64]),
+        ("phx_set_timeout", None, [comm, c_uint64, c_uint64]),
         ("phx_breakage", c_int, [comm, POINTER(Breakage)]),
         ("phx_call_chunk", c_uint64, [comm]),
         ("phx_describe", None, [comm, c_char_p]),
         ("phx_description", c_int, [comm, c_uint32, c_char_p]),
+        ("phx_compare_lines", None, [comm]),
+        ("phx_crossing", None, [comm, POINTER(Crossing)]),
+        ("phx_tells_crossing", c_int, [comm]),
+        ("phx_break_crossed", None, [comm]),
+        ("phx_recorder_open", c_void_p, [c_int, c_uint64, c_uint32, c_int32, c_uint32]),
+        ("phx_recorder_names", None, [c_uint32, c_int32, c_uint32]),
+        ("phx_recorder_mark", None, [c_int32, c_uint32]),
+        ("phx_record_begin", c_uint64, [POINTER(RecordedGroup), c_uint32, c_uint64, c_uint32, c_int32]),
+        ("phx_record_end", None, [c_uint64, c_int]),
+        ("phx_records_read", c_uint32, [c_void_p, POINTER(SeenRecord), POINTER(c_uint64)]),
+        ("phx_recorder_of", c_void_p, [comm, c_uint32]),
+        ("phx_name_ranks", c_int, [comm, POINTER(c_int32)]),
+        ("phx_beat", c_int, [c_int]),
+        ("phx_beat_end", None, [c_int]),
         ("phx_combine", c_int, [blocks, c_uint32, data, c_uint64, c_uint32, c_uint32]),
         ("phx_all_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint64]),
         ("phx_reduce", c_int, [comm, data, data, c_uint64, c_uint32, c_uint32, c_uint32, c_uint64]),
@@ -180,6 +262,7 @@ def library() -> ctypes.CDLL:
         ("phx_messages_rest", c_uint64, [comm, c_uint64]),
         ("phx_messages_end", None, [comm]),
         ("phx_message_wait", c_int, [comm, message, c_uint64]),
+        ("phx_message_withdraw", c_int, [comm, message]),
         ("phx_message_source", c_uint32, [message]),
         ("phx_message_free", None, [comm, message]),
         ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, c_ssize_t]),
@@ -236,10 +319,9 @@ def rpc(*, holding: bool = False) -> ctypes.CDLL:
         ("phx_rpc_answered", None, [hub]),
         ("phx_rpc_answers", c_void_p, [hub]),
         ("phx_rpc_release", None, [link, c_uint32, c_uint32, c_uint64, c_uint64]),
-        ("phx_rpc_cores", c_uint32, []),
         ("phx_rpc_endpoint_key", None, [c_void_p, c_char_p, c_uint32, c_char_p, c_char_p]),
         ("phx_rpc_write", c_int64, [c_void_p, c_uint64, c_char_p, c_uint64]),
-        ("phx_rpc_receive", c_int64, [c_void_p, c_int, c_int, c_int, c_uint64]),
+        ("phx_rpc_receive", c_int64, [c_void_p, c_int, c_uint64]),
     ):
         function = getattr(core, name)
         function.restype = result

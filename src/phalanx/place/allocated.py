@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 from phalanx.errors import LauncherEnvironmentError
 from phalanx.place.node_lists import expand_node_list, expand_task_counts
+from phalanx.place.readers import read_host_slots
 
 __all__ = ["Allocated", "is_allocated", "read_allocated"]
 
+# The variables of a task of mpiexec, or of LSF's jsrun, which it has beside those of the batch system.
+_OF_TASKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 # Slurm numbers steps from 0; those of a batch script and of an interactive shell have numbers from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -22,13 +25,13 @@ class Allocated:
         title: the job, for people.
         nodes: each node, with the number of tasks that the user asked for there; empty if a file lists them.
         file: the path of that file.
-        has_srun: whether ``srun`` starts processes there, without any login.
+        program: the batch system's own one that starts processes there, without any login; empty if it has none.
     """
 
     title: str
     nodes: tuple[tuple[str, int], ...] = ()
     file: str = ""
-    has_srun: bool = False
+    program: str = ""
 
 
 def read_allocated(environment: Mapping[str, str]) -> Allocated | None:
@@ -40,12 +43,12 @@ def read_allocated(environment: Mapping[str, str]) -> Allocated | None:
     Raises:
         LauncherEnvironmentError: the variables cannot be read, or contradict each other; the message has them.
     """
-    return _slurm(environment) or _pbs(environment)
+    return _slurm(environment) or _pbs(environment) or _lsf(environment)
 
 
 def is_allocated(environment: Mapping[str, str]) -> bool:
     """Whether this process belongs to a job of a batch system that gives each node devices of its own."""
-    return any(name in environment for name in ("SLURM_JOB_ID", "PBS_JOBID"))
+    return any(name in environment for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"))
 
 
 def _slurm(environment: Mapping[str, str]) -> Allocated | None:
@@ -66,12 +69,29 @@ def _slurm(environment: Mapping[str, str]) -> Allocated | None:
             f"Slurm's job {job} has {len(names)} nodes (SLURM_JOB_NODELIST={nodes}) and tasks for {len(counts)} "
             f"(SLURM_TASKS_PER_NODE={given})"
         )
-    return Allocated(f"Slurm's job {job}", tuple(zip(names, counts, strict=True)), has_srun=True)
+    return Allocated(f"Slurm's job {job}", tuple(zip(names, counts, strict=True)), program="srun")
 
 
 def _pbs(environment: Mapping[str, str]) -> Allocated | None:
     path, job = environment.get("PBS_NODEFILE"), environment.get("PBS_JOBID")
-    # A task of mpiexec has variables of its own beside them.
-    if not path or not job or any(name in environment for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")):
+    if not path or not job or _is_task(environment):
         return None
     return Allocated(f"PBS job {job}", file=path)
+
+
+def _lsf(environment: Mapping[str, str]) -> Allocated | None:
+    job, slots, path = (environment.get(name) for name in ("LSB_JOBID", "LSB_MCPU_HOSTS", "LSB_DJOB_HOSTFILE"))
+    if not job or not (slots or path) or _is_task(environment):
+        return None
+    title = f"LSF's job {job}"
+    if not slots:
+        return Allocated(title, file=path or "", program="blaunch")
+    try:
+        nodes = read_host_slots("LSB_MCPU_HOSTS", slots)
+    except LauncherEnvironmentError as error:
+        raise LauncherEnvironmentError(f"the hosts of {title} cannot be read: {error}") from None
+    return Allocated(title, tuple(nodes), program="blaunch")
+
+
+def _is_task(environment: Mapping[str, str]) -> bool:
+    return any(name in environment for name in _OF_TASKS)

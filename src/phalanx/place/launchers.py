@@ -65,6 +65,8 @@ def _agent_store(environment: Environment) -> bool:
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and own == environment.get("MASTER_PORT")
 
 
+_RESTARTS = number("TORCHELASTIC_RESTART_COUNT")
+
 TORCHRUN = Launcher(
     "torchrun",
     "torchrun (torch.distributed.run)",
@@ -78,7 +80,7 @@ TORCHRUN = Launcher(
     node_rank=number("GROUP_RANK"),
     num_nodes=number("GROUP_WORLD_SIZE"),
     job=text("TORCHELASTIC_RUN_ID"),
-    attempt=number("TORCHELASTIC_RESTART_COUNT"),
+    attempt=_RESTARTS,
     always=FIELDS[:6],
     keeps_store=_agent_store,
     example="torchrun --nproc-per-node 2 --no-python",
@@ -99,6 +101,7 @@ PHALANX = replace(
     all_of=(settings.RUN_ID,),
     when=_of_one_run,
     condition="it equals TORCHELASTIC_RUN_ID",
+    attempt=first(number(settings.ATTEMPT), _RESTARTS),
     example="phalanx run -n 2",
 )
 

@@ -35,6 +35,7 @@ __all__ = [
     "number",
     "number_unless",
     "port",
+    "read_host_slots",
     "tasks_on_node",
     "text",
     "this_host_in",
@@ -205,13 +206,27 @@ def _comma_list(name: str, value: str) -> list[str]:
     return items
 
 
-# LSF alternates hosts and their slots: "launch 1 node1 4 node2 4". If the first host has a single slot and another has
-# more, the first is the host that the job was launched from, which takes no rank.
-def _hosts_with_slots(name: str, value: str) -> list[str]:
+def read_host_slots(name: str, value: str) -> list[tuple[str, int]]:
+    """LSF's hosts in order, each with its slots: ``h1 4 h2 4``.
+
+    Args:
+        name: the variable, for the error.
+        value: what it says.
+
+    Raises:
+        LauncherEnvironmentError: it is not such a list.
+    """
     words = value.split()
     if not words or len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
         raise LauncherEnvironmentError(f"{name}={value!r} is not a list of hosts, each with its slots")
-    hosts, slots = words[::2], [int(word) for word in words[1::2]]
+    return list(zip(words[::2], map(int, words[1::2]), strict=True))
+
+
+# For jsrun: "launch 1 node1 4 node2 4". If the first host has a single slot and another has more, the first is the host
+# that the job was launched from, which takes no rank.
+def _hosts_with_slots(name: str, value: str) -> list[str]:
+    given = read_host_slots(name, value)
+    hosts, slots = [host for host, _ in given], [count for _, count in given]
     return hosts[1:] if slots[0] == 1 and len(hosts) > 1 and max(slots) > 1 else hosts
 
 

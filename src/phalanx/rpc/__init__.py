@@ -14,6 +14,7 @@ from phalanx.rpc.failure import RemoteError, RemoteTraceback
 from phalanx.rpc.future import Cancelled, Future
 from phalanx.rpc.listing import describe, workers
 from phalanx.rpc.members import Member
+from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.objects import ObjectInfo, RemoteObject, local, make, objects
 from phalanx.rpc.parameter_server.trainer import Parameters, parameters
 from phalanx.rpc.services import serve, service
@@ -23,6 +24,7 @@ from phalanx.rpc.watching import Watch, watch
 
 __all__ = [
     "Cancelled",
+    "EncryptionMismatch",
     "Future",
     "Member",
     "ObjectInfo",

@@ -30,6 +30,7 @@ from phalanx.rpc.inquiry import LONG_S, NEIGHBOUR, Finding, Inquiries, on_neighb
 from phalanx.rpc.links.contract import Link, LinkEnded
 from phalanx.rpc.members import Member, Members, shared_key
 from phalanx.rpc.message import Kind, Message
+from phalanx.rpc.network import EncryptionMismatch
 from phalanx.rpc.serving import CANCEL, RECEIPT, Incoming, Serving
 from phalanx.system.bounded import within
 from phalanx.watch.call_site import capture
@@ -59,6 +60,7 @@ class Agent:
         equip: register services; they are called before other workers can find this one.
         typed_only: unpickle nothing, and refuse what would need it.
         long_s: after how long the user is told of a call that is still under way, in seconds.
+        encrypt: encrypt what goes over TCP.
 
     Attributes:
         me: this worker.
@@ -77,6 +79,7 @@ class Agent:
         *,
         typed_only: bool = False,
         long_s: float = LONG_S,
+        encrypt: bool = False,
     ) -> None:
         self.timeout_s = timeout_s
         self._typed_only = typed_only
@@ -89,9 +92,8 @@ class Agent:
         self._serving = Serving(self._handlers, typed_only=typed_only)
         self._members = Members(store)
         self._departures = Departures(self._members, self._handlers)
-        self._connections = Connections(
-            self._members, address, shared_key(store, key), receiver=self, found_gone=self._departures.found
-        )
+        own_key, found = shared_key(store, key), self._departures.found
+        self._connections = Connections(self._members, address, own_key, self, found, encrypt=encrypt)
         self.inquiries = Inquiries(self._connections, self._members, self.request)
         self._serving.add(NEIGHBOUR, on_neighbour, quick=False, codec=FACTS)
         self._place: Place | None = None
@@ -260,7 +262,8 @@ class Agent:
             if taken is not None and isinstance(error, TimeoutError) and time.monotonic() >= until:
                 self._on_late([call])
             elif taken is not None:
-                future.set_exception(self._lost(call, str(error) or type(error).__name__))
+                lost = isinstance(error, EncryptionMismatch) and error
+                future.set_exception(lost or self._lost(call, str(error) or type(error).__name__))
         except Exception:
             self._calls.take(number)  # nobody has received it
             future.cancel()

@@ -19,14 +19,14 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from phalanx.rpc.links.acknowledged import LOOK_S
 from phalanx.rpc.links.contract import Link, LinkEnded, Receiver
 from phalanx.rpc.links.own import OwnLink
 from phalanx.rpc.links.shared import SharedHub, SharedLink
 from phalanx.rpc.links.socket import END_S, SocketLink
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.mending import Mender
-from phalanx.rpc.network import Network
+from phalanx.rpc.network import EncryptionMismatch, Network
+from phalanx.wire.acknowledged import LOOK_S
 from phalanx.wire.dial import NoAnswer
 from phalanx.wire.door import Arrival
 from phalanx.wire.framing import Malformed
@@ -53,7 +53,7 @@ _AGAIN_S = 0.05
 _CLOSED = "this worker has been closed"
 
 # What dialling and sending raise if the other worker cannot be reached.
-Unreached = (LinkEnded, OSError, NoProof, WrongKey, PassedOn)
+Unreached = (LinkEnded, OSError, NoProof, WrongKey, PassedOn, EncryptionMismatch)
 
 
 class Connections:
@@ -65,10 +65,18 @@ class Connections:
         key: what every worker of the job knows.
         receiver: the agent.
         found_gone: is called with a worker at whose address nobody listens any more.
+        encrypt: encrypt what goes over TCP.
     """
 
     def __init__(
-        self, members: Members, address: str, key: Key, receiver: Receiver, found_gone: Callable[[Member], None]
+        self,
+        members: Members,
+        address: str,
+        key: Key,
+        receiver: Receiver,
+        found_gone: Callable[[Member], None],
+        *,
+        encrypt: bool = False,
     ) -> None:
         self._members = members
         self._receiver = receiver
@@ -80,7 +88,7 @@ class Connections:
         self._peers: dict[Link, Member] = {}
         self._accepted: dict[tuple[int, str], SocketLink] = {}  # by the caller's incarnation, and its number there
         self._dialling: dict[int, threading.Lock] = {}
-        self._network = Network(address, key, self._welcome, self._look_at_links)
+        self._network = Network(address, key, self._welcome, self._look_at_links, encrypt=encrypt)
         self._look_at = 0.0
         self._hub: SharedHub | None = None
         try:
@@ -172,11 +180,10 @@ class Connections:
     def is_there(self, member: Member) -> bool:
         """Whether this incarnation of a worker answers at its address."""
         try:
-            line, verdict = self._network.dial(member.address, member.port, b'{"ping": 1}', 2.0)
+            said = self._network.ask(member.address, member.port, {"ping": 1}, 2.0)
         except Unreached:
             return False
-        line.close()
-        return bool(json.loads(verdict).get("incarnation") == member.incarnation)
+        return bool(said.get("incarnation") == member.incarnation)
 
     def close(self) -> None:
         """End all links and threads."""
@@ -201,11 +208,9 @@ class Connections:
         try:
             patience = max(0.05, min(DIAL_S, until - time.monotonic()))
             number = secrets.token_hex(8)
-            claim = json.dumps(
-                {"me": asdict(me), "to": member.incarnation, "offer": offer.decode(), "link": number}
-            ).encode()
+            claim = {"me": asdict(me), "to": member.incarnation, "offer": offer.decode(), "link": number}
             try:
-                line, verdict = self._network.dial(member.address, member.port, claim, patience)
+                line, said = self._network.dial(member.address, member.port, claim, patience, str(member))
             except ConnectionRefusedError as error:
                 self._found_gone(member)
                 raise LinkEnded("nothing listens at its address any more") from error
@@ -215,7 +220,6 @@ class Connections:
                 if time.monotonic() >= until:
                     raise
                 raise LinkEnded("its host does not answer") from error
-            said = json.loads(verdict)
             if said.get("shared") and hub is not None:
                 with contextlib.suppress(LinkEnded):  # then it goes by TCP
                     shared = hub.confirm(offer)
@@ -243,8 +247,12 @@ class Connections:
             if claim == {"ping": 1} and me is not None:
                 _refuse(arrival, incarnation=me.incarnation)
                 return
+            following = self._network.session(arrival, claim)
+            if following is None:
+                return
+            session, verdict = following
             if "mend" in claim:
-                self._go_on(arrival, claim)
+                self._go_on(arrival, claim, session, verdict)
                 return
             peer, to, offer = Member.from_claim(claim["me"]), claim["to"], str(claim["offer"]).encode()
             number = str(claim.get("link", ""))
@@ -259,15 +267,14 @@ class Connections:
             return
         shared = self._hub.accept(offer) if offer and self._hub is not None else None
         if shared is not None:
-            arrival.answer(b'{"shared": 1}')
-            session = arrival.proven.session()
+            arrival.answer(json.dumps({**verdict, "shared": 1}).encode())
             chosen = partial(self._on_choice, peer, number, shared, arrival, session)
             self._network.hear(arrival, _CHOICE_BYTES, chosen)
             return
-        arrival.answer(b"{}")
-        self._add_arrival(peer, number, arrival, arrival.proven.session())
+        arrival.answer(json.dumps(verdict).encode())
+        self._add_arrival(peer, number, arrival, session)
 
-    def _go_on(self, arrival: Arrival, claim: dict[str, Any]) -> None:
+    def _go_on(self, arrival: Arrival, claim: dict[str, Any], session: Session, verdict: dict[str, Any]) -> None:
         """A worker has lost its connection, and goes on with this one."""
         mend = claim["mend"]
         key, attempt, received = (int(claim["from"]), str(mend["link"])), int(mend["attempt"]), int(mend["received"])
@@ -275,7 +282,7 @@ class Connections:
         if link is None or self._me is None or self._closed or claim["to"] != self._me.incarnation:
             _refuse(arrival, refused="it has ended the connection")
         else:
-            self._mender.receive(link, arrival, attempt, received)
+            self._mender.receive(link, arrival, session, verdict, attempt, received)
 
     def _on_choice(self, peer: Member, number: str, shared: SharedLink, arrival: Arrival, session: Session) -> None:
         """The caller has said whether it could attach this worker's memory, or has gone."""

@@ -31,7 +31,7 @@ from phalanx.rpc.ending_store import EndingStore
 from phalanx.system.host import this_host
 from phalanx.wire.key import Key
 
-__all__ = ["Member", "Members", "shared_key"]
+__all__ = ["Member", "Members", "shared_key", "store_lost"]
 
 _NAME = re.compile(r"[A-Za-z0-9_:.@-]{1,127}")
 _KINDS: dict[str, type] = {
@@ -43,6 +43,14 @@ _KINDS: dict[str, type] = {
     "address": str,
     "port": int,
 }
+
+
+def store_lost(error: Exception) -> InitializationError:
+    """The error of a worker that waits for others, if the store fails in which it would see them."""
+    return InitializationError(
+        "this worker waited for others and lost the job's store, through which they are found: has the process "
+        f"that keeps it ended (rank 0, or the launcher)? Look at its output ({error})"
+    )
 
 
 @dataclass(frozen=True)
@@ -241,10 +249,7 @@ class Members:
         try:
             self._read_new()
         except (dist.DistError, RuntimeError) as error:
-            raise InitializationError(
-                "this worker waited for others and lost the job's store, through which they are found: has the process "
-                f"that keeps it ended (rank 0, or the launcher)? Look at its output ({error})"
-            ) from error
+            raise store_lost(error) from error
         with self._lock:
             return {member.rank for member in self._entries.values()}
 

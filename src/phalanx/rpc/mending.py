@@ -19,14 +19,16 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from phalanx.rpc.links.socket import SocketLink
 from phalanx.rpc.members import Member
-from phalanx.rpc.network import Network
+from phalanx.rpc.network import EncryptionMismatch, Network
 from phalanx.wire.dial import NoAnswer
 from phalanx.wire.door import Arrival
 from phalanx.wire.framing import Malformed
 from phalanx.wire.proof import NoProof, PassedOn, WrongKey
+from phalanx.wire.session import Session
 
 __all__ = ["Mender"]
 
@@ -59,9 +61,8 @@ class Mender:
 
         def attempt(link: SocketLink) -> str:
             mend = {"link": number, "attempt": next(attempts), "received": link.received}
-            claim = json.dumps({"mend": mend, "from": self._me, "to": to.incarnation}).encode()
-            line, verdict = self._network.dial(to.address, to.port, claim, UNREACHED_S)
-            said = json.loads(verdict)
+            claim = {"mend": mend, "from": self._me, "to": to.incarnation}
+            line, said = self._network.dial(to.address, to.port, claim, UNREACHED_S, str(to))
             if "received" not in said:
                 line.close()
                 return str(said.get("refused", _ANOTHER))
@@ -82,9 +83,8 @@ class Mender:
         """
 
         def attempt(link: SocketLink) -> str:
-            line, verdict = self._network.dial(caller.address, caller.port, b'{"ping": 1}', UNREACHED_S)
-            line.close()
-            if json.loads(verdict).get("incarnation") != caller.incarnation:
+            said = self._network.ask(caller.address, caller.port, {"ping": 1}, UNREACHED_S)
+            if said.get("incarnation") != caller.incarnation:
                 return _ANOTHER
             until, last = time.monotonic() + ABSENT_S, link.attempt
             while link.down and not link.over and link.attempt == last:
@@ -95,8 +95,25 @@ class Mender:
 
         return self._in_background(attempt, "phalanx-rpc-lost")
 
-    def receive(self, link: SocketLink, arrival: Arrival, attempt: int, received: int) -> None:
-        """The caller of a link has connected again: go on with that, unless a later connection of it has been."""
+    def receive(
+        self,
+        link: SocketLink,
+        arrival: Arrival,
+        session: Session,
+        verdict: dict[str, Any],
+        attempt: int,
+        received: int,
+    ) -> None:
+        """The caller of a link has connected again: go on with that, unless a later connection of it has been.
+
+        Args:
+            link: the link.
+            arrival: the connection.
+            session: what follows on it.
+            verdict: what the answer to the caller's claim has beside the number of frames.
+            attempt: the number of the caller's attempt.
+            received: how many frames the caller has received.
+        """
 
         def resume() -> None:
             if attempt > link.attempt:
@@ -106,9 +123,9 @@ class Mender:
                     arrival.sock.close()
                     return
                 link.attempt = attempt
-                arrival.answer(json.dumps({"received": link.received}).encode())
+                arrival.answer(json.dumps({**verdict, "received": link.received}).encode())
                 try:
-                    link.resume(arrival.sock, arrival.proven.session(), arrival.rest, received)
+                    link.resume(arrival.sock, session, arrival.rest, received)
                 except Malformed as error:
                     arrival.sock.close()
                     link.give_up(f"it cannot go on after the connection was lost: {error}")
@@ -124,7 +141,7 @@ class Mender:
                     if reason:
                         link.give_up(reason)
                     return
-                except ConnectionRefusedError:
+                except (ConnectionRefusedError, EncryptionMismatch):  # nobody, or another worker, is at its address now
                     link.give_up(why)
                 except NoAnswer:
                     until = time.monotonic() + UNREACHED_S  # its kernel has answered

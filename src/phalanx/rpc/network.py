@@ -2,29 +2,52 @@
 
 A process that connects proves the key first (``wire/door.py``). Then it says who it is, and the agent answers whether
 it is welcome. From then on the threads of ``links/readers.py`` read the connection.
+
+If this worker encrypts, the claim and the answer also carry the public keys of the two ends (``wire/encryption.py``),
+each in ``exchange``. A worker that encrypts and one that does not refuse each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import selectors
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
+from phalanx import settings
+from phalanx.errors import InitializationError
 from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.socket import KEEP_ALIVE
 from phalanx.wire.dial import Line, dial
 from phalanx.wire.door import Arrival, Door
+from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
+from phalanx.wire.session import Session
 from phalanx.wire.sockets import listen
 from phalanx.words import tell
 
-__all__ = ["ROLE", "Network"]
+__all__ = ["ROLE", "EncryptionMismatch", "Network"]
 
 ROLE = "rpc"
+
+
+class EncryptionMismatch(InitializationError):
+    """One of two workers encrypts what goes between them and the other does not, so they do not talk to each other.
+
+    Nothing of a call was sent. All workers of a job have to be started alike.
+    """
+
+    def __init__(self, other: str, *, other_encrypts: bool) -> None:
+        own, theirs = ("does not", "encrypts") if other_encrypts else ("encrypts", "does not")
+        super().__init__(
+            f"this worker {own} what it sends over TCP, and {other} {theirs}, so nothing was sent to it. Set "
+            f"rpc.init(encrypt=...) or {settings.RPC_ENCRYPT} alike for all workers"
+        )
 
 
 class Network:
@@ -35,6 +58,7 @@ class Network:
         key: what every worker of the job knows.
         welcome: takes each connection that has proven the key.
         tend: is called with the time, and says when it is to be called again; also after :meth:`wake`.
+        encrypt: encrypt what is sent.
 
     Attributes:
         address, port: where it listens.
@@ -42,9 +66,16 @@ class Network:
     """
 
     def __init__(
-        self, address: str, key: Key, welcome: Callable[[Arrival], None], tend: Callable[[float], float]
+        self,
+        address: str,
+        key: Key,
+        welcome: Callable[[Arrival], None],
+        tend: Callable[[float], float],
+        *,
+        encrypt: bool = False,
     ) -> None:
         self._key = key
+        self._encrypt = encrypt
         self._tend = tend
         self._selector = selectors.DefaultSelector()
         listener = listen(address, 0)
@@ -61,13 +92,85 @@ class Network:
         """Begin to accept."""
         self._thread.start()
 
-    def dial(self, address: str, port: int, claim: bytes, patience_s: float) -> tuple[Line, bytes]:
-        """Connect to another worker; its answer to the claim comes with the connection.
+    def ask(self, address: str, port: int, question: dict[str, Any], patience_s: float) -> dict[str, Any]:
+        """What another worker answers to a question, which is no secret, on a connection of its own.
 
         Raises:
             OSError, NoProof, WrongKey: see :func:`phalanx.wire.dial.dial`.
         """
-        return dial((address, port), self._key, ROLE, claim, patience_s=patience_s, keep_alive=KEEP_ALIVE)
+        line, said = self._dial(address, port, question, patience_s)
+        line.close()
+        return said
+
+    def dial(
+        self, address: str, port: int, claim: dict[str, Any], patience_s: float, who: str
+    ) -> tuple[Line, dict[str, Any]]:
+        """Connect to another worker; its answer to the claim comes with the connection.
+
+        Args:
+            address, port: where it listens.
+            claim: what this worker says.
+            patience_s: how long connecting may take, in seconds, and then the handshake as long again.
+            who: the other worker, for errors.
+
+        Raises:
+            OSError, NoProof, WrongKey: see :func:`phalanx.wire.dial.dial`.
+            EncryptionMismatch: one of the two encrypts, and the other does not.
+        """
+        if not self._encrypt:
+            line, said = self._dial(address, port, claim, patience_s)
+            if said.get("encrypts"):
+                line.close()
+                raise EncryptionMismatch(who, other_encrypts=True)
+            return line, said
+        from phalanx.wire.encryption import Exchange
+
+        exchange = Exchange()
+        line, said = self._dial(address, port, {**claim, "exchange": exchange.public}, patience_s)
+        try:
+            if said.get("encrypts") is False:
+                raise EncryptionMismatch(who, other_encrypts=False)
+            if "refused" in said:  # nothing follows that could be encrypted
+                return line, said
+            return Line(line.sock, exchange.session(line.session, said.get("exchange"), is_listener=False)), said
+        except Malformed as error:
+            line.close()
+            raise ConnectionAbortedError(f"it has answered with {error}") from error
+        except BaseException:
+            line.close()
+            raise
+
+    def _dial(self, address: str, port: int, claim: dict[str, Any], patience_s: float) -> tuple[Line, dict[str, Any]]:
+        proof = json.dumps(claim).encode()
+        line, said = dial((address, port), self._key, ROLE, proof, patience_s=patience_s, keep_alive=KEEP_ALIVE)
+        try:
+            return line, json.loads(said)
+        except ValueError as error:  # its answer to a claim that is not the one that was sent is empty
+            line.close()
+            raise ConnectionAbortedError("somebody on the way has changed what this worker said") from error
+
+    def session(self, arrival: Arrival, claim: dict[str, Any]) -> tuple[Session, dict[str, Any]] | None:
+        """What follows on the connection of a caller, and what the answer to its claim must have beside the rest.
+
+        None if one of the two encrypts and the other does not: then the caller has been told, and sent away.
+
+        Raises:
+            ValueError: what the caller has said of encryption makes no sense.
+        """
+        session = arrival.proven.session()
+        if ("exchange" in claim) != self._encrypt:
+            arrival.answer(json.dumps({"encrypts": self._encrypt}).encode())
+            arrival.sock.close()
+            return None
+        if not self._encrypt:
+            return session, {}
+        from phalanx.wire.encryption import Exchange
+
+        exchange = Exchange()
+        try:
+            return exchange.session(session, claim["exchange"], is_listener=True), {"exchange": exchange.public}
+        except Malformed as error:
+            raise ValueError(str(error)) from error
 
     def hear(self, arrival: Arrival, nbytes: int, heard: Callable[[], None]) -> None:
         """Receive what a caller says next, before its connection is read as others are. Call it from ``welcome``.

@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.rpc import in_transit
+from phalanx.rpc.backlog import Backlog
 from phalanx.rpc.codecs import FACTS, NUMBER, PICKLED, Codec
 from phalanx.rpc.failure import Failure
 from phalanx.rpc.future import Future
@@ -83,6 +84,7 @@ class Serving:
         self._handlers = handlers
         self._typed_only = typed_only
         self._services: dict[str, _Service] = {}
+        self._backlog = Backlog()
         self._under_way: dict[tuple[int, int], Incoming] = {}  # by caller and number, in the order in which they came
         # Calls that were given up before they had come, oldest first: a cancellation overtakes a large request.
         self._given_up_early: dict[tuple[int, int], None] = {}
@@ -107,7 +109,14 @@ class Serving:
             self._under_way[key] = incoming
             if self._given_up_early and self._given_up_early.pop(key, False) is None:
                 incoming.give_up()
-        if may_block or (service is not None and service.quick):
+        if service is not None and service.quick:
+            self._run(link, incoming, service, message)
+            return
+        if self._backlog.full:
+            begin = partial(self._handlers.run, self._run, link, incoming, service, message)
+            if self._backlog.hold(peer.incarnation, begin):
+                return
+        if may_block:
             self._run(link, incoming, service, message)
         else:
             self._handlers.run(self._run, link, incoming, service, message)
@@ -121,6 +130,7 @@ class Serving:
             for key in list(noted):
                 if key[0] == peer.incarnation:
                     noted.pop(key, None)
+        self._backlog.forget(peer.incarnation)
 
     def _run(self, link: Link, incoming: Incoming, service: _Service | None, message: Message) -> None:
         peer = incoming.peer
@@ -186,8 +196,12 @@ class Serving:
         kind = Kind.FAILURE if failed else Kind.ANSWER
         if kept:
             self._kept[peer.incarnation, number] = kept
+        answer = Message(kind, number, RECEIPT if kept else "", head, buffers)
         try:
-            link.send(Message(kind, number, RECEIPT if kept else "", head, buffers), math.inf)
+            if buffers and answer.nbytes > link.SMALL_BYTES:
+                self._send_large(link, peer, answer)
+            else:
+                link.send(answer, math.inf)
         except Exception as error:
             self._kept.pop((peer.incarnation, number), None)  # there will be no receipt
             if isinstance(error, LinkEnded):
@@ -197,6 +211,14 @@ class Serving:
                 return
             self._under_way[peer.incarnation, number] = incoming
             self._answer(link, peer, number, codec, error, failed=True)  # it cannot be sent, but that can
+
+    def _send_large(self, link: Link, peer: Member, answer: Message) -> None:
+        nbytes = answer.nbytes
+        self._backlog.add(peer.incarnation, nbytes)
+        try:
+            link.send(answer, math.inf)
+        finally:
+            self._backlog.remove(peer.incarnation, nbytes)
 
     def _answer_nobody(self, link: Link, number: int) -> None:
         """Say of a call that was given up that nothing which came with it is relied on any more."""

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from phalanx import settings
 from phalanx import world as worlds
 from phalanx.errors import ClosedError, InitializationError
 from phalanx.place.arguments import place_with
 from phalanx.rendezvous.meet import kept_store
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.inquiry import LONG_S
-from phalanx.rpc.members import Member
+from phalanx.rpc.members import Member, store_lost
 from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, is_loopback, outward_address, resolve
-from phalanx.wire.key import job_key
+from phalanx.wire.key import Key, job_key
 from phalanx.words import format_named, tell
 
-__all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown"]
+__all__ = ["agent", "begin", "current", "init", "on_init", "own_address", "shutdown", "wait_for"]
 
 # How often the store is asked whether others have come or are done: together the ranks ask it so often.
 _LOOKS_PER_S = 1000
@@ -32,6 +37,7 @@ _STORE_S = 5.0  # for the job's store, beside what the others may take
 _LINK_AFTER_S = 0.1
 _LINKS_AT_ONCE = 4
 _REACH_S = 2.0
+_ATTEMPT_S = 5.0  # for one attempt to connect to the store of a job that this process is no rank of
 JOIN_S = 60.0  # for connecting to a launcher's store
 _NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
 
@@ -71,21 +77,52 @@ def begin(
     *,
     typed_only: bool = False,
     warn_after_s: float = LONG_S,
+    encrypt: bool | None = None,
 ) -> Agent:
     """Make this process a worker in a store. ``init`` and torch's ``init_rpc`` call it.
 
     Raises:
-        InitializationError: it is a worker already, or another has its name.
+        InitializationError: it is a worker already, another has its name, or it cannot encrypt, and was to.
     """
     global _agent
     if _agent is not None:
         raise InitializationError(
             f"rpc.init() was called twice in this process, which is {_agent.me}; shut it down first"
         )
+    key = job_key()
     _agent = Agent(
-        store, name, rank, job_key(), address, timeout_s, equip=_equip, typed_only=typed_only, long_s=warn_after_s
+        store,
+        name,
+        rank,
+        key,
+        address,
+        timeout_s,
+        equip=_equip,
+        typed_only=typed_only,
+        long_s=warn_after_s,
+        encrypt=_encrypts(encrypt, key),
     )
     return _agent
+
+
+def _encrypts(asked: bool | None, key: Key) -> bool:
+    """Whether this worker is to encrypt, which it then can."""
+    source = "rpc.init(encrypt=True)"
+    if asked is None:
+        value = os.environ.get(settings.RPC_ENCRYPT) or "0"
+        source = f"{settings.RPC_ENCRYPT}={value}"
+        if value not in ("0", "1"):
+            raise InitializationError(f"{source}: it must be 1 (encrypt what goes over TCP) or 0 (do not)")
+        asked = value == "1"
+    if not asked:
+        return False
+    if key.is_open:
+        raise InitializationError(
+            f"{source} needs the job's key, which says whom to encrypt for. Start the job by `phalanx run`, or name a "
+            f"file with a key in {settings.KEY_FILE} on every host"
+        )
+    importlib.import_module("phalanx.wire.encryption")  # which says what is missing
+    return True
 
 
 def init(
@@ -96,6 +133,7 @@ def init(
     join: str | None = None,
     typed_only: bool = False,
     warn_after_s: float = LONG_S,
+    encrypt: bool | None = None,
 ) -> Member:
     """Become a worker, so that others can call functions here and this process can call them.
 
@@ -112,26 +150,28 @@ def init(
             and only those of others can be called from here.
         warn_after_s: a call that has not returned after so many seconds is noted on standard error, with why, and again
             each time that it has taken twice as long; infinity for no notes.
+        encrypt: encrypt what goes over TCP, as between hosts; the same on all workers. It needs the job's key and the
+            package ``cryptography``. By default as ``PHALANX_RPC_ENCRYPT`` says, or else not.
 
     Returns:
         This worker: its name, rank, host, pid and incarnation.
 
     Raises:
-        InitializationError: it is a worker already, the name is taken, or ranks did not come in time.
+        InitializationError: it is a worker already, the name is taken, ranks did not come in time, or it cannot
+            encrypt, and was to.
     """
+    how: dict[str, Any] = {"typed_only": typed_only, "warn_after_s": warn_after_s, "encrypt": encrypt}
     if join is not None:
         if name is None:
             raise InitializationError("a worker that is no rank needs a name: rpc.init(name, join=...)")
         store, address = _foreign_store(join, wait_s)
-        return begin(store, name, -1, address, timeout_s, typed_only=typed_only, warn_after_s=warn_after_s).me
+        return begin(store, name, -1, address, timeout_s, **how).me
     store, rank, size, one_host = _world_store()
     address = own_address(one_host=one_host)
     own_name = name or f"worker{rank}"
-    made = begin(
-        _opening(store, rank), own_name, rank, address, timeout_s, typed_only=typed_only, warn_after_s=warn_after_s
-    )
+    made = begin(_opening(store, rank, size, wait_s), own_name, rank, address, timeout_s, **how)
     try:
-        _wait(
+        wait_for(
             # A rank that was quick may have called shutdown() before this one has seen it.
             lambda: sorted(set(range(size)) - made.ranks_seen()),
             wait_s,
@@ -175,7 +215,9 @@ def _wait_for_others(made: Agent, timeout_s: float) -> None:
             waited_for[:] = _late(made, others, since, since + timeout_s)
             return [member.rank for member in waited_for]
 
-        _wait(missing, timeout_s, "for rpc.shutdown() of", len(others), lambda: made.inquiries.why_not_done(waited_for))
+        wait_for(
+            missing, timeout_s, "for rpc.shutdown() of", len(others), lambda: made.inquiries.why_not_done(waited_for)
+        )
 
     waited_for: list[Member] = []
     try:
@@ -215,9 +257,21 @@ def own_address(*, one_host: bool) -> str:
     return LOOPBACK if one_host else outward_address()
 
 
-def _wait(
+def wait_for(
     missing: Callable[[], list[int]], timeout_s: float, what: str, size: int, why: Callable[[], str] = str
 ) -> None:
+    """Wait until no ranks are missing, and say now and then which ones are, and why.
+
+    Args:
+        missing: the ranks that are.
+        timeout_s: how long to wait, in seconds.
+        what: what for, in words that go before the ranks.
+        size: how many ranks there are, who all look as this one does.
+        why: says what the missing ones do.
+
+    Raises:
+        InitializationError: the time is over.
+    """
     began = time.monotonic()
     silent_s = _TELL_S
     while late := missing():
@@ -230,18 +284,32 @@ def _wait(
         time.sleep(max(1 / _MOST_LOOKS_PER_S, size / _LOOKS_PER_S))
 
 
-def _opening(store: Store, rank: int) -> Store:
-    """The part of a world's store in which its workers meet.
+def _opening(store: Store, rank: int, size: int, wait_s: float) -> Store:
+    """The part of a world's store in which its workers meet, as rank 0 has named it.
 
     Each attempt of a launcher has its own, and each time that the ranks become workers anew: a rank that is quick would
-    otherwise find those who are about to leave.
+    otherwise find those who are about to leave. It lies outside of the prefixes that torch or a program puts before
+    the keys of a world, since a worker that is no rank does not know them.
     """
     global _openings
     _openings += 1
-    part = f"phalanx/rpc/{place_with(None, None, None, None).attempt}/{_openings}"
+    named = f"phalanx/rpc/{place_with(None, None, None, None).attempt}/{_openings}"
+    whole = store
+    while isinstance(whole, PrefixStore):
+        whole = whole.underlying_store
     if rank == 0:
-        store.set(_NEWEST, part)
-    return PrefixStore(part, store)
+        part = f"phalanx/rpc/{secrets.token_hex(8)}"
+        store.set(named, part)
+        whole.set(_NEWEST, part)
+    else:
+        try:
+            wait_for(lambda: [] if store.check([named]) else [0], wait_s, "for rpc.init() of", size)
+            part = store.get(named).decode()
+        except InitializationError:
+            raise
+        except (dist.DistError, RuntimeError) as error:
+            raise store_lost(error) from error
+    return PrefixStore(part, whole)
 
 
 def _world_store() -> tuple[Store, int, int, bool]:
@@ -261,9 +329,33 @@ def _foreign_store(join: str, wait_s: float) -> tuple[Store, str]:
     host, _, port = join.rpartition(":")
     if not host or not port.isdecimal():
         raise InitializationError(f"join={join!r} is not HOST:PORT")
+    store = _connected(host, int(port), wait_s)
     try:
-        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=wait_s))
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise InitializationError(f"the job's store at {join} cannot be reached: {error}") from error
+        part = store.get(_NEWEST).decode()
+    except (dist.DistError, RuntimeError) as error:
+        raise InitializationError(
+            f"no rank of the job whose store is at {join} has called rpc.init() within {wait_s:g} s, or the job has "
+            f"ended: {str(error).splitlines()[0]}"
+        ) from error
     local = all(is_loopback(found) for found in resolve(host))
-    return PrefixStore(store.get(_NEWEST).decode(), store), own_address(one_host=local)
+    return PrefixStore(part, store), own_address(one_host=local)
+
+
+def _connected(host: str, port: int, wait_s: float) -> Store:
+    until = time.monotonic() + wait_s
+    while True:
+        attempt_s = min(_ATTEMPT_S, max(1.0, until - time.monotonic()))
+        try:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=attempt_s))
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            if "Ping failed" in str(error):  # torch tries again for as long as it may
+                raise InitializationError(
+                    f"what listens at {host}:{port} is no store of torch's. Ranks that were started by mpiexec, srun "
+                    f"or by hand keep a store that only ranks can use: start them with phalanx run or torchrun, or "
+                    f"have them call init_process_group() before rpc.init()"
+                ) from error
+            if time.monotonic() >= until:
+                raise InitializationError(f"the job's store at {host}:{port} cannot be reached: {error}") from error
+        else:
+            store.set_timeout(timedelta(seconds=wait_s))
+            return store

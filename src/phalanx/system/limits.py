@@ -100,7 +100,7 @@ def raise_file_limit() -> tuple[int, int]:
     return soft, hard
 
 
-def machine_limits(*, python: bool, forked: bool = True) -> list[Limit]:
+def machine_limits(*, python: bool, forked: bool = True, logs: bool = False) -> list[Limit]:
     """The limits in force here, in the order they are checked.
 
     Args:
@@ -108,12 +108,13 @@ def machine_limits(*, python: bool, forked: bool = True) -> list[Limit]:
             another program needs.
         forked: whether they are forked here. If not, only the limit on open files is checked, because the ranks of an
             MPI launcher may be on other hosts, with other limits.
+        logs: whether each rank has a log file, which is open as well.
     """
     limits = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:
         remedy = "raise the hard limit (ulimit -Hn, or LimitNOFILE)"
-        limits.append(Limit(Resource.FILES, remedy, soft, FILES_PER_RANK, FILES_BESIDE))
+        limits.append(Limit(Resource.FILES, remedy, soft, FILES_PER_RANK + logs, FILES_BESIDE))
     if not forked:
         return limits
     tasks = _tasks_left()

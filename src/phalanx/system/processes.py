@@ -14,15 +14,18 @@ import os
 import signal
 import time
 from collections.abc import Collection, Iterable
+from typing import NoReturn
 
 __all__ = [
     "adopt_orphans",
+    "awaits_signal",
     "belongs_to",
     "catches",
     "children_of",
     "descendants_of",
     "die_with_parent",
     "end_descendants",
+    "ignores",
     "kill",
     "send_to_group",
     "set_name",
@@ -93,14 +96,33 @@ def skip_library_teardown() -> None:
         _libc["__cxa_atexit"](_libc.fflush, None, None)
 
 
+def exit_without_finalising(code: int) -> NoReturn:
+    """End this process by C's ``exit()``, whose handlers run, and leave the interpreter as it is."""
+    _libc.exit(code)
+    os._exit(code)
+
+
 def catches(pid: int, signum: int) -> bool:
     """Whether a process handles, ignores or blocks a signal, so that the signal does not end it; True for signal 0."""
-    if not signum:
-        return True
+    return not signum or _has_signal(pid, signum, "SigCgt:", "SigIgn:", "SigBlk:")
+
+
+def ignores(pid: int, signum: int) -> bool:
+    """Whether a process ignores a signal."""
+    return _has_signal(pid, signum, "SigIgn:")
+
+
+def awaits_signal(pid: int, signum: int) -> bool:
+    """Whether a signal that was sent to a process has not been taken by it so far."""
+    return _has_signal(pid, signum, "SigPnd:", "ShdPnd:")
+
+
+def _has_signal(pid: int, signum: int, *sets: str) -> bool:
+    """Whether a signal is in any of these sets of a process, as /proc names them."""
     masks = 0
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
-            if line.startswith(("SigCgt:", "SigIgn:", "SigBlk:")):
+            if line.startswith(sets):
                 masks |= int(line.split()[1], 16)
     return bool(masks >> (signum - 1) & 1)
 
@@ -223,14 +245,16 @@ def end_descendants(*, but: Collection[int] = ()) -> None:
     processes that the round before has orphaned.
 
     Args:
-        but: children that are spared, with all their descendants.
+        but: children that are spared, with all their descendants, and not reaped: whoever started them wants to know
+            how they end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     spared: set[int] = set()
     while True:
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        for pid in children_of(os.getpid()):
+            if pid not in but:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
         children = [pid for pid in children_of(os.getpid()) if pid not in but]
         victims = [pid for pid in [*children, *descendants_of(children)] if pid not in spared]
         if not victims:

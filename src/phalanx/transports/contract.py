@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from phalanx.errors import ClosedError
 from phalanx.transports.layout import even_pieces, pieces
+from phalanx.watch import recorder
 from phalanx.watch.calls import dtype_name
 
 __all__ = ["COLLECTIVES", "GLANCE_S", "SENT", "Communicator", "Message"]
@@ -78,6 +79,7 @@ class Message(ABC):
         self._verb, self._peer = verb, peer
         self._error: Exception | None = None
         self._settled = False
+        self._record = 0
 
     def test(self, watch: bool = True) -> bool:
         """Whether it is done, after moving along what can be moved. Takes a millisecond at most.
@@ -141,6 +143,14 @@ class Message(ABC):
         """Record the outcome and drop the tensor. Called once, with the lock."""
         self._error, self.source, self._tensor = error, source, None
         self._settled = True  # last: see above
+        if self._record:
+            recorder.end(self._record, error is not None)
+
+    def recorded_as(self, record: int) -> None:
+        """Have the flight recorder know when it is done. Called once, by the thread that started it."""
+        self._record = record  # first: a thread that settles it now may miss it, and then finds it settled here
+        if self._settled:
+            recorder.end(record, self._error is not None)
 
     def _outcome(self) -> bool:
         if not self._settled:
@@ -151,9 +161,13 @@ class Message(ABC):
 
     def _text(self) -> str:
         """``send to rank 3, float32[4]``. Called with the lock, before it is settled."""
-        whom = "any rank" if self._peer is None else f"rank {self._peer}"
+        whom = "any rank" if self._peer is None else f"rank {self._name_of(self._peer)}"
         shape = "" if self._tensor is None else f", {dtype_name(self._tensor.dtype)}{list(self._tensor.shape)}"
         return f"{self._verb} {whom}{shape}"
+
+    def _name_of(self, peer: int) -> int:
+        """What errors call a peer, where the transport counts ranks otherwise than the group."""
+        return peer
 
 
 _forks = 0  # changed only in a forked child, when it has one thread
@@ -205,11 +219,6 @@ class Communicator(ABC):
         rank_order_sums: trait: floats are added in rank order, 16-bit ones in 32 bits and rounded once, so the bits are
             the same on every rank and in every run. Otherwise the order is the transport's own.
         compares_calls: trait: calls that do not match raise CollectiveMismatch on every rank, with the calls of all.
-        compares_messages: trait: a message that is not of the size of the tensor it is received into raises
-            CollectiveMismatch.
-        names_missing_ranks: trait: a rank that does not come is named in CollectiveTimeout, one that has ended in
-            PeerLost. Otherwise the error is the transport's own, a RuntimeError.
-        messages_to_itself: trait: a rank may send to itself.
     """
 
     rank: int
@@ -217,9 +226,6 @@ class Communicator(ABC):
     engine = ""
     rank_order_sums = True
     compares_calls = True
-    compares_messages = True
-    names_missing_ranks = True
-    messages_to_itself = True
 
     # -- what every transport implements -----------------------------------------------------------
 
@@ -258,6 +264,15 @@ class Communicator(ABC):
             CollectiveMismatch: the last calls differ, and this rank has not been told so.
             PeerLost: a rank has left the group without the last call.
         """
+
+    def leave(self) -> list[threading.Thread]:
+        """Ask the transport's own threads for messages to end, whatever is under way; the process exits. They are
+        returned.
+        """
+        return []
+
+    def give_back(self) -> None:  # noqa: B027 - most transports leave nothing to the interpreter's end
+        """Give back what would disturb the interpreter's end; called after :meth:`leave`, and no call follows."""
 
     @abstractmethod
     def abort(self) -> None:

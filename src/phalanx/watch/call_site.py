@@ -11,9 +11,10 @@ __all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running",
 # The code and the place in it, in bytes. The line follows from them, and finding it takes longer than an operation may.
 CallSite = tuple[CodeType, int]
 
-_INSIDE = ("torch.", "phalanx.", "threading")
+# The modules in the middle have the wrapper of torch's functions that are marked as deprecated.
+_INSIDE = ("torch.", "phalanx.", "typing_extensions", "warnings", "_py_warnings", "threading")
 
-# The files with code of torch, Phalanx or threading, which are skipped. Several frames of every call are checked, and a
+# The files with code of those modules, which are skipped. Several frames of every call are checked, and a
 # file's name is found faster than its module's. Code made from a string has no file of its own, so it is not kept here.
 _files: dict[str, bool] = {}
 

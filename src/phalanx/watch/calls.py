@@ -11,6 +11,9 @@ import torch.distributed as dist
 __all__ = ["call_text", "dtype_name", "exchange_text", "listed", "shape_word"]
 
 
+_MOST_LINES = 8  # an error with more is not read
+
+
 def call_text(
     name: str, dtype: torch.dtype | None, shape: Sequence[int] = (), op: int | None = None, **root: int
 ) -> str:
@@ -57,7 +60,11 @@ def listed(calls: dict[int, str], ranks: Iterable[int]) -> str:
         ranks_of.setdefault(
             calls.get(rank, "did not say what it called: it is in other code, or has ended"), []
         ).append(rank)
-    return "\n".join(
+    lines = [
         f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {call}"
         for call, ranks in ranks_of.items()
-    )
+    ]
+    if len(lines) > _MOST_LINES:
+        left_out = len(lines) - _MOST_LINES + 1
+        lines[_MOST_LINES - 1 :] = [f"  and {left_out} other calls on other ranks"]
+    return "\n".join(lines)

@@ -24,7 +24,7 @@ that the keys differ, and not merely that the connection was closed. Without a k
 the handshake proves only that the other side is Phalanx.
 
 After the handshake every message carries a digest under a key that both sides derive from the challenges
-(``session.py``). Nothing is encrypted.
+(``session.py``). Nothing is encrypted, unless both sides agree on it by claim and verdict (``encryption.py``).
 """
 
 from __future__ import annotations

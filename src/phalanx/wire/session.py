@@ -1,7 +1,7 @@
 """What both sides of a proven connection know: every message carries a keyed digest of its number and its bytes.
 
 So a process that passes a connection on, or can change its packets, can neither add a message nor change, drop, repeat
-or swap one without being noticed. It can still read them: nothing is encrypted.
+or swap one without being noticed. It can still read them, unless the session is an encrypted one (``encryption.py``).
 
 The digest is BLAKE2b with a key, cut to 16 bytes; about a microsecond for a small message. For a large one the sender
 may take HMAC-SHA-256 instead, also cut to 16 bytes, which is twice as quick on processors that have instructions for
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from collections.abc import Sequence
 from functools import cache, cached_property
 from hashlib import blake2b
 
@@ -31,10 +32,13 @@ class Session:
         is_listener: which side this is, so that a message cannot be sent back to the side that made it.
 
     Attributes:
+        encrypts: whether others cannot read what goes by :meth:`sealed`.
         key: the same.
         outgoing_person, incoming_person: what else BLAKE2b takes for each direction.
         sent, received: how many messages there have been; whoever computes a digest elsewhere counts its message here.
     """
+
+    encrypts = False
 
     def __init__(self, key: bytes, *, is_listener: bool) -> None:
         persons = (b"listener", b"caller") if is_listener else (b"caller", b"listener")
@@ -81,6 +85,35 @@ class Session:
         """
         with memoryview(data) as view, view[:length] as message:
             self.check_parts(data[length : length + TAG_BYTES], message)
+
+    def sealed(
+        self, parts: Sequence[bytes | memoryview], clear_nbytes: int, *, sha: bool = False
+    ) -> list[bytes | memoryview]:
+        """The next message as it is sent, with ``TAG_BYTES`` behind it: the same parts, or if it is encrypted, others.
+
+        Args:
+            parts: the message, which has to say somewhere which digest it has.
+            clear_nbytes: how many bytes at its beginning are not encrypted.
+            sha: take HMAC-SHA-256.
+        """
+        return [*parts, self.digest(*parts, sha=sha)]
+
+    def opened(self, message: memoryview, tag: memoryview, clear_nbytes: int, *, sha: bool = False) -> memoryview:
+        """The next message, of which ``message`` and ``tag`` have come.
+
+        Raises:
+            Malformed: the other side did not send this, or not as its next message.
+        """
+        self.check_parts(tag, message, sha=sha)
+        return message
+
+    def open_in_place(self, tag: bytes, clear: bytes, secret: memoryview, *, sha: bool = False) -> None:
+        """:meth:`opened` for a message that stays where it has come, with ``clear`` before it.
+
+        Raises:
+            Malformed: the other side did not send this, or not as its next message.
+        """
+        self.check_parts(tag, clear, secret, sha=sha)
 
 
 def _tag(digest: blake2b | hmac.HMAC, number: int, *parts: bytes | memoryview) -> bytes:

@@ -259,10 +259,22 @@ def from_another_thread(member: Member) -> Any:
     return received
 
 
+def impatient_pair() -> Any:
+    """A group whose messages may take two seconds. Joining it may take longer, but not with Gloo, whose connections
+    keep the timeout with which they were made.
+    """
+    seconds = timedelta(seconds=2)
+    dist.barrier()
+    group: Any = dist.new_group([0, 1], timeout=seconds if dist.get_backend() == "gloo" else 30 * seconds)
+    dist.barrier(group)
+    group.set_timeout(seconds)
+    return group
+
+
 @program(differs=ANOTHER_SIZE, alone=True, sizes=(2,))
 def a_message_into_a_larger_tensor(member: Member) -> Any:
     after, before = around(member)
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    group = impatient_pair()
     works = [dist.isend(torch.ones(2), after, group=group)]
     received = torch.zeros(4)
     result = raised(lambda: dist.recv(received, before, group=group))
@@ -272,7 +284,7 @@ def a_message_into_a_larger_tensor(member: Member) -> Any:
 @program(differs=ANOTHER_SIZE, alone=True, sizes=(2,))
 def a_message_into_another_dtype(member: Member) -> Any:
     after, before = around(member)
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    group = impatient_pair()
     works = [dist.isend(torch.ones(2), after, group=group)]
     received = torch.zeros(2, dtype=torch.int32)
     result = raised(lambda: dist.recv(received, before, group=group))

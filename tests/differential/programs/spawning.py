@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ STARTS = ("spawn", "fork")
 
 
 def join(rank: int, size: int, backend: str, folder: Path) -> None:
+    # The ranks that started these wait for them, and can say only that.
+    faulthandler.dump_traceback_later(60)
     dist.init_process_group(backend, init_method=f"file://{folder}/started", rank=rank, world_size=size)
 
 

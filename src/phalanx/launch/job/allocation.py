@@ -1,8 +1,8 @@
 """The hosts that a batch system has allotted to the job in which ``phalanx run`` was called without naming any.
 
-Inside a Slurm allocation ranks are started on all of its nodes by ``srun``, which reaches a node without any
-login; in a PBS job, whose node file lists them, by ssh. A process that a launcher has started is a rank, or starts
-ranks for itself alone, so nothing is looked for there.
+Inside a Slurm allocation ranks are started on all of its nodes by ``srun``, and in an LSF job by ``blaunch``, which
+reach a node without any login; in a PBS job, whose node file lists them, by ssh. A process that a launcher has started
+is a rank, or starts ranks for itself alone, so nothing is looked for there.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _SRUN = (
     "--quiet",
     "-w",
 )
+# Called as ``blaunch HOST COMMAND...``, in place of rsh. It passes its standard input on, and ends with the command.
+_STARTERS = {"": (), "srun": _SRUN, "blaunch": ("blaunch",)}
 
 
 @dataclass(frozen=True)
@@ -67,4 +69,4 @@ def find_allocation(environment: Mapping[str, str]) -> Allocation | None:
     hosts = tuple(HostSlots(name, count) for name, count in read.nodes) or tuple(read_hostfile(read.file))
     if len(hosts) == 1 and is_own_name(hosts[0].name):
         return None
-    return Allocation(read.title, hosts, _SRUN if read.has_srun else ())
+    return Allocation(read.title, hosts, _STARTERS[read.program])

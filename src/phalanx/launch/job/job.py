@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING
 from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
 from phalanx.launch.job import memory as rank_memory
+from phalanx.launch.job.attempt import Attempt
 from phalanx.launch.job.binding import Bind, bind_ranks, usable_cpus
-from phalanx.launch.job.device_option import check_device
+from phalanx.launch.job.contradictions import check_together
+from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots, fill_hosts
+from phalanx.launch.job.output_options import PLAIN_OUTPUT, OutputOptions
 from phalanx.launch.job.reach import LOOPBACK, check_hosts, launcher_address, reach_other_hosts
 from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.target import Target
@@ -31,7 +34,7 @@ from phalanx.words import format_count
 if TYPE_CHECKING:
     from phalanx.launch.job.mpi_launcher import MpiLauncher
 
-__all__ = ["Job", "make_job"]
+__all__ = ["Job", "make_job", "next_attempt"]
 
 # See Job.patience_s.
 GRACE_S: dict[int, float] = {signal.SIGINT: 1.0, signal.SIGTERM: 30.0, signal.SIGHUP: 30.0}
@@ -54,6 +57,7 @@ class Job:
             :meth:`patience_s`.
         quiet: print neither the rank table nor notes.
         prefix: write ``[rank 3]`` before each line of output.
+        output: which ranks' output goes to files, and which is shown.
         mpi: the MPI launcher that starts the ranks; None for the built-in launcher.
         hosts: the hosts of the ranks, each with its number of ranks; empty if all run here, or if the MPI launcher
             chooses.
@@ -73,6 +77,8 @@ class Job:
         reader: the rank that reads the launcher's standard input, a terminal included; None if the user named none.
         debugged: the rank that gets the launcher's terminal for itself; None for none.
         counted: whether somebody chose the number of ranks.
+        diagnosis: what is said of ranks that wait for each other for long.
+        attempt: which attempt at the job this is, and how many there may be.
     """
 
     ranks: int
@@ -84,6 +90,7 @@ class Job:
     grace_s: float | None = None
     quiet: bool = False
     prefix: bool = True
+    output: OutputOptions = PLAIN_OUTPUT
     mpi: MpiLauncher | None = None
     hosts: tuple[HostSlots, ...] = ()
     starter: tuple[str, ...] = ()
@@ -102,6 +109,8 @@ class Job:
     reader: int | None = None
     debugged: int | None = None
     counted: bool = True
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    attempt: Attempt = field(default_factory=Attempt)
 
     @property
     def is_local(self) -> bool:
@@ -125,18 +134,21 @@ class Job:
 
     def keeps_terminal(self, rank: int) -> bool:
         """Whether a rank writes to the launcher's standard output and error itself, as an interactive program must."""
-        alone = self.ranks == 1 and self.is_local and all(map(os.isatty, range(3)))
+        alone = self.ranks == 1 and self.is_local and self.output.is_plain and all(map(os.isatty, range(3)))
         return rank == self.debugged or alone
 
     def title(self) -> str:
         """The line above the rank table."""
-        parts = [f"phalanx run: {format_count(self.ranks, 'rank')} of {self.target.name}"]
+        command = "phalanx.launch" if self.target.kind == "function" else "phalanx run"
+        parts = [f"{command}: {format_count(self.ranks, 'rank')} of {self.target.name}"]
         if self.rehearsal is not None:
             parts.append(self.rehearsal.title(self.host))
         if self.replace:
             parts.append(f"{settings.BACKEND} in place of {' and '.join(self.replace)}")
         if described := rank_memory.describe(self.memory):
             parts.append(described)
+        if self.attempt.number:
+            parts.append(self.attempt.title)
         return ", ".join(parts)
 
     def target_of(self, local_rank: int) -> Target:
@@ -225,8 +237,7 @@ class Job:
             "ROLE_WORLD_SIZE": world,
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(port),
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            **self.attempt.environment(),
             "TORCHELASTIC_RUN_ID": self.run_id,
             # If the launcher hosts the store, every rank is a client of it, and rank 0 may end first.
             "TORCHELASTIC_USE_AGENT_STORE": str(keeps_store),
@@ -237,6 +248,7 @@ class Job:
             settings.RUN_ID: self.run_id,
             # With this variable phalanx.init() does not print the table a second time.
             settings.TABLE_SHOWN: "1",
+            **({settings.CALL_SITES: "error"} if self.diagnosis.strict else {}),
             **({} if self.device is None else {settings.DEVICE: self.device}),
             **({} if self.rehearsal is None else self.rehearsal.environment(node_rank)),
             **self.before_torch(),
@@ -254,6 +266,7 @@ class Job:
                 f"{self.ranks} ranks share {self.cores} cores; they will take turns, "
                 f"and a timing says little about a machine with a core for each"
             )
+        warnings += filter(None, [self.output.note(self.ranks)])
         devices = count_devices()
         if not self.counted and self.is_local and devices > 1 and self.device_of(0) != "cpu":
             warnings.append(
@@ -283,6 +296,7 @@ def make_job(
     grace_s: float | None = None,
     quiet: bool = False,
     prefix: bool = True,
+    output: OutputOptions = PLAIN_OUTPUT,
     mpi: MpiLauncher | None = None,
     hosts: Sequence[HostSlots] = (),
     ppn: int | None = None,
@@ -299,6 +313,7 @@ def make_job(
     reader: int | None = None,
     debugged: int | None = None,
     memory: rank_memory.Memory = "huge",
+    restarts: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> Job:
     """Decide everything about a job of ``ranks`` processes.
@@ -310,6 +325,7 @@ def make_job(
             30 after SIGTERM and SIGHUP, 5 after the failure of another rank.
         quiet: print neither the rank table nor notes.
         prefix: write ``[rank 3]`` before each line of output.
+        output: which ranks' output goes to files, and which is shown.
         mpi: the MPI launcher that starts them; None for the built-in launcher, on this host.
         hosts: the hosts on which they may run; empty for this one, or for those that the MPI launcher chooses.
         ppn: the most ranks that a host takes.
@@ -327,6 +343,7 @@ def make_job(
         debugged: the rank that gets the launcher's terminal for itself.
         memory: ``huge`` (pages), ``keep`` what is freed, or ``return`` it, as ``phalanx.launch.job.memory`` explains.
             It changes nothing for ranks that compute on an accelerator, and for programs that are not Python.
+        restarts: how often all ranks are started again after the failure of one.
         environment: the variables in which the user's own settings are read; ``os.environ`` by default.
 
     Raises:
@@ -335,12 +352,12 @@ def make_job(
     """
     if environment is None:
         environment = os.environ
-    _check_together(ranks, mpi, hosts, rehearsal, bind, device, environment)
+    check_together(ranks, mpi, hosts, rehearsal, bind, device, environment)
     if ranks is not None and ranks < 1:
         raise LaunchError(f"-n {ranks}: a job has at least one rank")
     if ppn is not None and (ppn < 1 or not hosts):
         raise LaunchError(
-            f"--ppn {ppn}: is the most ranks that a host takes, at least 1; it needs the hosts of --hosts or --hostfile"
+            f"--ppn {ppn}: is the most ranks a host takes, at least 1; it needs --hosts, --hostfile or an allocation"
         )
     filled = tuple(fill_hosts(hosts, ranks, ppn)) if hosts else ()
     elsewhere = mpi is not None or reach_other_hosts(filled, starter)
@@ -356,6 +373,7 @@ def make_job(
     for option, rank in (("--stdin", reader), ("--debug", debugged)):
         if rank is not None and not 0 <= rank < count:
             raise LaunchError(f"{option} {rank}: is not one of the {format_count(count, 'rank')}, which count from 0")
+    output.check(count)
     cores = usable_cores()
     # On other hosts ranks are bound there, to the cores of those hosts.
     cpus = bind_ranks(bind, count, usable_cpus(), cores) if bind != "none" and not elsewhere else []
@@ -364,6 +382,7 @@ def make_job(
     threads = _threads_per_rank(min([cores // count, *(len(own) // shared[own] for own in cpus)]), environment)
     if elsewhere and not environment.get("OMP_NUM_THREADS"):
         threads = ""
+    attempt = Attempt(restarts=restarts)
     job = Job(
         ranks=count,
         target=target,
@@ -374,6 +393,7 @@ def make_job(
         grace_s=grace_s,
         quiet=quiet,
         prefix=prefix,
+        output=dataclasses.replace(output, part=attempt.folder),
         mpi=mpi,
         hosts=filled if elsewhere else (),
         starter=tuple(starter),
@@ -391,6 +411,7 @@ def make_job(
         reader=reader,
         debugged=debugged,
         counted=ranks is not None or bool(filled) or rehearsal is not None,
+        attempt=attempt,
     )
     if not target.is_python or job.device_of(0) != "cpu":
         return job
@@ -398,38 +419,13 @@ def make_job(
     return dataclasses.replace(job, memory=chosen)
 
 
-def _check_together(
-    ranks: int | None,
-    mpi: MpiLauncher | None,
-    hosts: Sequence[HostSlots],
-    rehearsal: Rehearsal | None,
-    bind: Bind,
-    device: str | None,
-    environment: Mapping[str, str],
-) -> None:
-    """Refuse options that cannot both be carried out."""
-    if device is not None:
-        check_device(device, f"--device {device}")
-    elif environment.get(settings.DEVICE):
-        check_device(environment[settings.DEVICE], f"{settings.DEVICE}={environment[settings.DEVICE]}")
-    if mpi is not None and bind != "none":
-        from phalanx.launch.job.mpi_launcher import how_to_bind
+def next_attempt(job: Job, key: str) -> Job:
+    """The job once more, after an attempt that has failed.
 
-        raise LaunchError(f"--bind {bind}: an MPI launcher binds its ranks by options of its own: {how_to_bind(bind)}")
-    if rehearsal is None:
-        return
-    if hosts:
-        raise LaunchError("--rehearse places ranks on hosts that do not exist; leave --rehearse or the hosts out")
-    if mpi is not None:
-        raise LaunchError(
-            "--rehearse places ranks on hosts that do not exist, which an MPI launcher cannot do; leave --rehearse or "
-            "--mpi out"
-        )
-    if ranks is not None and ranks != rehearsal.ranks:
-        raise LaunchError(
-            f"-n {ranks} contradicts --rehearse {rehearsal.given}, which is {rehearsal.ranks} ranks; leave -n out"
-        )
-    if device not in (None, "cpu"):
-        raise LaunchError(
-            f"--device {device}: a rehearsal computes on the CPU in place of devices; leave --device or --rehearse out"
-        )
+    Args:
+        job: the job as it was.
+        key: its key from now on, so that no process of an earlier attempt can join.
+    """
+    attempt = job.attempt.next()
+    output = dataclasses.replace(job.output, part=attempt.folder)
+    return dataclasses.replace(job, attempt=attempt, output=output, key=key)

@@ -29,6 +29,7 @@ _SAME = {
     "--bind": ("bind-to", "binding"),
     "--stdin": ("s",),
     "--grace": ("shutdown-timeout",),
+    "--restarts": ("max-restarts",),
 }
 # Options without a value, and what they are here; empty for those that ask for what happens anyway.
 _FLAGS = {
@@ -67,18 +68,19 @@ _HOSTS_REMEDY = (
     "phalanx run is called once, and starts the ranks of all hosts: -H h1:4,h2:4; under torchrun, srun or mpiexec the "
     "same script runs unchanged"
 )
-_RESTART_REMEDY = "phalanx run starts a job once; start it again where it fails: until phalanx run …; do sleep 1; done"
-_NO_LOGS = "phalanx run writes no log files; it marks every line with its rank: phalanx run … 2>&1 | tee job.log"
+_LOGS = "--log-dir DIR writes the output of each rank to a file of its own, and --tee shows it as well"
 # Options with a value that asks for what happens anyway, the values that do, and the remedy for the others.
 _DEFAULTS = {
     "nnodes": (("1", "1:1"), _HOSTS_REMEDY),
     "num-machines": (("1",), _HOSTS_REMEDY),
     "node-rank": (("0",), _HOSTS_REMEDY),
     "machine-rank": (("0",), _HOSTS_REMEDY),
-    "max-restarts": (("0",), _RESTART_REMEDY),
-    "output": (("tag", "TAG"), _NO_LOGS),
-    **dict.fromkeys(("r", "redirects", "t", "tee"), (("0",), _NO_LOGS)),
+    "output": (("tag", "TAG"), _LOGS),
 }
+# torchrun's and accelerate's options that say which streams go to files: 0 none, 1 stdout, 2 stderr, 3 both, or such a
+# number for each local rank; and what they are here.
+_STREAMS = {"r": [], "redirects": [], "t": ["--tee"], "tee": ["--tee"]}
+_OF_STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 # Options with the address at which ranks meet. Here the launcher chooses it.
 _ADDRESSES = ("master-addr", "main-process-ip", "rdzv-endpoint")
 _LOOPBACK = ("", "localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
@@ -105,11 +107,11 @@ _LAUNCHERS_OWN = "give it to the MPI launcher: --mpi 'mpiexec …'"
 _LOGIN = "ssh reads ports and keys from ~/.ssh/config; or give it options of its own: --starter 'ssh -p 2222'"
 _ELASTIC = "the number of ranks is fixed: -n N"
 _SHOWN = "--dry-run shows what would be started, and with --json the cores of each rank"
-_TIMES = "mark the lines by another program: phalanx run … 2>&1 | ts"
+_TIMES = "the files of --log-dir have times; or mark the lines by another program: phalanx run … 2>&1 | ts"
 # Options that have no counterpart, and how the same is done here.
 _OTHERWISE = {
-    **dict.fromkeys(("log-dir", "output-filename", "output-directory", "logs-specs"), _NO_LOGS),
-    **dict.fromkeys(("outfile", "outfile-pattern", "errfile", "errfile-pattern"), _NO_LOGS),
+    **dict.fromkeys(("output-filename", "output-directory", "logs-specs"), _LOGS),
+    **dict.fromkeys(("outfile", "outfile-pattern", "errfile", "errfile-pattern"), _LOGS),
     "print-completion": "the command line is click's; click's documentation says how a shell completes it",
     "log-line-prefix-template": "every line is marked as [rank N], or not at all with --no-prefix",
     "merge-stderr-to-stdout": "phalanx run … 2>&1 does the same",
@@ -119,9 +121,10 @@ _OTHERWISE = {
     **dict.fromkeys(("genvnone", "envnone"), 'leave variables out before: env -i PATH="$PATH" phalanx run …'),
     "rank": "phalanx run starts all ranks itself, and -n says how many",
     "c": "-n says how many ranks to start; --bind core gives each its share of the cores",
+    "local-ranks-filter": "--only RANKS shows some ranks alone, counted over all hosts: --only 0",
     **dict.fromkeys(
-        ("local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters"),
-        "every line is marked with its rank: phalanx run … | grep '^.rank 0.'",
+        ("duplicate-stdout-filters", "duplicate-stderr-filters"),
+        "find lines by another program: phalanx run … | grep PATTERN",
     ),
     "virtual-local-rank": "give each rank its own device in the script: phalanx.init().device",
     **dict.fromkeys(("numa-binding", "enable-cpu-affinity"), "you mean --bind numa, the cores of one NUMA node"),
@@ -181,7 +184,9 @@ def translate(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str],
         name, given, value = word.partition("=")
         plain = name.lstrip("-").replace("_", "-")
         option = name if name in own else undashed.get(plain)
-        if option is not None:
+        if plain in _STREAMS and not (given and not _OF_STREAMS.fullmatch(value)):
+            found += _streams(name, plain, value, left)
+        elif option is not None:
             found.append(option)
             if given and option.startswith("--"):
                 found[-1] += given + value
@@ -230,8 +235,30 @@ def _with_value(name: str, plain: str, value: str) -> tuple[list[str], list[str]
     return [], [f"{name} {value} is not needed: {_NEEDLESS.get(plain, _MEETING)}"]
 
 
+def _streams(name: str, plain: str, value: str, left: list[str]) -> list[str]:
+    """Our words for an option that says which streams go to files; ours, ``--tee``, has no value."""
+    if not value and left and _OF_STREAMS.fullmatch(left[0]):
+        value = left.pop(0)
+    elif not value and plain != "tee":
+        raise LaunchError(f"{name} needs a value")
+    if value not in ("", "0", "3"):
+        raise LaunchError(f"no such option {name} {value}; {_LOGS}, both streams of all ranks")
+    return [] if value == "0" else _STREAMS[plain]
+
+
 def _nearest(plain: str, undashed: Mapping[str, str]) -> str:
-    known = [*undashed, *_OURS, *_FLAGS, *_VARIABLES, *_AS_VARIABLE, *_DEFAULTS, *_ADDRESSES, *_NEEDLESS, *_OTHERWISE]
+    known = [
+        *undashed,
+        *_OURS,
+        *_FLAGS,
+        *_VARIABLES,
+        *_AS_VARIABLE,
+        *_DEFAULTS,
+        *_STREAMS,
+        *_ADDRESSES,
+        *_NEEDLESS,
+        *_OTHERWISE,
+    ]
     near = difflib.get_close_matches(plain, known, 1, 0.7)
     meant = f"did you mean {undashed.get(near[0]) or _OURS.get(near[0], f'--{near[0]}')}? " if near else ""
     return f"{meant}phalanx run --help lists all; options of the script come after the script"

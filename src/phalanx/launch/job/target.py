@@ -35,7 +35,7 @@ from phalanx.errors import LaunchError
 
 __all__ = ["Refusal", "Target", "compile_target", "find_target", "prepare_target"]
 
-Kind = Literal["script", "bytecode", "archive", "module", "program"]
+Kind = Literal["script", "bytecode", "archive", "module", "program", "function"]
 
 
 class Refusal(Exception):
@@ -56,7 +56,8 @@ class Target:
 
     Attributes:
         kind: ``script`` (source file), ``bytecode`` (``.pyc``), ``archive`` (directory or zip with a
-            ``__main__.py``), ``module`` (``-m``) or ``program`` (anything the kernel can execute).
+            ``__main__.py``), ``module`` (``-m``), ``program`` (anything the kernel can execute) or ``function`` (of a
+            running interpreter, by ``phalanx.launch()``).
         name: the name that the user typed.
         path: the absolute path of the file, directory or archive.
         argv: ``sys.argv`` as the target will see it.
@@ -258,14 +259,14 @@ def compile_target(target: Target) -> tuple[CodeType | None, importlib.machinery
 
     Returns:
         The code, and the future ``__main__.__spec__``, which is None for a plain script, as with ``python script``.
-        Both are None for a program.
+        Both are None for a program and for a function.
 
     Raises:
         SyntaxError: the target is not valid Python.
         OSError: it could not be read.
         LaunchError: it has no code that this Python can run.
     """
-    if target.kind == "program":
+    if target.kind in ("program", "function"):
         return None, None
     if target.kind == "script":
         with open(target.path, "rb") as file:

@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
+from phalanx.launch.rank.operations import last_operation
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
 
@@ -131,6 +132,10 @@ class Child:
             age = 0.0 if when is None else max(0.0, time.monotonic() - when)
             self._say(event="reported", age=age, report=report)
         self._sent = data
+
+    def last_operation(self, when: float) -> str:
+        """Its last operation, in words, as it was at this time; empty if it has recorded none."""
+        return last_operation(self._trace, 0, when)
 
     def reap(self) -> tuple[int, float] | None:
         """If the rank has ended, end and reap all its descendants, and return how and when it ended.

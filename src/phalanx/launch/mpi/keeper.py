@@ -19,7 +19,6 @@ There are four ways in which the rank is made to end:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
 import select
@@ -39,10 +38,11 @@ from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, report_name
 from phalanx.launch.rank.start import RankStart, enter_rank
 from phalanx.launch.rank.trace import Trace, open_trace
-from phalanx.launch.relay.channel import IN, Lost, join
+from phalanx.launch.relay.channel import Lost, join
 from phalanx.store.torch_server import is_own
 from phalanx.system import processes
 from phalanx.system.host import this_host
+from phalanx.system.limits import count_oom_kills
 
 __all__ = ["ASKED", "PASSED_ON", "keep"]
 
@@ -130,6 +130,7 @@ class _Keeper:
         self.connected = True
         self.watch = SharedMemoryWatch()
         self.child: Child | None = None
+        self.oom_kills = count_oom_kills()
         self.ended = False
         self.asked_at: float | None = None
         self.ask_with = int(signal.SIGTERM)
@@ -229,24 +230,18 @@ class _Keeper:
             self.leave()
 
     def _read_orders(self, events: int) -> RankStart | None:
-        if events & select.POLLOUT:
-            self.channel.flush()
-        if not events & ~select.POLLOUT:
-            return None
         try:
-            frames = self.channel.receive()
+            orders = self.channel.serve(events)
         except Lost:
             self.connected = False
             if self.child is None:
                 self.leave()
             self.child.end(signal.SIGKILL, 0.0)
             return None
-        for kind, data in frames:
-            if kind == IN:
-                self._feed(data)
-                continue
-            order = json.loads(data)
-            if order["do"] == "become":
+        for order in orders:
+            if isinstance(order, bytes):
+                self._feed(order)
+            elif order["do"] == "become":
                 start = self._start(order)
                 if start is not None:
                     return start
@@ -346,7 +341,7 @@ class _Keeper:
 
     def _refuse(self, text: str) -> None:
         self._say(event="reported", age=0.0, report=_plain_report(text))
-        self._say(event="exited", status=2, age=0.0, by_others=False)
+        self._say(event="exited", status=2, age=0.0, by_others=False, out_of_memory=False)
         self.ended = True
 
     def _send(self, kind: bytes, data: bytes) -> None:
@@ -365,7 +360,17 @@ class _Keeper:
         for kind, data in child.streams.drain():
             self._send(kind, data)
         by_others = child.by_others and not self._has_aborted(child, status)
-        self._say(event="exited", status=status, age=time.monotonic() - when, by_others=by_others)
+        out_of_memory = count_oom_kills() > self.oom_kills
+        operation = child.last_operation(when) if status != 0 else ""
+        age = time.monotonic() - when
+        self._say(
+            event="exited",
+            status=status,
+            age=age,
+            by_others=by_others,
+            out_of_memory=out_of_memory,
+            operation=operation,
+        )
         self.child = None
         self.ended = True
         if not self.connected:

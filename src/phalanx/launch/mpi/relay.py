@@ -14,8 +14,6 @@ its processes end at once and with exit code 0, and has nothing to report.
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import os
 import selectors
@@ -35,7 +33,7 @@ from phalanx.launch.mpi.placing import find_contradiction, place_ranks
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.launch.relay.announcer import Announcer
-from phalanx.launch.relay.channel import IN, Channel, Lost, open_door
+from phalanx.launch.relay.channel import IN, Channel, open_door
 from phalanx.launch.relay.crew import Member, Pipe
 from phalanx.launch.relay.exchange import Exchange
 from phalanx.launch.relay.services import Input, StoreOnDemand
@@ -103,9 +101,9 @@ class _Relay:
         self.ranks = ranks
         self.announcer = announcer
         self.selector = selectors.DefaultSelector()
-        self.door, invitation = open_door(job.address, self.selector, self._on_newcomer)
         self.rows: list[RankRow] = []
-        self.exchange = Exchange(self.selector, self._on_message, self._on_lost)
+        self.exchange = Exchange(self.selector, self._on_first, self._on_message, self._on_lost)
+        self.door, invitation = open_door(job.address, self.selector, self.exchange.welcome)
         self.reader = ranks[job.reader or 0]
         self.input = Input(
             self.selector,
@@ -272,29 +270,16 @@ class _Relay:
 
     # The keepers.
 
-    def _on_newcomer(self, channel: Channel) -> None:
-        """A keeper has proven that it belongs to the job. Its first message says which rank it stands for."""
-        self.selector.register(channel, selectors.EVENT_READ, functools.partial(self._seat, channel))
-        self._seat(channel)
-
-    def _seat(self, channel: Channel) -> None:
-        try:
-            frames = channel.receive()
-        except Lost:
-            self.selector.unregister(channel)
-            channel.close()
-            return
-        if not frames:
-            return
-        (_, first), *more = frames
-        rank = take_seat(self.ranks, self.launcher.name, channel, json.loads(first))
+    def _on_first(self, channel: Channel, here: dict[str, Any]) -> Member:
+        """A keeper has come, and said which rank it stands for."""
+        rank = take_seat(self.ranks, self.launcher.name, channel, here)
         self.roll.came()
         if all(other.here for other in self.ranks):
             self.roll.end()
-            here = [other.here for other in self.ranks]
-            self.rows = place_ranks(self.job, here)
-            self.announcer.place(self.rows, find_contradiction(self.job, self.launcher.name, self.rows, here))
-        self.exchange.take(rank, more)
+            all_here = [other.here for other in self.ranks]
+            self.rows = place_ranks(self.job, all_here)
+            self.announcer.place(self.rows, find_contradiction(self.job, self.launcher.name, self.rows, all_here))
+        return rank
 
     def _on_message(self, rank: Member, message: dict[str, Any]) -> None:
         event = message["event"]
@@ -316,6 +301,8 @@ class _Relay:
         elif event == "exited":
             if rank is self.reader:
                 self.input.release()
+            rank.out_of_memory = message["out_of_memory"]
+            self.descriptors.trace.note_operation(rank.number, message.get("operation", ""))
             self._end(rank, message["status"], time.monotonic() - message["age"], message["by_others"])
 
     def _look_up(self, number: int, end: Any, other_end: Any) -> None:

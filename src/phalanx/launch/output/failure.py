@@ -8,14 +8,14 @@ before its process ended; a rank that was killed could not, so its time is when 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.output.report import Report
 from phalanx.words import format_named
 
-__all__ = ["End", "Failure", "collect_failures", "find_cause", "format_failure", "signal_name"]
+__all__ = ["End", "Failure", "collect_failures", "describe_status", "find_cause", "format_failure", "signal_name"]
 
 # The kernel closes a dying process's sockets before it notifies the parent. So a peer may raise an error because of the
 # death slightly before the launcher notices the death.
@@ -31,11 +31,13 @@ class End:
         status: its exit code, or minus the signal that ended it.
         at: when, in the seconds of ``time.monotonic()``.
         by_launcher: whether the launcher had asked it to end.
+        out_of_memory: whether the out-of-memory killer of its host's kernel had ended a process of the job's cgroup.
     """
 
     status: int
     at: float
     by_launcher: bool
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Failure:
         time: when it failed, on the monotonic clock.
         report: its own report; None if it wrote none.
         ended_by_launcher: it had not failed when the launcher ended the job.
+        out_of_memory: as of :class:`End`.
     """
 
     rank: int
@@ -57,6 +60,7 @@ class Failure:
     time: float
     report: Report | None = None
     ended_by_launcher: bool = False
+    out_of_memory: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -80,7 +84,8 @@ def collect_failures(ranks: Iterable[tuple[int | None, End | None, Report | None
         by_launcher = end is not None and end.by_launcher and when is None
         if when is None:
             when = end.at if end is not None else 0.0
-        failures.append(Failure(rank, pid, end.status if end is not None else None, when, report, by_launcher))
+        status, out_of_memory = (end.status, end.out_of_memory) if end is not None else (None, False)
+        failures.append(Failure(rank, pid, status, when, report, by_launcher, out_of_memory))
     return failures
 
 
@@ -108,6 +113,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def describe_status(status: int) -> str:
+    """``exit code 1``, or for the minus of a signal ``ended by signal 9 (SIGKILL)``."""
+    return f"ended by signal {-status} ({signal_name(-status)})" if status < 0 else f"exit code {status}"
+
+
 def format_failure(
     cause: Failure,
     others: Iterable[Failure],
@@ -115,8 +125,10 @@ def format_failure(
     ranks: int,
     host: str,
     started: float,
-    out_of_memory: bool = False,
     asked: str = "",
+    log: str = "",
+    last_lines: Sequence[str] | None = None,
+    last: str = "",
 ) -> str:
     """The block of text that is printed when a job fails.
 
@@ -126,23 +138,31 @@ def format_failure(
         ranks: the world size.
         host: the name of the host that the failed rank ran on.
         started: when the ranks were started, on the monotonic clock.
-        out_of_memory: the kernel's out-of-memory killer ended a process during the job.
         asked: what the failed rank had asked another process for, and waited for.
+        log: the file that has the failed rank's output; empty if there is none.
+        last_lines: the last lines of its output, if that was not shown; None if it was.
+        last: its last operation, in words.
     """
     report = cause.report
     reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
     lines = [f"phalanx: rank {cause.rank} of {ranks} failed{reason}"]
     elapsed = max(0.0, cause.time - started)
     lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
+    if last and report is None:  # else its traceback says where
+        lines.append(f"  {last}")
     if asked:
         lines.append(f"  it was waiting for {asked}")
-    hint = _hint(cause, out_of_memory)
+    hint = _hint(cause, "above" if last_lines is None else "below")
     if hint:
         lines.append(f"  {hint}")
     if report is not None and report.hint:
         lines.append(f"  {report.hint}")
     if report is not None and report.traceback:
         lines += ["", report.traceback.rstrip("\n"), ""]
+    if last_lines:
+        lines += ["  the last lines of its output, which was not shown:", *(f"    {line}" for line in last_lines)]
+    if log:
+        lines.append(f"  its output is in {log}")
     lines += _aftermath(others)
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -154,36 +174,36 @@ def _reason(report: Report) -> str:
 
 def _ending(cause: Failure) -> str:
     if cause.report is None and cause.status is not None and cause.status < 0:
-        return f"ended by signal {-cause.status} ({signal_name(-cause.status)})"
+        return describe_status(cause.status)
     return f"exit code {cause.exit_code}"
 
 
-def _hint(cause: Failure, out_of_memory: bool) -> str:
+def _hint(cause: Failure, where: str) -> str:
     report = cause.report
     if report is not None:
         if report.exited:
-            said = "with this text" if report.message else "without a text; if it printed a reason, that is above"
+            said = "with this text" if report.message else f"without a text; if it printed a reason, that is {where}"
             return f"it called sys.exit {said}"
         if report.shown:
-            return "its traceback was printed by the script itself, above"
+            return f"its traceback was printed by the script itself, {where}"
         return ""
     if cause.status is None or cause.status >= 0:
-        return "it raised no Python exception; if it printed a reason, that is above"
-    return _signal_hints(out_of_memory).get(-cause.status, "")
+        return f"it raised no Python exception; if it printed a reason, that is {where}"
+    return _signal_hints(cause.out_of_memory, where).get(-cause.status, "")
 
 
-def _signal_hints(out_of_memory: bool) -> Mapping[int, str]:
+def _signal_hints(out_of_memory: bool, where: str) -> Mapping[int, str]:
     if out_of_memory:
         killed = "the kernel ran out of memory and killed it; use less memory per rank, or fewer ranks"
     else:
         killed = f"another process killed it; if none did, {OUT_OF_MEMORY_HINT}"
     return {
         signal.SIGKILL: killed,
-        signal.SIGSEGV: "native code accessed memory that it may not; the Python stack, if there is one, is above",
-        signal.SIGBUS: "memory could not be provided (a full /dev/shm?); the Python stack, if any, is above",
-        signal.SIGABRT: "native code gave up; its message and the Python stack, if any, are above",
-        signal.SIGFPE: "native code divided by zero; the Python stack, if there is one, is above",
-        signal.SIGILL: "native code was built for another processor; the Python stack, if any, is above",
+        signal.SIGSEGV: f"native code accessed memory that it may not; the Python stack, if there is one, is {where}",
+        signal.SIGBUS: f"memory could not be provided (a full /dev/shm?); the Python stack, if any, is {where}",
+        signal.SIGABRT: f"native code gave up; its message and the Python stack, if any, are {where}",
+        signal.SIGFPE: f"native code divided by zero; the Python stack, if there is one, is {where}",
+        signal.SIGILL: f"native code was built for another processor; the Python stack, if any, is {where}",
         signal.SIGTERM: "another process, not the launcher, asked it to end",
         signal.SIGINT: "another process, not the launcher, interrupted it",
         signal.SIGUSR1: "it does not handle this signal, which the launcher passes on to all ranks",

@@ -21,7 +21,7 @@ import stat
 import time
 from collections.abc import Mapping
 
-__all__ = ["Console", "LineAssembler", "Sink", "make_prefixes"]
+__all__ = ["Console", "LineAssembler", "Sink", "make_prefixes", "mark_lines"]
 
 # A line that grows longer is cut, because a stream that never ends its line would fill the memory.
 LONGEST_LINE = 1 << 20
@@ -42,6 +42,11 @@ def make_prefixes(ranks: int, *, color: bool) -> list[bytes]:
             text = f"\x1b[{_COLORS[rank % len(_COLORS)]}m{text}\x1b[0m"
         prefixes.append(text.encode() + b" ")
     return prefixes
+
+
+def mark_lines(lines: bytes, prefix: bytes) -> bytes:
+    """Put a prefix before each of some whole lines."""
+    return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
 
 
 class LineAssembler:
@@ -82,9 +87,7 @@ class LineAssembler:
     def _prefixed(self, lines: bytes) -> bytes:
         if b"\r" in lines:
             lines = b"\n".join(visible_state(line) if b"\r" in line else line for line in lines.split(b"\n"))
-        if self._prefix:
-            return self._prefix + lines.replace(b"\n", b"\n" + self._prefix) + b"\n"
-        return lines + b"\n"
+        return mark_lines(lines + b"\n", self._prefix) if self._prefix else lines + b"\n"
 
     def _keep(self, pending: bytes) -> None:
         # A carriage return as the last byte is kept: it may be the first half of "\r\n".

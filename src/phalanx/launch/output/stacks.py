@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import linecache
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phalanx.watch.stack_text import OWN, Frame, asked_in, frames_of
 from phalanx.words import format_named
 
-__all__ = ["format_places", "format_stacks"]
+__all__ = ["format_places", "format_stack", "format_stacks", "place_in"]
 
 _LAUNCHERS = (f"{OWN}launch{os.sep}", f"{OWN}commands{os.sep}", f"{OWN}__main__.py")
 _MOST_PLACES = 8
@@ -53,6 +53,25 @@ def _line(stack: str) -> str:
     return "not in its script"
 
 
+def place_in(stack: str) -> str:
+    """The innermost line of the script in a stack, with its text; empty if the stack has none."""
+    return _line(_last(stack)) if _frames(_last(stack)) else ""
+
+
+def format_stack(stack: str) -> list[str]:
+    """A stack as in a traceback, the innermost call last, without the launcher's frames."""
+    return _as_traceback(_frames(_last(stack)))
+
+
+def _as_traceback(frames: Sequence[Frame]) -> list[str]:
+    lines = []
+    for frame in reversed(frames):
+        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+        text = linecache.getline(frame.file, frame.line).strip()
+        lines += [f"    {text}"] if text else []
+    return lines
+
+
 def format_places(stacks: Mapping[int, str]) -> list[str]:
     """A line for each distinct place at which ranks were, without an indent.
 
@@ -76,10 +95,7 @@ def format_stacks(stacks: Mapping[int, str]) -> list[str]:
     lines = []
     for (frames, asked), ranks in groups.items():
         lines.append(f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at")
-        for frame in reversed(frames):
-            lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
-            text = linecache.getline(frame.file, frame.line).strip()
-            lines += [f"    {text}"] if text else []
+        lines += _as_traceback(frames)
         lines += [f"  waiting for {asked}"] if asked else []
     return lines
 

@@ -130,7 +130,8 @@ def _apply(before: dict[str, str], quiet: bool) -> None:
         )
 
 
-def _apply_threads() -> None:
+def apply_threads() -> None:
+    """Give a torch that has been imported before the number of threads that the variables of this process ask for."""
     import torch
 
     # In the order of at::get_num_threads: MKL's variable before OpenMP's.
@@ -171,7 +172,7 @@ def _apply_replacement() -> None:
 
 
 _APPLIED: tuple[tuple[tuple[str, ...], Callable[[], None]], ...] = (
-    (("OMP_NUM_THREADS", "MKL_NUM_THREADS"), _apply_threads),
+    (("OMP_NUM_THREADS", "MKL_NUM_THREADS"), apply_threads),
     (("TORCH_DISTRIBUTED_DEBUG",), _apply_debug_level),
     (("TORCH_CPP_LOG_LEVEL",), _apply_log_level),
     (("TORCH_LOGS", "TORCH_LOGS_OUT"), _apply_logs),

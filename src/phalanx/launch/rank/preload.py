@@ -24,7 +24,7 @@ from types import ModuleType
 
 from phalanx.launch.rank.late_variables import restore_torch
 
-__all__ = ["preload"]
+__all__ = ["import_for_ranks", "preload"]
 
 _HOLD_GROUPS = ("torch.distributed", "phalanx")
 # How often the other threads are checked, and how long this one waits before each check.
@@ -43,17 +43,21 @@ def preload() -> None:
     before, earlier = set(sys.modules), set(_all_finalisers())
     # Exit handlers run in reverse order, so this one runs after those of all modules that are imported from here on.
     atexit.register(_leave_alone, os.getpid())
-    import torch  # noqa: F401
-
-    import phalanx.c10d.create
-    import phalanx.place.launchers
-    import phalanx.world  # noqa: F401
-
+    import_for_ranks()
     _preloaded.extend((name, module) for name, module in sys.modules.items() if name not in before)
     _finalisers.extend(finaliser for finaliser in _all_finalisers() if finaliser not in earlier)
     # This runs before the finalisers, which are one exit handler too, and after the script's handlers, which may end
     # threads.
     atexit.register(_spare_finalisers, os.getpid())
+
+
+def import_for_ranks() -> None:
+    """Import torch and the modules that ``phalanx.init()`` needs."""
+    import torch  # noqa: F401
+
+    import phalanx.c10d.create
+    import phalanx.place.launchers
+    import phalanx.world  # noqa: F401
 
 
 def _all_finalisers() -> list[weakref.finalize[..., object]]:

@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO, cast
@@ -33,13 +34,14 @@ from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, release_input
-from phalanx.launch.rank.late_variables import hide_torch
-from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own
+from phalanx.launch.rank.late_variables import apply_threads, hide_torch
+from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own, place_of_recorder
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
+from phalanx.watch.recorder import keep_in
 from phalanx.watch.waiting import publish_by
 
-__all__ = ["RankStart", "become", "enter_rank", "leave_siblings"]
+__all__ = ["RankStart", "become", "enter_rank", "leave_siblings", "reported"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class RankStart:
         run_id: the job's name.
         environment: what is added to the environment it was started with.
         ends: its ends of the pipes, and its report file.
-        code: the compiled target; None for a program.
+        code: the compiled target; None for a program or a function.
         spec: the future ``__main__.__spec__``; None for a plain script.
         parent: the process id of its parent (the zygote, or a keeper), with which this process ends.
         part: its part of the trace file.
@@ -111,7 +113,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     os.environ.update(cpu_settings(os.environ))
     apply_to_this_process(os.environ)
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"/proc/{start.pid}/fd/{ends.report}"
-    if start.code is None:
+    if not start.target.is_python:
         # The program's own children may write the report too, as torch's @record does.
         os.set_inheritable(ends.report, True)
         os.close(ends.trace)
@@ -122,6 +124,7 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     faulthandler.enable()
     open_own(ends.trace, start.part)
     publish_by(partial(note_asked, start.run_id))
+    keep_in(partial(place_of_recorder, start.run_id))
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
@@ -137,7 +140,8 @@ def leave_siblings(start: RankStart) -> None:
     """In a rank that was forked from a process with torch: give it what forked processes must not share.
 
     These are the random state of numpy and the secret of multiprocessing. Also skip libtorch's teardown, which would
-    copy the pages that the ranks have in common, and hide torch until the script imports it.
+    copy the pages that the ranks have in common, and hide torch until the script imports it. A function may use a torch
+    that was imported before the fork, so torch is not hidden from it, and is told how many threads the rank has.
     """
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -146,6 +150,9 @@ def leave_siblings(start: RankStart) -> None:
     if process is not None:
         process.current_process().authkey = os.urandom(32)
     skip_library_teardown()
+    if start.target.kind == "function":
+        apply_threads()
+        return
     hide_torch(start.quiet or start.rank != 0, lambda: advance(start.run_id, Stage.IMPORTED))
 
 
@@ -168,10 +175,9 @@ def become(start: RankStart) -> None:
     if start.spec is None:
         main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", target.path)
     sys.modules["__main__"] = main
-    hook = sys.excepthook = _Hook(start)
     # Exit handlers run in reverse order, so the script's own run first, and may join yet.
     atexit.register(_note_joining, start)
-    try:
+    with reported(start):
         if start.spec is not None:
             main.__dict__.update(
                 __file__=start.spec.origin,
@@ -182,6 +188,19 @@ def become(start: RankStart) -> None:
             if start.spec.parent:
                 importlib.import_module(start.spec.parent)
         exec(start.code, main.__dict__)
+
+
+@contextlib.contextmanager
+def reported(start: RankStart) -> Iterator[None]:
+    """While the body runs as this rank's script: report the exception that ends it.
+
+    Raises:
+        SystemExit: the script called ``sys.exit``, or an exception ended it that has been reported (code 1).
+        KeyboardInterrupt: it was interrupted.
+    """
+    hook = sys.excepthook = _Hook(start)
+    try:
+        yield
     except SystemExit as error:
         if error.code not in (None, 0):
             _report(start, error, shown=True)
@@ -303,6 +322,8 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
 
 def _hint(start: RankStart, error: BaseException) -> str:
     """What is known of the cause beyond the exception's own text."""
+    if start.target.kind == "function":
+        return ""  # the remedies are options of the command
     if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb" and not start.reads:
         return f"a debugger needs the terminal: phalanx run --debug {start.rank} …"
     if isinstance(error, EOFError) and not start.reads:

@@ -8,6 +8,9 @@ of it, so far from the next one's that it never gets there; the file takes memor
   has come (``Stage``), bytes 4-7 the number of the descriptor by which it writes. Each is written once for a
   value, and a rank that dies in between leaves the value of before. From byte 64 on there is what it has asked another
   process for, as text that ends with a zero; a reader may find it half written, and it is for people.
+  From byte 2048 on a relay notes the last operation of a rank whose recorder is in another file, likewise.
+- From ``_RECORDER`` on there is the rank's flight recorder, which the rank writes (``watch/recorder.py``). It takes
+  memory from the rank's first group on.
 - From the second page on there are stacks, one after the other. Only the rank's handler writes them, and readers
   remember how far they have read.
 
@@ -27,16 +30,28 @@ import signal
 import time
 from collections.abc import Collection, Mapping
 
+from phalanx.native.core import RECORDER_BYTES
 from phalanx.system import processes
 from phalanx.watch.stack_text import ASKED
 
-__all__ = ["STACK_SIGNAL", "Stage", "Trace", "advance", "note_asked", "open_own", "open_trace"]
+__all__ = [
+    "STACK_SIGNAL",
+    "Stage",
+    "Trace",
+    "advance",
+    "note_asked",
+    "open_own",
+    "open_trace",
+    "place_of_recorder",
+    "trace_name",
+]
 
 # No library is known to use it, and a process that a rank starts gets its default action back.
 STACK_SIGNAL = signal.SIGRTMAX - 3
 _PART = 1 << 32
 _PAGE = 4096
-_ASKED_AT, _ASKED_BYTES = 64, 1024
+_RECORDER = 1 << 31  # where the recorder begins in a part
+_ASKED_AT, _OPERATION_AT, _ASKED_BYTES = 64, 2048, 1024
 _BLOCK = 1 << 16
 # Stacks are short: a rank that has begun to write one needs only to be scheduled to finish it.
 _FINISH_S = 0.01
@@ -57,10 +72,11 @@ _own: tuple[int, int, int] | None = None  # the descriptor, where this rank's pa
 
 def open_trace(run_id: str) -> int:
     """Make the file, in the process that forks the ranks or is their supervisor."""
-    return os.memfd_create(_name(run_id))
+    return os.memfd_create(trace_name(run_id))
 
 
-def _name(run_id: str) -> str:
+def trace_name(run_id: str) -> str:
+    """The name of the file, as ``/proc/<pid>/fd`` shows it."""
     return f"{run_id}-trace"
 
 
@@ -85,6 +101,20 @@ def open_own(descriptor: int, part: int) -> None:
     os.pwrite(own, own.to_bytes(4, "little"), begin + 4)
     faulthandler.register(STACK_SIGNAL, file=own, all_threads=False)
     _own = own, begin, os.getpid()
+
+
+def place_of_recorder(run_id: str) -> tuple[int, int]:
+    """In a rank: the file, and where in it the rank's flight recorder is to be.
+
+    Raises:
+        OSError: there is no such place: the script has closed the descriptor.
+    """
+    if _own is None or not _is_trace(os.getpid(), _own[0], run_id):
+        raise OSError("this process has no part of a trace")
+    descriptor, begin, _ = _own
+    # Only ever longer: other ranks are writing to it.
+    os.pwrite(descriptor, b"\0", begin + _RECORDER + RECORDER_BYTES - 1)
+    return descriptor, begin + _RECORDER
 
 
 def advance(run_id: str, stage: Stage) -> None:
@@ -112,7 +142,7 @@ def _write(run_id: str, data: bytes, at: int) -> None:
 
 def _is_trace(pid: int, descriptor: int, run_id: str) -> bool:
     try:
-        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"/memfd:{_name(run_id)} ")
+        return os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith(f"/memfd:{trace_name(run_id)} ")
     except OSError:
         return False
 
@@ -140,10 +170,24 @@ class Trace:
         data = os.pread(self.descriptor, _ASKED_BYTES, part * _PART + _ASKED_AT)
         return data.partition(b"\0")[0].decode(errors="replace")
 
-    def note(self, part: int, stage: int, asked: str) -> None:
+    def operation(self, part: int) -> str:
+        """The last operation of a rank of another host that has ended, in words; empty of all others."""
+        data = os.pread(self.descriptor, _ASKED_BYTES, part * _PART + _OPERATION_AT)
+        return data.partition(b"\0")[0].decode(errors="replace")
+
+    def note(self, part: int, stage: int, asked: str, operation: str = "") -> None:
         """Note for a rank of another host what it has left in the trace there."""
+        self.note_operation(part, operation)
         os.pwrite(self.descriptor, bytes([stage]), part * _PART)
         os.pwrite(self.descriptor, _as_noted(asked), part * _PART + _ASKED_AT)
+
+    def place_of_recorder(self, part: int) -> int:
+        """Where in the file the flight recorder of the rank with this part begins, if it has one."""
+        return part * _PART + _RECORDER
+
+    def note_operation(self, part: int, operation: str) -> None:
+        """Note the last operation of a rank whose recorder is not in this file."""
+        os.pwrite(self.descriptor, _as_noted(operation), part * _PART + _OPERATION_AT)
 
     def ask(self, ranks: Mapping[int, int], patience_s: float) -> list[int]:
         """Have ranks write their stacks, and wait until they have, for at most ``patience_s`` seconds.

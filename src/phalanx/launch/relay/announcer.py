@@ -25,13 +25,16 @@ class Announcer:
     Args:
         descriptors: the descriptors of the job.
         ranks: all ranks, by number.
+
+    Attributes:
+        started: whether the supervisor has learnt that all ranks have started.
     """
 
     def __init__(self, descriptors: Descriptors, ranks: Sequence[Member]) -> None:
         self._descriptors = descriptors
         self._control = descriptors.zygote
         self._ranks = ranks
-        self._started = False
+        self.started = False
 
     def say(self, text: str) -> None:
         """Have a line printed."""
@@ -78,14 +81,14 @@ class Announcer:
         os.pwrite(descriptor, data, 0)
         os.ftruncate(descriptor, len(data))
         rank.reported = True
-        if self._started:
+        if self.started:
             self._control.send(event="reported")
 
     def start(self) -> None:
         """Announce that the ranks have started, once all have."""
-        if self._started or not all(rank.pid for rank in self._ranks):
+        if self.started or not all(rank.pid for rank in self._ranks):
             return
-        self._started = True
+        self.started = True
         self._control.send(event="started", pids=[rank.pid for rank in self._ranks], time=time.monotonic())
         if any(rank.reported for rank in self._ranks):
             self._control.send(event="reported")
@@ -93,7 +96,13 @@ class Announcer:
     def end(self) -> None:
         """Announce the ends of all ranks whose output has been handed on."""
         for rank in self._ranks:
-            if self._started and rank.status is not None and not rank.announced and not rank.waiting:
+            if self.started and rank.status is not None and not rank.announced and not rank.waiting:
                 rank.announced = True
-                ended = {"rank": rank.number, "status": rank.status, "time": rank.ended_at, "by_others": rank.by_others}
-                self._control.send(event="exited", **ended)
+                self._control.send(
+                    event="exited",
+                    rank=rank.number,
+                    status=rank.status,
+                    time=rank.ended_at,
+                    by_others=rank.by_others,
+                    out_of_memory=rank.out_of_memory,
+                )

@@ -11,8 +11,12 @@ reads; the last carries JSON.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import select
 import selectors
+import signal
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +34,8 @@ __all__ = ["ERR", "IN", "MESSAGE", "OUT", "ROLE", "Channel", "Lost", "join", "op
 ROLE = "launcher"
 OUT, ERR, IN, MESSAGE = b"o", b"e", b"i", b"m"
 _BLOCK = 1 << 17
+# Linux: which signal says that a descriptor with O_ASYNC is ready.
+_F_SETSIG = 10
 # How long a keeper tries to join.
 JOIN_S = 20.0
 # How many keepers may be joining at the same time.
@@ -118,6 +124,27 @@ class Channel:
             if not frames:
                 raise Lost
         return frames
+
+    def serve(self, events: int) -> list[bytes | dict[str, Any]]:
+        """For a process that polls: send what waits, and return what has come, blocks of input as they are.
+
+        Args:
+            events: what the poll object has reported of this connection; 0 for nothing.
+
+        Raises:
+            Lost: see :meth:`receive`.
+        """
+        if events & select.POLLOUT:
+            self.flush()
+        if not events & ~select.POLLOUT:
+            return []
+        return [data if kind == IN else json.loads(data) for kind, data in self.receive()]
+
+    def continue_when_called(self) -> None:
+        """Have the kernel continue this process, if somebody has stopped it, when anything comes, or the end."""
+        fcntl.fcntl(self._socket, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(self._socket, _F_SETSIG, signal.SIGCONT)
+        fcntl.fcntl(self._socket, fcntl.F_SETFL, fcntl.fcntl(self._socket, fcntl.F_GETFL) | os.O_ASYNC)
 
     def finish(self, timeout_s: float) -> None:
         """Send the bytes that wait, for at most ``timeout_s`` seconds, and close."""

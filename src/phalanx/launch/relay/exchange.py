@@ -45,6 +45,7 @@ class Exchange(Generic[P]):
     Args:
         selector: where the relay waits. The data of a connection is its party, for :meth:`serve`; that of a pipe is a
             function to call.
+        on_first: takes a new connection and its first message; returns the party, whose connection this now is.
         on_message: takes a party and a message of its.
         on_lost: takes a party whose connection has ended; it has been closed.
     """
@@ -52,12 +53,30 @@ class Exchange(Generic[P]):
     def __init__(
         self,
         selector: selectors.BaseSelector,
+        on_first: Callable[[Channel, dict[str, Any]], P],
         on_message: Callable[[P, dict[str, Any]], None],
         on_lost: Callable[[P], None],
     ) -> None:
         self._selector = selector
+        self._on_first = on_first
         self._on_message = on_message
         self._on_lost = on_lost
+
+    def welcome(self, channel: Channel) -> None:
+        """Wait for the first message of a process that has proven the key, which says what party it is."""
+        self._selector.register(channel, selectors.EVENT_READ, functools.partial(self._seat, channel))
+        self._seat(channel)
+
+    def _seat(self, channel: Channel) -> None:
+        try:
+            frames = channel.receive()
+        except Lost:
+            self._selector.unregister(channel)
+            channel.close()
+            return
+        if frames:
+            (_, first), *more = frames
+            self.take(self._on_first(channel, json.loads(first)), more)
 
     def say(self, party: P, **message: Any) -> None:
         """Send a message to a party, if it is still there."""

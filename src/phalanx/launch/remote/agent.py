@@ -26,23 +26,21 @@ from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import open_descriptors
 from phalanx.launch.rank.start import RankStart
-from phalanx.launch.relay.channel import IN, Channel, Lost, join
+from phalanx.launch.relay.channel import Channel, Lost, join
 from phalanx.launch.relay.feed import Feed
 from phalanx.launch.remote.agreement import look_around
 from phalanx.launch.remote.local_ranks import LocalRanks
-from phalanx.launch.remote.protocol import Invitation, received_job
+from phalanx.launch.remote.protocol import OTHER_VERSION, UNREACHABLE, Invitation, received_job
+from phalanx.launch.remote.tree import Branch
 from phalanx.launch.zygote import Inheritance, serve
 from phalanx.store.torch_server import is_own
 from phalanx.system import processes
 from phalanx.system.limits import raise_file_limit, usable_cores
 from phalanx.topology.table import RankRow
 
-__all__ = ["OTHER_VERSION", "UNREACHABLE", "be_agent"]
+__all__ = ["be_agent"]
 
-# The exit codes of an agent that cannot reach the head (EX_UNAVAILABLE), or would not understand it (EX_CONFIG). Its
-# last line says why.
-UNREACHABLE, OTHER_VERSION = 69, 78
-# How long it tries to, and as long again for the handshake.
+# How long it tries to reach the head, and as long again for the handshake.
 _JOIN_S = 4.0
 # How many bytes of the ranks' output may wait for the network before the ranks have to.
 _MOST_WAITING = 1 << 20
@@ -86,6 +84,7 @@ def be_agent(descriptor: int) -> RankStart:
             f"--address choose another",
             UNREACHABLE,
         )
+    channel.continue_when_called()
     agent = _Agent(channel, invitation, inheritance)
     pid = os.getpid()
     try:
@@ -116,6 +115,7 @@ class _Agent:
         self.invitation = invitation
         self.inheritance = inheritance
         self.ranks: LocalRanks | None = None
+        self.branch = Branch(channel, invitation)
         self.wakeup = os.pipe()
         self.asked = 0
         for end in self.wakeup:
@@ -135,6 +135,7 @@ class _Agent:
         poll = select.poll()
         poll.register(self.wakeup[0], select.POLLIN)
         poll.register(channel, select.POLLIN | (select.POLLOUT if channel.waiting else 0))
+        self.branch.register(poll)
         if ranks is not None:
             if ranks.zygote:
                 poll.register(ranks, select.POLLIN)
@@ -149,6 +150,7 @@ class _Agent:
                 os.read(self.wakeup[0], 4096)
         if self.asked:
             self._give_up()
+        self.branch.serve(ready)
         if ranks is not None:
             if ranks.feed.descriptor in ready and ranks.feed.feed():
                 channel.say(event="wants")
@@ -159,24 +161,20 @@ class _Agent:
         return self._read_orders(ready.get(channel.fileno(), 0))
 
     def _read_orders(self, events: int) -> RankStart | None:
-        if events & select.POLLOUT:
-            self.channel.flush()
-        if not events & ~select.POLLOUT:
-            return None
         try:
-            frames = self.channel.receive()
+            orders = self.channel.serve(events)
         except Lost:
             self.leave(1)
-        for kind, data in frames:
-            if kind == IN:
+        for order in orders:
+            if isinstance(order, bytes):
                 if self.ranks is not None:
-                    self.ranks.give(data)
-                continue
-            order = json.loads(data)
-            if order["do"] == "start":
+                    self.ranks.give(order)
+            elif order["do"] == "start":
                 start = self._start(order)
                 if start is not None:
                     return start
+            elif order["do"] == "invite":
+                self.branch.start([(number, name, ranks) for number, name, ranks in order["hosts"]])
             elif order["do"] == "look":
                 # Of a connection to the job's store: may it be this user's?
                 if is_own(tuple(order["end"]), tuple(order["other_end"])):
@@ -208,6 +206,7 @@ class _Agent:
         if zygote == 0:
             # The connection is the agent's alone, so that its end is the connection's.
             self.channel.close()
+            self.branch.forget()
             for descriptor in (*self.wakeup, *([feed] if feed >= 0 else [])):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
@@ -218,7 +217,7 @@ class _Agent:
         if feed >= 0:
             os.set_blocking(feed, False)
         descriptors.keep_supervisor_ends()
-        self.ranks = LocalRanks(share, descriptors, zygote, Feed(feed), self.channel)
+        self.ranks = LocalRanks(share, descriptors, zygote, Feed(feed), self.channel, self.branch)
         descriptors.supervisor.send(do="start")
         if feed >= 0:
             self.channel.say(event="wants")

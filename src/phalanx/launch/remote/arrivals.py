@@ -10,18 +10,20 @@ from collections.abc import Sequence
 
 from phalanx import settings
 from phalanx.launch.job.job import Job
+from phalanx.launch.job.reach import is_here
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.remote.environment import carried_variables
 from phalanx.launch.remote.host import Host
 from phalanx.launch.remote.protocol import Invitation
 from phalanx.launch.remote.starter import AgentProgram
+from phalanx.launch.remote.tree import starting_host
 from phalanx.words import format_list
 
 __all__ = ["Arrivals"]
 
-# After this long without some agents their hosts are named.
+# After this long in which no agent came, the hosts of those that are missing are named.
 _NAMED_S = 5.0
-# This long after the last one came, or the first starter was started, the job is given up.
+# After this long the job is given up.
 _GIVEN_UP_S = 60.0
 # Once a starter has failed, how long others may fail for the same reason, so that one message names them all.
 _SETTLE_S = 0.3
@@ -46,44 +48,68 @@ class Arrivals:
         self._began = self._came_at = time.monotonic()
         self._failures: dict[int, str] = {}
         self._refuse_at: float | None = None
+        self._environment = carried_variables(os.environ, job.named)
+        self._children: dict[int, list[Host]] = {}
+        self._printed: list[tuple[Host, str]] = []  # by the programs that other agents have started
 
     @property
     def complete(self) -> bool:
         """Whether every agent has come."""
         return all(host.here for host in self._hosts)
 
-    def came(self) -> None:
-        """An agent has come."""
-        self._came_at = time.monotonic()
-
     def start(self) -> None:
-        """Start the agents of all hosts.
+        """Start the agents of all hosts, but for those that other agents will start.
 
         Raises:
             Refusal: the starter cannot be executed.
         """
-        job = self._job
-        environment = carried_variables(os.environ, job.named)
         for host in self._hosts:
-            invitation = Invitation(
-                version=settings.VERSION,
-                environment=environment,
-                directory=os.getcwd(),
-                door=self._door,
-                host=host.number,
-                name=host.name,
-                python=job.target.is_python,
-                path=job.target.path,
-                ranks=len(host.ranks),
-                interface=job.interface,
-            )
-            try:
-                program = host.program = AgentProgram(host.name, job.starter, invitation)
-            except OSError as error:
-                name = job.starter[0] if job.starter else "ssh"
-                raise Refusal(f"phalanx: {host.name}: {name} cannot be started: {error.strerror}", 126) from error
-            self._selector.register(program.handle, selectors.EVENT_READ, functools.partial(self._on_end, host))
-            self._selector.register(program.output, selectors.EVENT_READ, functools.partial(self._on_output, program))
+            parent = starting_host(host.number)
+            if parent is None or self._job.starter or is_here(host.name):
+                self._start(host)
+            else:
+                self._children.setdefault(parent, []).append(host)
+
+    def came(self, host: Host) -> list[Host]:
+        """The agent of a host has come; returns the hosts whose agents it is to start."""
+        self._came_at = time.monotonic()
+        return self._children.pop(host.number, [])
+
+    def heard(self, host: Host, line: str) -> None:
+        """A program that another agent has started for a host has printed a line."""
+        self._printed.append((host, line))
+
+    def take_over(self, host: Host) -> None:
+        """Another agent could not start the agent of this host.
+
+        Raises:
+            Refusal: the starter cannot be executed.
+        """
+        if not host.here:
+            self._printed = [(other, line) for other, line in self._printed if other is not host]
+            self._start(host)
+
+    def _start(self, host: Host) -> None:
+        job = self._job
+        invitation = Invitation(
+            version=settings.VERSION,
+            environment=self._environment,
+            directory=os.getcwd(),
+            door=self._door,
+            host=host.number,
+            name=host.name,
+            python=job.target.is_python,
+            path=job.target.path,
+            ranks=len(host.ranks),
+            interface=job.interface,
+        )
+        try:
+            program = host.program = AgentProgram(host.name, job.starter, invitation)
+        except OSError as error:
+            name = job.starter[0] if job.starter else "ssh"
+            raise Refusal(f"phalanx: {host.name}: {name} cannot be started: {error.strerror}", 126) from error
+        self._selector.register(program.handle, selectors.EVENT_READ, functools.partial(self._on_end, host))
+        self._selector.register(program.output, selectors.EVENT_READ, functools.partial(self._on_output, program))
 
     def _on_output(self, program: AgentProgram) -> None:
         if program.output.closed:
@@ -112,7 +138,7 @@ class Arrivals:
         """When :meth:`act` has something to do next; None for never."""
         times = [self._refuse_at]
         if not self.complete:
-            times.append(self._came_at + _GIVEN_UP_S if self._named else self._began + _NAMED_S)
+            times.append(self._came_at + (_GIVEN_UP_S if self._named else _NAMED_S))
         times += [host.program.due_at() for host in self._hosts if host.program is not None and host.here]
         return min((when for when in times if when is not None), default=None)
 
@@ -130,12 +156,15 @@ class Arrivals:
         for host in self._hosts:
             if host.program is not None and host.here:
                 lines += [f"[{host.name}] {line}" for line in host.program.take_due() if not failing]
+        if self._printed:
+            lines += [f"[{host.name}] {line}" for host, line in self._printed if host.here and not failing]
+            self._printed = [(host, line) for host, line in self._printed if not host.here]
         missing = [host.name for host in self._hosts if not host.here and host.number not in self._failures]
         if self._refuse_at is not None and (now >= self._refuse_at or not missing):
             raise Refusal("\n".join(f"phalanx: {line}" for _, line in sorted(self._failures.items())), 1)
         if missing and now >= self._came_at + _GIVEN_UP_S:
             raise Refusal(f"phalanx: {format_list(missing)} did not join within {_GIVEN_UP_S:.0f} s", 1)
-        if missing and not self._named and now >= self._began + _NAMED_S:
+        if missing and not self._named and now >= self._came_at + _NAMED_S:
             self._named = True
             lines.append(f"phalanx: after {now - self._began:.0f} s {format_list(missing)} has not joined yet")
         return lines

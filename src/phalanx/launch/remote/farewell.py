@@ -33,6 +33,8 @@ def see_out(hosts: Sequence[Host], control: Control | None) -> None:
             host.channel.say(do="leave")
             channels[host.number] = host.channel
     programs = {host.number: host.program for host in hosts if host.program is not None and host.program.code is None}
+    for program in programs.values():
+        program.send(signal.SIGCONT)  # nsenter stops with what it has started, and does not go on with it
     _wait(channels, {number: programs[number] for number in programs if number in channels}, control, _LEAVE_S)
     for signum in (signal.SIGTERM, signal.SIGKILL):
         left = {number: program for number, program in programs.items() if program.code is None}

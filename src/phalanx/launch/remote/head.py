@@ -10,7 +10,6 @@ the table shown. A host that is lost later counts as the failure of its ranks, a
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import selectors
@@ -25,7 +24,7 @@ from phalanx.launch.job.target import Refusal, prepare_target
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.launch.relay.announcer import Announcer
-from phalanx.launch.relay.channel import IN, Channel, Lost, open_door
+from phalanx.launch.relay.channel import IN, Channel, open_door
 from phalanx.launch.relay.crew import Member, Pipe
 from phalanx.launch.relay.exchange import Exchange
 from phalanx.launch.relay.services import Input, StoreOnDemand
@@ -59,7 +58,7 @@ class _Head:
             self.hosts.append(Host(len(self.hosts), slots, self.ranks[first : first + count]))
             first += count
         self.host_of = {rank.number: host for host in self.hosts for rank in host.ranks}
-        self.exchange: Exchange[Host] = Exchange(self.selector, self._on_message, self._on_lost)
+        self.exchange: Exchange[Host] = Exchange(self.selector, self._on_first, self._on_message, self._on_lost)
         self.reader = self.host_of[job.reader or 0]
         self.terminal = os.isatty(0)
         offered = job.reads(job.reader or 0, terminal=self.terminal)
@@ -71,9 +70,10 @@ class _Head:
         self.port = listener.getsockname()[1]
         self.store = StoreOnDemand(descriptors, listener, self.selector, self._look_up, self.announcer.lose_store)
         self.selector.register(descriptors.zygote, selectors.EVENT_READ, self._on_order)
-        self.door, invitation = open_door(job.address, self.selector, self._on_newcomer, job.key)
+        self.door, invitation = open_door(job.address, self.selector, self.exchange.welcome, job.key)
         self.arrivals = Arrivals(job, self.hosts, self.selector, invitation)
         self.going = self.ordered = False
+        self.called_off = False  # the head has ended the job's start by itself, because a host was lost during it
         self.connected = True
         self.give_up_at: float | None = None
         self.stacks: dict[int, str] = {}
@@ -129,13 +129,16 @@ class _Head:
             if not self.going:
                 self.connected = False
                 return
-            self._tell_all(order)
-            until = time.monotonic() + order["grace_s"] + _SILENCE_S
-            self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
+            self._end_ranks(order)
         else:
             if order["do"] == "stacks":
                 self.asked = {host.number for host in self.hosts if not host.done and host.channel is not None}
             self._tell_all(order)
+
+    def _end_ranks(self, order: dict[str, Any]) -> None:
+        self._tell_all(order)
+        until = time.monotonic() + order["grace_s"] + _SILENCE_S
+        self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
 
     def _tell_all(self, order: dict[str, Any]) -> None:
         for host in self.hosts:
@@ -161,30 +164,19 @@ class _Head:
 
     # The agents.
 
-    def _on_newcomer(self, channel: Channel) -> None:
-        """An agent has proven that it belongs to the job. Its first message says of which host."""
-        self.selector.register(channel, selectors.EVENT_READ, functools.partial(self._seat, channel))
-        self._seat(channel)
-
-    def _seat(self, channel: Channel) -> None:
-        try:
-            frames = channel.receive()
-        except Lost:
-            self.selector.unregister(channel)
-            channel.close()
-            return
-        if not frames:
-            return
-        (_, first), *more = frames
-        here = json.loads(first)
-        host = self.hosts[here["host"]]
+    def _on_first(self, channel: Channel, here: dict[str, Any]) -> Host:
+        """An agent has come, and said of which host it is."""
+        host: Host = self.hosts[here["host"]]
         if host.here:
             raise Refusal(f"phalanx: two agents say that they are the one of {host.name}; its starter ran twice", 1)
         host.channel, host.here = channel, here
-        self.arrivals.came()
+        children = self.arrivals.came(host)
+        if children:
+            hosts = [[child.number, child.name, len(child.ranks)] for child in children]
+            self.exchange.say(host, do="invite", hosts=hosts)
         if self.arrivals.complete:
             self._compare()
-        self.exchange.take(host, more)
+        return host
 
     def _compare(self) -> None:
         """All agents have come: place the ranks, unless the hosts do not fit together."""
@@ -222,6 +214,10 @@ class _Head:
             self._has_answered(host)
         elif event == "owns":
             self.store.found(message["number"])
+        elif event == "printed":
+            self.arrivals.heard(self.hosts[message["host"]], message["text"])
+        elif event == "unstarted":
+            self.arrivals.take_over(self.hosts[message["host"]])
         elif event == "refused":
             raise Refusal(message["text"], message["code"])
         elif event == "ended":
@@ -235,10 +231,11 @@ class _Head:
     def _on_exit(self, rank: Member, message: dict[str, Any]) -> None:
         if rank.number == (self.job.reader or 0):
             self.input.release()
-        self.descriptors.trace.note(rank.number, message["stage"], message["asked"])
+        self.descriptors.trace.note(rank.number, message["stage"], message["asked"], message.get("operation", ""))
+        rank.out_of_memory = message["out_of_memory"]
         if message["stacks"]:
             self.announcer.show_stacks(message["stacks"])
-        self._end(rank, message["status"], time.monotonic() - message["age"], by_others=False)
+        self._end(rank, message["status"], time.monotonic() - message["age"], by_others=self.called_off)
 
     def _look_up(self, number: int, end: Any, other_end: Any) -> None:
         """Ask each host of the job whether a connection to the store is its user's."""
@@ -269,6 +266,11 @@ class _Head:
                 if own_fault and not rank.reported:
                     self.announcer.report(rank, Report("", _lost(host), "", False, now, 1).to_record(), now)
                 self._end(rank, -signal.SIGKILL, now, by_others=not own_fault)
+        if not (self.announcer.started or self.ordered or self.called_off):
+            # The supervisor ends ranks when all have started, and other hosts may be importing torch for long.
+            self.called_off = True
+            grace_s = self.job.patience_s(None)
+            self._end_ranks({"do": "end", "signal": signal.SIGTERM, "grace_s": grace_s, "spare": [], "where": False})
 
     def _end(self, rank: Member, status: int, when: float, *, by_others: bool) -> None:
         rank.status, rank.ended_at, rank.by_others = status, when, by_others

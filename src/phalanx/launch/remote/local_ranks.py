@@ -18,9 +18,11 @@ from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import Descriptors
+from phalanx.launch.rank.operations import last_operation
 from phalanx.launch.relay.channel import ERR, OUT, Channel
 from phalanx.launch.relay.feed import Feed
 from phalanx.launch.remote.protocol import with_rank
+from phalanx.launch.remote.tree import Branch
 from phalanx.system import processes
 from phalanx.system.host import machine_name
 
@@ -40,6 +42,7 @@ class LocalRanks:
         zygote: the zygote's process id.
         feed: the input of the one that reads, if that is among them.
         channel: where everything is sent.
+        branch: the programs that have started the agents of other hosts, which stay until the end of the job.
 
     Attributes:
         outputs: the descriptors of outputs that are open, each with its rank, counted from 0, and its kind.
@@ -47,7 +50,9 @@ class LocalRanks:
         zygote: the zygote's process id; 0 when it has ended, and everything below it.
     """
 
-    def __init__(self, share: Share, descriptors: Descriptors, zygote: int, feed: Feed, channel: Channel) -> None:
+    def __init__(
+        self, share: Share, descriptors: Descriptors, zygote: int, feed: Feed, channel: Channel, branch: Branch
+    ) -> None:
         self.zygote = zygote
         self.feed = feed
         self.outputs: dict[int, tuple[int, bytes]] = {}
@@ -56,6 +61,7 @@ class LocalRanks:
         self._numbers = share.ranks
         self._descriptors = descriptors
         self._channel = channel
+        self._branch = branch
         self._started = False
         self._ordered = False
         self._reports = [b""] * len(share.ranks)
@@ -146,9 +152,9 @@ class LocalRanks:
         elif message["event"] == "refused":
             self._channel.say(**message)
         elif message["event"] == "exited":
-            self._on_exit(message["rank"], message["status"], message["time"])
+            self._on_exit(message["rank"], message["status"], message["time"], message["out_of_memory"])
 
-    def _on_exit(self, part: int, status: int, when: float) -> None:
+    def _on_exit(self, part: int, status: int, when: float, out_of_memory: bool) -> None:
         self._drain(part)
         self._send_report(part)
         trace = self._descriptors.trace
@@ -159,7 +165,9 @@ class LocalRanks:
             age=time.monotonic() - when,
             stage=int(trace.stage(part)),
             asked=trace.asked(part),
+            operation=last_operation(trace, part, when) if status != 0 else "",
             stacks=self._stacks(range(part, part + 1)),
+            out_of_memory=out_of_memory,
         )
 
     def _stacks(self, parts: range) -> dict[int, str]:
@@ -183,7 +191,7 @@ class LocalRanks:
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
         # Processes that the zygote could not end have become children of this one, which is a subreaper.
-        processes.end_descendants()
+        processes.end_descendants(but=self._branch.pids)
         for part in range(len(self._numbers)):
             self._drain(part)
         self.feed.close()

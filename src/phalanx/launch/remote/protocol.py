@@ -13,6 +13,9 @@ head says so. Everything else goes over one TCP connection, proven by the key, i
 message               sender  meaning, and what follows if the sender dies right after it
 ====================  ======  ==============================================================================
 ``here``              agent   This is the host: its identity, versions and cores. The head waits for all of them.
+``invite``            head    The hosts that this one is to start the agents of (``tree.py``).
+``unstarted``         agent   It could not start one of them, and the head does.
+``printed``           agent   A line that the program which starts one of them has printed.
 ``start``             head    The job and this host's share of it. The agent forks the zygote, and ends it again
                               as soon as the connection ends.
 ``started``           agent   The ranks' process ids.
@@ -46,12 +49,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx.launch.job.attempt import Attempt
+from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Target
 
-__all__ = ["Invitation", "job_as_sent", "received_job", "split_rank", "with_rank"]
+__all__ = ["OTHER_VERSION", "UNREACHABLE", "Invitation", "job_as_sent", "received_job", "split_rank", "with_rank"]
 
+# The exit codes of an agent that cannot reach the head (EX_UNAVAILABLE), or would not understand it (EX_CONFIG). Its
+# last line says why.
+UNREACHABLE, OTHER_VERSION = 69, 78
 _RANK_BYTES = 4
 
 
@@ -92,10 +100,11 @@ class Invitation:
 def job_as_sent(job: Job) -> dict[str, Any]:
     """A job without what only its head needs, and without its key, which the invitation has brought."""
     fields = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
-    for name in ("mpi", "rehearsal", "starter", "named", "key", "cpus"):
+    for name in ("mpi", "rehearsal", "output", "starter", "named", "key", "cpus", "diagnosis"):
         del fields[name]
     hosts = [[host.name, host.slots] for host in job.hosts]
-    return {**fields, "target": asdict(job.target), "memory": dict(job.memory), "hosts": hosts}
+    plain = {"target": asdict(job.target), "memory": dict(job.memory), "attempt": asdict(job.attempt), "hosts": hosts}
+    return {**fields, **plain, "strict": job.diagnosis.strict}
 
 
 def received_job(sent: Mapping[str, Any], *, key: str, cpus: tuple[tuple[int, ...], ...], threads: str) -> Job:
@@ -112,12 +121,14 @@ def received_job(sent: Mapping[str, Any], *, key: str, cpus: tuple[tuple[int, ..
     own = {
         "target": target,
         "hosts": hosts,
+        "attempt": Attempt(**sent["attempt"]),
+        "diagnosis": Diagnosis(strict=sent["strict"]),
         "replace": tuple(sent["replace"]),
         "key": key,
         "cpus": cpus,
         "threads": threads,
     }
-    return Job(**{**sent, **own})
+    return Job(**{name: value for name, value in {**sent, **own}.items() if name != "strict"})
 
 
 def with_rank(rank: int, data: bytes) -> bytes:

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from phalanx.launch.job.reach import is_here
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.relay.program import Program
-from phalanx.launch.remote.agent import OTHER_VERSION, UNREACHABLE
-from phalanx.launch.remote.protocol import Invitation
+from phalanx.launch.remote.protocol import OTHER_VERSION, UNREACHABLE, Invitation
 
 __all__ = ["AgentProgram", "command_for"]
 

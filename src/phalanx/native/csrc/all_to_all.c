@@ -134,7 +134,8 @@ int phx_all_to_all(phx_comm *comm, const void *const *ins, const uint64_t *in_by
     memmove(outs[comm->rank], ins[comm->rank], in_bytes[comm->rank]);
     const uint64_t more = job.largest ? phx_pieces(job.largest, phx_share(comm)) : 0;
     status = phx_pass_pieces(comm, first + 1, more, call, shares, &job);
-    if (!status)
-        comm->chunk = first + 1 + more;
-    return status;
+    if (status)
+        return status;
+    comm->chunk = first + 1 + more;
+    return phx_done(comm);
 }

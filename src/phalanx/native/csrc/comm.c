@@ -5,11 +5,14 @@
 #include <errno.h>
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "life.h"
 #include "mail.h"
+#include "record.h"
+#include "recordings.h"
 
 /* Free all that a view owns besides the mapping. Of a view that could not be completed, some pointers are NULL. */
 static void free_view(phx_comm *comm)
@@ -19,7 +22,12 @@ static void free_view(phx_comm *comm)
     free(comm->seen);
     free(comm->compared);
     free(comm->inputs);
+    for (uint32_t p = 0; comm->recorders && p < comm->size; p++)
+        phx_recording_release(comm->recorders[p]);
+    free(comm->recorders);
     free(comm->met);
+    free(comm->names);
+    free(comm->lines);
     free(comm);
 }
 
@@ -33,8 +41,9 @@ static phx_comm *new_view(uint32_t size)
     comm->compared = calloc(size, sizeof *comm->compared);
     comm->inputs = calloc(size, sizeof *comm->inputs);
     comm->met = calloc(size, sizeof *comm->met);
+    comm->recorders = calloc(size, sizeof *comm->recorders);
     comm->mail = phx_mail_open(size);
-    if (comm->seen && comm->compared && comm->inputs && comm->met && comm->mail)
+    if (comm->seen && comm->compared && comm->inputs && comm->met && comm->recorders && comm->mail)
         return comm;
     free_view(comm);
     return NULL;
@@ -72,7 +81,7 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->chunk_bytes = header.chunk_bytes;
     comm->small_bytes = header.small_bytes;
     comm->stream_bytes = header.stream_bytes;
-    comm->timeout_ns = UINT64_MAX;
+    comm->timeout_ns = comm->message_timeout_ns = UINT64_MAX;
     comm->poll = poll;
     comm->mapped_bytes = at.end;
     comm->header = (struct phx_header *)base;
@@ -83,6 +92,7 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->ring_data = base + at.ring_data;
     comm->places[rank].pid = phx_own_pid();
     comm->places[rank].fd = fd;
+    comm->places[rank].recorder = phx_recorder_file(&comm->places[rank].recorder_at);
     phx_remember(comm);
     return comm;
 }
@@ -95,7 +105,22 @@ void phx_close(phx_comm *comm)
     free_view(comm);
 }
 
-void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns)
+int phx_name_ranks(phx_comm *comm, const int32_t *names)
+{
+    comm->names = calloc(comm->size, sizeof *names);
+    if (!comm->names)
+        return PHX_SYSTEM;
+    memcpy(comm->names, names, comm->size * sizeof *names);
+    return PHX_OK;
+}
+
+const char *phx_recorder_of(const phx_comm *comm, uint32_t rank)
+{
+    return rank < comm->size ? comm->recorders[rank] : NULL;
+}
+
+void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns)
 {
     comm->timeout_ns = timeout_ns;
+    comm->message_timeout_ns = message_timeout_ns;
 }

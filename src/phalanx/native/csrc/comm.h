@@ -1,8 +1,9 @@
 /* One rank's private view of a segment, which no other rank reads.
  *
- * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `seen`, `compared` and `inputs`, and
+ * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `seen`, `compared`, `inputs`, `lines`
+ * and what follows it, and
  * writes `call_chunk`. `met` is written by the one thread that meets the others, before any other call. Another thread of the rank reads `call_chunk` when it breaks the group or explains why it broke;
- * a value that is one call old does no harm there. Any thread may write `timeout_ns`; a wait under way then has the old
+ * a value that is one call old does no harm there. Any thread may write the timeouts; a wait under way then has the old
  * limit or the new one. `mail` has a lock of its own. The other fields do not change. */
 #ifndef PHALANX_COMM_H
 #define PHALANX_COMM_H
@@ -17,8 +18,10 @@ struct phx_comm {
     uint64_t chunk;      /* the number of the next call's first chunk, the same on every rank between two calls */
     uint64_t call_chunk; /* the first chunk of the call that this rank is in, or was in last */
     uint64_t begun;      /* call_chunk + 1, or 0 before the first call */
-    uint64_t chunk_bytes, small_bytes, stream_bytes, timeout_ns;
+    uint64_t chunk_bytes, small_bytes, stream_bytes;
+    uint64_t timeout_ns, message_timeout_ns; /* of a collective, and of a message */
     phx_poll poll;
+    int32_t *names;      /* what the recorder calls the ranks, if that is not their number here; else NULL */
     struct phx_header *header;
     struct phx_flags *flags;
     struct phx_place *places;
@@ -30,6 +33,10 @@ struct phx_comm {
     uint64_t *seen;          /* the last `ready` this rank read of each: spares reading the shared line again */
     uint64_t *compared;      /* up to which chunk each other rank's call words have been compared with this one's */
     const void **inputs;     /* scratch of `size` pointers for the reduction kernels */
+    struct phx_lines *lines; /* what has been noticed of the lines of calls (lines.c); NULL: they are not compared */
+    uint32_t unsettled;      /* with how many ranks lines have differed lately */
+    uint32_t crossed;        /* the call under way has found lines crossed */
+    const char **recorders;  /* each other rank's flight recorder, if it can be read; only the last call closes them */
     struct phx_process *met; /* each other rank's process, as this one saw it when they met; zeros if it did not */
     phx_comm *next;          /* in the list of the views of this process (life.c), under its lock */
 };

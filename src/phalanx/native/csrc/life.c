@@ -10,8 +10,12 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "recordings.h"
+
 #define ALL_SEEN 1u /* in `sees`; UNSEEN + p if rank p is not the process that it says */
 #define UNSEEN 2u
+/* In larger groups nobody holds the others' recorders: so many maps would take a process's room for them. */
+#define MOST_RECORDERS 128u
 
 void phx_look(phx_comm *comm, int fd)
 {
@@ -24,6 +28,8 @@ void phx_look(phx_comm *comm, int fd)
             found = UNSEEN + p;
         else if (phx_process_read(place->pid, &comm->met[p]) != PHX_RUNNING)
             comm->met[p] = (struct phx_process){0, 0};
+        else if (place->recorder >= 0 && comm->size <= MOST_RECORDERS)
+            comm->recorders[p] = phx_recording_hold(place->pid, comm->met[p].start_time, place->recorder, place->recorder_at);
     }
     atomic_store_explicit(&comm->places[comm->rank].sees, found, memory_order_release);
 }

@@ -413,6 +413,20 @@ void phx_mail_fail(phx_comm *comm, phx_message *message, int status)
     pthread_mutex_unlock(&mail->lock);
 }
 
+int phx_mail_withdraw(phx_comm *comm, phx_message *receive)
+{
+    struct phx_mail *mail = comm->mail;
+    pthread_mutex_lock(&mail->lock);
+    if (contains(&mail->posted, receive)) {
+        take_out(&mail->posted, receive);
+        finish(comm, receive, PHX_PEER_LEFT);
+    }
+    const int done = atomic_load_explicit(&receive->done, memory_order_relaxed);
+    const int without_message = done && receive->status == PHX_PEER_LEFT; /* also if it had failed so before */
+    pthread_mutex_unlock(&mail->lock);
+    return without_message;
+}
+
 void phx_mail_end(phx_comm *comm)
 {
     struct phx_place *place = &comm->places[comm->rank];

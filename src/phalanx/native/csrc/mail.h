@@ -48,6 +48,10 @@ uint64_t phx_mail_progress(phx_comm *comm, const phx_message *message);
 /* Finish a message with this status, unless it is done: its peer has left, and what it sent before was moved. */
 void phx_mail_fail(phx_comm *comm, phx_message *message, int status);
 
+/* Take back a receive that no message has come for: it is done, with PHX_PEER_LEFT, as it may have been before, and 1;
+ * else 0, and it goes on. */
+int phx_mail_withdraw(phx_comm *comm, phx_message *receive);
+
 /* Let no message move any more, and wake the threads that wait for one. */
 void phx_mail_end(phx_comm *comm);
 

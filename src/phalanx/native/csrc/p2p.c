@@ -74,7 +74,7 @@ static enum phx_going find_gone_peer(const phx_comm *comm, const phx_message *me
     return here ? PHX_HERE : PHX_LEFT;
 }
 
-/* Whether the group's timeout counts for the message and has passed since bytes of it moved. */
+/* Whether the messages' timeout counts for this one and has passed since bytes of it moved. */
 static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
 {
     if (!message->expected)
@@ -82,7 +82,7 @@ static int overdue(phx_comm *comm, phx_message *message, uint64_t elapsed_ns)
     const uint64_t progress = phx_mail_progress(comm, message);
     message->waited = progress == message->progress ? message->waited + phx_waited_ns(elapsed_ns) : 0;
     message->progress = progress;
-    return message->waited > comm->timeout_ns;
+    return message->waited > comm->message_timeout_ns;
 }
 
 /* Once a slice, by the clock: if the message will not come, fail it if its peer has left in order, else break the
@@ -188,6 +188,11 @@ uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished)
         else
             phx_sleep(&place->bell, bell, &place->listening);
     }
+}
+
+int phx_message_withdraw(phx_comm *comm, phx_message *message)
+{
+    return phx_mail_withdraw(comm, message);
 }
 
 void phx_messages_end(phx_comm *comm)

@@ -15,11 +15,12 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 12
+#define PHX_ABI 16
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
 enum phx_status {
+    PHX_CROSSED = -4,     /* the collective is done, and phx_crossing() tells of lines that may have been swapped */
     PHX_PEER_LEFT = -3,   /* of a message: its peer has left the group in order, or every rank that could send it has */
     PHX_NOTICE = -2,      /* over MPI: all ranks have come, and a notice has arrived (transports/mpi/notices.py) */
     PHX_UNDER_WAY = -1,   /* neither done nor failed yet */
@@ -42,6 +43,8 @@ enum phx_kind {
     PHX_GATHER,
     PHX_SCATTER,
     PHX_ALL_TO_ALL,
+    PHX_SEND, /* the messages come last: only the recorder distinguishes these */
+    PHX_RECV,
 };
 
 enum phx_dtype {
@@ -142,8 +145,9 @@ PHX_API void phx_close(phx_comm *comm);
 /* Break the group: calls under way on any rank end with PHX_INTERRUPTED. Any thread may call it. */
 PHX_API void phx_abort(phx_comm *comm);
 
-/* Set how long this rank waits for another, in nanoseconds, before it breaks the group. At first there is no limit. */
-PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns);
+/* Set how long this rank waits for another in a collective, and in a message, in nanoseconds, before it breaks the
+ * group. At first there is no limit. */
+PHX_API void phx_set_timeout(phx_comm *comm, uint64_t timeout_ns, uint64_t message_timeout_ns);
 
 /* Get the reason why the group broke; returns its status, or PHX_OK if the group is whole. May take 100 ms. */
 PHX_API int phx_breakage(const phx_comm *comm, struct phx_breakage *out);
@@ -158,6 +162,38 @@ PHX_API void phx_describe(phx_comm *comm, const char *text);
 
 /* Copy the description of `rank` into `out` (PHX_TEXT bytes). Returns 0 if there is none yet. */
 PHX_API int phx_description(const phx_comm *comm, uint32_t rank, char *out);
+
+/* -- the order of lines (lines.h) ----------------------------------------------------------------------------------- */
+
+/* Two lines of the program that this rank and another have both called, but not in the same calls. */
+struct phx_crossing {
+    uint32_t peer;
+    uint32_t lines[2];  /* texts of this process's recorder: where this rank called each */
+    uint32_t mine[2];   /* which collective of the group that was on this rank, counted from 1, for each line */
+    uint32_t theirs[2]; /* and on the peer */
+};
+
+/* Have the lines compared from which the ranks make the calls of this group, as far as they are recorded. Called before
+ * the first collective. */
+PHX_API void phx_compare_lines(phx_comm *comm);
+
+/* Get what made a collective return PHX_CROSSED. By the thread that called it, before the group's next call. */
+PHX_API void phx_crossing(const phx_comm *comm, struct phx_crossing *out);
+
+/* Returns 1 to the first rank of the group that asks, which then tells the user, and 0 to the others. */
+PHX_API int phx_tells_crossing(phx_comm *comm);
+
+/* Break the group with PHX_MISMATCH at the call that this rank has made last, because of what phx_crossing() said. */
+PHX_API void phx_break_crossed(phx_comm *comm);
+
+/* -- heartbeat ---------------------------------------------------------------------------------------------------- */
+
+/* Send a byte of value 0 on a connected stream socket every half second, unless an earlier one has not been acknowledged,
+ * until phx_beat_end(); from a thread that needs no interpreter. PHX_SYSTEM if there is no memory or no thread for it. */
+PHX_API int phx_beat(int socket);
+
+/* End that, before the socket is closed. When it has returned, nothing is sent. */
+PHX_API void phx_beat_end(int socket);
 
 /* -- collectives -------------------------------------------------------------------------------------------------- */
 
@@ -250,6 +286,11 @@ PHX_API void phx_message_expect(phx_comm *comm, phx_message *message);
  * the group. */
 PHX_API int phx_message_wait(phx_comm *comm, phx_message *message, uint64_t timeout_ns);
 
+/* Take back a receive for which no message has come. Returns 1, and the receive is done with PHX_PEER_LEFT, as it may
+ * have been before; that ends a wait for it. Returns 0 if a message has come, and the receive goes on. Any thread may call it beside a call about the same
+ * message, as long as the handle is not given back. */
+PHX_API int phx_message_withdraw(phx_comm *comm, phx_message *message);
+
 /* Move messages until one is done, for a slice at most. `finished` is what the last call returned, at first 0: a
  * message that was done since then ends the call at once. Returns how many have been done so far. */
 PHX_API uint64_t phx_messages_rest(phx_comm *comm, uint64_t finished);
@@ -314,5 +355,57 @@ PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data);
 
 /* End MPI by the process's exit code. Called by glibc, for on_exit(). */
 PHX_API void phx_mpi_end(int code, void *unused);
+
+/* -- the flight recorder (record.h has the protocol) ------------------------------------------------------------------- */
+
+#define PHX_RECORDS 4096u
+#define PHX_RECORDS_AT 4096u
+#define PHX_STRINGS_AT (PHX_RECORDS_AT + PHX_RECORDS * 64u)
+#define PHX_STRINGS 262144u
+#define PHX_RECORDER_BYTES (PHX_STRINGS_AT + PHX_STRINGS)
+
+/* A group as its process records it: its name, and how many operations of it have begun here. */
+struct phx_record_group {
+    uint32_t name; /* a text of the recorder's */
+    uint32_t pad;
+    _Atomic uint32_t collectives, messages;
+};
+
+/* A record as a reader gets it. */
+struct phx_record_seen {
+    uint64_t number, entered_ns, left_ns, nbytes; /* `left_ns`: 0 while the operation is under way */
+    uint32_t in_group, what, group, site, label;
+    int32_t peer, awaits, step;
+    uint32_t failed, pad;
+};
+
+/* Map PHX_RECORDER_BYTES of `fd` from `offset` on and record this process's operations there. Returns the memory, which
+ * stays mapped; NULL with errno if it cannot be mapped. A forked child records nothing. `rank` is -1 if it is not known. */
+PHX_API void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uint32_t size);
+
+/* Note where the text with the dtypes' names is, and this process's rank, once they are known. */
+PHX_API void phx_recorder_names(uint32_t dtypes, int32_t rank, uint32_t size);
+
+/* Note the step (-1: none) and the label (a text, 0: none) of the operations that begin from now on. */
+PHX_API void phx_recorder_mark(int32_t step, uint32_t label);
+
+/* Record that an operation begins. `what` is an enum phx_kind, plus a dtype << 8, plus an enum phx_op << 16. Returns a
+ * ticket for phx_record_end(), which may be called by any thread; 0 if nothing is recorded, which it takes too. */
+PHX_API uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
+                                  int32_t peer);
+PHX_API void phx_record_end(uint64_t ticket, int failed);
+
+/* Give the ranks of a group that is a part of another one the numbers that they have there. Before the first call. */
+PHX_API int phx_name_ranks(phx_comm *comm, const int32_t *names);
+
+/* Note whom the collective that this thread is in waits for. Costs nothing outside of one. */
+PHX_API void phx_record_awaits(int32_t rank);
+
+/* The flight recorder of another rank of this group, which may be gone; NULL if it cannot be read. Good until phx_close(). */
+PHX_API const char *phx_recorder_of(const phx_comm *comm, uint32_t rank);
+
+/* Copy the records of a recorder's memory, of this process or another one, to `out`, which has room for PHX_RECORDS, in no
+ * order. Returns how many there are, and in `next` how many operations have begun. */
+PHX_API uint32_t phx_records_read(const char *memory, struct phx_record_seen *out, uint64_t *next);
 
 #endif

@@ -9,6 +9,7 @@
 #ifndef PHALANX_PIPELINE_H
 #define PHALANX_PIPELINE_H
 
+#include "lines.h"
 #include "wait.h"
 
 struct phx_steps {
@@ -42,9 +43,10 @@ static inline __attribute__((always_inline)) int phx_pass_call(phx_comm *comm, u
                                                                struct phx_steps steps, void *job)
 {
     const int status = phx_pass_pieces(comm, comm->chunk, pieces, call, steps, job);
-    if (!status)
-        comm->chunk += pieces;
-    return status;
+    if (status)
+        return status;
+    comm->chunk += pieces;
+    return phx_done(comm);
 }
 
 #endif

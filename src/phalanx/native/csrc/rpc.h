@@ -146,26 +146,12 @@ PHX_API void phx_rpc_release(phx_rpc_link *link, uint32_t block, uint32_t sequen
 
 /* -- TCP connections: rpc/links/endpoint.py -------------------------------------------------------------------------------- */
 
-/* What the connections of one worker have in common. Only this process has it, and its threads change the words with
- * seq_cst. */
-struct phx_rpc_watch {
-    _Atomic uint32_t connections; /* how many there are; Python writes it */
-    _Atomic uint32_t watched;     /* 1: a thread that serves watches one of them without sleeping; no other one does */
-    uint32_t cores;               /* how many this process may use */
-    uint32_t unused;
-    _Atomic uint64_t busy_until_ns; /* until then nobody watches, because others need the cores; relaxed */
-};
-
-/* One end of a connection. `data`, `came` and `since_ns` belong to the thread that reads. */
+/* One end of a connection. `data` and `came` belong to the thread that reads. */
 struct phx_rpc_endpoint {
-    struct phx_rpc_watch *watch;
-    void *data;                   /* room for `size` bytes */
+    void *data;    /* room for `size` bytes */
     uint32_t size;
-    uint32_t came;                /* how many were received and not taken yet; Python writes 0 when it has taken them */
+    uint32_t came; /* how many were received and not taken yet; Python writes 0 when it has taken them */
     int32_t descriptor;
-    _Atomic uint32_t usual_ns[2]; /* the running means of how long waits for answers, and for requests, take; relaxed */
-    _Atomic uint32_t wanted;      /* 1: a caller wants to read, so a thread that serves stops watching; seq_cst */
-    uint64_t since_ns;            /* since when threads that serve have waited for a request; 0 if they do not */
     struct phx_blake2b outgoing, incoming;
 };
 
@@ -177,12 +163,9 @@ PHX_API void phx_rpc_endpoint_key(struct phx_rpc_endpoint *endpoint, const uint8
 /* Send a frame, which is message `number` of the session, with its digest behind it, as far as the kernel takes it at once.
  * Returns how many bytes it took, or -errno. */
 PHX_API int64_t phx_rpc_write(struct phx_rpc_endpoint *endpoint, uint64_t number, const uint8_t *frame, uint64_t nbytes);
-/* Return how many cores this process may use. */
-PHX_API uint32_t phx_rpc_cores(void);
-/* Receive what has come, or comes within `sleep_ms` milliseconds; a signal ends the wait. Before it sleeps, it watches the
- * connection for a short time, if `watches`. Returns how many bytes are in `data` now, among them those that were there
- * before, with PHX_RPC_WHOLE if they are one small frame, and message `number` of the session; 0 at the end of the
- * connection; or -errno: -EAGAIN if there was nothing. */
-PHX_API int64_t phx_rpc_receive(struct phx_rpc_endpoint *endpoint, int serves, int watches, int sleep_ms, uint64_t number);
+/* Receive what has come, or comes within `sleep_ms` milliseconds; a signal ends the wait. Returns how many bytes are in
+ * `data` now, among them those that were there before, with PHX_RPC_WHOLE if they are one small frame, and message `number`
+ * of the session; 0 at the end of the connection; or -errno: -EAGAIN if there was nothing. */
+PHX_API int64_t phx_rpc_receive(struct phx_rpc_endpoint *endpoint, int sleep_ms, uint64_t number);
 
 #endif

@@ -141,8 +141,8 @@ static void *watch(void *argument)
     return NULL;
 }
 
-/* The kernel refuses a set that has fewer bits than the machine may have cores. */
-uint32_t phx_rpc_cores(void)
+/* How many cores this process may use. The kernel refuses a set that has fewer bits than the machine may have cores. */
+static uint32_t cores_to_use(void)
 {
     for (int bits = CPU_SETSIZE; bits <= 1 << 20; bits *= 2) {
         cpu_set_t *set = CPU_ALLOC((size_t)bits);
@@ -235,7 +235,7 @@ phx_rpc_hub *phx_rpc_open(const uint8_t *cookie, uint64_t shared_bytes)
     atomic_store(&hub->place->alive_ns, phx_now_ns());
     phx_rpc_stamp(hub);
     hub->forks = atomic_load(&phx_rpc_forks);
-    hub->cores = phx_rpc_cores();
+    hub->cores = cores_to_use();
     atomic_store(&hub->refs, 1);
     pthread_mutex_init(&hub->lock, NULL);
     pthread_mutex_init(&hub->loans.lock, NULL);

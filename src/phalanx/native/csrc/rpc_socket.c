@@ -1,27 +1,16 @@
-/* A TCP connection: small frames with their digests, and watching for them before sleeping, without the interpreter. */
+/* A TCP connection: small frames with their digests, without the interpreter. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
-#include <sched.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
-#include "futex.h"
 #include "rpc.h"
-#include "rpc_patience.h"
 
 /* A frame (rpc/links/wire_format.py): the length of what follows without the digest, highest byte first; its kind. */
 #define LENGTH_BYTES 4u
 #define SMALL 1u
-
-/* If a thread that watches gives its core away and gets it back only after so long, somebody else needs the core. Then all
- * threads of this process sleep at once for a while: for much longer than it has waited for the core, because nobody else
- * receives what came meanwhile. */
-#define BUSY_NS 30000u
-#define LEAST_REST_NS 100000000ull
-#define MOST_REST_NS 10000000000ull
-#define REST_FACTOR 100u
 
 void phx_rpc_endpoint_key(struct phx_rpc_endpoint *endpoint, const uint8_t *key, uint32_t key_bytes,
                           const char *outgoing, const char *incoming)
@@ -69,67 +58,15 @@ static int64_t look(struct phx_rpc_endpoint *endpoint)
     return came;
 }
 
-static void rest(struct phx_rpc_watch *process, uint64_t now, uint64_t lost_ns)
+int64_t phx_rpc_receive(struct phx_rpc_endpoint *endpoint, int sleep_ms, uint64_t number)
 {
-    uint64_t rest_ns = REST_FACTOR * lost_ns;
-    rest_ns = rest_ns < LEAST_REST_NS ? LEAST_REST_NS : rest_ns > MOST_REST_NS ? MOST_REST_NS : rest_ns;
-    atomic_store_explicit(&process->busy_until_ns, now + rest_ns, memory_order_relaxed);
-}
-
-/* Look again and again until a time. */
-static int64_t watch(struct phx_rpc_endpoint *endpoint, int serves, uint64_t now, uint64_t until)
-{
-    for (;;) {
-        sched_yield();
-        const uint64_t before = now;
-        now = phx_now_ns();
-        const int busy = now - before > BUSY_NS;
-        if (busy)
-            rest(endpoint->watch, now, now - before);
-        const int64_t came = look(endpoint);
-        if (came != -EAGAIN || busy || now >= until || (serves && atomic_load(&endpoint->wanted)))
-            return came;
-        for (int i = 0; i < 50; i++)
-            phx_relax();
-    }
-}
-
-static int may_watch(struct phx_rpc_watch *process, uint64_t now)
-{
-    return atomic_load(&process->connections) < process->cores &&
-           now >= atomic_load_explicit(&process->busy_until_ns, memory_order_relaxed);
-}
-
-static int64_t await(struct phx_rpc_endpoint *endpoint, int serves, int watches, int sleep_ms)
-{
-    int64_t came = look(endpoint);
-    const uint64_t since_ns = serves ? endpoint->since_ns : 0;
-    if (came != -EAGAIN ? !since_ns : !watches && !sleep_ms)
-        return came;
-    const uint64_t now = phx_now_ns(), begun = since_ns ? since_ns : now;
-    _Atomic uint32_t *usual = &endpoint->usual_ns[serves];
-    if (came == -EAGAIN && watches && may_watch(endpoint->watch, now)) {
-        const uint64_t until = now + phx_rpc_watch_ns(usual);
-        if (!serves)
-            came = watch(endpoint, 0, now, until);
-        else if (!atomic_exchange(&endpoint->watch->watched, 1)) {
-            came = watch(endpoint, 1, now, until);
-            atomic_store(&endpoint->watch->watched, 0);
-        }
-    }
+    int64_t came = endpoint->came;
+    if (!came)
+        came = look(endpoint);
     if (came == -EAGAIN && sleep_ms) {
         struct pollfd polled = {.fd = endpoint->descriptor, .events = POLLIN};
         if (poll(&polled, 1, sleep_ms) > 0)
             came = look(endpoint);
     }
-    endpoint->since_ns = serves && came == -EAGAIN ? begun : 0; /* its thread goes to sleep in the epoll */
-    if (!endpoint->since_ns)
-        phx_rpc_note(usual, phx_now_ns() - begun);
-    return came;
-}
-
-int64_t phx_rpc_receive(struct phx_rpc_endpoint *endpoint, int serves, int watches, int sleep_ms, uint64_t number)
-{
-    const int64_t came = endpoint->came ? endpoint->came : await(endpoint, serves, watches, sleep_ms);
     return came > 0 && number != UINT64_MAX && is_whole(endpoint, number) ? came | PHX_RPC_WHOLE : came;
 }

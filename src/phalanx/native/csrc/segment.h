@@ -28,6 +28,9 @@
  *   pid, fd     Written by their rank when it opens the segment; read by all after the ranks have met through the
  *               store, which orders them. Death before: the ranks do not finish meeting. Death after: any rank that
  *               checks finds the process gone. `fd` is good until every rank has stored `sees`.
+ *   recorder, recorder_at
+ *               Written and read as `pid`: the descriptor of the rank's flight recorder, -1 for none, and where in that
+ *               file it begins. The descriptor is good while the process lives, unless the program closes it.
  *   sees        Written once by its rank, release, when it has looked at the processes of all others; read by all,
  *               acquire. Death before: a rank that waits for it finds the process gone, or waits a little longer.
  *               Death after: the ranks finish meeting, and the first to wait for the dead one finds it gone.
@@ -43,6 +46,8 @@
  *               usual. A rank that waits for another compares then. A rank that does not wait (a broadcast's root)
  *               compares when it enters a later chunk or next waits, at most two chunks later, when the word is still
  *               there.
+ *   line[]      Written and read as call[], by the same ranks at the same times. 0: not known, or not the call's first
+ *               chunk.
  *   cpu         Written by its rank, relaxed, when it raises a counter or rings a bell; read by all, relaxed. It is a
  *               hint on where the rank ran last, so neither death matters.
  *   slots       Written by their rank, or in a scatter by the root, plainly, before `ready` of the writer; the reduced
@@ -61,6 +66,8 @@
  *               stores 2, release. Read by all, acquire. Death before or between: the others' errors lack this rank's
  *               description. Death after: they have it.
  *   text        Written by that thread, plainly; read by all after `described` was acquired as 2.
+ *   crossed     0 -> 1 by the first rank that finds lines crossed (compare-and-exchange, seq_cst), which then tells the
+ *               user; read by no other operation. Death after it: nobody tells.
  *   head        Written by the ring's sender, release, after the bytes that it covers; read by the receiver, acquire.
  *               Death before: those bytes are not seen. Death after, in the middle of a message: the receiver takes
  *               what is there, waits for the rest and finds the process gone.
@@ -93,7 +100,7 @@ struct phx_header {
     uint32_t abi, size;
     uint64_t chunk_bytes, small_bytes, stream_bytes;
     uint8_t cookie[16];
-    _Atomic uint32_t breaking;
+    _Atomic uint32_t breaking, crossed;
     struct phx_breakage breakage;
 };
 
@@ -103,6 +110,7 @@ struct phx_flags {
     _Atomic uint64_t done;
     uint64_t call[PHX_SLOTS];
     _Atomic uint32_t cpu;
+    uint16_t line[PHX_SLOTS];
 };
 
 /* One for each rank: what is used only to sleep, to wake and to explain. */
@@ -111,6 +119,8 @@ struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t bell, listening;
     _Alignas(PHX_LINE) uint32_t pid; /* as the rank's own /proc counts */
     int32_t fd;
+    int32_t recorder;
+    uint64_t recorder_at;
     _Atomic uint32_t sees, going, described;
     char text[PHX_TEXT];
 };

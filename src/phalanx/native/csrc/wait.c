@@ -12,6 +12,7 @@
 #include "cores.h"
 #include "futex.h"
 #include "life.h"
+#include "lines.h"
 
 static inline int reached(_Atomic uint64_t *word, uint64_t target)
 {
@@ -42,6 +43,7 @@ static int wait_slowly(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, ui
             break;
     }
     struct phx_place *place = &comm->places[peer];
+    phx_record_awaits(comm->names ? comm->names[peer] : (int32_t)peer);
     for (uint64_t checked = phx_now_ns(), waited = 0;;) {
         const uint64_t value = atomic_load_explicit(word, memory_order_acquire);
         /* A raise between this load and the sleep changes the word, and the kernel does not sleep on a changed one. */
@@ -75,7 +77,10 @@ int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t tar
             return PHX_OK;
         phx_relax();
     }
-    return wait_slowly(comm, peer, word, target);
+    const int status = wait_slowly(comm, peer, word, target);
+    if (!status)
+        phx_record_awaits(-1);
+    return status;
 }
 
 /* Compare the call words of `peer`, which has raised `ready` to `seen`, up to that chunk. At most two chunks are left
@@ -83,9 +88,14 @@ int phx_wait(phx_comm *comm, uint32_t peer, _Atomic uint64_t *word, uint64_t tar
 static int compare_calls(phx_comm *comm, uint32_t peer, uint64_t seen)
 {
     const uint64_t *mine = comm->flags[comm->rank].call, *theirs = comm->flags[peer].call;
-    for (uint64_t chunk = comm->compared[peer]; chunk < seen; chunk++)
-        if (!phx_same_call(mine[chunk % PHX_SLOTS], theirs[chunk % PHX_SLOTS]))
+    const uint16_t *here = comm->flags[comm->rank].line, *there = comm->flags[peer].line;
+    for (uint64_t chunk = comm->compared[peer]; chunk < seen; chunk++) {
+        const uint64_t slot = chunk % PHX_SLOTS;
+        if (!phx_same_call(mine[slot], theirs[slot]))
             return phx_break_at(comm, PHX_MISMATCH, peer, chunk);
+        if (here[slot] != there[slot] || comm->unsettled)
+            phx_meet_line(comm, peer, slot);
+    }
     comm->compared[peer] = seen;
     return PHX_OK;
 }
@@ -153,6 +163,8 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
             return status;
     }
     comm->flags[comm->rank].call[chunk % PHX_SLOTS] = call;
+    if (comm->lines)
+        phx_publish_line(comm, chunk, call);
     return PHX_OK;
 }
 

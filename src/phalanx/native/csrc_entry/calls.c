@@ -5,6 +5,11 @@
  * them again and words them. So what this file does is a subset of c10d/process_group.py, call for call. */
 #include "entry.h"
 
+static int is_done(int status)
+{
+    return status == PHX_OK || status == PHX_CROSSED;
+}
+
 /* The end of a call: give the group back, or raise the error for the core's status. */
 static PyObject *finish(entry *self, int status, const char *name, PyObject *tensor, int op, int64_t root)
 {
@@ -14,7 +19,8 @@ static PyObject *finish(entry *self, int status, const char *name, PyObject *ten
             root < 0 ? (Py_INCREF(Py_None), Py_None) : PyLong_FromLongLong(root));
         if (raised) {
             Py_DECREF(raised);
-            PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
+            if (!is_done(status))
+                PyErr_SetString(PyExc_SystemError, "the core reported an error that has no exception");
         }
     }
     if (entry_leave(self))
@@ -80,8 +86,9 @@ static PyObject *all_reduce(entry *self, PyObject *object, const struct entry_te
     const int entered = enter_with(self, object, tensor);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_UNLOCKED(status, entry_process.core.all_reduce(self->comm, tensor->data, tensor->data, tensor->count,
-                                                   tensor->reduced, entry_process.ops[op], tensor->shape_word));
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_REDUCE, tensor->copied, entry_process.ops[op]), tensor->nbytes, -1,
+                   entry_process.core.all_reduce(self->comm, tensor->data, tensor->data, tensor->count, tensor->reduced,
+                                                 entry_process.ops[op], tensor->shape_word));
     return finish(self, status, "all_reduce", object, op, -1);
 }
 
@@ -132,9 +139,10 @@ PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
         Py_DECREF(object);
         return ENTRY_NOT_ENTERED(entered);
     }
-    ENTRY_UNLOCKED(status, entry_process.core.reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
-                                               entry_process.ops[op], (uint32_t)root, tensor.shape_word));
-    if (!status && root != self->rank)
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE, tensor.copied, entry_process.ops[op]), tensor.nbytes, root,
+                   entry_process.core.reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
+                                             entry_process.ops[op], (uint32_t)root, tensor.shape_word));
+    if (is_done(status) && root != self->rank)
         (void)note_unheard(self, "reduce", object, op, root);
     PyObject *result = finish(self, status, "reduce", object, op, root);
     Py_DECREF(object);
@@ -157,9 +165,10 @@ PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs)
         Py_DECREF(object);
         return ENTRY_NOT_ENTERED(entered);
     }
-    ENTRY_UNLOCKED(status, entry_process.core.broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
-                                                  tensor.shape_word));
-    if (!status && (root == self->rank || self->size > 2))
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BROADCAST, tensor.copied, 0), tensor.nbytes, root,
+                   entry_process.core.broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
+                                                tensor.shape_word));
+    if (is_done(status) && (root == self->rank || self->size > 2))
         (void)note_unheard(self, "broadcast", object, -1, root);
     PyObject *result = finish(self, status, "broadcast", object, -1, root);
     Py_DECREF(object);
@@ -206,8 +215,9 @@ PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs)
     const int entered = plain == 1 ? enter_with_both(self, args[0], args[1], &whole, &part) : plain;
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_UNLOCKED(status, entry_process.core.all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
-                                                   part.shape_word));
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_GATHER, part.copied, 0), part.nbytes, -1,
+                   entry_process.core.all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
+                                                 part.shape_word));
     return finish(self, status, "all_gather", args[1], -1, -1);
 }
 
@@ -226,9 +236,9 @@ PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t na
     const int entered = enter_with_both(self, args[1], args[0], &whole, &part);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_UNLOCKED(status, entry_process.core.reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
-                                                       part.count, part.reduced, entry_process.ops[op],
-                                                       part.shape_word));
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE_SCATTER, part.copied, entry_process.ops[op]), part.nbytes, -1,
+                   entry_process.core.reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
+                                                     part.count, part.reduced, entry_process.ops[op], part.shape_word));
     return finish(self, status, "reduce_scatter", args[0], op, -1);
 }
 
@@ -241,6 +251,6 @@ PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs)
     const int entered = entry_enter(self);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_UNLOCKED(status, entry_process.core.barrier(self->comm));
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BARRIER, 0, 0), 0, -1, entry_process.core.barrier(self->comm));
     return finish(self, status, "barrier", Py_None, -1, -1);
 }

@@ -19,6 +19,8 @@ struct entry_core {
     __typeof__(&phx_recv) recv;
     __typeof__(&phx_message_wait) message_wait;
     __typeof__(&phx_message_free) message_free;
+    __typeof__(&phx_record_begin) record_begin;
+    __typeof__(&phx_record_end) record_end;
 };
 
 enum entry_option_class {
@@ -66,6 +68,8 @@ typedef struct {
     phx_comm *comm;
     uint64_t forks;
     uint32_t rank, size;
+    int32_t *places;            /* the core's rank of each rank of the group, -1 of one that it does not reach; NULL if they
+                                 * are the same */
     PyObject *group;            /* a weak reference: the group holds this entry */
     PyObject *progress, *queue; /* c10d/progress.py */
     PyObject *acquire, *release;
@@ -73,6 +77,8 @@ typedef struct {
     PyObject *mailbox, *inside, *fail_message; /* transports/shm/mailbox.py; raises the error for a message */
     PyObject *communicator; /* its `_unheard` gets `explain` when `last` is the latest such call */
     PyObject *explain;
+    struct phx_record_group *recorded; /* NULL: its operations are not recorded */
+    PyObject *recorded_by;             /* keeps that */
     struct entry_unheard last;
     struct entry_shapes shapes;
     void **pointers;
@@ -103,6 +109,9 @@ int entry_make_methods(void);
 /* Returns a new dictionary of the group's quick methods. */
 PyObject *entry_methods(PyObject *object, PyObject *ignored);
 
+/* Make the type of recorded calls, once. Returns it, or NULL with an exception. */
+PyObject *entry_make_recorded(void);
+
 /* Free an object of one of the module's types, without what it holds. */
 void entry_free_object(PyObject *self);
 
@@ -118,6 +127,20 @@ void entry_free_object(PyObject *self);
         (status) = (call);                                                                                             \
         PyEval_RestoreThread(state);                                                                                   \
     } while (0)
+
+/* Record that an operation of the group begins; what it returns is for core.record_end(). Leaves no exception. */
+uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, int64_t peer);
+
+/* ENTRY_UNLOCKED for a call that is recorded. */
+#define ENTRY_RECORDED(self, status, what, nbytes, peer, call)                                                               \
+    do {                                                                                                               \
+        const uint64_t ticket = entry_record(self, what, nbytes, peer);                                                \
+        ENTRY_UNLOCKED(status, call);                                                                                  \
+        entry_process.core.record_end(ticket, (status) != PHX_OK && (status) != PHX_CROSSED);                                                          \
+    } while (0)
+
+/* What a record says of an operation: an enum phx_kind, the core's dtype number for copies, its number of the reduction. */
+#define ENTRY_WHAT(kind, dtype, op) ((uint32_t)(kind) | (uint32_t)(dtype) << 8 | (uint32_t)(op) << 16)
 
 /* The only tensor of a list, described; 1, 0 or -1 as entry_read(). The list may change while other threads run, so with 1
  * the caller gets a reference of its own. */

@@ -1,4 +1,4 @@
-/* Entering and leaving a group, as Progress.run() of c10d/progress.py does for its own thread. */
+/* Entering and leaving a group, as Progress.run() of c10d/progress.py does for its own thread; and recording its calls. */
 #include "entry.h"
 
 struct entry_process entry_process;
@@ -58,4 +58,12 @@ int entry_leave(entry *self)
     if (kind)
         PyErr_Restore(kind, value, trace);
     return kind || failed ? -1 : 0;
+}
+
+uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, int64_t peer)
+{
+    if (!self->recorded)
+        return 0;
+    const uint32_t site = entry_site_number(&entry_process.codes);
+    return entry_process.core.record_begin(self->recorded, what, nbytes, site, (int32_t)peer);
 }

@@ -35,14 +35,33 @@ static void leave(entry *self)
     PyErr_Restore(kind, value, trace);
 }
 
-static int may_move(entry *self, int64_t peer)
+/* A message: the other end's rank in the core and in the group, and the tag. */
+struct ends {
+    int64_t peer, rank, tag;
+};
+
+/* Whether messages to and from a rank of the group may be moved here; if so, its rank in the core is filled in. */
+static int may_move(entry *self, struct ends *ends)
 {
-    return peer >= 0 && peer < self->size && self->forks == entry_forks && !entry_is_watched();
+    if (ends->rank < 0 || ends->rank >= self->size || self->forks != entry_forks || entry_is_watched())
+        return 0;
+    ends->peer = self->places ? self->places[ends->rank] : ends->rank;
+    return ends->peer >= 0;
 }
 
-/* Returns 1 if the message has been sent; 0 if it is for Python; -1 with an exception. The caller holds the tensor. */
-static int send_now(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t peer, uint32_t tag)
+static int record_sent(entry *self, const struct entry_tensor *tensor, int64_t rank, int sent)
 {
+    if (sent == 1)
+        entry_process.core.record_end(entry_record(self, ENTRY_WHAT(PHX_SEND, tensor->copied, 0), tensor->nbytes, rank), 0);
+    return sent;
+}
+
+/* Returns 1 if the message has been sent; 0 if it is for Python; -1 with an exception. The caller holds the tensor.
+ *
+ * It is recorded when it has been sent, because one that is not is for Python, which records it. */
+static int send_now(entry *self, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
+{
+    const uint32_t peer = (uint32_t)ends->peer, tag = (uint32_t)ends->tag;
     int sent;
     phx_comm *comm = open_mailbox(self);
     if (!comm)
@@ -50,18 +69,20 @@ static int send_now(entry *self, PyObject *object, const struct entry_tensor *te
     if (!entry_unchanged(&entry_process.tensors, object, tensor))
         return 0;
     if (tensor->nbytes <= INSIDE_PYTHON)
-        return entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
+        return record_sent(self, tensor, ends->rank,
+                           entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag));
     if (enter(self))
         return -1;
     ENTRY_UNLOCKED(sent, entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag));
     leave(self);
-    return sent;
+    return record_sent(self, tensor, ends->rank, sent);
 }
 
 /* Receive, and wait for it. Returns 1 if the message has been received; 0 if it is for Python; -1 with an exception. The
  * caller holds the tensor. */
-static int receive(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t peer, uint32_t tag)
+static int receive(entry *self, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
 {
+    const uint32_t peer = (uint32_t)ends->peer, tag = (uint32_t)ends->tag;
     int status = PHX_OK, received = 0;
     phx_comm *comm = open_mailbox(self);
     if (!comm)
@@ -72,7 +93,8 @@ static int receive(entry *self, PyObject *object, const struct entry_tensor *ten
         return -1;
     phx_message *message = entry_process.core.recv(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
     if (message)
-        ENTRY_UNLOCKED(status, entry_process.core.message_wait(comm, message, 0));
+        ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_RECV, tensor->copied, 0), tensor->nbytes, ends->rank,
+                       entry_process.core.message_wait(comm, message, 0));
     if (message && !status) {
         received = 1;
         entry_process.core.message_free(comm, message);
@@ -102,16 +124,15 @@ static int read_number(PyObject *object, int64_t *number)
     return 0;
 }
 
-static int read_peer_and_tag(PyObject *const *args, int64_t *peer, int64_t *tag)
+static int read_ends(PyObject *const *args, struct ends *ends)
 {
-    return read_number(args[0], peer) && read_number(args[1], tag);
+    return read_number(args[0], &ends->rank) && read_number(args[1], &ends->tag);
 }
 
 /* The arguments (tensor, peer, tag) of a message to or from another rank: 1, 0 or -1 as entry_read(). */
-static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, struct entry_tensor *tensor, int64_t *peer,
-                        int64_t *tag)
+static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, struct entry_tensor *tensor, struct ends *ends)
 {
-    if (nargs != 3 || !read_peer_and_tag(args + 1, peer, tag) || !may_move(self, *peer) || *peer == self->rank)
+    if (nargs != 3 || !read_ends(args + 1, ends) || ends->rank == self->rank || !may_move(self, ends))
         return 0;
     const int seen = entry_is_seen_by_functions();
     return seen ? (seen < 0 ? -1 : 0) : entry_read(&entry_process.tensors, NULL, args[0], tensor);
@@ -121,10 +142,10 @@ static int read_message(entry *self, PyObject *const *args, Py_ssize_t nargs, st
 PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
-    int64_t peer, tag;
-    int done = read_message(self, args, nargs, &tensor, &peer, &tag);
+    struct ends ends;
+    int done = read_message(self, args, nargs, &tensor, &ends);
     if (done == 1)
-        done = send_now(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
+        done = send_now(self, args[0], &tensor, &ends);
     return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
 }
 
@@ -132,10 +153,10 @@ PyObject *entry_send_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
 PyObject *entry_recv_now(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
-    int64_t peer, tag;
-    int done = read_message(self, args, nargs, &tensor, &peer, &tag);
+    struct ends ends;
+    int done = read_message(self, args, nargs, &tensor, &ends);
     if (done == 1)
-        done = receive(self, args[0], &tensor, (uint32_t)peer, (uint32_t)tag);
+        done = receive(self, args[0], &tensor, &ends);
     return done == 1 ? PyBool_FromLong(1) : ENTRY_NOT_ENTERED(done);
 }
 
@@ -160,13 +181,13 @@ PyObject *entry_send(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
     PyObject *object;
-    int64_t peer, tag;
-    if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer))
+    struct ends ends;
+    if (nargs != 3 || !read_ends(args + 1, &ends) || !may_move(self, &ends))
         return ENTRY_NOT_ME;
     int done = entry_read_only_one(NULL, args[0], &object, &tensor);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
-    done = send_now(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
+    done = send_now(self, object, &tensor, &ends);
     Py_DECREF(object);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
@@ -181,14 +202,14 @@ PyObject *entry_recv(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     struct entry_tensor tensor;
     PyObject *object;
-    int64_t peer, tag;
-    if (nargs != 3 || !read_peer_and_tag(args + 1, &peer, &tag) || !may_move(self, peer) ||
+    struct ends ends;
+    if (nargs != 3 || !read_ends(args + 1, &ends) || !may_move(self, &ends) ||
         !is_called_by(entry_process.recv_code))
         return ENTRY_NOT_ME;
     int done = entry_read_only_one(NULL, args[0], &object, &tensor);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);
-    done = receive(self, object, &tensor, (uint32_t)peer, (uint32_t)tag);
+    done = receive(self, object, &tensor, &ends);
     Py_DECREF(object);
     if (done != 1)
         return ENTRY_NOT_ENTERED(done);

@@ -48,10 +48,11 @@ static void entry_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     PyObject *held[] = {self->group, self->progress, self->queue, self->acquire, self->release, self->fail,
                         self->mailbox, self->inside, self->fail_message, self->communicator, self->explain, self->last.site.code, self->last.site.instruction,
-                        self->last.tensor_kind};
+                        self->last.tensor_kind, self->recorded_by};
     for (size_t i = 0; i < sizeof held / sizeof *held; i++)
         Py_XDECREF(held[i]);
     free(self->pointers);
+    free(self->places);
     entry_free_object(object);
 }
 
@@ -106,6 +107,36 @@ static PyObject *entry_set_explain(PyObject *object, PyObject *explain)
     Py_RETURN_NONE;
 }
 
+static PyObject *entry_set_recorded(PyObject *object, PyObject *args)
+{
+    entry *self = (entry *)object;
+    unsigned long long group;
+    PyObject *keeper;
+    if (!PyArg_ParseTuple(args, "KO", &group, &keeper))
+        return NULL;
+    Py_INCREF(keeper); /* for as long as the entry lives; set once */
+    self->recorded = (struct phx_record_group *)(uintptr_t)group;
+    self->recorded_by = keeper;
+    Py_RETURN_NONE;
+}
+
+static PyObject *entry_set_places(PyObject *object, PyObject *places)
+{
+    entry *self = (entry *)object;
+    int32_t *found = calloc(self->size, sizeof *found);
+    for (uint32_t i = 0; found && i < self->size; i++) {
+        PyObject *place = PyList_GetItem(places, (Py_ssize_t)i); /* borrowed */
+        found[i] = place ? (int32_t)PyLong_AsLong(place) : -1;
+    }
+    if (!found || PyErr_Occurred()) {
+        free(found);
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    }
+    free(self->places);
+    self->places = found;
+    Py_RETURN_NONE;
+}
+
 static PyObject *entry_last(PyObject *object, PyObject *ignored)
 {
     const struct entry_unheard *last = &((entry *)object)->last;
@@ -119,6 +150,10 @@ static PyObject *entry_last(PyObject *object, PyObject *ignored)
 
 static PyMethodDef entry_defs[] = {
     {"set_explain", entry_set_explain, METH_O, "Set what the communicator gets as its unheard call; see last()."},
+    {"set_recorded", entry_set_recorded, METH_VARARGS,
+     "set_recorded(address, keeper): record the calls in the group at this address, which the keeper holds. Once."},
+    {"set_places", entry_set_places, METH_O,
+     "Set the core's rank of each rank of the group, -1 of one that the core does not reach. Before the first call."},
     {"last", entry_last, METH_NOARGS, "The last call that others may not have confirmed: (code, instruction, ...)."},
     {"methods", entry_methods, METH_NOARGS, "A new dictionary of the group's quick methods."},
     {NULL, NULL, 0, NULL},
@@ -256,7 +291,61 @@ static PyObject *bytes_of(PyObject *module, PyObject *options)
     return entry_bytes_of(options);
 }
 
+static PyObject *set_recorder(PyObject *module, PyObject *args)
+{
+    PyObject *functions, *is_inside, *number_of;
+    struct entry_core *core = &entry_process.core;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyDict_Type, &functions, &is_inside, &number_of))
+        return NULL;
+    Py_INCREF(is_inside); /* for as long as the process lives */
+    Py_INCREF(number_of);
+    core->record_begin = (__typeof__(core->record_begin))address(functions, "phx_record_begin");
+    core->record_end = (__typeof__(core->record_end))address(functions, "phx_record_end");
+    entry_process.codes.is_inside = is_inside;
+    entry_process.codes.number_of = number_of;
+    Py_RETURN_NONE;
+}
+
+static PyObject *site_number(PyObject *module, PyObject *nothing)
+{
+    (void)module;
+    (void)nothing;
+    return PyLong_FromUnsignedLong(entry_site_number(&entry_process.codes));
+}
+
+static PyObject *record_begin(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    if (nargs != 5)
+        return PyErr_Format(PyExc_TypeError, "record_begin(group, what, nbytes, site, peer)");
+    struct phx_record_group *group = PyLong_AsVoidPtr(args[0]);
+    const uint32_t what = (uint32_t)PyLong_AsUnsignedLong(args[1]), site = (uint32_t)PyLong_AsUnsignedLong(args[3]);
+    const uint64_t nbytes = PyLong_AsUnsignedLongLong(args[2]);
+    const long peer = PyLong_AsLong(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
+    return PyLong_FromUnsignedLongLong(entry_process.core.record_begin(group, what, nbytes, site, (int32_t)peer));
+}
+
+static PyObject *record_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)module;
+    if (nargs != 2)
+        return PyErr_Format(PyExc_TypeError, "record_end(ticket, failed)");
+    const uint64_t ticket = PyLong_AsUnsignedLongLong(args[0]);
+    const int failed = PyObject_IsTrue(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    entry_process.core.record_end(ticket, failed);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(addresses, is_inside, number_of): see watch/recorder.py"},
+    {"site_number", site_number, METH_NOARGS, "The recorder's number of the line of the user's program that calls; 0: none."},
+    {"record_begin", (PyCFunction)(void (*)(void))record_begin, METH_FASTCALL, "The core's phx_record_begin()."},
+    {"record_end", (PyCFunction)(void (*)(void))record_end, METH_FASTCALL, "The core's phx_record_end()."},
     {"set_exchange", set_exchange, METH_VARARGS, "set_exchange(capsule, addresses): torch's exchange, the core's functions."},
     {"set_up", set_up, METH_VARARGS, "set_up(dtypes, ops, Tensor, ...): see c10d/quick.py"},
     {"set_options", set_options, METH_VARARGS, "set_options(which, class, asyncOp, timeout, op, root, part, no timeout)"},
@@ -290,7 +379,9 @@ PyMODINIT_FUNC PyInit_entry(void)
     entry_process.ended = PyUnicode_InternFromString("ended");
     entry_process.comm = PyUnicode_InternFromString("comm");
     entry_process.tensors.shape = PyUnicode_InternFromString("shape");
-    if (entry_make_methods() || !entry_type || pthread_atfork(NULL, NULL, count_fork) ||
+    PyObject *recorded = entry_make_recorded();
+    if (!recorded || PyModule_AddObject(module, "Recorded", recorded) ||
+        entry_find_frames(&entry_process.codes) || entry_make_methods() || !entry_type || pthread_atfork(NULL, NULL, count_fork) ||
         PyModule_AddObject(module, "Entry", (PyObject *)entry_type) || PyModule_AddIntConstant(module, "ABI", PHX_ABI)) {
         Py_DECREF(module);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();

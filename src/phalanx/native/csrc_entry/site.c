@@ -1,5 +1,8 @@
 /* Walking the frames of a call up to the user's program. */
+#define _GNU_SOURCE
 #include "site.h"
+
+#include <dlfcn.h>
 
 static int is_known(struct entry_codes *codes, PyObject *code)
 {
@@ -31,6 +34,46 @@ static int is_inside(struct entry_codes *codes, PyObject *frame, PyObject *code)
     return inside;
 }
 
+int entry_find_frames(struct entry_codes *codes)
+{
+    codes->back = (__typeof__(codes->back))dlsym(RTLD_DEFAULT, "PyFrame_GetBack");
+    codes->lasti = (__typeof__(codes->lasti))dlsym(RTLD_DEFAULT, "PyFrame_GetLasti");
+    codes->f_back = PyUnicode_InternFromString("f_back");
+    codes->f_lasti = PyUnicode_InternFromString("f_lasti");
+    return codes->f_back && codes->f_lasti ? 0 : -1;
+}
+
+/* The frame that called `frame`, or NULL; with an exception if there is one. */
+static PyObject *caller_of(struct entry_codes *codes, PyObject *frame)
+{
+    if (codes->back)
+        return codes->back(frame);
+    PyObject *caller = PyObject_GetAttr(frame, codes->f_back);
+    if (caller != Py_None)
+        return caller;
+    Py_DECREF(caller);
+    return NULL;
+}
+
+/* The innermost frame of the user's program on this thread's stack, and its code, both new references; NULL if there is
+ * none, with an exception if there is one. */
+static PyObject *user_frame(struct entry_codes *codes, PyObject **code)
+{
+    PyObject *frame = (PyObject *)PyEval_GetFrame();
+    Py_XINCREF(frame);
+    while (frame) {
+        *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
+        const int inside = is_inside(codes, frame, *code);
+        if (!inside)
+            return frame;
+        Py_DECREF(*code);
+        PyObject *caller = inside < 0 ? NULL : caller_of(codes, frame);
+        Py_DECREF(frame);
+        frame = caller;
+    }
+    return NULL; /* torch's C++ made the call, on a thread of its own */
+}
+
 static void set_site(struct entry_site *site, PyObject *code, PyObject *instruction)
 {
     const struct entry_site old = *site;
@@ -41,23 +84,69 @@ static void set_site(struct entry_site *site, PyObject *code, PyObject *instruct
 
 int entry_note_site(struct entry_codes *codes, struct entry_site *site)
 {
-    PyObject *frame = (PyObject *)PyEval_GetFrame();
-    Py_XINCREF(frame);
-    while (frame && frame != Py_None) {
-        PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame);
-        const int inside = is_inside(codes, frame, code);
-        PyObject *next = inside < 0 ? NULL : PyObject_GetAttrString(frame, inside ? "f_back" : "f_lasti");
-        Py_DECREF(frame);
-        if (next && !inside) {
-            set_site(site, code, next);
-            return 0;
-        }
-        Py_DECREF(code);
-        if (!next)
+    PyObject *code = NULL, *frame = user_frame(codes, &code);
+    if (!frame) {
+        if (PyErr_Occurred())
             return -1;
-        frame = next;
+        set_site(site, NULL, NULL);
+        return 0;
     }
-    Py_XDECREF(frame);
-    set_site(site, NULL, NULL); /* torch's C++ made the call, on a thread of its own */
+    PyObject *instruction = PyObject_GetAttr(frame, codes->f_lasti);
+    Py_DECREF(frame);
+    if (!instruction) {
+        Py_DECREF(code);
+        return -1;
+    }
+    set_site(site, code, instruction);
     return 0;
+}
+
+static uint32_t asked_for(struct entry_codes *codes, PyObject *code, long instruction)
+{
+    PyObject *answer = PyObject_CallFunction(codes->number_of, "Ol", code, instruction);
+    const unsigned long number = answer ? PyLong_AsUnsignedLong(answer) : 0;
+    Py_XDECREF(answer);
+    if (PyErr_Occurred()) {
+        PyErr_Clear();
+        return 0;
+    }
+    return (uint32_t)number;
+}
+
+uint32_t entry_number_of(struct entry_codes *codes, PyObject *code, long instruction)
+{
+    const uintptr_t mixed = (uintptr_t)code / 64 + (uintptr_t)instruction / 2;
+    __typeof__(&codes->sites[0]) known = &codes->sites[mixed % ENTRY_SITES];
+    if (known->code == code && known->instruction == instruction)
+        return known->number;
+    const uint32_t number = asked_for(codes, code, instruction); /* other threads may run meanwhile */
+    PyObject *old = known->code;
+    Py_INCREF(code);
+    known->code = code;
+    known->instruction = instruction;
+    known->number = number;
+    Py_XDECREF(old);
+    return number;
+}
+
+uint32_t entry_site_number(struct entry_codes *codes)
+{
+    PyObject *code = NULL, *frame = user_frame(codes, &code);
+    if (!frame) {
+        PyErr_Clear();
+        return 0;
+    }
+    long instruction = -1;
+    if (codes->lasti) {
+        instruction = codes->lasti(frame);
+    } else {
+        PyObject *given = PyObject_GetAttr(frame, codes->f_lasti);
+        instruction = given ? PyLong_AsLong(given) : -1;
+        Py_XDECREF(given);
+        PyErr_Clear();
+    }
+    Py_DECREF(frame);
+    const uint32_t number = entry_number_of(codes, code, instruction);
+    Py_DECREF(code);
+    return number;
 }

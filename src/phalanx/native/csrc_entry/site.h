@@ -1,14 +1,16 @@
-/* Which line of the user's program is making a call, noted so cheaply that every call can: the code and the place in it.
+/* Noting which line of the user's program makes a call, so cheaply that every call can: the code and the place in it.
  *
- * The line follows from these two, and is looked up only for an error (watch/call_site.py, which also says which frames
+ * The line follows from these two, and is looked up once for each place (watch/call_site.py, which also says which frames
  * are passed over). */
 #ifndef PHALANX_ENTRY_SITE_H
 #define PHALANX_ENTRY_SITE_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdint.h>
 
 #define ENTRY_CODES 32
+#define ENTRY_SITES 256
 
 /* What was learned about code, for one process. The interpreter's lock guards it. */
 struct entry_codes {
@@ -16,6 +18,17 @@ struct entry_codes {
     PyObject *inside[ENTRY_CODES];  /* code of torch's and ours, which is passed over */
     PyObject *outside;              /* the code that was found last: mostly it is the next one too */
     int next;                       /* the place in `inside` that is filled next */
+    /* The public functions PyFrame_GetBack and PyFrame_GetLasti, which the limited API lacks: found by their names, NULL
+     * in a Python that has not got them, whose frames are then asked for their attributes. */
+    PyObject *(*back)(PyObject *frame);
+    int (*lasti)(PyObject *frame);
+    PyObject *f_back, *f_lasti;     /* interned names */
+    PyObject *number_of;            /* gives the number of a place (watch/recorder.py) */
+    struct {
+        PyObject *code;             /* held */
+        long instruction;
+        uint32_t number;
+    } sites[ENTRY_SITES];           /* numbers that were asked for before */
 };
 
 /* A place in a program: both NULL if it is not known. */
@@ -23,7 +36,16 @@ struct entry_site {
     PyObject *code, *instruction;
 };
 
+/* Find those functions; once, before any call here. Returns -1 with an exception. */
+int entry_find_frames(struct entry_codes *codes);
+
 /* Note where this thread's call comes from. Returns -1 with an exception. */
 int entry_note_site(struct entry_codes *codes, struct entry_site *site);
+
+/* The recorder's number of a place; 0 if there is none. Leaves no exception. */
+uint32_t entry_number_of(struct entry_codes *codes, PyObject *code, long instruction);
+
+/* The recorder's number of the place where this thread's call comes from; 0 if it is not known. Leaves no exception. */
+uint32_t entry_site_number(struct entry_codes *codes);
 
 #endif

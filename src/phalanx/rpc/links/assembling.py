@@ -63,7 +63,7 @@ class Assembler:
 
     def next_number(self) -> int:
         """The number that the session gives the next message, if it begins with what comes next; else ``UNCHECKED``."""
-        return UNCHECKED if self._data or self.left else self._session.received
+        return UNCHECKED if self._data or self.left or self._session.encrypts else self._session.received
 
     def take_whole(self, frame: bytes) -> Message:
         """The message of a small frame that has come alone, and whose digest was found right.
@@ -113,14 +113,14 @@ class Assembler:
                     start = nbytes
                 break
             tag = view[end : end + TAG_BYTES]
-            self._session.check_parts(tag, view[start:end], sha=kind == wire_format.HASHED)
+            frame = self._session.opened(view[start:end], tag, _PREFIX.size, sha=kind == wire_format.HASHED)
             if kind != wire_format.ACK:
                 self.received += 1
                 self.received_bytes += length
             if kind == wire_format.SMALL:
-                messages.append(wire_format.small_message(data[start:end]))
+                messages.append(wire_format.small_message(bytes(frame)))
             else:
-                self._take_frame(kind, view[start + _PREFIX.size : end], messages)
+                self._take_frame(kind, frame[_PREFIX.size :], messages)
             start = end + TAG_BYTES
         self._data = data[start:] if start < nbytes else b""
 
@@ -138,7 +138,7 @@ class Assembler:
         if self._got < nbytes + TAG_BYTES:
             return
         sha = self._prefix[-1] == wire_format.HASHED
-        self._session.check_parts(bytes(self._tail[:TAG_BYTES]), self._prefix, piece, sha=sha)
+        self._session.open_in_place(bytes(self._tail[:TAG_BYTES]), self._prefix, piece, sha=sha)
         self.received += 1
         self.received_bytes += nbytes
         self._data = bytes(self._tail[TAG_BYTES : self._got - nbytes])

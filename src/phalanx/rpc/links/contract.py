@@ -10,7 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
+from phalanx.errors import EncodingError
 from phalanx.rpc.message import Message
+from phalanx.words import format_gib
 
 __all__ = ["Link", "LinkEnded", "Receiver"]
 
@@ -45,6 +47,8 @@ class Link(ABC):
     """
 
     SMALL_BYTES = 64 * 1024
+    LONGEST_HEAD = (1 << 32) - 1  # bytes
+    MOST_BUFFERS = (1 << 32) - 1
 
     name: str  # which way it is, for people: ``shared memory``, ``tcp``
 
@@ -57,7 +61,26 @@ class Link(ABC):
         Raises:
             LinkEnded: the link has ended.
             TimeoutError: the other process took nothing for ``timeout_s`` seconds. The message will not arrive.
+            EncodingError: the other process would refuse it; nothing of it was sent.
         """
+
+    def check(self, message: Message) -> None:
+        """Refuse what the other process would, before anything of it is sent; for messages that are not the usual ones.
+
+        Raises:
+            EncodingError: its head is too long, or it has too many buffers.
+        """
+        if len(message.head) > self.LONGEST_HEAD:
+            raise EncodingError(
+                f"a value cannot be sent by {self.name}: without its tensors it has {format_gib(len(message.head))}, "
+                f"and at most {format_gib(self.LONGEST_HEAD)} are possible. Send numbers as tensors or numpy arrays, "
+                f"which travel beside the rest, or the value in several calls"
+            )
+        if len(message.buffers) > self.MOST_BUFFERS:
+            raise EncodingError(
+                f"a value with {len(message.buffers)} tensors cannot be sent by {self.name}: at most "
+                f"{self.MOST_BUFFERS} are possible. Stack small tensors, or send the value in several calls"
+            )
 
     @abstractmethod
     def close(self) -> None:

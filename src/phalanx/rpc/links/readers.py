@@ -21,7 +21,6 @@ from functools import partial
 from typing import Protocol
 
 from phalanx.errors import PROCESS_LIMIT_HINT
-from phalanx.rpc.links.endpoint import Watch
 from phalanx.words import tell
 
 __all__ = ["Armed", "Readable", "Readers"]
@@ -80,13 +79,9 @@ class Readers:
 
     Args:
         threads: how many at most.
-
-    Attributes:
-        watch: what their connections have in common.
     """
 
     def __init__(self, threads: int = MOST_THREADS) -> None:
-        self.watch = Watch()
         self._most = threads
         self._epoll = select.epoll()
         self._connections: dict[int, Readable] = {}
@@ -106,7 +101,6 @@ class Readers:
         descriptor = connection.fileno()
         self._connections[descriptor] = connection
         self._epoll.register(descriptor, _DISARMED)
-        self.watch.connections = len(self._connections)
         for _ in range(min(FEW_THREADS, self._most) - len(self._threads)):
             self._add_thread()
         return Armed(self._epoll.fileno(), descriptor)
@@ -116,7 +110,6 @@ class Readers:
         descriptor = connection.fileno()
         if self._connections.get(descriptor) is connection:
             del self._connections[descriptor]
-            self.watch.connections = len(self._connections)
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.unregister(descriptor)
 

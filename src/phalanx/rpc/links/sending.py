@@ -1,4 +1,4 @@
-"""The sending half of a TCP link (``socket.py`` has the rest, and who holds which lock when).
+"""The sending half of a TCP link (``receiving.py`` has the other one, and ``socket.py`` the order of locks).
 
 The sender itself writes to the socket, holding ``_writing`` for one frame. The kernel is given little at a time
 (TCP_NOTSENT_LOWAT), so that a small message never waits behind more than that, and a piece, of a large one. What does
@@ -60,6 +60,9 @@ class SendingLink(Link):
         over: why the link has ended; empty before.
     """
 
+    LONGEST_HEAD = wire_format.LONGEST_FRAME // 2
+    MOST_BUFFERS = wire_format.MOST_BUFFERS
+
     def __init__(
         self, sock: socket.socket, session: Session, assembler: Assembler, endpoint: Endpoint, *, mends: bool
     ) -> None:
@@ -83,6 +86,7 @@ class SendingLink(Link):
         """Go by this connection from now on."""
         self.sock = sock
         self._session = session
+        self._quick_bytes = 0 if session.encrypts else _HASHED_BYTES  # of small frames, which the core sends
         self._endpoint.use(sock.fileno(), session)
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
@@ -92,11 +96,13 @@ class SendingLink(Link):
     def send(self, message: Message, timeout_s: float) -> None:
         """See :class:`Link`."""
         until = time.monotonic() + timeout_s
-        if (len(message.head) if not message.buffers else message.nbytes) <= self.SMALL_BYTES:
+        few = not message.buffers
+        if (len(message.head) if few else message.nbytes) <= self.SMALL_BYTES:
+            if not few:
+                self.check(message)
             self._write_small(wire_format.small_frame(message), until)
             return
-        if len(message.head) > wire_format.LONGEST_FRAME // 2:
-            raise ValueError(f"the part of a message that is pickled has {len(message.head)} bytes, which is too long")
+        self.check(message)
         with self._lent():
             self._send_large(message, until, timeout_s)
 
@@ -115,7 +121,7 @@ class SendingLink(Link):
             self._write([layout_of(message).encode() + message.head], until, wire_format.LARGE)
             try:
                 for piece in pieces_of(message.buffers):
-                    hashed = len(piece) >= _HASHED_BYTES and sha_is_quicker()
+                    hashed = len(piece) >= _HASHED_BYTES and not self._session.encrypts and sha_is_quicker()
                     self._write([piece], until, wire_format.HASHED if hashed else wire_format.PIECE)
             except (TimeoutError, KeyboardInterrupt):
                 self._write([], time.monotonic() + _DROP_S, wire_format.DROP)
@@ -130,7 +136,7 @@ class SendingLink(Link):
             self._write([frame], until)
             return
         try:
-            if self._unsent or self.down or self.over or len(frame) >= _HASHED_BYTES:
+            if self._unsent or self.down or self.over or len(frame) >= self._quick_bytes:
                 self._write_held([frame], until, wire_format.SMALL)
                 return
             self._known = False
@@ -178,7 +184,7 @@ class SendingLink(Link):
             if kind != wire_format.DROP:
                 raise TimeoutError(_TAKES_NOTHING)
             self._keep(parts)
-            self._unsent += self._session.seal(b"".join(parts))
+            self._unsent += b"".join(self._session.sealed(parts, wire_format.PREFIX.size))
             return
         self._known = False
         self._keep(parts)
@@ -200,8 +206,10 @@ class SendingLink(Link):
 
     def _send_frame(self, parts: Sequence[bytes | memoryview], until: float) -> None:
         """Write a frame with its digest; the rest is kept in ``_unsent`` if the time is over."""
-        tag = self._session.digest(*parts, sha=parts[0][_KIND_AT] == wire_format.HASHED)
-        parts = [b"".join((*parts, tag))] if len(parts) < 2 else [*parts, tag]
+        sha, few = parts[0][_KIND_AT] == wire_format.HASHED, len(parts) < 2
+        parts = self._session.sealed(parts, wire_format.PREFIX.size, sha=sha)
+        if few:
+            parts = [b"".join(parts)]
         sent, nbytes = self._try_to_send(parts), sum(map(len, parts))
         if sent < nbytes:
             self._finish(_behind(sent, parts), until)

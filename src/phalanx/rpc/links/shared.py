@@ -126,6 +126,7 @@ class SharedLink(Link):
                 raise self._lost()
 
     def _send_large(self, message: Message, timeout_s: float) -> None:
+        self.check(message)
         if isinstance(message.buffers, SentToMany):
             shared = message.buffers.copy_of(self._hub, partial(self._hub._share, message), self._hub._unshare)
             lend = partial(self._core.phx_rpc_lend, self._handle, shared, message.call)

@@ -33,6 +33,7 @@ __all__ = [
     "LARGE",
     "LENGTH_BYTES",
     "LONGEST_FRAME",
+    "MOST_BUFFERS",
     "PIECE",
     "PIECE_BYTES",
     "PREFIX",
@@ -53,7 +54,7 @@ LENGTH_BYTES = 4
 PIECE_BYTES = 1 << 16
 # A head is small: what is large travels beside it. Without a limit a broken length would reserve any amount of memory.
 LONGEST_FRAME = 1 << 30
-_MOST_BUFFERS = 1 << 16
+MOST_BUFFERS = 1 << 20  # each takes memory here as soon as its size has come
 _MOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _MAPPED_BYTES = 1 << 18  # from here on, memory is mapped, and the kernel gives it when the bytes arrive
 _FIXED = struct.Struct("!BQHII")  # kind, call, bytes of the service's name, number of buffers, bytes of the head
@@ -93,7 +94,7 @@ class Layout:
             raise Malformed("a message without a layout")
         kind, call, name_nbytes, count, head_nbytes = _FIXED.unpack_from(data)
         end = _FIXED.size + name_nbytes + count * _SIZE.size
-        if count > _MOST_BUFFERS or end > len(data):
+        if count > MOST_BUFFERS or end > len(data):
             raise Malformed(f"a layout of {end} bytes in a frame of {len(data)}")
         try:
             service = bytes(data[_FIXED.size : _FIXED.size + name_nbytes]).decode()

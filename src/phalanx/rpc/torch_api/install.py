@@ -21,6 +21,7 @@ from phalanx.rpc.torch_api import (
     futures,
     gathering,
     invoking,
+    leaving,
     profiling,
     torch_agent,
 )
@@ -74,6 +75,7 @@ def install() -> None:
                 setattr(module, name, new)
     profiling.follow_profiles()
     gathering.count_lost()
+    leaving.say_who_is_late()
     functions.interpret()
     slots.keep()
     after_import("torch.distributed.optim.optimizer", _optimize_in_python)

@@ -49,8 +49,9 @@ def lazy_gloo(store: Store, rank: int, size: int, timeout: timedelta, *, one_hos
     options._timeout = max(timeout / CONNECT_FACTOR, timedelta(milliseconds=1))  # 0 would be without limit
     if one_host:
         device = ProcessGroupGloo.create_device(hostname=LOOPBACK, lazy_init=True)
-    elif os.environ.get("GLOO_SOCKET_IFNAME"):
-        device = ProcessGroupGloo.create_default_device(lazy_init=True)
+    elif named := os.environ.get("GLOO_SOCKET_IFNAME"):
+        # torch reads the variable only where it makes the group's options itself; it may name several.
+        device = ProcessGroupGloo.create_device(interface=named.split(",")[0], lazy_init=True)
     elif (chosen := chosen_interface()) is not None:
         device = ProcessGroupGloo.create_device(interface=chosen[0], lazy_init=True)
     else:
@@ -119,6 +120,15 @@ class GlooOnDemand:
             self._ended = True
             if self._made is not None:
                 self._made.shutdown()
+
+    def release(self) -> None:
+        """:meth:`shutdown`, and give back its connections and threads now, which otherwise wait for the last reference.
+
+        An error's traceback may be that reference, until the interpreter ends.
+        """
+        with self._lock:
+            self.shutdown()
+            self._made = None
 
     def abort(self) -> None:
         """Abort it if it was made, and never make it."""

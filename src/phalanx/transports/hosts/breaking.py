@@ -1,134 +1,345 @@
-"""How a group over several hosts breaks: the reason goes by the job's store, so every rank raises the same.
+"""How a group over several hosts breaks, so that every rank raises the same reason.
 
-The rank that finds something wrong writes down why, and aborts its host's memory and its connections. That wakes the
-others, wherever they wait, and they look for the reason in the store.
+The rank that finds something wrong writes down why, and aborts its host's memory and its own connections. The others
+learn it by the shortest way that is open: from the job's store, from a rank of another host (``lookout.py``), or from
+the segment of their host (``guard.py``). The store may be on a host that cannot be reached, so each question to it has
+a limit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Any
+from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from phalanx.transports.contract import Communicator
+from phalanx.transports.hosts.asking import Questions, aside
+from phalanx.transports.hosts.guard import Guard, Messages
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.wording import Fact, awaited_elsewhere, late, late_message, lost
 from phalanx.watch.calls import listed
-from phalanx.words import format_named
 
 __all__ = ["Differs", "Reason"]
 
 # How long to wait for a reason, or for other ranks' calls. A rank in a call is woken by the break, and writes at once.
 PATIENCE_S = 2.0
-_KINDS: dict[str, type[PeerLost | CollectiveTimeout]] = {"lost": PeerLost, "late": CollectiveTimeout}
+# The same for the ranks of a host, which share memory.
+PROMPT_S = 0.3
+LOOK_S = 0.02
+# In characters, each of which is up to 12 bytes of JSON; a lookout's message has at most 64 KiB.
+_LONGEST_TEXT = 4000
+
+Note = tuple[
+    int, str, str
+]  # of a rank: how many collectives it has begun; what it does, or where it is; the one before
 
 
 class Differs(Exception):
     """The ranks' calls do not match."""
 
 
+class History(Protocol):
+    """The last collectives of this rank."""
+
+    def last_but(self, calls: int) -> str:
+        """The last call (0) or the last but one (1), with its line; empty if there was none."""
+        ...
+
+    def is_late(self) -> bool:
+        """Whether the calls that are found to differ are those before the present one."""
+        ...
+
+
 class Reason:
-    """Why a group broke, as its ranks share it.
+    """Why a group broke, as its ranks share it. Every rank of the group makes one, at the same point.
 
     Args:
         store: the group's own part of the job's store.
         rank: this process's rank in the group.
         layout: where the ranks are.
-        abort: wakes the ranks that wait for this one.
+        local: the communicator of this host's ranks.
+        abort: wakes the ranks that wait for this one, and this one's waits for others; a method, kept weakly as well.
         aborted: whether a rank of this host has done so.
+        timeout: for all ranks to come.
+
+    Attributes:
+        history: this rank's last collectives; set once, before :meth:`watch`.
     """
 
+    history: History
+
     def __init__(
-        self, store: Store, rank: int, layout: Layout, abort: Callable[[], None], aborted: Callable[[], bool]
+        self,
+        store: Store,
+        rank: int,
+        layout: Layout,
+        local: Communicator,
+        abort: Callable[[], None],
+        aborted: Callable[[], bool],
+        timeout: timedelta,
     ) -> None:
         self._store, self._rank, self._layout, self._abort, self._aborted = store, rank, layout, abort, aborted
         self._size = sum(map(len, layout.hosts))
+        self._questions = Questions()
+        self._guard = Guard(store, layout, rank, local, abort, self._read_store, self._tell_place, timeout)
 
-    def error(self, error: BaseException, call: str, timeout_s: float) -> BaseException:
+    def attend(self, messages: Messages) -> None:
+        """Judge the ranks that messages wait for as well, and tell the others which message this rank is in."""
+        self._guard.attend(messages)
+
+    def watch(self) -> None:
+        """Watch the ranks of other hosts from now on: everything is there that a break needs."""
+        self._guard.watch()
+
+    def begin(self) -> None:
+        """This rank is in a collective from now on."""
+        guard = self._guard
+        guard.calls += 1
+        guard.inside = True
+
+    def end(self) -> None:
+        """This rank is in no collective any more."""
+        self._guard.inside = False
+
+    def close(self) -> None:
+        """This rank leaves the group."""
+        self._guard.close()
+
+    def error(self, error: BaseException, call: str, timeout_s: float, of_message: bool = False) -> BaseException:
         """What this rank raises.
 
         Args:
             error: what it has found.
             call: what it was doing.
             timeout_s: the group's timeout.
+            of_message: this was a message, not a collective.
         """
-        own = self._found(error)
-        with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
-            self._store.set(f"call/{self._rank}", call)
-        why = self._tell(own) if own else None
+        self._guard.read_segment()
+        known = self._guard.reason
+        if known is None and self._aborted():
+            known = self._guard.wait(PROMPT_S)  # the store is slower, if it cannot be reached
+        if known is not None and known["kind"] == "lost":
+            aside(lambda: self._tell(known))
+            return self._raised(known, error, call, timeout_s, of_message)
+        self._note("message" if of_message else "call", call, self.history.last_but(0 if of_message else 1))
+        self._guard.has_told |= not of_message
+        found = self._guard.reason or self._found(error, of_message)
+        if found is not None:
+            fact = self._tell(found)
+        elif (written := self._questions.ask(self._written)) is not None:
+            fact = self._guard.know(written)
+        else:  # a consequence of what another rank has found, which tells it at once; or nobody else can
+            if isinstance(error, TransferFailed):
+                self._guard.failed_peer = error.peer
+            self._abort()
+            told = self._told()
+            # A peer that is there has ended its transfers because of another rank, and guesses which at the same time
+            # as this one would guess that peer.
+            if told is None and isinstance(error, TransferFailed) and self._guard.is_here(error.peer):
+                told = self._told()
+            fact = told or self._tell(self._guessed(error))
         self._abort()
-        if why is None:  # a consequence of what another rank has found, which tells it at once; or nobody else can
-            why = self._told(PATIENCE_S) or self._tell(self._guessed(error, call, timeout_s))
-        if why["kind"] == "differs":
-            return CollectiveMismatch.of_calls(listed(self._calls(call), range(self._size)))
-        if why["by"] == self._rank and own is not None:
+        return self._raised(fact, error, call, timeout_s, of_message)
+
+    def _raised(self, fact: Fact, error: BaseException, call: str, timeout_s: float, of_message: bool) -> BaseException:
+        """What this rank raises for a reason."""
+        if not isinstance(error, Exception):
             return error
-        kind = _KINDS.get(str(why["kind"]), PeerLost)
-        told: BaseException = kind(why["text"], group_rank=why["group_rank"])
-        return told
+        if fact["kind"] == "differs":
+            return CollectiveMismatch.of_calls(self._calls(call, fact.get("at", -1)))
+        if fact["kind"] == "late" and fact["what"] == "message":
+            if fact["by"] == self._rank and isinstance(error, CollectiveTimeout):
+                return error
+            return late_message(fact, self._rank, call)
+        if fact["kind"] == "late" and of_message:
+            theirs = self._gather(call)[0].get(fact["by"], (0, "", ""))[1]
+            return awaited_elsewhere(fact, theirs, self._rank, call, timeout_s)
+        if fact["kind"] == "late":
+            places = self._missing(call)
+            return late(places, self._layout, self._guard.pids, self._rank, call, timeout_s)
+        if fact["kind"] == "failed" and fact["by"] == self._rank:
+            return error
+        return lost(fact, self._layout, self._guard.pids, self._rank, call)
 
-    def _found(self, error: BaseException) -> dict[str, Any] | None:
+    def is_told(self) -> bool:
+        """Whether a rank has broken the group, as far as this one can know."""
+        return self._guard.reason is not None or bool(self._questions.ask(lambda: self._store.check(["broken"])))
+
+    def tell_left(self, but_for: Collection[int] = ()) -> None:
+        """This rank has left in order, and answers no message any more.
+
+        Args:
+            but_for: ranks for which messages of this one may still be on their way.
+        """
+        key, value = f"left/{self._rank}", json.dumps([*but_for])
+        # A store that is late is told as well, since others may wait for this rank when it answers again.
+        self._questions.ask(lambda: self._store.set(key, value), anyway=True)
+
+    def left(self, ranks: Collection[int]) -> list[int]:
+        """Those of these ranks that have left, and whose messages for this one have come, as far as the store says."""
+
+        def look() -> list[int]:
+            return [rank for rank in self._leaving(ranks) if self._rank not in self._but_for(rank)]
+
+        return self._questions.ask(look) or []
+
+    def unwanting(self, ranks: Collection[int]) -> list[int]:
+        """Those of these ranks that take no message any more, as they have left, or the group is broken."""
+        return list(ranks) if self.is_told() else self._questions.ask(lambda: self._leaving(ranks)) or []
+
+    def _leaving(self, ranks: Collection[int]) -> list[int]:
+        return [rank for rank in ranks if self._store.check([f"left/{rank}"])]
+
+    def _but_for(self, rank: int) -> list[int]:
+        ranks: list[int] = json.loads(self._store.get(f"left/{rank}"))
+        return ranks
+
+    # -- what has happened -------------------------------------------------------------------------
+
+    def _found(self, error: BaseException, of_message: bool) -> Fact | None:
         """The reason that an error of this rank is; None if it may be a consequence of what another has found."""
-        group_rank = getattr(error, "group_rank", -1)
-        text = f"on {self._layout.name(self._rank)}: {error}"
+        where = self._layout.name(self._rank)
         if isinstance(error, (Differs, CollectiveMismatch)):
-            return self._reason("differs", "", -1)
-        if isinstance(error, CollectiveTimeout):
-            return self._reason("late", text, group_rank)
-        if isinstance(error, PeerLost):
-            return None if self._aborted() else self._reason("lost", text, group_rank)
-        if isinstance(error, Exception):
+            at = -1 if of_message else self._guard.calls - self.history.is_late()
+            return {**self._fact("differs", "", -1), "at": at}
+        if isinstance(error, CollectiveTimeout) and of_message:
+            return {**self._fact("late", f"On {where}: {error}", error.group_rank), "what": "message"}
+        if isinstance(error, (CollectiveTimeout, TransferLate)):
+            return self._fact("late", "", -1)
+        if isinstance(error, TransferFailed):
             return None
-        text = f"rank {self._rank} of the group on {self._layout.name(self._rank)} was interrupted"
-        return self._reason("interrupted", f"{text} ({type(error).__name__})", self._rank)
+        if isinstance(error, PeerLost):
+            return None if self._aborted() else self._fact("lost", f"On {where}: {error}", error.group_rank)
+        who = f"rank {self._rank} of the group on {where}"
+        if isinstance(error, Exception):
+            return self._fact("failed", f"{who} has failed ({type(error).__name__}: {error})", self._rank)
+        return self._fact("interrupted", f"{who} was interrupted ({type(error).__name__})", self._rank)
 
-    def _guessed(self, error: BaseException, call: str, timeout_s: float) -> dict[str, Any]:
+    def _guessed(self, error: BaseException) -> Fact:
         """The reason as far as this rank can know it alone."""
-        if not isinstance(error, TransferFailed):
-            return self._reason("lost", str(error), getattr(error, "group_rank", -1))
-        peer = error.peer
-        who = f"rank {peer} of the group on {self._layout.name(peer)}"
-        if isinstance(error, TransferLate):
-            others = [rank for rank in self._layout.ranks_beside(peer) if rank != peer]
-            also = f", or one of {format_named('rank', others)} beside it," if others else ""
-            return self._reason(
-                "late", f"{who}{also} did not come within {timeout_s:g} s while rank {self._rank} was in {call}", peer
-            )
-        return self._reason(
-            "lost",
-            f"{who} has ended, or the way to it is cut, while rank {self._rank} was in {call}. Look at that rank's own "
-            f"output for the cause ({error})",
-            peer,
-        )
+        if isinstance(error, TransferFailed) and error.peer >= 0:
+            return {**self._fact("lost", "", error.peer), "what": "failed"}
+        if isinstance(error, TransferFailed):
+            return self._fact("lost", "a rank of the group gave up, and did not say why in time", -1)
+        return self._fact("lost", str(error), getattr(error, "group_rank", -1))
 
-    def _reason(self, kind: str, text: str, group_rank: int) -> dict[str, Any]:
-        return {"kind": kind, "text": text, "group_rank": group_rank, "by": self._rank}
+    def _fact(self, kind: str, text: str, group_rank: int) -> Fact:
+        return {"kind": kind, "what": "", "text": text[:_LONGEST_TEXT], "group_rank": group_rank, "by": self._rank}
 
-    def _tell(self, reason: dict[str, Any]) -> dict[str, Any]:
+    # -- how it spreads ----------------------------------------------------------------------------
+
+    def _tell(self, fact: Fact) -> Fact:
         """Write down a reason; the one that was written first is what counts."""
-        with contextlib.suppress(RuntimeError):
-            return dict(json.loads(self._store.compare_set("broken", "", json.dumps(reason))))
-        return reason
+        said = self._questions.say(lambda: self._store.compare_set("broken", "", json.dumps(fact)))
+        return self._guard.know(json.loads(said) if said else fact)
 
-    def _told(self, patience_s: float) -> dict[str, Any] | None:
-        with contextlib.suppress(RuntimeError):
-            self._store.wait(["broken"], timedelta(seconds=patience_s))
-            return dict(json.loads(self._store.get("broken")))
-        return None
+    def _written(self) -> Fact | None:
+        """The reason that stands in the store; it may have to be waited for."""
+        if not self._store.check(["broken"]):
+            return None
+        fact: Fact = json.loads(self._store.get("broken"))
+        return fact
 
-    def _calls(self, own: str) -> dict[int, str]:
-        calls = {self._rank: own}
-        until = time.monotonic() + PATIENCE_S
-        while len(calls) < self._size:
-            for rank in range(self._size):
-                if rank not in calls and self._store.check([f"call/{rank}"]):
-                    calls[rank] = self._store.get(f"call/{rank}").decode(errors="replace")
-            if time.monotonic() > until:
-                break
-            time.sleep(0.01)
-        return calls
+    def _read_store(self, ranks: Collection[int]) -> None:
+        def read() -> None:
+            with contextlib.suppress(RuntimeError):  # it has gone with rank 0
+                if (written := self._written()) is not None:
+                    self._guard.know(written)
+                for rank in self._leaving(ranks):
+                    self._guard.know_left(rank)
+
+        aside(read)
+
+    def _told(self) -> Fact | None:
+        """The reason that another rank has found, from whoever says it first."""
+        heard = threading.Event()
+
+        def ask() -> None:
+            until = time.monotonic() + PATIENCE_S
+            with contextlib.suppress(RuntimeError):
+                while not heard.wait(LOOK_S) and time.monotonic() < until:
+                    if (written := self._written()) is not None:
+                        self._guard.know(written)
+                        return
+
+        aside(ask)
+        try:
+            return self._guard.wait(PATIENCE_S)
+        finally:
+            heard.set()
+
+    # -- what the ranks were doing -----------------------------------------------------------------
+
+    def _note(self, kind: str, text: str, before: str) -> None:
+        """Write down what this rank does, or where it is, and the collective before that, for the others."""
+        value = json.dumps([self._guard.calls, text, before])
+        self._questions.say(lambda: self._store.set(f"{kind}/{self._rank}", value))
+
+    def _tell_place(self, place: str, message: str) -> None:
+        kind, text = ("message", message) if message else ("place", place)
+        aside(lambda: self._note(kind, text, self.history.last_but(0)))
+
+    def _calls(self, own: str, at: int) -> str:
+        """The ranks' calls, for people.
+
+        Args:
+            own: this rank's.
+            at: which of its calls differs, by the count of the rank that has found it. A rank that need not wait for
+                others may be one further by then. -1 if it is a message.
+        """
+        calls, places = self._gather(own)
+        said = {rank: f"in no collective, at {place}" for rank, (_, place, _) in places.items() if place}
+        said |= {rank: call for rank, (number, _, call) in places.items() if number == at and call}
+        said |= {
+            rank: before if number == at + 1 and at > 0 and before else call
+            for rank, (number, call, before) in calls.items()
+        }
+        return listed(said, range(self._size))
+
+    def _missing(self, own: str) -> dict[int, str]:
+        """The ranks that have not made this call, each with where it is, as far as it says so."""
+        calls, places = self._gather(own)
+        count = self._guard.calls
+        missing = {}
+        for rank in range(self._size):
+            if rank in places:
+                number, place, _ = places[rank]
+                if number < count:
+                    missing[rank] = f"at {place}" if place else "in no collective"
+            elif rank not in calls:
+                missing[rank] = ""
+            elif calls[rank][0] < count:
+                missing[rank] = f"in {calls[rank][1]}"
+        return missing
+
+    def _gather(self, own: str) -> tuple[dict[int, Note], dict[int, Note]]:
+        """What the ranks have written down, of those that are in a collective or a message and of the others."""
+        calls = {self._rank: (self._guard.calls, own, self.history.last_but(1))}
+        places: dict[int, Note] = {}
+
+        def look() -> None:
+            began = time.monotonic()
+            while time.monotonic() < began + PATIENCE_S:
+                for rank in set(range(self._size)) - calls.keys():
+                    # A rank that is woken from a message of its own host has said its place before it says which.
+                    for kind in ("message", "place", "call"):
+                        if (kind == "message" or rank not in places) and self._store.check([f"{kind}/{rank}"]):
+                            number, text, before = json.loads(self._store.get(f"{kind}/{rank}"))
+                            (places if kind == "place" else calls)[rank] = number, text, before
+                            break
+                patience_s = PROMPT_S if len(calls.keys() | places.keys()) == self._size else PATIENCE_S
+                if len(calls) == self._size or time.monotonic() > began + patience_s:
+                    return
+                time.sleep(0.01)
+
+        self._questions.ask(look, PATIENCE_S, anyway=True)
+        calls, places = dict(calls), dict(places)  # it may go on
+        return calls, {rank: place for rank, place in places.items() if rank not in calls}

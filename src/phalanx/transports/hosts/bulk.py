@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from phalanx.transports.contract import Communicator
+from phalanx.transports.hosts.early_receives import EarlyReceives, wait_for
 from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.ways import Ways, wait_for
+from phalanx.transports.hosts.sizes import in_chunks
 
 __all__ = ["Bulk"]
 
@@ -28,15 +29,17 @@ class Bulk:
 
     Args:
         layout, local, engine: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.
-        ways: those to other ranks, which the group's reductions use as well.
+        early: begins receives; the group's reductions use it as well.
         chunk_bytes: how much of a tensor is moved at once.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, ways: Ways, chunk_bytes: int) -> None:
+    def __init__(
+        self, layout: Layout, local: Communicator, engine: Engine, early: EarlyReceives, chunk_bytes: int
+    ) -> None:
         self._layout = layout
         self._local = local
         self._engine = engine
-        self._ways = ways
+        self._early = early
         self._chunk_bytes = chunk_bytes
 
     def broadcast(self, flat: torch.Tensor, root: int, agree: Agree) -> None:
@@ -56,7 +59,7 @@ class Bulk:
         def expect() -> list[Transfer]:
             return [] if source is None else [self._engine.recv(chunk, source, _TAG) for chunk in chunks]
 
-        coming = self._ways.begin([peer for peer in (source, target) if peer is not None], agree, expect)
+        coming = self._early.begin([peer for peer in (source, target) if peer is not None], agree, expect)
         sent: list[Transfer] = []
         for number, chunk in enumerate(chunks):
             if coming:
@@ -95,7 +98,7 @@ class Bulk:
         peers = {source[place % len(source)] for blocks in carried.values() for place, _ in blocks}
         peers |= {target[place % len(target)] for number in coming[:-1] for place, _ in carried[number]}
         peers.add(target[layout.local % len(target)])
-        arriving = self._ways.begin(peers, agree, expect)
+        arriving = self._early.begin(peers, agree, expect)
         sent = [self._engine.send(chunk, target[layout.local % len(target)], _TAG) for chunk in self._chunks(flat)]
         self._local.all_gather([outputs[rank] for rank in layout.here], flat)
         for number in coming:
@@ -127,14 +130,14 @@ class Bulk:
         layout = self._layout
         host, place = layout.place(root)
         if layout.host != host:
-            self._ways.begin([root], agree, list)
+            self._early.begin([root], agree, list)
             self._engine.send(flat, root, _TAG).wait()
             return
 
         def expect() -> list[Transfer]:
             return [self._engine.recv(outputs[rank], rank, _TAG) for rank in self._others()] if outputs else []
 
-        transfers = self._ways.begin(self._others() if outputs else (), agree, expect)
+        transfers = self._early.begin(self._others() if outputs else (), agree, expect)
         self._local.gather([outputs[rank] for rank in layout.here] if outputs else None, flat, place)
         wait_for(transfers)
 
@@ -143,9 +146,9 @@ class Bulk:
         layout = self._layout
         host, place = layout.place(root)
         if layout.host != host:
-            self._ways.begin([root], agree, lambda: self._engine.recv(output, root, _TAG)).wait()
+            self._early.begin([root], agree, lambda: self._engine.recv(output, root, _TAG)).wait()
             return
-        self._ways.begin(self._others() if inputs else (), agree, list)
+        self._early.begin(self._others() if inputs else (), agree, list)
         transfers = [self._engine.send(inputs[rank], rank, _TAG) for rank in self._others()] if inputs else []
         self._local.scatter(output, [inputs[rank] for rank in layout.here] if inputs else None, place)
         wait_for(transfers)
@@ -156,5 +159,4 @@ class Bulk:
         return [rank for number, ranks in enumerate(layout.hosts) if number != layout.host for rank in ranks]
 
     def _chunks(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        chunks: Sequence[torch.Tensor] = flat.split(max(1, self._chunk_bytes // flat.itemsize))
-        return chunks
+        return in_chunks(flat, self._chunk_bytes)

@@ -11,7 +11,7 @@ from phalanx.errors import BackendError
 from phalanx.native.core import library
 from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS
 
-__all__ = ["combine"]
+__all__ = ["combine", "combine_at"]
 
 
 def combine(out: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
@@ -22,8 +22,13 @@ def combine(out: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         inputs: contiguous.
         op: the number of the ``ReduceOp``.
     """
-    pointers = (ctypes.c_void_p * len(inputs))(*[tensor.data_ptr() for tensor in inputs])
-    dtype = DTYPE_NUMBERS[out.dtype][0]
-    status = library().phx_combine(pointers, len(inputs), out.data_ptr(), out.numel(), dtype, OP_NUMBERS[op])
+    combine_at(out.data_ptr(), [tensor.data_ptr() for tensor in inputs], out, op)
+
+
+def combine_at(out: int, inputs: Sequence[int], like: torch.Tensor, op: int) -> None:
+    """:func:`combine` of memory at addresses, as much as a tensor has, and of its dtype."""
+    pointers = (ctypes.c_void_p * len(inputs))(*inputs)
+    dtype = DTYPE_NUMBERS[like.dtype][0]
+    status = library().phx_combine(pointers, len(inputs), out, like.numel(), dtype, OP_NUMBERS[op])
     if status:
-        raise BackendError(f"the core cannot combine {out.dtype} by operation {op} (status {status})")
+        raise BackendError(f"the core cannot combine {like.dtype} by operation {op} (status {status})")

@@ -11,6 +11,8 @@ are the same on every rank and in every run.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -19,22 +21,23 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.hosts.breaking import Differs, Reason
 from phalanx.transports.hosts.bulk import Bulk
+from phalanx.transports.hosts.early_receives import EarlyReceives
 from phalanx.transports.hosts.exchanging import Exchanging
 from phalanx.transports.hosts.frames import Frames
-from phalanx.transports.hosts.lane import Engine
+from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.messages import HostsMessages
 from phalanx.transports.hosts.reducing import Reducing
 from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.hosts.small import Small
-from phalanx.transports.hosts.ways import Ways
-from phalanx.transports.layout import even_pieces
 from phalanx.transports.reductions import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator, text_of_call
-from phalanx.watch.call_site import call_site
+from phalanx.watch.call_site import CallSite, capture, text_of
 from phalanx.watch.calls import exchange_text
 
 __all__ = ["HostsCommunicator"]
@@ -47,54 +50,65 @@ class HostsCommunicator(Communicator):
 
     Args:
         layout: where the ranks are.
+        rank: this process's rank in the group.
         local: a communicator of the ranks of this host, in their order; its methods are used by this one alone.
         engine: carries bytes between hosts.
-        messages: a communicator of all ranks, for messages.
+        way: carries bytes between hosts for messages; its transfers wait without a limit.
         store: the group's own part of the job's store, for the reason why it broke.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
     """
 
     rank_order_sums = False
-    compares_messages = False
-    names_missing_ranks = False
-    messages_to_itself = False
 
     def __init__(
         self,
         layout: Layout,
+        rank: int,
         local: Communicator,
         engine: Engine,
-        messages: Communicator,
+        way: Engine,
         store: Store,
         timeout: timedelta,
         sizes: Sizes | None = None,
     ) -> None:
-        self.rank, self.size = messages.rank, messages.size
+        self.rank, self.size = rank, sum(map(len, layout.hosts))
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
         self._layout = layout
         self._local = local
         self._engine = engine
-        self._messages = messages
         sizes = sizes or Sizes.among(len(layout.hosts))
         frames = Frames(engine, layout.hosts, layout.host, sizes.frame_bytes) if layout.leader else None
         self._frame_bytes = sizes.frame_bytes
         self._small = Small(layout, local, frames)
-        ways = Ways(engine)
-        self._bulk = Bulk(layout, local, engine, ways, sizes.chunk_bytes)
-        self._reducing = Reducing(layout, local, engine, ways, sizes.chunk_bytes)
-        self._exchanging = Exchanging(layout, local, engine, ways, frames, sizes.frame_bytes)
+        early = EarlyReceives(engine)
+        self._bulk = Bulk(layout, local, engine, early, sizes.chunk_bytes)
+        self._reducing = Reducing(layout, local, engine, early, sizes.chunk_bytes)
+        self._exchanging = Exchanging(layout, local, engine, early, frames, sizes.frame_bytes)
         reason = Reason(
             store,
             self.rank,
             layout,
+            local,
             abort=self._wake,
             aborted=lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted,
+            timeout=timeout,
         )
-        self._call = _Call(reason, timeout)
-        if isinstance(local, SharedMemoryCommunicator):
-            local.part_of = self._call.text
-        local.set_timeout(timeout + _LEADERS_GRACE)
+        self._reason = reason
+        try:
+            self._call = _Call(reason, timeout, local)
+            reason.history = self._call
+            timeout_s = timeout.total_seconds()
+            self.messages = HostsMessages(layout, rank, local, way, timeout_s, self._call.error_of_message, reason)
+            reason.attend(self.messages)
+            if isinstance(local, SharedMemoryCommunicator):
+                local.part_of = self._call.text
+                local.outer_error = self._call.error_of_message
+            self._set_local_timeout(timeout)
+            reason.watch()
+        except BaseException:
+            reason.close()
+            raise
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
@@ -126,7 +140,8 @@ class HostsCommunicator(Communicator):
                 return
             whole = torch.cat([part.view(-1) for part in inputs])
             self._all_reduce(whole, op, call)
-            output.view(-1).copy_(even_pieces(whole, self.size)[self.rank])
+            count = output.numel()
+            output.view(-1).copy_(whole[self.rank * count : (self.rank + 1) * count])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         with self._call.named("broadcast", tensor, root=root):
@@ -192,79 +207,129 @@ class HostsCommunicator(Communicator):
     # -- messages and life -------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self._messages.send(tensor, peer, tag)
+        return self.messages.send(tensor, peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self._messages.recv(tensor, peer, tag)
+        return self.messages.recv(tensor, peer, tag)
 
     def rest(self) -> None:
-        self._messages.rest()
+        self.messages.rest()
 
     def end_messages(self) -> None:
-        self._messages.end_messages()
+        self.messages.end()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        # A rank that waits for its leader waits longer than that one waits for another host.
-        self._local.set_timeout(timeout + _LEADERS_GRACE)
+        self._set_local_timeout(timeout)
         self._engine.set_timeout(timeout)
-        self._messages.set_timeout(timeout)
-        self._call.timeout_s = timeout.total_seconds()
+        self.messages.overdue.timeout_s = self._call.timeout_s = timeout.total_seconds()
+
+    def _set_local_timeout(self, timeout: timedelta) -> None:
+        # In a collective, a rank that waits for its leader waits longer than that one waits for another host.
+        if isinstance(self._local, SharedMemoryCommunicator):
+            self._local.set_timeout(timeout + _LEADERS_GRACE, of_messages=timeout)
+
+    def leave(self) -> list[threading.Thread]:
+        return self.messages.leave()
+
+    def give_back(self) -> None:
+        self._engine.give_back()
+        self.messages.give_back()
 
     def abort(self) -> None:
         self._wake()
-        self._messages.abort()
 
     def _wake(self) -> None:
         """End every wait of other ranks for this one."""
-        self._local.abort()
-        self._engine.abort()
+        with contextlib.ExitStack() as each:  # what fails must not keep the others from it
+            each.callback(self.messages.abort)
+            each.callback(self._engine.abort)
+            each.callback(self._local.abort)
 
     def close(self) -> None:
+        self._reason.close()
         self._local.close()
         self._engine.close()
-        self._messages.close()
+        self.messages.close()
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.view(-1) for tensor in tensors]
 
 
+def _in_words(call: _Words | None) -> str:
+    if call is None:
+        return ""
+    make, arguments, place = call
+    site = text_of(place)
+    return f"{make(*arguments)} at {site}" if site else make(*arguments)
+
+
+_Words = tuple[Callable[..., str], tuple[Any, ...], CallSite | None]  # what writes the text of a call, and its line
+
+
 class _Call:
     """The collective that this rank is in, for errors. Used in a ``with``: what is raised there breaks the group.
 
-    It is written by the thread that makes the call, of which there is one at a time.
+    It is written by the thread that makes the call, of which there is one at a time. The call before is kept as well:
+    inside a host, a rank that need not wait for another one learns in the next call that their calls differ.
     """
 
-    def __init__(self, reason: Reason, timeout: timedelta) -> None:
+    def __init__(self, reason: Reason, timeout: timedelta, local: Communicator) -> None:
         self._reason = reason
+        self._local = local if isinstance(local, SharedMemoryCommunicator) else None
         self.timeout_s = timeout.total_seconds()
-        self._text: tuple[Callable[..., str], tuple[Any, ...]] = (str, ())
+        self._present: _Words | None = None
+        self._before: _Words | None = None
+        self._began = 0  # where, in the host's memory, the last part of the call before began
         self._error: BaseException | None = None
 
     def named(self, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None) -> _Call:
         """The call of a collective."""
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
-        self._text = text_of_call, (name, dtype, shape, op, root)
-        return self
+        return self._next(text_of_call, (name, dtype, shape, op, root))
 
     def exchanging(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Call:
         """The call of an all_to_all."""
         sizes = [[part.numel() for part in parts] for parts in (inputs, outputs)]
-        self._text = exchange_text, (outputs[0].dtype, *sizes)
+        return self._next(exchange_text, (outputs[0].dtype, *sizes))
+
+    def _next(self, make: Callable[..., str], arguments: tuple[Any, ...]) -> _Call:
+        self._before, self._present = self._present, (make, arguments, capture(3))
         return self
 
     def text(self) -> str:
         """The call, with its line."""
-        make, arguments = self._text
-        site = call_site()
-        return f"{make(*arguments)} at {site}" if site else make(*arguments)
+        return _in_words(self._present)
+
+    def last_but(self, calls: int) -> str:
+        """The last call, or the last but one, with its line; empty if there was none."""
+        return _in_words(self._before if calls else self._present)
+
+    def is_late(self) -> bool:
+        """Whether the calls that are found to differ are those before this one."""
+        differs_at = None if self._local is None else self._local.differs_at
+        return differs_at is not None and differs_at <= self._began and self._before is not None
+
+    def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
+        """What a message raises, given what was found, and the message with its line; it breaks the group.
+
+        Any thread may call it.
+        """
+        found = self._reason.error(error, message, self.timeout_s, of_message=True)
+        return found if isinstance(found, PhalanxError) else PeerLost(str(found))
 
     def __enter__(self) -> None:
         if self._error is not None:
             raise self._error
+        if self._local is not None:
+            self._began = self._local.last_call
+        self._reason.begin()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and error is not self._error:
-            self._error = self._reason.error(error, self.text(), self.timeout_s)
-            if self._error is not error:
-                raise self._error from (None if isinstance(error, Differs) else error)
+        if error is None or error is self._error:
+            self._reason.end()
+            return
+        self._error = self._reason.error(error, self.text(), self.timeout_s)
+        self._reason.end()
+        if self._error is not error:
+            raise self._error from (None if isinstance(error, (Differs, TransferFailed)) else error)

@@ -4,26 +4,49 @@ A frame is a number that is equal for equal calls, followed by data for the othe
 the engine where the next frame of another leader goes before it sends its own, which that one needs before it can go
 on; so a frame takes one way and no answer. Nothing else of a call moves before its frames have been compared: an engine
 may end the process, as Gloo does, when what is sent is longer than the memory that waits for it.
+
+Frames are the larger part of what a small collective costs, so they are memory of the leader's that is kept, and data
+is copied by addresses: making a tensor of a part of another takes longer than to copy what is in it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from phalanx.transports.hosts.lane import Engine, Transfer
+from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer
 
-__all__ = ["Frames"]
+__all__ = ["Data", "Frames"]
 
-_HEAD = struct.Struct("<Qq")  # the number of the frame, and that of the call
+_HEAD = struct.Struct("<QqQ")  # the number of the frame, that of the call, and the bytes of data
 _HEAD_BYTES = 64  # so that the data is aligned
 _TAG = 0
+_TAIL_TAG = 4  # and the next ones, for each further piece of a long frame
+
+Data = tuple[int, int]  # where it lies, and how many bytes it has
+_NOTHING = (0, 0)
+
+
+class _Memory:
+    """Memory for a frame, and the first piece of it, which is all of most frames."""
+
+    __slots__ = ("address", "head", "piece", "whole")
+
+    def __init__(self, nbytes: int, piece_nbytes: int) -> None:
+        self.whole = torch.empty(nbytes, dtype=torch.uint8)
+        self.piece = self.whole[:piece_nbytes]
+        self.head = memoryview(self.whole.numpy())  # type: ignore[arg-type]
+        self.address = self.whole.data_ptr()
 
 
 class Frames:
     """The frames of one group, on the leader of a host.
+
+    A frame that is longer than an engine can wait for directly travels in pieces. The first of them waits in the memory
+    of the frame, the others where they wait for the next long frame, whichever that is.
 
     Args:
         engine: carries them.
@@ -34,66 +57,100 @@ class Frames:
 
     def __init__(self, engine: Engine, hosts: Sequence[Sequence[int]], host: int, nbytes: int) -> None:
         self._engine = engine
-        self._host = host
         self._peers = {number: members[0] for number, members in enumerate(hosts) if number != host}
-        # Before the data of an all_to_all there are the sizes of all its parts.
-        sizes = {number: _HEAD_BYTES + nbytes + 8 * len(hosts[host]) * len(hosts[number]) for number in self._peers}
-        self._outgoing: list[bytearray] = []
-        self._largest = max(sizes.values(), default=0)
-        self._incoming = [{number: bytearray(size) for number, size in sizes.items()} for _ in range(2)]
-        self._coming: list[dict[int, Transfer]] = []  # of the frames to come, in their order
-        self._count = 0
+        # Before the data of an all_to_all there are the sizes of all its parts. All hosts cut frames into equal pieces.
+        self._largest = _HEAD_BYTES + nbytes + 8 * max(map(len, hosts)) ** 2
+        self._piece = -(-self._largest // -(-self._largest // SHORT_BYTES))
+        self._outgoing: list[_Memory] = []
+        # A frame may be read until the one after it is exchanged, and the next one waits in the other's place.
+        self._incoming = [{number: self._memory() for number in self._peers} for _ in range(2)]
+        self._coming: list[list[Transfer]] = []  # of the frames to come, in their order
+        self._tails: dict[tuple[int, int], tuple[torch.Tensor, Transfer]] = {}  # by host, and where they belong
+        self._sent: list[Transfer] = []
+        self._count = self._call = 0
 
-    def exchange(
-        self, call: int, data: Mapping[int, torch.Tensor] | None = None
-    ) -> tuple[dict[int, int], dict[int, torch.Tensor]]:
-        """Tell the other leaders the call, and hear theirs.
+    def exchange(self, call: int, data: Mapping[int, Data]) -> tuple[bool, dict[int, int]]:
+        """:meth:`begin`, and what :meth:`end` returns."""
+        self.begin(call, data)
+        return self.end()
+
+    def begin(self, call: int, data: Mapping[int, Data]) -> None:
+        """Tell the other leaders the call.
 
         Args:
             call: a number that is equal for equal calls.
-            data: for other hosts, by their numbers: flat tensors, of at most ``nbytes`` each. The same tensor may
-                be for several.
-
-        Returns:
-            The calls of the hosts; and of each other host memory that begins with the data that it sent. It is valid
-            until the next exchange, and what follows after the data is undefined.
+            data: for other hosts, by their numbers, at most ``nbytes`` each. The same may be for several.
         """
-        frames: dict[int | None, torch.Tensor] = {}
-        for tensor in (None, *(data or {}).values()):
-            if (key := None if tensor is None else id(tensor)) not in frames:
-                frames[key] = self._packed(len(frames), call, tensor)
+        frames: dict[Data, tuple[_Memory, int]] = {}
         while len(self._coming) < 2:
             self._listen()
-        sent = []
         for number, rank in self._peers.items():
-            given = (data or {}).get(number)
-            sent.append(self._engine.send(frames[None if given is None else id(given)], rank, _TAG))
-        for transfer in (*self._coming.pop(0).values(), *sent):
-            transfer.wait()
-        calls, parts = {self._host: call}, {}
-        for number, memory in self._incoming[self._count % 2].items():
-            count, calls[number] = _HEAD.unpack_from(memory)
-            if count != self._count:
-                calls[number] = ~call  # out of step, which only a mistake of this file could bring about
-            parts[number] = torch.frombuffer(memory, dtype=torch.uint8)[_HEAD_BYTES:]
-        self._count += 1
-        return calls, parts
+            part = data.get(number, _NOTHING)
+            if part not in frames:
+                frames[part] = self._packed(len(frames), call, part)
+            self._send(*frames[part], rank)
+        self._call = call
 
-    def _packed(self, number: int, call: int, data: torch.Tensor | None) -> torch.Tensor:
-        """A frame, in the memory of this number."""
+    def end(self) -> tuple[bool, dict[int, int]]:
+        """Hear the others' calls.
+
+        Returns:
+            Whether all have made the same call; and of each other host the address of what it sent. That is valid
+            until the next exchange, and what follows after the data is undefined.
+        """
+        for transfer in (*self._coming.pop(0), *self._sent):
+            transfer.wait()
+        self._sent.clear()
+        same, parts = True, {}
+        for number, memory in self._incoming[self._count % 2].items():
+            count, call, nbytes = _HEAD.unpack_from(memory.head)
+            if count != self._count or call != self._call:
+                same = False  # a count out of step only a mistake of this file could bring about
+            self._join(number, memory, _HEAD_BYTES + nbytes)
+            parts[number] = memory.address + _HEAD_BYTES
+        self._count += 1
+        return same, parts
+
+    def _memory(self) -> _Memory:
+        return _Memory(self._largest, self._piece)
+
+    def _packed(self, number: int, call: int, data: Data) -> tuple[_Memory, int]:
+        """A frame, in the memory of this number, and its bytes."""
         if number == len(self._outgoing):
-            self._outgoing.append(bytearray(self._largest))
+            self._outgoing.append(self._memory())
         memory = self._outgoing[number]
-        _HEAD.pack_into(memory, 0, self._count, call)
-        nbytes = 0 if data is None else data.nbytes
-        frame = torch.frombuffer(memory, dtype=torch.uint8)
-        if data is not None and nbytes:
-            frame[_HEAD_BYTES : _HEAD_BYTES + nbytes] = data.view(torch.uint8)
-        return frame[: _HEAD_BYTES + nbytes]
+        address, nbytes = data
+        _HEAD.pack_into(memory.head, 0, self._count, call, nbytes)
+        if nbytes:
+            ctypes.memmove(memory.address + _HEAD_BYTES, address, nbytes)
+        return memory, _HEAD_BYTES + nbytes
+
+    def _send(self, memory: _Memory, nbytes: int, rank: int) -> None:
+        self._sent.append(self._engine.send(memory.whole[: min(nbytes, self._piece)], rank, _TAG))
+        for turn, begin in enumerate(range(self._piece, nbytes, self._piece)):
+            tail = memory.whole[begin : min(nbytes, begin + self._piece)]
+            self._sent.append(self._engine.send(tail, rank, _TAIL_TAG + turn))
 
     def _listen(self) -> None:
         incoming = self._incoming[(self._count + len(self._coming)) % 2]
-        self._coming.append({})
-        for number, rank in self._peers.items():
-            memory = torch.frombuffer(incoming[number], dtype=torch.uint8)
-            self._coming[-1][number] = self._engine.recv(memory, rank, _TAG)
+        peers = self._peers.items()
+        self._coming.append([self._engine.recv(incoming[number].piece, rank, _TAG) for number, rank in peers])
+        for number in self._peers:
+            for begin in range(self._piece, self._largest, self._piece):
+                if (number, begin) not in self._tails:
+                    self._await_tail(number, begin)
+
+    def _await_tail(self, number: int, begin: int, memory: torch.Tensor | None = None) -> None:
+        """Give the engine memory for the piece that begins there in a frame of another host."""
+        if memory is None:
+            memory = torch.empty(self._piece, dtype=torch.uint8)
+        tag = _TAIL_TAG + begin // self._piece - 1
+        self._tails[number, begin] = memory, self._engine.recv(memory, self._peers[number], tag)
+
+    def _join(self, number: int, memory: _Memory, nbytes: int) -> None:
+        """Bring the further pieces of a long frame behind its first one."""
+        for begin in range(self._piece, nbytes, self._piece):
+            tail, transfer = self._tails[number, begin]
+            transfer.wait()
+            ctypes.memmove(memory.address + begin, tail.data_ptr(), min(nbytes - begin, self._piece))
+            self._await_tail(number, begin, tail)

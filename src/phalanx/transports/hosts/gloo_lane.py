@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import Empty
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
+from phalanx.system.bounded import within
+from phalanx.system.timed_queue import TimedQueue
 from phalanx.transports.gloo.engine import GlooOnDemand
-from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed, TransferLate
+from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer, TransferFailed, TransferLate
 
-__all__ = ["GlooEngine"]
+__all__ = ["UNLIMITED", "GlooEngine"]
+
+UNLIMITED = timedelta(days=365)
+
+_T = TypeVar("_T")
+
+_LOOK_S = 0.1
+_CLOSING_S = 1.0
+# How long an abort waits for connections that are being made. The other rank makes them at once if it comes to the same
+# call, and not at all once it knows that the group is broken, which it learns in milliseconds.
+_CONNECTING_S = 0.7
+_SOON = timedelta(milliseconds=1)
+_NEVER_TAG = 1 << 30  # nothing is sent with it
 
 
 class _GlooTransfer(Transfer):
@@ -20,10 +40,79 @@ class _GlooTransfer(Transfer):
         self._engine, self._peer, self._work, self._tensor = engine, peer, work, tensor
 
     def wait(self) -> None:
+        engine = self._engine
         try:
-            self._work.wait(self._engine.timeout)
+            if engine.awaits_what_came or self._tensor.nbytes <= SHORT_BYTES:
+                self._work.wait(engine.timeout)
+            else:
+                engine.apart(self._peer, lambda: self._work.wait(engine.timeout))
         except RuntimeError as error:
-            raise _failure(self._peer, error) from error
+            raise engine.failure(self._peer, error) from error
+
+    def wait_with(self, others: Sequence[Transfer]) -> None:
+        # One wait for all: each wait that is made apart costs two switches of threads.
+        if not others:
+            self.wait()
+            return
+        engine, at = self._engine, self._peer
+
+        def wait() -> None:
+            nonlocal at
+            for each in (self, *cast(Sequence[_GlooTransfer], others)):
+                at = each._peer
+                each._work.wait(engine.timeout)
+
+        try:
+            if (
+                engine.awaits_what_came
+                or max(each._tensor.nbytes for each in (self, *cast(Any, others))) <= SHORT_BYTES
+            ):
+                wait()
+            else:
+                engine.apart(at, wait)
+        except RuntimeError as error:
+            raise engine.failure(at, error) from error
+
+
+class _Apart:
+    """A thread that does one thing after the other in Gloo, so that who waits for it can stop waiting.
+
+    Gloo ends its waits when a connection ends, but not that for a message of which a part has been moved.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: TimedQueue[tuple[Callable[[], Any], TimedQueue[Any]] | None] = TimedQueue()
+        self.thread = threading.Thread(target=self._run, name="phalanx-lanes", daemon=True)
+        self.thread.start()
+
+    def begin(self, task: Callable[[], Any]) -> TimedQueue[Any]:
+        """Have it done; what it returns or raises is put into the queue."""
+        outcome: TimedQueue[Any] = TimedQueue()
+        self._tasks.put((task, outcome))
+        return outcome
+
+    @staticmethod
+    def begin_alone(task: Callable[[], Any]) -> TimedQueue[Any]:
+        """Have it done on a thread of its own, since it may wait for one rank while others are talked to."""
+        outcome: TimedQueue[Any] = TimedQueue()
+        threading.Thread(target=_Apart._do, args=(task, outcome), name="phalanx-lane", daemon=True).start()
+        return outcome
+
+    def end(self) -> None:
+        """End the thread when it has done what was begun."""
+        self._tasks.put(None)
+
+    def _run(self) -> None:
+        while (order := self._tasks.get()) is not None:
+            self._do(*order)
+            del order
+
+    @staticmethod
+    def _do(task: Callable[[], Any], outcome: TimedQueue[Any]) -> None:
+        try:
+            outcome.put(task())
+        except RuntimeError as error:
+            outcome.put(error)
 
 
 class GlooEngine(Engine):
@@ -32,13 +121,24 @@ class GlooEngine(Engine):
     Args:
         gloo: makes the group when it is first used.
         timeout: how long a transfer may take.
+        awaits_what_came: whether its user waits for a large transfer only when a later one has come, so that no wait
+            begins in the middle of one.
     """
 
     name = "Gloo"
 
-    def __init__(self, gloo: GlooOnDemand, timeout: timedelta) -> None:
+    def __init__(self, gloo: GlooOnDemand, timeout: timedelta, awaits_what_came: bool = False) -> None:
         self._gloo = gloo
         self.timeout = timeout
+        self.awaits_what_came = awaits_what_came
+        self._connected: set[int] = set()  # only added to, by the threads that connect
+        self._apart: _Apart | None = None
+        # Guards the three words below. A thread that connects counts itself before it begins, unless the engine has
+        # been aborted, and notifies when it is done; who aborts waits for that.
+        self._connects = threading.Condition()
+        self._connecting = 0
+        self._aborted = False  # written once; read without the lock by those who do not connect
+        self._closes = False  # written once: from then on a connection that is made late is closed by who has made it
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         return self._start("send", tensor, peer, tag)
@@ -47,24 +147,122 @@ class GlooEngine(Engine):
         return self._start("recv", tensor, peer, tag)
 
     def _start(self, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        try:
+        def start() -> dist.Work:
             work: dist.Work = getattr(self._gloo.get(), verb)([tensor], peer, tag)
+            return work
+
+        if self._aborted:
+            raise TransferFailed(peer, "the group was aborted")
+        try:
+            # To the first transfer with a rank Gloo connects, and waits for that. A profiler records the threads on
+            # which it was started, and a transfer that outlives it would write into what it has freed.
+            if peer not in self._connected:
+                work = self._await(peer, self._begin_to_connect(peer, start))
+            else:
+                work = self.apart(peer, start) if profiler._is_profiler_enabled else start()
         except RuntimeError as error:
-            raise _failure(peer, error) from error
+            raise self.failure(peer, error) from error
         return _GlooTransfer(self, peer, work, tensor)
+
+    def _begin_to_connect(self, peer: int, start: Callable[[], dist.Work]) -> TimedQueue[Any]:
+        with self._connects:
+            if self._aborted:
+                raise TransferFailed(peer, "the group was aborted")
+            self._connecting += 1
+
+        def connect() -> dist.Work:
+            try:
+                work = start()
+                self._connected.add(peer)  # here, since an abort has to find it, though nobody may wait for this
+                return work
+            finally:
+                with self._connects:
+                    self._connecting -= 1
+                    self._connects.notify_all()
+                    late = self._closes
+                if late:
+                    self._close_connections()
+
+        try:
+            return _Apart.begin_alone(connect)
+        except RuntimeError:  # there is no thread for it
+            with self._connects:
+                self._connecting -= 1
+            raise
+
+    def apart(self, peer: int, task: Callable[[], _T]) -> _T:
+        """Do something in Gloo that :meth:`abort` may be unable to end, and wait for it.
+
+        Raises:
+            TransferFailed: the engine was aborted meanwhile.
+        """
+        if self._apart is None:
+            self._apart = _Apart()
+        return cast(_T, self._await(peer, self._apart.begin(task)))
+
+    def _await(self, peer: int, outcome: TimedQueue[Any]) -> Any:
+        while not self._aborted:
+            with contextlib.suppress(Empty):
+                done = outcome.get(_LOOK_S)
+                if isinstance(done, RuntimeError):
+                    raise done
+                return done
+        raise TransferFailed(peer, "the group was aborted")
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
     def abort(self) -> None:
-        self._gloo.abort()
+        with self._connects:
+            if self._aborted:
+                return
+            self._aborted = True
+            # Gloo ends the process if a connection is made that it has already taken for broken. The other rank may
+            # still make it, until that one knows that the group is broken.
+            self._connects.wait_for(lambda: not self._connecting, _CONNECTING_S)
+            self._closes = True
+        self._close_connections()
+
+    def _close_connections(self) -> None:
+        gloo = self._gloo.made
+        if gloo is None:
+            return
+        # Gloo's own abort ends no wait. A wait that times out does: it closes the connections to all ranks, here and at
+        # their other ends. So one is begun for a message that no rank sends, on a connection that is still whole.
+        for peer in self._connected.copy():
+            try:
+                never: dist.Work = getattr(gloo, "recv")([torch.empty(1)], peer, _NEVER_TAG)  # noqa: B009 - not in torch's stubs
+                never.wait(_SOON)
+            except RuntimeError as error:
+                if _is_late(error):
+                    return
+
+    def failure(self, peer: int, error: RuntimeError) -> TransferFailed:
+        """The error of a transfer that has failed."""
+        text = " ".join(str(error).split())
+        return TransferLate(peer, text) if _is_late(error) and not self._aborted else TransferFailed(peer, text)
 
     def close(self) -> None:
-        self._gloo.shutdown()
+        if self._apart is not None:
+            self._apart.end()
+        # A thread that an abort has left alone may be making the group, and wait for a store that cannot be reached.
+        with contextlib.suppress(TimeoutError):
+            within(_CLOSING_S, self._gloo.release) if self._aborted else self._gloo.release()
+
+    def give_back(self) -> None:
+        apart = self._apart
+        if apart is not None:
+            apart.end()
+            apart.thread.join(_LOOK_S)
+            if apart.thread.is_alive():  # in a wait: one that ended while the interpreter does would end the process
+                self.abort()
+                apart.thread.join(_LOOK_S)
+        self._aborted = True
+        if self._gloo.made is not None:  # so nobody is making it, for which this would wait
+            self._gloo.release()
 
 
-def _failure(peer: int, error: RuntimeError) -> TransferFailed:
-    text = " ".join(str(error).split())
+def _is_late(error: RuntimeError) -> bool:
     # torch and Gloo have no type for this.
-    late = "timed out" in text.lower() or "timeout" in text.lower()
-    return TransferLate(peer, text) if late else TransferFailed(peer, text)
+    text = str(error).lower()
+    return "timed out" in text or "timeout" in text

@@ -7,11 +7,16 @@ lanes of a host share its link; an engine only moves contiguous bytes between tw
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 
-__all__ = ["Engine", "Transfer", "TransferFailed", "TransferLate"]
+__all__ = ["SHORT_BYTES", "Engine", "Transfer", "TransferFailed", "TransferLate"]
+
+# Up to so many bytes a transfer comes in one piece, or very few: a wait for it begins and ends at once, and nobody has
+# to help it along meanwhile.
+SHORT_BYTES = 40 * 1024
 
 
 class TransferFailed(Exception):
@@ -40,6 +45,12 @@ class Transfer(ABC):
         Raises:
             TransferFailed, TransferLate: it is not.
         """
+
+    def wait_with(self, others: Sequence[Transfer]) -> None:
+        """Return when it and other transfers of the same engine are done, which may be quicker than one by one."""
+        self.wait()
+        for other in others:
+            other.wait()
 
 
 class Engine(ABC):
@@ -80,3 +91,6 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give back connections and threads."""
+
+    def give_back(self) -> None:  # noqa: B027 - most engines leave nothing to the interpreter's end
+        """Give back what would disturb the interpreter's end, where the group has not been closed; no call follows."""

@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
-from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed, TransferLate
+from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer, TransferFailed, TransferLate
 
 __all__ = ["SPIN_S", "PolledEngine", "PolledTransfer"]
 
-# A transfer of so many bytes may need this side's help before anybody waits for it. Frames are shorter.
-LARGE_BYTES = 32 * 1024
 LARGE_EVERY_S = 0.0005
 SMALL_EVERY_S = 0.01  # a library may hold back the end of something small for a socket that was full
 IN_USE_S = 1.0
@@ -140,7 +138,7 @@ class PolledEngine(Engine):
             self._begin(transfer, tag)
             if not transfer.settled:
                 self.under_way[id(transfer)] = transfer
-                self._large += transfer.tensor.nbytes > LARGE_BYTES
+                self._large += transfer.tensor.nbytes > SHORT_BYTES
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._tend, name="phalanx-engine", daemon=True)
                 self._thread.start()
@@ -218,7 +216,7 @@ class PolledEngine(Engine):
 
     def _forget(self, transfer: PolledTransfer) -> None:
         if self.under_way.pop(id(transfer), None) is not None:
-            self._large -= transfer.tensor.nbytes > LARGE_BYTES
+            self._large -= transfer.tensor.nbytes > SHORT_BYTES
 
     def _forget_settled(self) -> None:
         for transfer in list(self.under_way.values()):
@@ -233,7 +231,7 @@ class PolledEngine(Engine):
                     if not self._why_ended:
                         self._advance()
                         for transfer in list(self.under_way.values()):
-                            if transfer.tensor.nbytes > LARGE_BYTES:
+                            if transfer.tensor.nbytes > SHORT_BYTES:
                                 self._check(transfer)
             if self._large and not self._why_ended:
                 time.sleep(LARGE_EVERY_S)

@@ -13,10 +13,11 @@ import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.combining import combine
+from phalanx.transports.hosts.early_receives import EarlyReceives, wait_for
 from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.scratch import Scratch
-from phalanx.transports.hosts.ways import Ways, wait_for
+from phalanx.transports.hosts.sizes import in_chunks
 
 __all__ = ["Reducing"]
 
@@ -34,15 +35,17 @@ class Reducing:
 
     Args:
         layout, local, engine: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.
-        ways: those to other ranks, which the group's copies use as well.
+        early: begins receives; the group's copies use it as well.
         chunk_bytes: how much of a tensor is moved at once.
     """
 
-    def __init__(self, layout: Layout, local: Communicator, engine: Engine, ways: Ways, chunk_bytes: int) -> None:
+    def __init__(
+        self, layout: Layout, local: Communicator, engine: Engine, early: EarlyReceives, chunk_bytes: int
+    ) -> None:
         self._layout = layout
         self._local = local
         self._engine = engine
-        self._ways = ways
+        self._early = early
         self._chunk_bytes = chunk_bytes
         self._scratch = Scratch()
 
@@ -55,10 +58,9 @@ class Reducing:
         self._slices(flat, op, root, agree)
 
     def _slices(self, flat: torch.Tensor, op: int, root: int | None, agree: Agree) -> None:
-        pieces = flat.split(max(1, self._chunk_bytes // flat.itemsize))
         work = [
-            _Slices(self._layout, self._local, self._engine, self._scratch, piece, op, root, number % _SLOTS)
-            for number, piece in enumerate(pieces)
+            _Slices(self._layout, self._local, self._engine, self._scratch, chunk, op, root, number % _SLOTS)
+            for number, chunk in enumerate(in_chunks(flat, self._chunk_bytes))
         ]
 
         def expect() -> None:
@@ -66,7 +68,7 @@ class Reducing:
                 chunk.expect()
 
         others = [rank for number, rank in enumerate(self._layout.lane) if number != self._layout.host]
-        self._ways.begin(others, agree, expect)
+        self._early.begin(others, agree, expect)
         for turn in range(len(work) + 2 * _SENT_AHEAD):
             if _SENT_AHEAD <= turn + 1 < len(work):
                 work[turn + 1].expect()
@@ -103,7 +105,7 @@ class Reducing:
                 found[number] = part, self._engine.recv(part, source, _TAG)
             return found
 
-        coming = [self._ways.begin([*sources.values(), *targets], agree, lambda: expect(0))]
+        coming = [self._early.begin([*sources.values(), *targets], agree, lambda: expect(0))]
         own: list[torch.Tensor] = []
         sent: list[list[Transfer]] = []
         for turn in range(len(begins) + 1):

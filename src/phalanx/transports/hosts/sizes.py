@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Sizes"]
+import torch
+
+__all__ = ["Sizes", "in_chunks"]
 
 # What a leader's frames carry together. Two ways are saved, and each host sends its data to all others.
 _FRAMES_BYTES = 64 * 1024
@@ -18,7 +20,8 @@ class Sizes:
 
     Attributes:
         frame_bytes: the most data that one host sends another in a frame.
-        chunk_bytes: how much of a larger tensor is moved at once, so that wire and memory work at the same time.
+        chunk_bytes: about how much of a larger tensor is moved at once, so that wire and memory work at the same time;
+            see :func:`in_chunks`.
     """
 
     frame_bytes: int
@@ -28,3 +31,22 @@ class Sizes:
     def among(hosts: int) -> Sizes:
         """Those of a group over so many hosts."""
         return Sizes(max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // max(1, hosts - 1)))
+
+
+def in_chunks(flat: torch.Tensor, chunk_bytes: int) -> list[torch.Tensor]:
+    """The parts of a flat tensor that are moved one after the other; equal tensors have equal ones.
+
+    The first and the last have half of ``chunk_bytes``, since the wire stands still while the first one is combined and
+    the last one is spread. Those between have up to twice as much, since each costs the processors the same besides its
+    bytes.
+    """
+    if flat.nbytes <= chunk_bytes:
+        return [flat]
+    if flat.nbytes <= 2 * max(chunk_bytes, flat.itemsize):
+        return list(flat.split(-(-flat.numel() // 2)))
+    edge = max(1, chunk_bytes // 2 // flat.itemsize)
+    middle = flat.numel() - 2 * edge
+    each = -(-middle // -(-middle // (4 * edge)))
+    if edge >= 64:
+        each = -(-each // 64) * 64  # they begin at cache lines
+    return [flat[:edge], *flat[edge : edge + middle].split(each), flat[edge + middle :]]

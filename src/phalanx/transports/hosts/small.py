@@ -6,25 +6,25 @@ leader gives its host what came. Large collectives begin with frames that carry 
 
 from __future__ import annotations
 
-import struct
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.breaking import Differs
-from phalanx.transports.hosts.combining import combine
-from phalanx.transports.hosts.frames import Frames
+from phalanx.transports.hosts.combining import combine_at
+from phalanx.transports.hosts.frames import Data, Frames
 from phalanx.transports.hosts.layout import Layout
 
 __all__ = ["Small"]
 
-_CALL = struct.Struct("<q")
-_CALL_BYTES = 16  # so that what follows is aligned for every dtype
+_CALL_BYTES = 64  # so that what follows is aligned
 
-# Makes of what the other hosts have sent, by their numbers and as bytes that are valid until the next exchange, what
-# every rank of this host gets.
-Make = Callable[[Mapping[int, torch.Tensor]], torch.Tensor]
+# Writes to an address what every rank of this host gets, made of what the other hosts have sent, of which it gets the
+# addresses by their numbers.
+Make = Callable[[Mapping[int, int], int], None]
+_copy = ctypes.memmove
 
 
 class Small:
@@ -42,6 +42,8 @@ class Small:
         self._layout = layout
         self._local = local
         self._frames = frames
+        self._others = [host for host in range(len(layout.hosts)) if host != layout.host]
+        self._memory: dict[str, torch.Tensor] = {}
 
     def agree(self, call: int) -> None:
         """Return when the leaders have made this call, and this rank its leader's."""
@@ -49,82 +51,97 @@ class Small:
 
     def all_reduce(self, call: int, flat: torch.Tensor, op: int) -> None:
         self._local.reduce(flat, 0, op)
-        found = self.meet(call, self._for_all(flat), self._combining(flat, op), flat.nbytes)
-        flat.copy_(found.view(flat.dtype))
+        own = flat.data_ptr()
+        _copy(
+            own,
+            self.meet(call, self._for_all(own, flat.nbytes), self._combining(own, flat, op), flat.nbytes),
+            flat.nbytes,
+        )
 
     def reduce(self, call: int, flat: torch.Tensor, root: int, op: int) -> None:
         host, place = self._layout.place(root)
         here = host == self._layout.host
-        partial = flat.clone() if self._layout.leader else flat
+        partial = flat
+        if self._layout.leader:
+            partial = self._room("partial", flat.nbytes).view(flat.dtype)
+            _copy(partial.data_ptr(), flat.data_ptr(), flat.nbytes)
         self._local.reduce(partial, 0, op)
-        data = {} if here else {host: partial}
-        found = self.meet(call, data, self._combining(partial, op), flat.nbytes if here else 0)
+        own = partial.data_ptr()
+        data = {} if here else {host: (own, flat.nbytes)}
+        found = self.meet(call, data, self._combining(own, flat, op), flat.nbytes if here else 0)
         if here and place == self._layout.local:
-            flat.copy_(found.view(flat.dtype))
+            _copy(flat.data_ptr(), found, flat.nbytes)
 
     def broadcast(self, call: int, flat: torch.Tensor, root: int) -> None:
         host, place = self._layout.place(root)
+        own, nbytes = flat.data_ptr(), flat.nbytes
         if host == self._layout.host:
             self._local.broadcast(flat, place)
-            self.meet(call, self._for_all(flat))
+            self.meet(call, self._for_all(own, nbytes))
             return
-        found = self.meet(call, {}, lambda parts: parts[host][: flat.nbytes], flat.nbytes)
-        flat.copy_(found.view(flat.dtype))
+        _copy(own, self.meet(call, {}, lambda parts, to: _copied(to, parts[host], nbytes), nbytes), nbytes)
 
     def gather(self, call: int, outputs: Sequence[torch.Tensor] | None, flat: torch.Tensor, root: int) -> None:
         """The root alone gives ``outputs``; if ``root`` is -1, all ranks do, and it is an all_gather."""
-        layout = self._layout
-        to = None if root < 0 else layout.place(root)[0]
-        together = flat.new_empty((len(layout.here), flat.numel()))
-        self._local.gather(list(together) if layout.leader else None, flat, 0)
-        own = together.view(-1)
+        layout, nbytes = self._layout, flat.nbytes
+        to_host = None if root < 0 else layout.place(root)[0]
+        together = self._room("together", len(layout.here) * nbytes).view(flat.dtype) if layout.leader else None
+        self._local.gather_single(together, flat, 0)
+        own = 0 if together is None else together.data_ptr()
 
-        def joined(parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-            every = {layout.host: own.view(torch.uint8), **parts}
-            return torch.cat([every[host][: len(ranks) * flat.nbytes] for host, ranks in enumerate(layout.hosts)])
+        def join(parts: Mapping[int, int], to: int) -> None:
+            for host, ranks in enumerate(layout.hosts):
+                _copy(to, parts.get(host, own), len(ranks) * nbytes)
+                to += len(ranks) * nbytes
 
-        data = {host: part for host, part in self._for_all(own).items() if to in (None, host)}
-        size = sum(map(len, layout.hosts)) * flat.nbytes
-        everything = self.meet(call, data, joined, size if to in (None, layout.host) else 0)
-        if outputs is not None and flat.numel():
-            rows = everything.view(flat.dtype).view(-1, flat.numel())
-            for rank, row in zip((rank for ranks in layout.hosts for rank in ranks), rows, strict=True):
-                outputs[rank].copy_(row)
+        data = {host: (own, len(layout.here) * nbytes) for host in self._others if to_host in (None, host)}
+        size = sum(map(len, layout.hosts)) * nbytes
+        found = self.meet(call, data, join, size if to_host in (None, layout.host) else 0)
+        if outputs is not None:
+            for rank in (rank for ranks in layout.hosts for rank in ranks):
+                _copy(outputs[rank].data_ptr(), found, nbytes)
+                found += nbytes
 
     def scatter(self, call: int, flat: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        layout = self._layout
+        layout, nbytes = self._layout, flat.nbytes
         host, place = layout.place(root)
         if layout.host == host:
-            parts = self._on_leader(flat, inputs, place)
-            others = [number for number in range(len(layout.hosts)) if number != host and parts]
-            data = {number: torch.cat([parts[rank] for rank in layout.hosts[number]]) for number in others}
-            self.meet(call, data)
+            self.meet(call, self._packed(self._on_leader(flat, inputs, place), nbytes))
             self._local.scatter(flat, None if inputs is None else [inputs[rank] for rank in layout.here], place)
             return
-        nbytes = len(layout.here) * flat.nbytes
-        found = self.meet(call, {}, lambda parts: parts[host][:nbytes], nbytes)
-        if flat.numel():
-            flat.copy_(found.view(flat.dtype).view(-1, flat.numel())[layout.local])
+        size = len(layout.here) * nbytes
+        found = self.meet(call, {}, lambda parts, to: _copied(to, parts[host], size), size)
+        _copy(flat.data_ptr(), found + layout.local * nbytes, nbytes)
 
-    def _on_leader(
-        self, flat: torch.Tensor, inputs: Sequence[torch.Tensor] | None, place: int
-    ) -> Sequence[torch.Tensor]:
-        """The parts that the rank at a place of this host scatters, on the leader; nothing on other ranks."""
+    def _on_leader(self, flat: torch.Tensor, inputs: Sequence[torch.Tensor] | None, place: int) -> Sequence[int]:
+        """Where on the leader the parts are that the rank at a place of this host scatters; nothing on other ranks."""
         if not place:
-            return inputs or ()
+            return [part.data_ptr() for part in inputs or ()]
         none = flat[:0]
         given, taken = [none] * len(self._layout.here), [none] * len(self._layout.here)
-        together = flat.new_empty((sum(map(len, self._layout.hosts)) if self._layout.leader else 0, flat.numel()))
         if inputs is not None:
             given[0] = torch.cat([*inputs])
-        if self._layout.leader:
-            taken[place] = together.view(-1)
+        if not self._layout.leader:
+            self._local.all_to_all(taken, given)
+            return []
+        size = sum(map(len, self._layout.hosts))
+        taken[place] = self._room("parts", size * flat.nbytes).view(flat.dtype)
         self._local.all_to_all(taken, given)
-        return list(together)
+        return [taken[place].data_ptr() + rank * flat.nbytes for rank in range(size)]
 
-    def meet(
-        self, call: int, data: Mapping[int, torch.Tensor], make: Make | None = None, nbytes: int = 0
-    ) -> torch.Tensor:
+    def _packed(self, parts: Sequence[int], nbytes: int) -> dict[int, Data]:
+        """On the leader, the parts of the ranks of each other host, one behind the other."""
+        if not parts:
+            return {}
+        at, data = self._room("packed", len(parts) * nbytes).data_ptr(), dict[int, Data]()
+        for host in self._others:
+            data[host] = at, len(self._layout.hosts[host]) * nbytes
+            for rank in self._layout.hosts[host]:
+                _copy(at, parts[rank], nbytes)
+                at += nbytes
+        return data
+
+    def meet(self, call: int, data: Mapping[int, Data], make: Make | None = None, nbytes: int = 0) -> int:
         """Exchange frames, and give every rank of this host what its leader makes of the other hosts' data.
 
         Args:
@@ -134,32 +151,37 @@ class Small:
             nbytes: how much it makes, and every rank of this host gets.
 
         Returns:
-            That many bytes.
+            Where that much lies, until the next call.
         """
-        news = torch.empty(_CALL_BYTES + nbytes, dtype=torch.uint8)
-        memory = memoryview(news.numpy())  # type: ignore[arg-type]
+        news = self._room("news", _CALL_BYTES + nbytes)
+        address = news.data_ptr()
+        verdict = ctypes.c_int64.from_address(address)
         if self._frames is not None:
-            calls, parts = self._frames.exchange(call, data)
-            same = all(other == call for other in calls.values())
-            _CALL.pack_into(memory, 0, call if same else ~call)
+            same, parts = self._frames.exchange(call, data)
+            verdict.value = call if same else ~call
             if same and make is not None and nbytes:
-                news[_CALL_BYTES:] = make(parts).view(torch.uint8)
+                make(parts, address + _CALL_BYTES)
         self._local.broadcast(news, 0)
-        if _CALL.unpack_from(memory)[0] != call:
+        if verdict.value != call:
             raise Differs
-        return news[_CALL_BYTES:]
+        return address + _CALL_BYTES
 
-    def _for_all(self, data: torch.Tensor) -> dict[int, torch.Tensor]:
+    def _room(self, name: str, nbytes: int) -> torch.Tensor:
+        """So much memory, which is kept, and used again for the next thing of that name."""
+        memory = self._memory.get(name)
+        if memory is None or memory.numel() < nbytes:
+            memory = self._memory[name] = torch.empty(nbytes, dtype=torch.uint8)
+        return memory[:nbytes]
+
+    def _for_all(self, address: int, nbytes: int) -> dict[int, Data]:
         """The same data for every other host."""
-        return {host: data for host in range(len(self._layout.hosts)) if host != self._layout.host}
+        return dict.fromkeys(self._others, (address, nbytes))
 
-    def _combining(self, own: torch.Tensor, op: int) -> Make:
+    def _combining(self, own: int, like: torch.Tensor, op: int) -> Make:
         """Combines what the other hosts have sent with what this one has, in the order of the hosts."""
+        hosts = range(len(self._layout.hosts))
+        return lambda parts, to: combine_at(to, [parts.get(host, own) for host in hosts], like, op)
 
-        def combined(parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
-            sums, everyone = torch.empty_like(own), range(len(self._layout.hosts))
-            each = [own if host not in parts else parts[host][: own.nbytes].view(own.dtype) for host in everyone]
-            combine(sums, each, op)
-            return sums
 
-        return combined
+def _copied(to: int, source: int, nbytes: int) -> None:
+    _copy(to, source, nbytes)

@@ -59,8 +59,14 @@ _ONE_THREAD_AT_A_TIME = 1
 _PEER_ERRORS = 1
 _REMOTE_ADDRESS, _ERROR_MODE, _ERROR_HANDLER = 1 << 0, 1 << 1, 1 << 2
 CLOSE_BY_FORCE = 1
-# Read by the library when it is loaded. Without the first it replaces the process's handlers of fatal signals.
-_AT_LOADING = {"UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "warn", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+# Read by the library when it is loaded. Without the first it replaces the process's handlers of fatal signals; without
+# the second, its warnings come in the midst of what the script prints.
+_AT_LOADING = {
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_LOG_FILE": "stderr",
+    "UCX_LOG_LEVEL": "warn",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
 
 ON_ERROR = CFUNCTYPE(None, c_void_p, c_void_p, c_int8)
 

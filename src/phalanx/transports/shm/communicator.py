@@ -6,18 +6,20 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import BackendError, ClosedError, PhalanxError
-from phalanx.native.core import BROKEN_FROM, Breakage, Going, Status, library
+from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import COLLECTIVES, Communicator, Message
 from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
+from phalanx.transports.shm.crossing import begin_to_compare, judge
 from phalanx.transports.shm.explanation import explain
-from phalanx.transports.shm.mailbox import Mailbox
+from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
+from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.watch.call_site import CallSite, call_site, capture, text_of
@@ -42,7 +44,6 @@ _OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
 DTYPE_NUMBERS = {dtype: (_REDUCED.get(dtype, 0), number) for dtype, number in _DTYPES.items()}
 OP_NUMBERS = _OPS
 
-_Pointers = ctypes.Array[ctypes.c_void_p]
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
 
@@ -64,6 +65,8 @@ class SharedMemoryCommunicator(Communicator):
     Attributes:
         part_of: tells the call, with its line, that the calls of this group are a part of, for errors; None if they
             are the user's own.
+        outer_error: makes the error of a message of what this group knows of its end, and of the message with its line,
+            where the group is a part of a larger one; else None.
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
 
     Raises:
@@ -95,10 +98,14 @@ class SharedMemoryCommunicator(Communicator):
         poll = self._signals.callback
         tuning = tuning or load_tuning()
         self._comm, self.meeting = join_segment(store, rank, size, timeout, tuning, spin, poll)
-        self._mailbox = Mailbox(self._comm, self._signals, self._explain)
+        begin_to_compare(self._comm)
+        if names:
+            self._core.phx_name_ranks(self._comm, (ctypes.c_int32 * size)(*names))
+        self._mailbox = Mailbox(self._comm, self._signals, self._explain_message, self._names)
         self.set_timeout(timeout)
         tell_how_the_script_ends()
         self.part_of: Callable[[], str] | None = None
+        self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
         # The last call that returned before every other rank had confirmed it. A broadcast's root waits for nobody; an
         # all_to_all does not learn whether the others expected its sizes. If that call did not match, the mismatch is
@@ -116,12 +123,44 @@ class SharedMemoryCommunicator(Communicator):
         """The core's handle of the group, for calls of the core under the group's lock; 0 once it is closed."""
         return self._comm
 
+    def abort_because(self, text: str) -> None:
+        """:meth:`abort`, and let the other ranks read why; a text that is too long is left out, and so is a second."""
+        with self._mailbox.handle() as comm:
+            if comm:
+                if len(text.encode()) < TEXT_BYTES:
+                    self._core.phx_describe(comm, text.encode())
+                self._core.phx_abort(comm)
+
+    def breakage(self) -> str | None:
+        """None while the group is whole; then what a rank has given to :meth:`abort_because`, empty if none has."""
+        why, text = Breakage(), ctypes.create_string_buffer(TEXT_BYTES)
+        with self._mailbox.handle() as comm:
+            if not comm or not self._core.phx_breakage(comm, ctypes.byref(why)):
+                return None
+            for rank in range(self.size):
+                if self._core.phx_description(comm, rank, text) and text.value.startswith(b"{"):
+                    return text.value.decode(errors="replace")
+        return ""
+
     @property
     def aborted(self) -> bool:
         """Whether a rank has broken the group by :meth:`abort`, or because a signal interrupted it."""
         why = Breakage()
         with self._mailbox.handle() as comm:
             return bool(comm and self._core.phx_breakage(comm, ctypes.byref(why))) and why.status == Status.INTERRUPTED
+
+    @property
+    def last_call(self) -> int:
+        """Where this rank's last call began, as :attr:`differs_at` counts."""
+        return int(self._core.phx_call_chunk(self._comm)) if self._comm else 0
+
+    @property
+    def differs_at(self) -> int | None:
+        """Where the call began in which the ranks' calls differ, if that has broken the group."""
+        why = Breakage()
+        with self._mailbox.handle() as comm:
+            broken = self._core.phx_breakage(comm, ctypes.byref(why)) if comm else 0
+        return int(why.chunk) if broken and why.status == Status.MISMATCH else None
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -144,12 +183,12 @@ class SharedMemoryCommunicator(Communicator):
             self._unheard = capture(2), text_of_call, ("reduce", tensor.dtype, tensor.shape, op, root)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        self._reduce_scatter(_fill(self._pointers, inputs), output, op)
+        self._reduce_scatter(fill(self._pointers, inputs), output, op)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, op: int) -> None:
-        self._reduce_scatter(_fill_evenly(self._pointers, tensor, output.nbytes), output, op)
+        self._reduce_scatter(fill_evenly(self._pointers, tensor, output.nbytes), output, op)
 
-    def _reduce_scatter(self, inputs: _Pointers, output: torch.Tensor, op: int) -> None:
+    def _reduce_scatter(self, inputs: Pointers, output: torch.Tensor, op: int) -> None:
         status = self._core.phx_reduce_scatter(
             self._comm,
             inputs,
@@ -172,12 +211,12 @@ class SharedMemoryCommunicator(Communicator):
             self._unheard = capture(2), text_of_call, ("broadcast", tensor.dtype, tensor.shape, None, root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        self._all_gather(_fill(self._pointers, outputs), tensor)
+        self._all_gather(fill(self._pointers, outputs), tensor)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._all_gather(_fill_evenly(self._pointers, output, tensor.nbytes), tensor)
+        self._all_gather(fill_evenly(self._pointers, output, tensor.nbytes), tensor)
 
-    def _all_gather(self, outputs: _Pointers, tensor: torch.Tensor) -> None:
+    def _all_gather(self, outputs: Pointers, tensor: torch.Tensor) -> None:
         status = self._core.phx_all_gather(
             self._comm, tensor.data_ptr(), outputs, tensor.nbytes, _DTYPES[tensor.dtype], shape_word(tensor.shape)
         )
@@ -185,12 +224,12 @@ class SharedMemoryCommunicator(Communicator):
             self._fail(status, "all_gather", tensor)
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        self._gather(None if outputs is None else _fill(self._pointers, outputs), tensor, root)
+        self._gather(None if outputs is None else fill(self._pointers, outputs), tensor, root)
 
     def gather_single(self, output: torch.Tensor | None, tensor: torch.Tensor, root: int) -> None:
-        self._gather(None if output is None else _fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
+        self._gather(None if output is None else fill_evenly(self._pointers, output, tensor.nbytes), tensor, root)
 
-    def _gather(self, outputs: _Pointers | None, tensor: torch.Tensor, root: int) -> None:
+    def _gather(self, outputs: Pointers | None, tensor: torch.Tensor, root: int) -> None:
         status = self._core.phx_gather(
             self._comm,
             tensor.data_ptr(),
@@ -208,7 +247,7 @@ class SharedMemoryCommunicator(Communicator):
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
         status = self._core.phx_scatter(
             self._comm,
-            None if inputs is None else _fill(self._pointers, inputs),
+            None if inputs is None else fill(self._pointers, inputs),
             output.data_ptr(),
             output.nbytes,
             _DTYPES[output.dtype],
@@ -223,7 +262,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self._sizes[:] = [tensor.nbytes for tensor in inputs]
         self._other_sizes[:] = [tensor.nbytes for tensor in outputs]
-        self._all_to_all(_fill(self._other_pointers, outputs), _fill(self._pointers, inputs), outputs[0].dtype)
+        self._all_to_all(fill(self._other_pointers, outputs), fill(self._pointers, inputs), outputs[0].dtype)
 
     def all_to_all_single(
         self,
@@ -233,12 +272,12 @@ class SharedMemoryCommunicator(Communicator):
         input_counts: Sequence[int],
     ) -> None:
         self._all_to_all(
-            _fill_unevenly(self._other_pointers, self._other_sizes, output, output_counts),
-            _fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
+            fill_unevenly(self._other_pointers, self._other_sizes, output, output_counts),
+            fill_unevenly(self._pointers, self._sizes, tensor, input_counts),
             output.dtype,
         )
 
-    def _all_to_all(self, outputs: _Pointers, inputs: _Pointers, dtype: torch.dtype) -> None:
+    def _all_to_all(self, outputs: Pointers, inputs: Pointers, dtype: torch.dtype) -> None:
         status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, _DTYPES[dtype])
         # The receiver alone compares the sizes of a pair.
         unheard = capture(2), _exchange_text, (dtype, bytes(self._sizes), bytes(self._other_sizes))
@@ -267,12 +306,18 @@ class SharedMemoryCommunicator(Communicator):
 
     # -- lifetime and errors -----------------------------------------------------------------------
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long every collective and message waits for another rank from now on."""
+    def set_timeout(self, timeout: timedelta, of_messages: timedelta | None = None) -> None:
+        """How long every collective and message waits for another rank from now on.
+
+        Args:
+            timeout: of both, unless messages have their own.
+            of_messages: theirs.
+        """
         self._timeout_s = timeout.total_seconds()
+        self._message_timeout_s = self._timeout_s if of_messages is None else of_messages.total_seconds()
         with self._mailbox.handle() as comm:
             if comm:
-                self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9))
+                self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9), int(self._message_timeout_s * 1e9))
 
     def abort(self) -> None:
         with self._mailbox.handle() as comm:
@@ -304,13 +349,21 @@ class SharedMemoryCommunicator(Communicator):
 
     def _fail(
         self, status: int, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None
-    ) -> NoReturn:
-        """Raise the error for ``status``, after publishing for the other ranks what this one was doing."""
+    ) -> None:
+        """Raise the error for ``status``, after publishing for the other ranks what this one was doing.
+
+        A call whose line has crossed another one is done, and an error only if the user wants that.
+        """
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
         self._raise(status, name, text_of_call(name, dtype, shape, op, root))
 
-    def _raise(self, status: int, name: str, text: str) -> NoReturn:
-        if status < BROKEN_FROM:
+    def _raise(self, status: int, name: str, text: str) -> None:
+        if status == Status.CROSSED:
+            crossed = judge(self._comm, self.rank, self._names)
+            if not crossed:
+                return
+            self._core.phx_describe(self._comm, f"{text} at {call_site()} ({crossed})".encode()[: TEXT_BYTES - 1])
+        elif status < BROKEN_FROM:
             raise BackendError(
                 f"the core refused {name} on rank {self.rank} (status {status}): a rank that the group does not have, "
                 "a dtype or operation that the core does not know, or a tensor without memory of its own, such as a "
@@ -335,40 +388,27 @@ class SharedMemoryCommunicator(Communicator):
             call, site = text(*arguments), text_of(place)
         return self._error(comm, call, site)
 
+    def _explain_message(self, message: str) -> PhalanxError:
+        """The error for a message of a broken group."""
+        if self.outer_error is None:
+            return self._explain(message)
+        comm, site = self._comm, call_site()
+        if not comm:
+            return ClosedError.of_message()
+        found = self._error(comm, message, site, self._message_timeout_s)
+        return self.outer_error(found, f"{message} at {site}" if site else message)
+
+    def recv_for_now(self, tensor: torch.Tensor, tag: int) -> WithdrawableReceive:
+        """Start receiving from any rank, as :meth:`recv`; it can be taken back as long as no message has come."""
+        return self._mailbox.recv_for_now(tensor, _DTYPES[tensor.dtype], tag)
+
     def _last_unheard(self) -> _Unheard | None:
         return self._unheard() if callable(self._unheard) else self._unheard
 
-    def _error(self, comm: int, call: str, site: str) -> PhalanxError:
+    def _error(self, comm: int, call: str, site: str, timeout_s: float | None = None) -> PhalanxError:
         self._told = True
-        return explain(comm, self.rank, self._names, f"{call} at {site}" if site else call, self._timeout_s)
-
-
-def _fill(pointers: _Pointers, tensors: Sequence[torch.Tensor]) -> _Pointers:
-    """The address of each tensor."""
-    for index, tensor in enumerate(tensors):
-        pointers[index] = tensor.data_ptr()
-    return pointers
-
-
-def _fill_evenly(pointers: _Pointers, whole: torch.Tensor, nbytes: int) -> _Pointers:
-    """The addresses of a tensor's pieces of ``nbytes`` each."""
-    at = whole.data_ptr()
-    for index in range(len(pointers)):
-        pointers[index] = at
-        at += nbytes
-    return pointers
-
-
-def _fill_unevenly(
-    pointers: _Pointers, sizes: ctypes.Array[ctypes.c_uint64], whole: torch.Tensor, counts: Sequence[int]
-) -> _Pointers:
-    """The addresses and sizes of a tensor's pieces of so many elements each."""
-    at, itemsize = whole.data_ptr(), whole.element_size()
-    for index, count in enumerate(counts):
-        pointers[index] = at
-        sizes[index] = nbytes = count * itemsize
-        at += nbytes
-    return pointers
+        what = f"{call} at {site}" if site else call
+        return explain(comm, self.rank, self._names, what, self._timeout_s if timeout_s is None else timeout_s)
 
 
 def text_of_call(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:

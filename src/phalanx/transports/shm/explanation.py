@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
+from phalanx.system.host import machine_name
 from phalanx.watch.calls import listed
+from phalanx.watch.records import read_memory
 
 __all__ = ["explain"]
 
@@ -36,7 +39,8 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
     core.phx_breakage(comm, ctypes.byref(why))
     if why.status == Status.MISMATCH:
         calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(len(names)), PATIENCE_S)
-        return CollectiveMismatch.of_calls(listed({names[rank]: text for rank, text in calls.items()}, names))
+        named = {names[rank]: text for rank, text in calls.items()}
+        return CollectiveMismatch.of_calls(listed(named, names), named)
     if why.rank == NOBODY:
         return PeerLost(
             f"a rank of the group gave up in an operation, while rank {names[rank]} was in {call}, and did not say why "
@@ -51,7 +55,13 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
     waiting = f"rank {whose} was in {noticed}"
     if why.status == Status.TIMEOUT:
         return CollectiveTimeout.did_not_come(
-            f"{peer}, which is alive,", waiting, timeout_s, group_rank=lost, elapsed_s=timeout_s
+            f"{peer}, which is alive,",
+            waiting,
+            timeout_s,
+            group_rank=lost,
+            elapsed_s=timeout_s,
+            pid=why.peer_pid,
+            **_facts(comm, why),
         )
     if why.status == Status.INTERRUPTED:
         return PeerLost.out_of_step(
@@ -64,14 +74,29 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
 
 def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
     """The error for a rank that went, and for how it went."""
+    facts = _facts(comm, why)
     if why.how == Going.LEFT:
-        return PeerLost.left(lost, why.peer_pid, waiting)
+        return PeerLost.left(lost, why.peer_pid, waiting, **facts)
     if why.how == Going.REPLACED:
-        return PeerLost.replaced(lost, why.peer_pid, waiting)
+        return PeerLost.replaced(lost, why.peer_pid, waiting, **facts)
     if why.how == Going.FAILED:
         # A rank that an exception ended has described it before it told that it goes.
-        return PeerLost.failed(lost, why.peer_pid, _calls(comm, [why.peer], 0.0).get(why.peer, ""), waiting)
-    return PeerLost.ended(lost, why.peer_pid, waiting)
+        cause = _calls(comm, [why.peer], 0.0).get(why.peer, "")
+        return PeerLost.failed(lost, why.peer_pid, cause, waiting, **facts)
+    return PeerLost.ended(lost, why.peer_pid, waiting, **facts)
+
+
+def _facts(comm: int, why: Breakage) -> dict[str, Any]:
+    """What is known of the rank that the group broke for, from its flight recorder."""
+    facts: dict[str, Any] = {"host": machine_name()}
+    memory = library().phx_recorder_of(comm, why.peer)
+    recording = read_memory(memory) if memory else None
+    if recording is not None:
+        facts["rank"] = recording.rank
+        if recording.last is not None:
+            facts["last_operation"], facts["last_line"] = recording.last.text(), recording.last.site
+            facts["was_in_it"] = recording.last.under_way
+    return facts
 
 
 def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, str]:
@@ -82,7 +107,9 @@ def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, 
     while True:
         for rank in ranks:
             if rank not in calls and core.phx_description(comm, rank, text):
-                calls[rank] = text.value.decode(errors="replace")
+                # Between hosts a rank may have written down a reason, which is not for people.
+                own = not text.value.startswith(b"{")
+                calls[rank] = text.value.decode(errors="replace") if own else "an operation"
         if len(calls) == len(ranks) or time.monotonic() > deadline:
             return calls
         time.sleep(0.001)

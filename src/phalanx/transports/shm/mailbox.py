@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,7 @@ from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.watch.call_site import call_site
 
-__all__ = ["Mailbox", "SharedMemoryMessage"]
+__all__ = ["Mailbox", "SharedMemoryMessage", "WithdrawableReceive"]
 
 LEAVING_S = 1.0  # how long a group that closes waits for threads that are in a call about a message
 NAP_S = 0.002
@@ -37,11 +37,14 @@ class Mailbox:
         comm: the core's handle of the group.
         signals: what lets Python's signal handlers run while the core waits.
         explain: the error for the broken group, given what this rank was doing.
+        names: what errors call the ranks, and what a message gives as its source.
     """
 
-    def __init__(self, comm: int, signals: SignalPoll, explain: Callable[[str], PhalanxError]) -> None:
+    def __init__(
+        self, comm: int, signals: SignalPoll, explain: Callable[[str], PhalanxError], names: Sequence[int]
+    ) -> None:
         self.core = library()
-        self.comm, self.signals, self.explain = comm, signals, explain
+        self.comm, self.signals, self.explain, self.names = comm, signals, explain, names
         self.inside: list[None] = []
         self.ended = False
         self._finished = 0  # how many messages the core had finished when this rank last rested
@@ -85,6 +88,14 @@ class Mailbox:
             return SharedMemoryMessage(self, handle, tensor, "recv from", peer)
         finally:
             inside.pop()
+
+    def recv_for_now(self, tensor: torch.Tensor, dtype: int, tag: int) -> WithdrawableReceive:
+        """Start receiving from any rank; the receive can be taken back as long as no message has come for it."""
+        with self.handle() as comm:
+            if self.ended or not comm:
+                raise ClosedError.of_message()
+            handle = self.core.phx_recv(comm, tensor.data_ptr(), tensor.nbytes, dtype, ANY_SOURCE, tag & 0xFFFFFFFF)
+            return WithdrawableReceive(self, handle, tensor, "recv from", None)
 
     def fail_recv(self, handle: int, tensor: torch.Tensor, peer: int) -> None:
         """Raise the error of a receive that the core has ended, and give it back."""
@@ -144,7 +155,13 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class SharedMemoryMessage(Message):
-    """A message of the core, by its handle, which is read and given back under the message's lock."""
+    """A message of the core, by its handle, which is read and given back under the message's lock.
+
+    Attributes:
+        without_peer: whether it failed because no rank is left that could take part in it, and the group is whole.
+    """
+
+    without_peer = False
 
     def __init__(self, mailbox: Mailbox, handle: int | None, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
         if not handle:
@@ -204,6 +221,7 @@ class SharedMemoryMessage(Message):
             if mailbox.ended:
                 self._finish(comm, ClosedError.of_message())
         elif status == Status.PEER_LEFT:
+            self.without_peer = True
             self._finish(comm, self._left())
         elif status:
             error = PhalanxError(f"{self._text()} failed, and the group with it")
@@ -212,7 +230,7 @@ class SharedMemoryMessage(Message):
             finally:  # also when a second Ctrl-C cuts the explanation short
                 self._finish(comm, error)
         else:
-            self._finish(comm, None, mailbox.core.phx_message_source(self._handle))
+            self._finish(comm, None, mailbox.names[mailbox.core.phx_message_source(self._handle)])
 
     def _left(self) -> PeerLost:
         """The error for a message whose peer left the group in order: the other messages of the group go on."""
@@ -220,9 +238,38 @@ class SharedMemoryMessage(Message):
         waiting = f"{self._text()} at {site}" if site else self._text()
         if self._peer is None:
             return PeerLost.left_before_message("all other ranks of the group", waiting)
-        return PeerLost.left_before_message(f"rank {self._peer} of the group", waiting, group_rank=self._peer)
+        peer = self._mailbox.names[self._peer]
+        return PeerLost.left_before_message(f"rank {peer} of the group", waiting, group_rank=peer)
+
+    def _name_of(self, peer: int) -> int:
+        return self._mailbox.names[peer]
 
     def _finish(self, comm: int, error: PhalanxError | None, source: int = -1) -> None:
         if comm:
             self._mailbox.core.phx_message_free(comm, self._handle)
         self._settle(error, source)
+
+
+class WithdrawableReceive(SharedMemoryMessage):
+    """A receive from any rank that another thread may take back, also while a thread waits for it.
+
+    ``_given_back`` is written and read under ``_handle_lock``, which is taken after the message's lock, or alone.
+    """
+
+    def __init__(self, mailbox: Mailbox, handle: int | None, tensor: torch.Tensor, verb: str, peer: int | None) -> None:
+        super().__init__(mailbox, handle, tensor, verb, peer)
+        self._handle_lock = threading.Lock()
+        self._given_back = False
+
+    def withdraw(self) -> bool:
+        """Take it back, so that no message comes for it any more; False if one has come, or the group is closed."""
+        mailbox = self._mailbox
+        with self._handle_lock, mailbox.handle() as comm:
+            if self._given_back:
+                return self.without_peer
+            return bool(comm and mailbox.core.phx_message_withdraw(comm, self._handle))
+
+    def _finish(self, comm: int, error: PhalanxError | None, source: int = -1) -> None:
+        with self._handle_lock:
+            self._given_back = True
+            super()._finish(comm, error, source)

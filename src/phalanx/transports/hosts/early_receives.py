@@ -15,14 +15,14 @@ import torch
 
 from phalanx.transports.hosts.lane import Engine, Transfer
 
-__all__ = ["Ways", "wait_for"]
+__all__ = ["EarlyReceives", "wait_for"]
 
 _TAG = 3  # of no data
 _Begun = TypeVar("_Begun")
 
 
-class Ways:
-    """Which ranks of other hosts this one has talked to.
+class EarlyReceives:
+    """Begins receives from ranks that this one has talked to before their calls are compared, from others after that.
 
     Args:
         engine: connects them.
@@ -62,5 +62,5 @@ class Ways:
 
 def wait_for(transfers: Sequence[Transfer]) -> None:
     """Wait for all of them."""
-    for transfer in transfers:
-        transfer.wait()
+    if transfers:
+        transfers[0].wait_with(transfers[1:])

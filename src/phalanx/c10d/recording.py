@@ -1,0 +1,110 @@
+"""The calls of a communicator, recorded: which, of how many bytes, from which line, and when each began and ended.
+
+A process group calls its communicator through this, so every operation passes here that its quick methods do not take
+(those record by themselves, ``native/csrc_entry``): synchronous ones when they are called, queued ones when they run,
+on whichever thread that is. What an operation calls inside its communicator is a part of it, and not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import addressof
+from typing import Any
+
+import torch
+
+from phalanx.native.core import RecordedGroup, quick_entry
+from phalanx.transports.contract import SENT, Communicator, Message
+from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.watch import call_site, recorder
+from phalanx.watch.calls import dtype_name
+from phalanx.watch.records import KINDS
+
+__all__ = ["RecordedCalls"]
+
+_NUMBER_OF_KIND = {name: number for number, name in KINDS.items()}
+_DTYPES = {dtype: numbers[1] << 8 for dtype, numbers in DTYPE_NUMBERS.items()}
+# Each method of the contract: its kind, and which of its arguments is this rank's tensor, the operation, the root (-1:
+# it has none).
+_METHODS = {
+    "all_reduce": ("all_reduce", 0, 1, -1),
+    "reduce": ("reduce", 0, 2, 1),
+    "reduce_scatter": ("reduce_scatter", 0, 2, -1),
+    "reduce_scatter_single": ("reduce_scatter", 0, 2, -1),
+    "broadcast": ("broadcast", 0, -1, 1),
+    "all_gather": ("all_gather", 1, -1, -1),
+    "all_gather_single": ("all_gather", 1, -1, -1),
+    "gather": ("gather", 1, -1, 2),
+    "gather_single": ("gather", 1, -1, 2),
+    "scatter": ("scatter", 0, -1, 2),
+    "all_to_all": ("all_to_all", 1, -1, -1),
+    "all_to_all_single": ("all_to_all", 1, -1, -1),
+    "barrier": ("barrier", -1, -1, -1),
+}
+
+recorder.describe_dtypes({numbers[1]: dtype_name(dtype) for dtype, numbers in DTYPE_NUMBERS.items()})
+
+
+class RecordedCalls:
+    """The collectives and messages of a communicator, under their names, each of which it records and then calls."""
+
+    def __init__(self, communicator: Communicator, recorded: RecordedGroup) -> None:
+        self._recorded = recorded  # the core counts in it
+        for name, (kind, *places) in _METHODS.items():
+            setattr(self, name, _collective(getattr(communicator, name), recorded, _NUMBER_OF_KIND[kind], *places))
+        group = addressof(recorded)
+        self.send = _message(communicator.send, group, _NUMBER_OF_KIND["send"])
+        self.recv = _message(communicator.recv, group, _NUMBER_OF_KIND["recv"])
+
+
+def _collective(
+    body: Callable[..., None], recorded: RecordedGroup, kind: int, tensor_at: int, op_at: int, root_at: int
+) -> Callable[..., None]:
+    entry: Any = quick_entry()
+    if not isinstance(entry, str):
+        running = call_site.running
+        made: Callable[..., None] = entry.Recorded(
+            body, addressof(recorded), recorded, kind, tensor_at, op_at, root_at, _DTYPES, OP_NUMBERS, running
+        )
+        return made
+    begin, end, here = recorder.writers()
+    group = addressof(recorded)
+
+    def call(*arguments: Any) -> None:
+        what, nbytes = kind, 0
+        if tensor_at >= 0:
+            tensor = arguments[tensor_at]
+            if not isinstance(tensor, torch.Tensor):  # an all_to_all's
+                nbytes = sum(part.nbytes for part in tensor)
+                tensor = tensor[0]
+            else:
+                nbytes = tensor.nbytes
+            what |= _DTYPES[tensor.dtype]
+        if op_at >= 0:
+            what |= OP_NUMBERS.get(arguments[op_at], 0) << 16
+        ticket = begin(group, what, nbytes, here(), arguments[root_at] if root_at >= 0 else -1)
+        try:
+            body(*arguments)
+        except BaseException:
+            end(ticket, True)
+            raise
+        end(ticket, False)
+
+    return call
+
+
+def _message(body: Callable[..., Message], group: int, kind: int) -> Callable[..., Message]:
+    def call(tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        ticket = recorder.begin(group, kind | _DTYPES[tensor.dtype], tensor.nbytes, -1 if peer is None else peer)
+        try:
+            message = body(tensor, peer, tag)
+        except BaseException:
+            recorder.end(ticket, True)
+            raise
+        if message is SENT:  # which stands for every such message
+            recorder.end(ticket, False)
+        elif ticket:
+            message.recorded_as(ticket)
+        return message
+
+    return call

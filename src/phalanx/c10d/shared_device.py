@@ -1,0 +1,45 @@
+"""A warning where several ranks compute on one device, most often all of them on the first.
+
+``phalanx.init()`` gives each rank a device of its own, and refuses one that two took. A script that calls
+``init_process_group`` by itself may forget ``torch.cuda.set_device(local_rank)``: then everything works, on one device,
+at the speed of one.
+"""
+
+from __future__ import annotations
+
+import json
+
+from torch._C._distributed_c10d import Store
+
+from phalanx.words import format_named
+
+__all__ = ["shared_device"]
+
+_NEAR = 64  # a rank looks at so many before and after it: those of a host are mostly close to each other
+
+
+def shared_device(store: Store, rank: int, size: int, host: str, device: str) -> str:
+    """Note where a rank computes, and say which other ranks compute there too. Waits for nobody.
+
+    Of two ranks that share a device, the later one to call this sees the other. One rank for each device says it.
+
+    Args:
+        store: the group's, in which the notes stay.
+        rank, size: this process's place in the group.
+        host: anything that distinguishes this host from others.
+        device: :func:`~phalanx.topology.device.physical_device` of the device; empty for one that ranks may share.
+
+    Returns:
+        The warning, to be printed; empty if there is none.
+    """
+    own = json.dumps([host, device])
+    store.set(f"device/{rank}", own)
+    near = range(max(0, rank - _NEAR), min(size, rank + _NEAR + 1))
+    there = [other for other in near if other == rank or store.check([f"device/{other}"])]
+    sharing = [other for other in there if store.get(f"device/{other}").decode() == own]
+    if not device or len(sharing) < 2 or store.add(f"device/told/{own}", 1) > 1:
+        return ""
+    return (
+        f"warning: {format_named('rank', sharing)} compute on the same device ({device}). Did the script forget "
+        f"torch.accelerator.set_device_index(local_rank)? phalanx.init() chooses a device for each rank"
+    )

@@ -1,0 +1,144 @@
+"""``phalanx top``: how the ranks of a running job are getting on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from phalanx.launch.running.looking import Look, Watcher
+
+__all__ = ["top"]
+
+# The share of this host's cores that looking may use, so that the job does not notice.
+_MOST_CORES = 0.0025
+# The first table comes after so long, if the interval is longer.
+_FIRST_S = 0.5
+
+
+@click.command()
+@click.argument("job", metavar="[JOB]", required=False)
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.05),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="The time between two looks, over which rates are measured. It grows if looking would need more than 0.25 % "
+    "of this host's cores.",
+)
+@click.option("--once", is_flag=True, help="Look for one interval, print that, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Print each look as a JSON object on a line of its own.")
+def top(job: str | None, interval_s: float, once: bool, as_json: bool) -> None:
+    """Show live how each rank of a running job is getting on. Ctrl-C ends this, and not the job.
+
+    JOB is the id that phalanx list shows, or its beginning, or the process id of phalanx run; without it, the only job
+    that runs.
+
+    \b
+      phalanx top                the only job of yours on this host
+      phalanx top 3f2a --interval 5
+      phalanx top --once         one table, as for a log
+      phalanx top --json         for programs
+
+    \b
+      state       waits: in an operation, or for the answer to a call by RPC. computes, sleeps: in none, on a core or
+                  not. stopped: by a signal, as of kill -STOP. in a debugger, waits for disk, ended
+      step        what the script says: world.step(number), phalanx.label("evaluation")
+      steps/s     the mean over the last 20 steps
+      data/s      the bytes of the operations that have ended, of this rank's tensors
+      comm        the share of the time in operations. A rank that waits for a slow one has much, the slow one little
+      lag         how many collectives the rank is behind the first one of a group
+      memory      in RAM, with what it shares with other ranks
+      cores       how many it has kept busy; waiting for others keeps one busy for a while, too
+      operation   which it is in, where the script calls it, which rank it waits for there, and since when; or the last
+                  one (after ...)
+
+    It reads /proc and the ranks' flight recorders, the memory in which they note their operations anyway: the job does
+    nothing for it. Operations of other backends, such as gloo and nccl, are not recorded. Ranks on other hosts are
+    named and not shown.
+
+    The objects of --json have job (as of phalanx list --json), at, interval_s, ranks, elsewhere (ranks of other hosts,
+    by host), and notes. Each of ranks has rank, pid, state (waits, computes, sleeps, disk, stopped, debugged, ended),
+    operation (null if it is in none), last (the last one to begin), operations (how many have begun), operations_per_s,
+    bytes_per_s, steps_per_s, step, label, communication (from 0 to 1), lag, resident_bytes, cores, and asked (what it
+    waits for by RPC). What is not known is null.
+
+    It ends when the job does. Exit codes: 0; 2 if there is no such job, or JOB fits several.
+    """
+    from phalanx.launch.running.jobs import find_job
+    from phalanx.launch.running.looking import Watcher
+
+    found = find_job(job)
+    with contextlib.suppress(OSError):
+        os.nice(10)  # where cores are scarce they are the ranks'
+    with Watcher(found) as watcher, contextlib.suppress(KeyboardInterrupt):
+        try:
+            if once:
+                watcher.look()
+                time.sleep(interval_s)
+                look = watcher.look()
+                if look is not None:
+                    _print(look, as_json)
+                    return
+            else:
+                _watch(watcher, interval_s, as_json)
+            click.echo(f"job {found.id} has ended", err=as_json)
+        except BrokenPipeError:  # nobody reads any more, as behind head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter writes when it ends
+
+
+def _watch(watcher: Watcher, interval_s: float, as_json: bool) -> None:
+    """Look at a job until it has ended."""
+    screen = sys.stdout.isatty() and not as_json and os.environ.get("TERM", "dumb") != "dumb"
+    show = _show if screen else lambda look: _print(look, as_json)
+    last: Look | None = None
+    pause_s = min(interval_s, _FIRST_S)
+    watcher.look()
+    if screen:
+        sys.stdout.write("\x1b[?1049h\x1b[?25l")  # the terminal's other page, without a cursor
+    try:
+        while True:
+            time.sleep(pause_s)
+            used_s = time.process_time()
+            look = watcher.look()
+            if look is None:
+                return
+            last = look
+            show(look)
+            used_s = time.process_time() - used_s
+            pause_s = max(interval_s, used_s / (_MOST_CORES * (os.cpu_count() or 1)))
+    finally:
+        if screen:
+            sys.stdout.write("\x1b[?25h\x1b[?1049l")
+            if last is not None:
+                _print(last, as_json)
+
+
+def _show(look: Look) -> None:
+    """Draw a look over the one before."""
+    from phalanx.launch.running.table import format_look
+
+    size = shutil.get_terminal_size()
+    text = format_look(look, width=size.columns, height=size.lines, color="NO_COLOR" not in os.environ)
+    # Each line is cleared behind its end, and the page below the last one.
+    sys.stdout.write("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[J")
+    sys.stdout.flush()
+
+
+def _print(look: Look, as_json: bool) -> None:
+    from phalanx.launch.running.table import format_look, look_values
+
+    if as_json:
+        click.echo(json.dumps(look_values(look)))
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    click.echo(format_look(look, width=width), nl=False)

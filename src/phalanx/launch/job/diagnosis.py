@@ -1,0 +1,40 @@
+"""What the launcher says of ranks that wait for each other for long, and where it writes reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Diagnosis"]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """When the launcher says that ranks wait, and for whom.
+
+    Attributes:
+        warn_after_s: after a rank has waited for so long a line says so; 0 for never, and then there are no reports.
+        report_after_s: after nobody has moved for so long, a report is written, if there is a folder for it.
+        report_dir: the folder of the reports; empty for none.
+        strict: ranks that call the same lines in different orders get an error, and not a warning.
+    """
+
+    warn_after_s: float = 5.0
+    report_after_s: float = 30.0
+    report_dir: str = ""
+    strict: bool = False
+
+    def why_unwatched(self, *, is_local: bool, is_python: bool, ranks: int) -> str:
+        """Why the launcher does not watch the ranks of a job, as a clause; empty if it does.
+
+        Args:
+            is_local: all ranks run on this host, and no MPI launcher starts them.
+            is_python: the target is a script or a module of Python.
+            ranks: how many there are.
+        """
+        if not is_local:
+            return "only ranks that phalanx run starts on its own host, without --mpi, are watched"
+        if not is_python:
+            return "only ranks of a Python script or module are watched"
+        if ranks == 1:
+            return "a single rank has no other to wait for"
+        return "" if self.warn_after_s > 0 else "--warn-after 0 turns off reports as well"

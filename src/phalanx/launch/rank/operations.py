@@ -1,0 +1,48 @@
+"""What a rank did last, from its flight recorder, also when it has been killed."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+from phalanx.errors import PhalanxError
+from phalanx.launch.rank.trace import Trace
+
+__all__ = ["beside", "last_operation"]
+
+
+def beside(site: str) -> str:
+    """A place in a program as people write it: a file below this process's directory without that."""
+    name = os.path.relpath(site) if os.path.isabs(site) else site
+    return site if name.startswith(os.pardir) else name
+
+
+def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
+    """A rank's last operation in words, for the block about its failure; empty if it has recorded none.
+
+    Args:
+        trace: the ranks' trace.
+        part: the rank's part of it.
+        at: when the rank failed, on the monotonic clock; now by default.
+    """
+    told = trace.operation(part)
+    if told:
+        return told
+    # The job may have been one without Phalanx, so what reads it is not imported before.
+    from phalanx.watch.records import read_recording
+
+    try:
+        recording = read_recording(trace.descriptor, trace.place_of_recorder(part))
+    except (OSError, ValueError, PhalanxError):
+        return ""
+    if recording is None or recording.last is None:
+        return ""
+    last = replace(recording.last, site=beside(recording.last.site))
+    now_ns = (time.monotonic() if at is None else at) * 1e9
+    if last.under_way:
+        since_s = max(0.0, now_ns - last.entered_ns) / 1e9
+        return f"it was in {last.text()}, for {since_s:.1f} s"
+    since_s = max(0.0, now_ns - last.left_ns) / 1e9
+    how = "failed" if last.failed else "was done"
+    return f"its last operation, {last.text()}, {how} {since_s:.1f} s before"

@@ -1,0 +1,261 @@
+"""The jobs of this user that run on this host: every launcher describes its own, in memory that others find.
+
+The description lies in a file without a name (memfd) that the launcher holds open, and that others of the same user
+find by its name under /proc. So there is no folder that strangers could fill or read, nothing is left to be removed
+when a launcher is killed, and a description that is found belongs to a launcher that runs. The kernel shows the open
+files of a process only to its own user and to root. A file that somebody else has made, and that a process of this
+user has only been handed, is left aside, because its owner is another user; so is one that a process has inherited,
+because the description names the launcher, with the time of its start.
+
+The file is a list of lines, each an object of JSON, and grows only. The launcher writes it, with one write for each
+line; any process reads it at any time, and leaves out a last line that does not end. If the launcher dies before a
+write, the line is missing, and within it incomplete; both are gone with the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.errors import LaunchError
+from phalanx.launch.job.job import Job
+from phalanx.system.host import machine_name
+from phalanx.system.process_use import start_of
+
+__all__ = ["Description", "RankProcess", "RunningJob", "find_job", "running_jobs"]
+
+_NAME, _SUFFIX = "/memfd:", "-job (deleted)"
+_MOST_BYTES = 1 << 26
+_SHORT = "phalanx-"  # with which every job's run id begins
+_LEAST_LETTERS = 3  # of an id, so that the number of a process that has ended is hardly taken for one
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank of a running job.
+
+    Attributes:
+        rank: its number in the world.
+        pid: its process id, on its host.
+        start: when it was started (:func:`phalanx.system.process_use.start_of`); 0 if it runs on another host.
+        host: the name of its host.
+        part: its part of the trace of its host (``launch/rank/trace.py``).
+    """
+
+    rank: int
+    pid: int
+    start: int
+    host: str
+    part: int
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A job, as its launcher describes it.
+
+    Attributes:
+        run_id: its name; ``PHALANX_RUN_ID`` in its ranks.
+        pid, start: the process of ``phalanx run``, as in :class:`RankProcess`.
+        since: when it began, in seconds since 1970.
+        ranks: how many it has.
+        target: the script, module or program, as the user named it.
+        arguments: the target's own.
+        directory: where the launcher runs.
+        host: this host's name.
+        hosts: the hosts that were asked for, if there are others; empty if all ranks run here, or if MPI chooses.
+        mpi: the MPI launcher that starts the ranks; empty for none.
+        is_python: whether the target is a script, a module or a function of Python.
+        end_s: how long its ranks may take to end after SIGTERM.
+        descriptor: the launcher's descriptor of this description.
+        processes: the ranks; empty until they have been started.
+        trace: the launcher's descriptor of the trace of the ranks that it has started on this host; -1 for none.
+    """
+
+    run_id: str
+    pid: int
+    start: int
+    since: float
+    ranks: int
+    target: str
+    arguments: tuple[str, ...]
+    directory: str
+    host: str
+    hosts: tuple[str, ...]
+    mpi: str
+    is_python: bool
+    end_s: float
+    descriptor: int
+    processes: tuple[RankProcess, ...] = ()
+    trace: int = -1
+
+    @property
+    def id(self) -> str:
+        """The name by which users call it."""
+        return self.run_id.removeprefix(_SHORT)
+
+    @property
+    def runs(self) -> bool:
+        """Whether its launcher still runs."""
+        return start_of(self.pid) == self.start
+
+    def again(self) -> RunningJob | None:
+        """The same job, as its launcher describes it now; None if it has ended."""
+        with contextlib.suppress(OSError):
+            job = _read(f"/proc/{self.pid}/fd/{self.descriptor}")
+            if job is not None and job.run_id == self.run_id and job.runs:
+                return job
+        return None
+
+
+class Description:
+    """A launcher's description of its own job. A job runs as well without, so what cannot be written is left out.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._file = -1
+        self._job = job
+        with contextlib.suppress(OSError):
+            self._file = os.memfd_create(f"{job.run_id}-job")
+            described = RunningJob(
+                run_id=job.run_id,
+                pid=os.getpid(),
+                start=start_of(os.getpid()),
+                since=time.time(),
+                ranks=job.ranks,
+                target=job.target.name,
+                arguments=tuple(job.target.argv[1:]),
+                directory=_directory(),
+                host=job.host,
+                hosts=tuple(host.name for host in job.hosts),
+                mpi=job.mpi.title if job.mpi is not None else "",
+                is_python=job.target.is_python,
+                end_s=job.patience_s(signal.SIGTERM),
+                descriptor=self._file,
+            )
+            self._write(asdict(described))
+
+    def add_ranks(self, pids: Sequence[int], hosts: Sequence[str], trace: int) -> None:
+        """Describe the ranks, once they have been started, or started anew.
+
+        Args:
+            pids: their process ids, by rank.
+            hosts: the names of their hosts, by rank.
+            trace: this process's descriptor of the trace of the ranks that its own zygote has forked.
+        """
+        job, here = self._job, machine_name()
+        parts: dict[str, int] = {}
+        ranks = []
+        for rank, (pid, host) in enumerate(zip(pids, hosts, strict=True)):
+            where = job.host if job.is_local else host  # rehearsed hosts are this one
+            part = parts[where] = parts.get(where, -1) + 1
+            start = start_of(pid) if job.is_local or host == here else 0
+            ranks.append(asdict(RankProcess(rank, pid, start, where, 0 if job.mpi is not None else part)))
+        with contextlib.suppress(OSError):
+            self._write({"processes": ranks, "trace": trace if job.is_local else -1})
+
+    def close(self) -> None:
+        """Give up the description, in a process that is not the launcher."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, values: dict[str, Any]) -> None:
+        if self._file >= 0:
+            os.write(self._file, json.dumps(values).encode() + b"\n")
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it has been removed
+        return ""
+
+
+def running_jobs() -> list[RunningJob]:
+    """The jobs of this user whose launchers run on this host, the oldest first."""
+    own = os.geteuid()
+    found: list[RunningJob] = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == own:
+                found += _described_by(int(name))
+    return sorted(found, key=lambda job: (job.since, job.run_id))
+
+
+def _described_by(pid: int) -> Iterator[RunningJob]:
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{number}"
+            with contextlib.suppress(OSError):
+                link = os.readlink(path)
+                if link.startswith(_NAME) and link.endswith(_SUFFIX):
+                    job = _read(path)
+                    if job is not None and job.pid == pid and job.runs:
+                        yield job
+
+
+def _read(path: str) -> RunningJob | None:
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        about = os.fstat(file)
+        if about.st_uid != os.geteuid():
+            return None
+        data = os.pread(file, min(about.st_size, _MOST_BYTES), 0)
+    finally:
+        os.close(file)
+    lines = data.splitlines(keepends=True)
+    try:
+        values: dict[str, Any] = {}
+        for line in lines:
+            if line.endswith(b"\n"):
+                values |= json.loads(line)
+        values["processes"] = tuple(RankProcess(**rank) for rank in values.get("processes", ()))
+        for name in ("arguments", "hosts"):
+            values[name] = tuple(values[name])
+        return RunningJob(**values)
+    except (ValueError, TypeError, KeyError):
+        return None  # of another version of Phalanx, or no description
+
+
+def find_job(name: str | None) -> RunningJob:
+    """The running job that a user means.
+
+    Args:
+        name: its id, or how that begins, or the process id of its launcher; None for the only one.
+
+    Raises:
+        LaunchError: there is no such job, or there are several. The message lists the jobs that there are.
+    """
+    jobs = running_jobs()
+    if not jobs:
+        raise LaunchError(
+            f"{'no job' if name is None else f'no job {name}'} of yours runs on this host; phalanx run starts one"
+        )
+    if name is None:
+        found = jobs
+    elif not name:
+        raise LaunchError(f"which job? The name given is empty; these run on this host:\n{_lines(jobs)}")
+    elif name.isdigit() and any(name == str(job.pid) for job in jobs):
+        found = [job for job in jobs if name == str(job.pid)]
+    else:
+        exact = [job for job in jobs if name in (job.id, job.run_id)]
+        found = exact or [job for job in jobs if job.id.startswith(name) and len(name) >= _LEAST_LETTERS]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        why = "several jobs run here" if name is None else f"{name} may be any of several jobs"
+        raise LaunchError(f"{why}; name one by more of its id:\n{_lines(found)}")
+    raise LaunchError(f"no job {name} of yours runs on this host; these do:\n{_lines(jobs)}")
+
+
+def _lines(jobs: Sequence[RunningJob]) -> str:
+    return "\n".join(f"  {job.id}  pid {job.pid}, {job.target}, in {job.directory}" for job in jobs)

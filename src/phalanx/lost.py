@@ -1,0 +1,225 @@
+"""The exceptions about ranks and workers that are lost, or late. ``errors.py`` has them too, with all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.exception import PhalanxError
+
+__all__ = ["CallTimeout", "CollectiveTimeout", "ObjectLost", "PeerFailed", "PeerLost", "WorkerLost"]
+
+
+class _OfRank:
+    """What an error knows of the rank that is to blame, besides its number in the group."""
+
+    rank, pid, host = -1, 0, ""
+    last_operation, last_line = "", ""
+
+    def _blame(self, of_rank: dict[str, Any]) -> None:
+        unknown = of_rank.keys() - {"rank", "pid", "host", "last_operation", "last_line"}
+        if unknown:
+            raise TypeError(f"an error of a rank does not know {', '.join(sorted(unknown))}")
+        vars(self).update(of_rank)
+
+
+class PeerLost(_OfRank, PhalanxError):
+    """Another rank of the group went while this one waited for it.
+
+    A rank that closed the group, or whose script came to its end, has left in order. Then only the operation that needs
+    it fails: a message, and the group remains usable for others; or a collective, which needs every rank.
+
+    Attributes:
+        group_rank: the lost rank, counted within the group; -1 if it is not known.
+        rank: the same in the world; -1 if it is not known.
+        pid, host: its process id and the name of its host; 0 and empty if they are not known.
+        last_operation: what its flight recorder has last, as ``all_reduce #118 (float32, 4.0 KiB, sum) at
+            train.py:42``; empty if it cannot be read. It can on one host, in a group of at most 128 ranks.
+        last_line: where it called that, as ``train.py:42``.
+    """
+
+    is_consequence = True
+
+    def __init__(self, message: str, *, group_rank: int = -1, **of_rank: Any) -> None:
+        super().__init__(message)
+        self.group_rank = group_rank
+        self._blame(of_rank)
+
+    @classmethod
+    def ended(cls, rank: int, pid: int, waiting: str, /, **known: Any) -> PeerLost:
+        """A rank's process is gone; ``waiting`` says which rank needed it, and in which call."""
+        return cls._of(rank, pid, "has ended", waiting, "Look at that rank's own output for the cause", known)
+
+    @classmethod
+    def failed(cls, rank: int, pid: int, cause: str, waiting: str, /, **known: Any) -> PeerLost:
+        """An exception ended a rank's script, or it exited with a code other than 0; ``cause`` says what is known."""
+        why = f"has failed ({cause})" if cause else "has failed"
+        return cls._of(rank, pid, why, waiting, "Look at that rank's own output for the cause", known)
+
+    @classmethod
+    def replaced(cls, rank: int, pid: int, waiting: str, /, **known: Any) -> PeerLost:
+        """A rank's process runs another program."""
+        text = "has replaced itself by another program (exec)"
+        return cls._of(rank, pid, text, waiting, "Let it start the program as a child process", known)
+
+    @classmethod
+    def left(cls, rank: int, pid: int, waiting: str, /, **known: Any) -> PeerLost:
+        """A rank has left the group in order, and a collective needs it."""
+        text = "has left the group in order (it destroyed the group, or its script has come to its end)"
+        return cls._of(rank, pid, text, waiting, "Every rank must make the same calls before it leaves", known)
+
+    @classmethod
+    def left_before_message(cls, who: str, waiting: str, *, group_rank: int = -1) -> PeerLost:
+        """The ranks that could take part in a message have left the group in order; the group is whole."""
+        text = "left the group in order (destroyed it, or came to the end of the script)"
+        return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank)
+
+    @classmethod
+    def _of(cls, rank: int, pid: int, what: str, waiting: str, remedy: str, known: dict[str, Any]) -> PeerLost:
+        """``known`` has further attributes, and whether the rank ``was_in_it``, in its last operation."""
+        within = known.pop("was_in_it", False)
+        last = known.get("last_operation", "")
+        did = "" if not last else f". It was in {last}" if within else f". Its last operation was {last}"
+        text = f"rank {rank} of the group (pid {pid}) {what} while {waiting}{did}. {remedy}"
+        return cls(text, group_rank=rank, pid=pid, **known)
+
+    @classmethod
+    def out_of_step(cls, cause: str, *, group_rank: int, pid: int = 0) -> PeerLost:
+        """A rank left an operation that the others are in; ``cause`` says which rank, how and where."""
+        return cls(f"{cause}; the ranks of the group are out of step", group_rank=group_rank, pid=pid)
+
+
+class PeerFailed(PhalanxError):
+    """Another rank raised an exception in something that it did for all ranks, or before them.
+
+    Raised by ``main_first()``, ``save()`` and the like on the ranks that waited for it. Mend what that rank reports.
+
+    Attributes:
+        group_rank: the rank that failed, counted within the group.
+    """
+
+    is_consequence = True
+
+    def __init__(self, message: str, *, group_rank: int = -1) -> None:
+        super().__init__(message)
+        self.group_rank = group_rank
+
+    @classmethod
+    def in_its_turn(cls, group_rank: int, call: str, error: str) -> PeerFailed:
+        """A rank failed in ``call``; ``error`` is its exception in words."""
+        return cls(f"rank {group_rank} of the group failed in {call}: {error}", group_rank=group_rank)
+
+
+class CollectiveTimeout(_OfRank, PhalanxError):
+    """A collective was not joined by every rank within the group's timeout.
+
+    If a rank is merely slow, give a longer timeout: ``phalanx.init(timeout_s=…)``. If not, find out why the rank that
+    the message names did not make the call.
+
+    Attributes:
+        group_rank: the first rank that had not come, counted within the group.
+        rank, pid, host, last_operation, last_line: of that rank, as in :class:`PeerLost`.
+        elapsed_s: how long this rank waited, in seconds.
+    """
+
+    def __init__(self, message: str, *, group_rank: int = -1, elapsed_s: float = 0.0, **of_rank: Any) -> None:
+        super().__init__(message)
+        self.group_rank = group_rank
+        self.elapsed_s = elapsed_s
+        self._blame(of_rank)
+
+    @classmethod
+    def did_not_come(
+        cls, missing: str, waiting: str, timeout_s: float, *, group_rank: int, elapsed_s: float, **known: Any
+    ) -> CollectiveTimeout:
+        """Ranks are missing in an operation; ``waiting`` says which rank waited for them, and in which call.
+
+        ``known`` is as in :class:`PeerLost`'s methods.
+        """
+        within = known.pop("was_in_it", False)
+        last = known.get("last_operation", "")
+        where = "" if not last else f" It is in {last}." if within else f" Its last operation was {last}."
+        return cls(
+            f"{missing} did not come within {timeout_s:g} s while {waiting}.{where} Is it in other code, or much "
+            f"slower? {cls.remedy()}",
+            group_rank=group_rank,
+            elapsed_s=elapsed_s,
+            **known,
+        )
+
+    @staticmethod
+    def remedy() -> str:
+        """How to wait longer."""
+        return "A longer timeout is set with phalanx.init(timeout_s=...) or init_process_group(timeout=...)"
+
+
+class _OfWorker:
+    """What the errors of calls know of the worker that was called; ``worker`` is its name."""
+
+    worker, rank, pid, host, incarnation = "", -1, 0, "", 0
+    asked, line = "", ""
+
+
+class WorkerLost(_OfWorker, PeerLost):
+    """Another worker went while this process waited for it, or was gone when it was called.
+
+    What it was asked may have run, or not; it will not run twice. If it comes back under its name, that is a new
+    worker, and calls to the name reach it. ``rpc.call(..., retry=True)`` does so by itself.
+
+    Attributes:
+        worker, rank, pid, host, incarnation: which worker; the rank is -1 if it had none.
+        asked, line: what it was asked, for people, and at which ``file:line`` of this process's program; the line is
+            empty if Phalanx asked by itself.
+        why: how its end was noticed, for people.
+        elapsed_s: for how long this process had waited, in seconds.
+    """
+
+    def __init__(self, message: str, *, why: str = "", elapsed_s: float = 0.0, **of_worker: Any) -> None:
+        super().__init__(message, group_rank=of_worker.get("rank", -1), pid=of_worker.get("pid", 0))
+        self.why, self.elapsed_s = why, elapsed_s
+        vars(self).update(of_worker)
+
+    @classmethod
+    def while_waiting(cls, who: str, why: str, waiting: str, **facts: Any) -> WorkerLost:
+        """``who`` is gone while this process waited for what ``waiting`` says; ``why`` says how that was noticed."""
+        remedy = "Look at that worker's own output for the cause"
+        return cls(f"{who} is gone ({why}) while this worker waited for {waiting}. {remedy}", why=why, **facts)
+
+
+class ObjectLost(WorkerLost):
+    """A remote object is gone with the worker that had it, or was let go of.
+
+    A worker that comes back under the same name is a new one and has none of the old one's objects: make it again.
+    """
+
+
+class CallTimeout(_OfWorker, PhalanxError, TimeoutError):
+    """Another worker did not answer a call in time.
+
+    The call may still run there; it was told that nobody waits. The text says why there was no answer, as far as that
+    can be found out.
+
+    Attributes:
+        worker, rank, pid, host, incarnation: which worker; the rank is -1 if it has none.
+        asked, line: what it was asked, for people, and at which ``file:line`` of this process's program.
+        timeout_s: how long the call could take, in seconds.
+        cause: why there was no answer, in a word: ``handler`` (its function runs), ``queued`` (other calls are before
+            it), ``stopped`` (the process is, by SIGSTOP or a debugger), ``interpreter`` (something in the process holds
+            the interpreter's lock), ``silent`` (one of the last two, on another host), ``cut`` (nothing comes from its
+            host), ``on the way`` (the call or its answer is), ``gone`` (the process has just ended); empty if that
+            could not be found out.
+        at: the function, file and line at which the worker was; empty if that is not known.
+    """
+
+    def __init__(
+        self, message: str, *, timeout_s: float = 0.0, cause: str = "", at: str = "", **of_worker: Any
+    ) -> None:
+        super().__init__(message)
+        self.timeout_s, self.cause, self.at = timeout_s, cause, at
+        vars(self).update(of_worker)
+
+    @classmethod
+    def not_answered(cls, who: str, waiting: str, timeout_s: float, why: str, **facts: Any) -> CallTimeout:
+        """``who`` has not answered what ``waiting`` says; ``why`` is a sentence about what keeps it, if known."""
+        because = why or "Is it slow, stopped, or waiting for this worker?"
+        text = f"{who} did not answer within {timeout_s:g} s: {waiting}. {because} More time: timeout_s=..."
+        return cls(text, timeout_s=timeout_s, **facts)

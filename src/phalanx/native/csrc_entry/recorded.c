@@ -1,0 +1,179 @@
+/* A call of a communicator that is recorded: what c10d/recording.py does in Python, for calls that take microseconds.
+ *
+ * Recording never fails: what cannot be read of the arguments is left out, and the call is made as it is. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stddef.h>
+#include <structmember.h>
+
+#include "entry.h"
+
+typedef PyObject *(*vectorcall)(PyObject *, PyObject *const *, size_t, PyObject *);
+#define HAVE_VECTORCALL (1UL << 11)                             /* Py_TPFLAGS_HAVE_VECTORCALL, not in 3.10's limited API */
+#define NARGS(n) ((Py_ssize_t)((n) & ~((size_t)1 << (8 * sizeof(size_t) - 1)))) /* PyVectorcall_NARGS, likewise */
+
+typedef struct {
+    PyObject ob_base;
+    vectorcall vectorcall;
+    PyObject *body, *dtypes, *ops, *running, *keeper;
+    struct phx_record_group *group; /* which the keeper holds */
+    unsigned int kind;
+    int tensor_at, op_at, root_at; /* which arguments these are, -1: none */
+} recorded;
+
+static PyObject *name_nbytes, *name_dtype, *name_site;
+
+/* The bytes of a tensor, or of all those in a list, and the number of their dtype. */
+static uint64_t read_tensor(recorded *self, PyObject *tensor, uint32_t *dtype)
+{
+    if (PyList_Check(tensor) || PyTuple_Check(tensor)) {
+        uint64_t all = 0;
+        for (Py_ssize_t i = 0, n = PySequence_Size(tensor); i < n; i++) {
+            PyObject *part = PySequence_GetItem(tensor, i);
+            if (part)
+                all += read_tensor(self, part, dtype);
+            Py_XDECREF(part);
+        }
+        return all;
+    }
+    PyObject *nbytes = PyObject_GetAttr(tensor, name_nbytes), *kind = PyObject_GetAttr(tensor, name_dtype);
+    PyObject *number = kind ? PyDict_GetItemWithError(self->dtypes, kind) : NULL; /* borrowed */
+    const uint64_t size = nbytes ? PyLong_AsUnsignedLongLong(nbytes) : 0;
+    *dtype = number ? (uint32_t)PyLong_AsUnsignedLong(number) : 0;
+    Py_XDECREF(nbytes);
+    Py_XDECREF(kind);
+    return size;
+}
+
+/* Where the operation of this thread was called: if it was queued, its stack does not say (watch/call_site.py). */
+static uint32_t site_of(recorded *self)
+{
+    PyObject *queued = PyObject_GetAttr(self->running, name_site);
+    PyErr_Clear(); /* a thread that has run no queued operation has no such attribute */
+    uint32_t site = 0;
+    if (queued && PyTuple_Check(queued) && PyTuple_Size(queued) == 2)
+        site = entry_number_of(&entry_process.codes, PyTuple_GetItem(queued, 0), PyLong_AsLong(PyTuple_GetItem(queued, 1)));
+    else
+        site = entry_site_number(&entry_process.codes);
+    Py_XDECREF(queued);
+    return site;
+}
+
+static PyObject *call(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
+{
+    recorded *self = (recorded *)object;
+    const Py_ssize_t nargs = NARGS(flagged);
+    if (names && PyTuple_Size(names))
+        return PyErr_Format(PyExc_TypeError, "a recorded call takes its arguments by position");
+    PyObject *given = PyTuple_New(nargs);
+    if (!given)
+        return NULL;
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        Py_INCREF(args[i]);
+        PyTuple_SetItem(given, i, args[i]);
+    }
+    uint32_t what = self->kind, dtype = 0;
+    uint64_t nbytes = 0;
+    long root = -1;
+    if (self->tensor_at >= 0 && self->tensor_at < nargs)
+        nbytes = read_tensor(self, args[self->tensor_at], &dtype);
+    PyObject *op = self->op_at >= 0 && self->op_at < nargs ? PyDict_GetItemWithError(self->ops, args[self->op_at]) : NULL;
+    what |= dtype | (op ? (uint32_t)PyLong_AsUnsignedLong(op) << 16 : 0);
+    if (self->root_at >= 0 && self->root_at < nargs)
+        root = PyLong_AsLong(args[self->root_at]);
+    PyErr_Clear();
+    const uint32_t site = site_of(self);
+    PyErr_Clear();
+    const uint64_t ticket = entry_process.core.record_begin(self->group, what, nbytes, site, (int32_t)root);
+    PyObject *result = PyObject_Call(self->body, given, NULL);
+    entry_process.core.record_end(ticket, !result);
+    Py_DECREF(given);
+    return result;
+}
+
+static PyObject *new_recorded(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    PyObject *body, *dtypes, *ops, *running, *keeper;
+    unsigned long long group;
+    unsigned int kind;
+    int tensor_at, op_at, root_at;
+    (void)keywords;
+    if (!PyArg_ParseTuple(args, "OKOIiiiO!O!O", &body, &group, &keeper, &kind, &tensor_at, &op_at, &root_at, &PyDict_Type,
+                          &dtypes, &PyDict_Type, &ops, &running))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    recorded *self = (recorded *)allocate(type, 0);
+    if (!self)
+        return NULL;
+    PyObject *held[] = {body, dtypes, ops, running, keeper};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++)
+        Py_INCREF(held[i]);
+    self->vectorcall = call;
+    self->body = body;
+    self->dtypes = dtypes;
+    self->ops = ops;
+    self->running = running;
+    self->keeper = keeper;
+    self->group = (struct phx_record_group *)(uintptr_t)group;
+    self->kind = kind;
+    self->tensor_at = tensor_at;
+    self->op_at = op_at;
+    self->root_at = root_at;
+    return (PyObject *)self;
+}
+
+static PyObject *call_slowly(PyObject *object, PyObject *args, PyObject *keywords)
+{
+    if (keywords && PyDict_Size(keywords))
+        return PyErr_Format(PyExc_TypeError, "a recorded call takes its arguments by position");
+    const Py_ssize_t nargs = PyTuple_Size(args);
+    PyObject *all[8];
+    if (nargs > 8)
+        return PyErr_Format(PyExc_TypeError, "a recorded call takes at most eight arguments");
+    for (Py_ssize_t i = 0; i < nargs; i++)
+        all[i] = PyTuple_GetItem(args, i);
+    return call(object, all, (size_t)nargs, NULL);
+}
+
+/* A queued call may hold the group, which holds this, and the communicator leads to the queue. */
+static int traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((recorded *)object)->body);
+    return 0;
+}
+
+static void dealloc(PyObject *object)
+{
+    recorded *self = (recorded *)object;
+    PyObject_GC_UnTrack(object);
+    PyObject *held[] = {self->body, self->dtypes, self->ops, self->running, self->keeper};
+    for (size_t i = 0; i < sizeof held / sizeof *held; i++)
+        Py_XDECREF(held[i]);
+    entry_free_object(object);
+}
+
+static PyMemberDef members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(recorded, vectorcall), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, new_recorded},
+    {Py_tp_dealloc, dealloc},
+    {Py_tp_traverse, traverse},
+    {Py_tp_call, call_slowly},
+    {Py_tp_members, members},
+    {Py_tp_doc, "Recorded(body, group, keeper, kind, tensor, op, root, dtypes, ops, running): see c10d/recording.py"},
+    {0, NULL},
+};
+static PyType_Spec spec = {
+    "phalanx.native.entry.Recorded", sizeof(recorded), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | HAVE_VECTORCALL, slots,
+};
+
+PyObject *entry_make_recorded(void)
+{
+    name_nbytes = PyUnicode_InternFromString("nbytes");
+    name_dtype = PyUnicode_InternFromString("dtype");
+    name_site = PyUnicode_InternFromString("site");
+    return name_nbytes && name_dtype && name_site ? PyType_FromSpec(&spec) : NULL;
+}

@@ -1,0 +1,119 @@
+"""Why a group over several hosts broke, in words. A reason is a few facts, which every rank puts into words itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.errors import CollectiveTimeout, PeerLost
+from phalanx.transports.hosts.contact import SILENT_S, STILL_S
+from phalanx.transports.hosts.layout import Layout
+from phalanx.words import format_list
+
+__all__ = ["Fact", "awaited_elsewhere", "late", "late_message", "lost", "who"]
+
+# ``kind``: lost, late, differs or interrupted. ``what``: silent, stopped, ended, left or unreachable, or message if one
+# is late, as far as a word says it; else ``text`` says what happened. ``group_rank``: whom it is about. ``by``: the
+# rank that noticed it.
+Fact = dict[str, Any]
+
+
+def who(ranks: Sequence[int], layout: Layout, pids: Sequence[int]) -> str:
+    """Ranks of a group with their processes: ``rank 2 of the group (pid 70 on h1)``, joined by ``and``."""
+    return format_list([f"rank {rank} of the group (pid {pids[rank]} on {layout.name(rank)})" for rank in ranks])
+
+
+def lost(fact: Fact, layout: Layout, pids: Sequence[int], own: int, call: str) -> PeerLost:
+    """The error for a rank or a host that went.
+
+    Args:
+        fact: why the group broke.
+        layout: where the ranks are.
+        pids: their process ids.
+        own, call: this rank, and what it was doing.
+    """
+    rank: int = fact["group_rank"]
+    text = f"{_what(fact, layout, pids)}. Rank {own} was in {call}"
+    return PeerLost(text, group_rank=rank, pid=pids[rank] if rank >= 0 else 0)
+
+
+def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> str:
+    rank, what = fact["group_rank"], fact["what"]
+    if what in ("silent", "stopped"):
+        host = layout.name(rank)
+        there = f"On {host}: {who(layout.ranks_beside(rank), layout, pids)}"
+        if what == "silent":
+            return (
+                f"Nothing comes from {host}, for {SILENT_S:g} s not even acknowledgements: it is down, or the network "
+                f"between it and {layout.name(fact['by'])} is cut. {there}. Look at its console and its links"
+            )
+        return (
+            f"No rank on {host} runs, for {STILL_S:g} s, although the host answers: all were stopped (SIGSTOP, a "
+            f"debugger, a suspended container or batch job). {there}. Suspend a job on all of its hosts together"
+        )
+    if what == "ended":
+        return f"{_first(rank, layout, pids)} has ended. Look at that rank's own output for the cause"
+    if what == "left":
+        return (
+            f"{_first(rank, layout, pids)} has left the group in order (it destroyed the group, or its script has come "
+            f"to its end). Every rank must make the same calls before it leaves"
+        )
+    if what == "failed":
+        return (
+            f"{_first(rank, layout, pids)} has ended, or the way to it is cut: a transfer to or from it failed. Look "
+            f"at that rank's own output for the cause"
+        )
+    text: str = fact["text"]
+    return text
+
+
+def _first(rank: int, layout: Layout, pids: Sequence[int]) -> str:
+    return who([rank], layout, pids)
+
+
+def late_message(fact: Fact, own: int, call: str) -> CollectiveTimeout:
+    """The error for a message of another rank that was not done in time; see :func:`lost`."""
+    return CollectiveTimeout(f"{fact['text']}. Rank {own} was in {call}", group_rank=fact["group_rank"])
+
+
+def awaited_elsewhere(fact: Fact, theirs: str, own: int, call: str, timeout_s: float) -> CollectiveTimeout:
+    """The error of a message whose group broke because the ranks did not all come to a collective.
+
+    Args:
+        fact, own, call: see :func:`lost`.
+        theirs: the collective, as far as that is known.
+        timeout_s: the group's timeout.
+    """
+    by, what = fact["by"], theirs or "a collective"
+    return CollectiveTimeout(
+        f"rank {by} of the group was in {what}, and not all ranks came within {timeout_s:g} s. Rank {own} was in "
+        f"{call}. {CollectiveTimeout.remedy()}",
+        group_rank=fact["group_rank"],
+        elapsed_s=timeout_s,
+    )
+
+
+def late(
+    places: Mapping[int, str], layout: Layout, pids: Sequence[int], own: int, call: str, timeout_s: float
+) -> CollectiveTimeout:
+    """The error for ranks that did not come in time.
+
+    Args:
+        places: the ranks that are missing, each with where it is instead, as far as that is known.
+        layout, pids, own, call: see :func:`lost`.
+        timeout_s: the group's timeout.
+    """
+    waiting = f"rank {own} was in {call}"
+    if not places:
+        return CollectiveTimeout(
+            f"a transfer between hosts did not end within {timeout_s:g} s while {waiting}, although every rank has "
+            f"made the call. Is the link between the hosts too slow for it? {CollectiveTimeout.remedy()}",
+            elapsed_s=timeout_s,
+        )
+    first = min(places)
+    missing = format_list([f"{who([rank], layout, pids)}{_where(places[rank])}" for rank in sorted(places)])
+    return CollectiveTimeout.did_not_come(missing, waiting, timeout_s, group_rank=first, elapsed_s=timeout_s)
+
+
+def _where(place: str) -> str:
+    return f", which was {place}," if place else ", which does not say where it is,"

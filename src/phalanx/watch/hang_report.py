@@ -1,0 +1,173 @@
+"""The report on a job that hangs: a file of JSON, and what people read of it.
+
+A folder has a report for each time that the job hung, ``hang-1.json``, ``hang-2.json`` and so on, each with a folder
+beside it (``hang-1-torch``) in which every rank's operations are written as torch's flight recorder does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.watch.records import Record, Recording
+from phalanx.watch.torch_trace import write_torch_traces
+from phalanx.watch.verdict import Seen, Verdict
+from phalanx.words import format_named
+
+__all__ = ["HangReport", "latest_report", "read_report", "write_report"]
+
+_NAME = re.compile(r"hang-(\d+)\.json")
+_KEPT = 32  # the last operations of each rank that the report has; the folder beside it has all
+_SHOWN = 5
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """What was seen of a job that does not go on.
+
+    Attributes:
+        job: the command, for people.
+        host: where the ranks run.
+        when: the time of day, with its zone.
+        now_ns: the same moment on the host's monotonic clock, which the operations' times are of.
+        verdict: who waits for whom.
+        ranks: every rank.
+        stacks: their main threads' stacks, by rank, the innermost call last, as lines; without those that did not say.
+    """
+
+    job: str
+    host: str
+    when: str
+    now_ns: int
+    verdict: Verdict
+    ranks: Sequence[Seen]
+    stacks: dict[int, list[str]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; :func:`read_report` gives them back."""
+        return {
+            "version": _VERSION,
+            "verdict": self.verdict.sentence,
+            "awaited": list(self.verdict.awaited),
+            "waiting": list(self.verdict.waiting),
+            "waited_s": round((self.now_ns - self.verdict.since_ns) / 1e9, 3),
+            "job": self.job,
+            "host": self.host,
+            "when": self.when,
+            "now_ns": self.now_ns,
+            "since_ns": self.verdict.since_ns,
+            "ranks": [self._rank(seen) for seen in self.ranks],
+        }
+
+    def _rank(self, seen: Seen) -> dict[str, Any]:
+        recording = seen.recording.latest(_KEPT).to_json() if seen.recording is not None else None
+        return {
+            "rank": seen.rank,
+            "state": seen.state,
+            "ended": seen.ended,
+            "place": seen.place,
+            "asked": seen.asked,
+            "stack": self.stacks.get(seen.rank, []),
+            "recording": recording,
+        }
+
+    def text(self) -> str:
+        """The report for people: the verdict, then each rank's operation, then stacks, then the last operations."""
+        waited_s = (self.now_ns - self.verdict.since_ns) / 1e9
+        lines = [f"{_capital(self.verdict.sentence)}.", "", f"{self.job}, on {self.host}, {self.when}"]
+        lines += [f"nobody has moved for a while; the first has been waiting for {waited_s:.1f} s", ""]
+        lines += [f"{f'rank {seen.rank}':>9}  {self._state(seen)}" for seen in self.ranks]
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for rank, stack in sorted(self.stacks.items()):
+            alike.setdefault(tuple(stack), []).append(rank)
+        for frames, ranks in alike.items():
+            lines += ["", f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at", *frames]
+        lines += ["", f"The last operations, newest last, with how long before the report they began (of {_SHOWN}):"]
+        for seen in self.ranks:
+            lines += [f"rank {seen.rank}", *self._operations(seen)]
+        return "\n".join(lines) + "\n"
+
+    def _state(self, seen: Seen) -> str:
+        if seen.ended:
+            return f"ended: {seen.ended}"
+        record = seen.operation
+        doing = f"in {record.text()}, for {self._before_s(record.entered_ns):.1f} s" if record else "in no operation"
+        return ", ".join(
+            part for part in (f"state {seen.state or '?'}", doing, seen.place and f"at {seen.place}") if part
+        )
+
+    def _operations(self, seen: Seen) -> list[str]:
+        if seen.recording is None or not seen.recording.records:
+            return ["  none"]
+        return [f"  {self._line(record)}" for record in seen.recording.records[-_SHOWN:]]
+
+    def _line(self, record: Record) -> str:
+        took = "under way"
+        if not record.under_way:
+            took = f"{'failed after' if record.failed else 'took'} {(record.left_ns - record.entered_ns) / 1e6:.3f} ms"
+        return f"{self._before_s(record.entered_ns):9.3f} s  {record.text()}, {took}"
+
+    def _before_s(self, at_ns: int) -> float:
+        return max(0.0, (self.now_ns - at_ns) / 1e9)
+
+
+def write_report(folder: Path, report: HangReport) -> Path:
+    """Write a report behind those that the folder has; its path.
+
+    The file appears whole. A reader never finds the half of one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((number for number, _ in _reports(folder)), default=0)
+    recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
+    write_torch_traces(folder / f"hang-{number}-torch", recordings)
+    path = folder / f"hang-{number}.json"
+    with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as part:
+        json.dump(report.to_json(), part)
+    Path(part.name).replace(path)
+    return path
+
+
+def latest_report(folder: Path) -> Path | None:
+    """The newest report of a folder; None if it has none."""
+    return max(_reports(folder), default=(0, None))[1]
+
+
+def _reports(folder: Path) -> list[tuple[int, Path]]:
+    return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+
+
+def read_report(path: Path) -> HangReport:
+    """A report from its file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a report, or one of a newer Phalanx.
+    """
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict) or values.get("version") != _VERSION:
+        raise ValueError("it is not a report of this version of Phalanx")
+    try:
+        verdict = Verdict(values["verdict"], tuple(values["awaited"]), tuple(values["waiting"]), values["since_ns"])
+        stacks = {rank["rank"]: rank["stack"] for rank in values["ranks"] if rank["stack"]}
+        ranks = [_seen(rank) for rank in values["ranks"]]
+        return HangReport(values["job"], values["host"], values["when"], values["now_ns"], verdict, ranks, stacks)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"it is not a whole report: {error}") from None
+
+
+def _seen(rank: dict[str, Any]) -> Seen:
+    recording = Recording.from_json(rank["recording"]) if rank["recording"] is not None else None
+    return Seen(rank["rank"], recording, rank["state"], rank["ended"], rank["place"], rank["asked"])
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

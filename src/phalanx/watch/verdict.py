@@ -1,0 +1,204 @@
+"""Who keeps a job from going on: a verdict on what is seen of its ranks.
+
+A rank in an operation waits for the members of the group that have not come to it, or for the other end of a message; a
+rank that is stopped, or in no operation, waits for nobody here. So from each rank that waits lead arrows to the ranks
+that it waits for, and where they end are the ranks that the others wait for. Where they end nowhere, ranks wait for
+each other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.watch.records import Record, Recording, world_rank
+from phalanx.words import format_named
+
+__all__ = ["Seen", "Verdict", "judge"]
+
+_STATES = {
+    "T": "stopped (state T)",
+    "t": "held by a debugger (state t)",
+    "D": "waiting for a disk or a driver (state D)",
+    "R": "running",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is seen of one rank from outside.
+
+    Attributes:
+        rank: its rank in the world.
+        recording: its flight recorder; None if it has none, or has no group yet.
+        state: of its main thread, as /proc says it: ``R``, ``S``, ``D``, ``T``; empty if that is not known.
+        ended: how it has ended, as ``exit code 0``; empty if it runs.
+        place: the line of the program where its main thread is, with the line's text; empty if it did not say.
+        asked: what it has asked another process for, and waits for.
+    """
+
+    rank: int
+    recording: Recording | None = None
+    state: str = ""
+    ended: str = ""
+    place: str = ""
+    asked: str = ""
+
+    @property
+    def operation(self) -> Record | None:
+        """The operation that it is in."""
+        last = self.recording.last if self.recording is not None else None
+        return last if last is not None and last.under_way and not self.ended else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who waits for whom.
+
+    Attributes:
+        sentence: the whole of it, in one sentence without its full stop.
+        awaited: the ranks that the others wait for, in the world; of a circle all of its ranks.
+        waiting: the ranks that wait.
+        since_ns: since when the first of them has been waiting, on the host's monotonic clock.
+    """
+
+    sentence: str
+    awaited: tuple[int, ...]
+    waiting: tuple[int, ...]
+    since_ns: int
+
+
+def judge(ranks: Sequence[Seen]) -> Verdict | None:
+    """The verdict on a job in which somebody waits; None if no rank is in an operation."""
+    seen = {rank.rank: rank for rank in ranks}
+    operations = {rank.rank: rank.operation for rank in ranks}
+    waiting = {rank: record for rank, record in operations.items() if record is not None}
+    if not waiting:
+        return None
+    arrows = {rank: _awaited(rank, record, seen) for rank, record in waiting.items()}
+    reached: dict[int, set[int]] = {rank: _reach(rank, arrows) for rank in waiting}
+    ends = {rank for found in reached.values() for rank in found if not arrows.get(rank)}
+    since_ns = min(record.entered_ns for record in waiting.values())
+    if ends:
+        others = {rank: record for rank, record in waiting.items() if rank not in ends and reached[rank] & ends}
+        sentence = _sentence([seen[rank] for rank in sorted(ends) if rank in seen], others)
+        return Verdict(sentence, tuple(sorted(ends)), tuple(sorted(others)), since_ns)
+    circle = sorted(rank for rank in waiting if rank in reached[rank])
+    if circle:
+        sentence = (
+            f"{format_named('rank', circle)} wait for each other: {_whereabouts({r: waiting[r] for r in circle})}"
+        )
+        return Verdict(sentence, tuple(circle), tuple(sorted(waiting)), since_ns)
+    text = _whereabouts(waiting)
+    everybody = f"{text}: all have come, and {'it does not go' if len(waiting) == 1 else 'none goes'} on"
+    return Verdict(everybody, (), tuple(sorted(waiting)), since_ns)
+
+
+def _awaited(rank: int, record: Record, seen: Mapping[int, Seen]) -> set[int]:
+    """The ranks that this one waits for."""
+    own = seen[rank]
+    if own.state in ("T", "t"):
+        return set()  # whatever it waits for, it would not go on
+    if record.is_message:
+        if record.peer >= 0:
+            return {world_rank(record.group, record.peer)} - {rank}
+        return set(record.group.ranks) - {rank}
+    others = [seen[other] for other in record.group.ranks if other != rank and other in seen]
+    missing = {other.rank for other in others if not _has_come(other, record)}
+    if missing:
+        return missing
+    # All have come. One that is stopped keeps the others there; else the rank itself says whom it waits for.
+    stopped = {other.rank for other in others if other.state in ("T", "t") and other.operation is not None}
+    if stopped or record.awaits < 0:
+        return stopped
+    named = world_rank(record.group, record.awaits)
+    return {named} - {rank} if named in seen and seen[named].operation is None else set()
+
+
+def _has_come(other: Seen, record: Record) -> bool:
+    """Whether a rank is in this collective of the group, or has been."""
+    if other.recording is None:
+        return False
+    same = [
+        theirs
+        for theirs in other.recording.records
+        if theirs.group.name == record.group.name and not theirs.is_message and theirs.in_group >= record.in_group
+    ]
+    return any(theirs.in_group > record.in_group or theirs.kind == record.kind for theirs in same)
+
+
+def _reach(rank: int, arrows: Mapping[int, set[int]]) -> set[int]:
+    """The ranks to which a path of arrows leads; itself if it is on a circle."""
+    found: set[int] = set()
+    ahead = list(arrows.get(rank, ()))
+    while ahead:
+        at = ahead.pop()
+        if at not in found:
+            found.add(at)
+            ahead += arrows.get(at, ())
+    return found
+
+
+def _sentence(awaited: Sequence[Seen], waiting: Mapping[int, Record]) -> str:
+    """``rank 3 is in no operation, at train.py:42; ranks 0-2 wait for it in broadcast #118 at train.py:57``."""
+    alike: dict[str, list[int]] = {}
+    for rank in awaited:
+        alike.setdefault(_doing(rank), []).append(rank.rank)
+    parts = []
+    for text, ranks in alike.items():
+        verb = "is" if len(ranks) == 1 else "are"
+        parts.append(f"{format_named('rank', ranks)} {_agree(text, verb)}")
+    whom = "it" if len(awaited) == 1 else "them"
+    who = " and ".join(parts)
+    if not waiting:
+        return who
+    waits = "waits" if len(waiting) == 1 else "wait"
+    return f"{who}; {format_named('rank', sorted(waiting))} {waits} for {whom} in {_operations(waiting)}"
+
+
+def _agree(text: str, verb: str) -> str:
+    if text.startswith("has "):
+        return text if verb == "is" else f"have {text[4:]}"
+    return f"{verb} {text}"
+
+
+def _doing(rank: Seen) -> str:
+    """What a rank that others wait for is doing, after "is"."""
+    if rank.ended:
+        return f"has ended ({rank.ended})"
+    record = rank.operation
+    place = f"at {rank.place}" if rank.place else ""
+    how = _STATES.get(rank.state, "")
+    if rank.state in ("T", "t", "D") and record is None:
+        last = rank.recording.last if rank.recording is not None else None
+        behind = f", behind {last.name()}{_at(last)}" if last is not None and not place else ""
+        return f"{how}{f' {place}' if place else ''}{behind}"
+    if record is not None:
+        inside = f"in {record.name()}{_at(record)}"
+        return f"{how}, {inside}" if rank.state in ("T", "t", "D") else inside
+    if rank.asked:
+        place = f"{place + ', ' if place else ''}waiting for {rank.asked}"
+    if rank.recording is None or not rank.recording.records:
+        return f"{place + ', ' if place else ''}in no operation yet"
+    if not place:
+        last = rank.recording.records[-1]
+        return f"in no operation; its last was {last.name()}{_at(last)}"
+    return f"{place}, in no operation"
+
+
+def _operations(waiting: Mapping[int, Record]) -> str:
+    texts: dict[str, None] = dict.fromkeys(f"{record.name()}{_at(record)}" for _, record in sorted(waiting.items()))
+    return " and ".join(texts)
+
+
+def _whereabouts(waiting: Mapping[int, Record]) -> str:
+    alike: dict[str, list[int]] = {}
+    for rank, record in sorted(waiting.items()):
+        alike.setdefault(f"{record.name()}{_at(record)}", []).append(rank)
+    return ", ".join(
+        f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}" for text, ranks in alike.items()
+    )
+
+
+def _at(record: Record) -> str:
+    return f" at {record.site}" if record.site else ""

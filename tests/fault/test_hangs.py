@@ -1,0 +1,383 @@
+"""Jobs that hang, each for one reason: the report's first sentence names the rank that keeps the others, and its line.
+
+The line is found in the script by the comment ``# HERE``, so that no test counts lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+from tests.launch_support import Launcher, Outcome, RunningJob, launcher, wait_for
+
+__all__ = ["launcher"]
+
+FRAME = """\
+import ctypes, os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+import phalanx
+
+world = phalanx.init()
+rank, x = world.rank, torch.ones(4)
+pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
+everybody = dist.new_group()
+lock = threading.Lock()
+
+
+def compute():
+    while True:
+        time.sleep(0.01)  # THERE
+
+
+for step in range(2):
+    world.step(step)
+    world.all_reduce(x)
+"""
+
+# Each: the body, and what the first sentence says. HERE stands for the place of this comment, WAIT for that of the
+# others' call, and THERE for that in compute().
+HANGS = {
+    "sleeping": (
+        """
+        if rank == 1:
+            time.sleep(300)  # HERE
+        world.barrier()  # WAIT
+        """,
+        r"rank 1 is at HERE .*, in no operation; ranks 0, 2 wait for it in barrier #\d+ at WAIT",
+    ),
+    "a lock that another thread holds": (
+        """
+        if rank == 2:
+            lock.acquire()
+            lock.acquire()  # HERE
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 2 is at HERE .*, in no operation; ranks 0-1 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "the interpreter's lock held in C": (
+        """
+        if rank == 0:
+            9 ** 10**8  # HERE
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 0 is at HERE .*, in no operation; ranks 1-2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "computing in C": (
+        """
+        if rank == 1:
+            for _ in range(10**9): torch.ones(2000, 2000) @ torch.ones(2000, 2000)  # HERE
+        world.broadcast(x, src=1)  # WAIT
+        """,
+        r"rank 1 is at HERE .*, in no operation; ranks 0, 2 wait for it in broadcast #\d+ at WAIT",
+    ),
+    "stopped": (
+        """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 1 is stopped \(state T\), behind all_reduce #\d+ at \S+; "
+        r"ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "stopped in the operation": (
+        """
+        if rank == 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        if rank == 0:
+            time.sleep(1.5)
+        world.all_reduce(torch.ones(1 << 20))  # WAIT
+        """,
+        r"rank 1 is stopped \(state T\), in all_reduce #\d+ at WAIT; ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "one rank's loop is shorter": (
+        """
+        for _ in range(5 if rank else 4):
+            world.all_reduce(x)  # WAIT
+        if rank == 0:
+            compute()
+        """,
+        r"rank 0 is at THERE time\.sleep\(0\.01\)  # \w+, in no operation; "
+        r"ranks 1-2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "the wrong group": (
+        """
+        if rank == 0:
+            dist.all_reduce(x, group=pairs[0])  # HERE
+        else:
+            dist.all_reduce(x, group=everybody)  # WAIT
+        """,
+        r"ranks 0-1 wait for each other: rank 0 is in all_reduce #1 of group '\S+' at HERE, "
+        r"rank 1 is in all_reduce #1 of group '\S+' at WAIT",
+    ),
+    "swapped calls of two groups": (
+        """
+        if rank == 0:
+            dist.all_reduce(x, group=pairs[0])  # HERE
+            dist.all_reduce(x, group=everybody)
+        else:
+            dist.all_reduce(x, group=everybody)  # WAIT
+            if rank == 1: dist.all_reduce(x, group=pairs[0])
+        """,
+        r"ranks 0-1 wait for each other: rank 0 is in all_reduce #1 of group '\S+' at HERE, "
+        r"rank 1 is in all_reduce #1 of group '\S+' at WAIT",
+    ),
+    "a circle of three": (
+        """
+        first, second = [(0, 2), (1, 0), (2, 1)][rank]
+        dist.all_reduce(x, group=pairs[first])  # WAIT
+        dist.all_reduce(x, group=pairs[second])
+        """,
+        r"ranks 0-2 wait for each other: rank 0 is in all_reduce #1 of group '\S+' at WAIT, rank 1 is in all_reduce #1 "
+        r"of group '\S+' at WAIT, rank 2 is in all_reduce #1 of group '\S+' at WAIT",
+    ),
+    "a chain": (
+        """
+        if rank == 0:
+            dist.all_reduce(x, group=pairs[0])  # WAIT
+        if rank == 1:
+            dist.all_reduce(x, group=pairs[1])
+        if rank == 2:
+            compute()
+        """,
+        r"rank 2 is at THERE time\.sleep\(0\.01\)  # \w+, in no operation; "
+        r"ranks 0-1 wait for it in all_reduce #1 of group '\S+' at WAIT "
+        r"and all_reduce #1 of group '\S+' at script\.py:\d+",
+    ),
+    "two that receive from each other": (
+        """
+        if rank < 2:
+            dist.recv(x, 1 - rank)  # WAIT
+            dist.send(x, 1 - rank)
+        """,
+        r"ranks 0-1 wait for each other: rank 0 is in recv from rank 1 at WAIT, rank 1 is in recv from rank 0 at WAIT",
+    ),
+    "a message that is never sent": (
+        """
+        if rank == 0:
+            dist.recv(x, 2)  # WAIT
+        if rank == 2:
+            compute()
+        """,
+        r"rank 2 is at THERE .*, in no operation; rank 0 waits for it in recv from rank 2 at WAIT",
+    ),
+    "an asynchronous call that is waited for": (
+        """
+        if rank == 2:
+            compute()
+        work = dist.all_reduce(x, async_op=True)  # WAIT
+        work.wait()
+        """,
+        r"rank 2 is at THERE .*, in no operation; ranks 0-1 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "inside the evaluation": (
+        """
+        if rank == 1:
+            with phalanx.label("evaluation"):
+                compute()
+        world.reduce(x, dst=0)  # WAIT
+        world.barrier()
+        """,
+        r"rank 1 is at THERE .*, in no operation; "
+        r"ranks 0, 2 wait for it in reduce #\d+ at WAIT and barrier #\d+ at \S+",
+    ),
+    "an input that nobody gives": (
+        """
+        if rank == 1:
+            os.read(os.pipe()[0], 1)  # HERE
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 1 is at HERE .*, in no operation; ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "a child process that does not end": (
+        """
+        import subprocess
+        if rank == 1:
+            subprocess.run(["sleep", "300"])  # HERE
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 1 is at HERE .*, in no operation; ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "a thread that is never joined": (
+        """
+        if rank == 0:
+            thread = threading.Thread(target=time.sleep, args=(300,), daemon=True)
+            thread.start()
+            thread.join()  # HERE
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 0 is at HERE .*, in no operation; ranks 1-2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+    "two that are missing": (
+        """
+        if rank:
+            time.sleep(300)  # HERE
+        dist.all_gather([x] * 3, x)  # WAIT
+        """,
+        r"ranks 1-2 are at HERE .*, in no operation; rank 0 waits for them in all_gather #\d+ at WAIT",
+    ),
+    "an exception's handler that waits": (
+        """
+        try:
+            if rank == 1: raise ValueError("bad batch")
+        except ValueError:
+            time.sleep(300)  # HERE
+        world.all_reduce(x)  # WAIT
+        """,
+        r"rank 1 is at HERE .*, in no operation; ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
+    ),
+}
+
+
+def numbered(script: str, pattern: str) -> str:
+    """The pattern with the places of the comments."""
+    for number, line in enumerate(script.splitlines(), 1):
+        mark = line.rpartition("# ")[2]
+        if mark in ("HERE", "THERE", "WAIT"):
+            pattern = re.sub(rf"\b{mark}\b", rf"script\\.py:{number}", pattern)
+    return pattern
+
+
+# One of each kind of sentence; the others differ in what keeps the rank.
+USUAL = (
+    "the interpreter's lock held in C",
+    "stopped",
+    "swapped calls of two groups",
+    "a chain",
+    "a message that is never sent",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in USUAL else [pytest.mark.long]) for name in HANGS]
+)
+def test_the_first_sentence_of_the_report_names_the_rank_and_the_line(launcher: Launcher, name: str) -> None:
+    body, pattern = HANGS[name]
+    script = FRAME + "\n".join(line.removeprefix(" " * 8) for line in body.splitlines()) + "\ntime.sleep(300)\n"
+    path = launcher.script(script)
+    folder = launcher.directory / "reports"
+    options = ("--warn-after", "0.8", "--report-after", "2.5", "--report-dir", str(folder))
+    expected = numbered(script, pattern)
+    job = launcher.start("-n", "3", *options, path)
+    done = interrupted_after(job, folder, expected)
+    assert re.search(rf"phalanx: {expected}, for \d+ s now\n", done.err_text), done.err_text
+
+
+def interrupted_after(job: RunningJob, folder: Path, expected: str) -> Outcome:
+    """Wait for a report with a verdict, and end the job.
+
+    On a busy machine a rank may be so late in its first calls that there is a report on that before.
+    """
+
+    def verdicts() -> list[str]:
+        return [json.loads(path.read_text())["verdict"] for path in sorted(folder.glob("hang-*.json"))]
+
+    def is_there() -> bool:
+        return any(re.match(expected, verdict) for verdict in verdicts())
+
+    wait_for(lambda: is_there() or job.process.poll() is not None, complaint=lambda: "\n".join(verdicts()))
+    job.process.send_signal(signal.SIGINT)
+    done = job.finish()
+    assert re.fullmatch(expected, verdicts()[-1]), f"{verdicts()}\ndo not end with\n{expected}\n{done.err_text}"
+    return done
+
+
+def phalanx(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *arguments], capture_output=True, text=True, timeout=240, env=os.environ
+    )
+
+
+def test_the_report_has_evidence_for_people_for_programs_and_for_torch(launcher: Launcher, tmp_path: Path) -> None:
+    body = """
+    if rank == 1:
+        compute()
+    with phalanx.label("evaluation"):
+        world.all_reduce(x)
+    """
+    path = launcher.script(FRAME + indent(body, "").replace("\n    ", "\n"))
+    folder = tmp_path / "reports"
+    job = launcher.start("-n", "3", "--report-after", "1", "--warn-after", "0.5", "--report-dir", str(folder), path)
+    interrupted_after(job, folder, r"rank 1 is at .*script\.py:\d+ time\.sleep\(0\.01\)  # THERE, in no operation; .*")
+    shown = phalanx("report", str(folder))
+    assert shown.returncode == 0, shown.stderr
+    first, *rest = shown.stdout.splitlines()
+    assert re.match(r"Rank 1 is at .*script\.py:\d+ time\.sleep\(0\.01\)  # THERE, in no operation; ranks 0, 2 ", first)
+    text = "\n".join(rest)
+    assert "in all_reduce #" in text
+    assert 'in step 1, "evaluation", for' in text
+    assert "in compute" in text
+    assert "rank 1 is at" in text
+    assert "ranks 0, 2 are at" in text
+    values = json.loads(phalanx("report", str(folder), "--json").stdout)
+    assert values["awaited"] == [1]
+    assert values["waiting"] == [0, 2]
+    assert [rank["rank"] for rank in values["ranks"]] == [0, 1, 2]
+    latest = max(folder.glob("hang-*-torch"), key=lambda path: int(path.name.split("-")[1]))
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(latest)]
+    analysed = subprocess.run([*command, "--prefix", "rank_"], capture_output=True, text=True, timeout=240)
+    assert analysed.returncode == 0, analysed.stderr
+    assert "missing ranks: {1}" in analysed.stdout + analysed.stderr
+
+
+def test_ranks_that_go_on_cause_no_line(launcher: Launcher) -> None:
+    path = launcher.script(FRAME + "for _ in range(20):\n    time.sleep(0.1)\n    world.all_reduce(x)\n")
+    done = launcher.run("-n", "3", "--warn-after", "30", path)
+    assert done.code == 0
+    assert " wait" not in done.err_text
+
+
+def test_a_rank_that_is_late_is_named_once_and_the_job_goes_on(launcher: Launcher, tmp_path: Path) -> None:
+    go_on = tmp_path / "go_on"
+    body = f"""
+if rank == 1:
+    while not os.path.exists({str(go_on)!r}):
+        time.sleep(0.1)  # HERE
+world.all_reduce(x)
+print(x[0].item())
+"""
+    script = FRAME + body
+    place = numbered(script, "HERE")
+    folder = tmp_path / "reports"
+    job = launcher.start("-n", "3", "--warn-after", "2", "--report-dir", str(folder), launcher.script(script))
+    assert job.process.stderr is not None
+    told = re.compile(
+        rf"phalanx: rank 1 is at {place} .*; ranks 0, 2 wait for it in all_reduce #\d+ at .*, for \d+ s now"
+    )
+    for line in iter(job.process.stderr.readline, b""):
+        if told.search(line.decode()):
+            break
+    go_on.touch()
+    done = job.finish()
+    assert done.code == 0
+    assert done.out.count(b"27.0") == 3
+    assert not told.search(done.err_text), done.err_text
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", [("--warn-after", "0"), ("--quiet", "--warn-after", "0")])
+def test_the_warnings_can_be_turned_off(launcher: Launcher, option: tuple[str, ...]) -> None:
+    path = launcher.script(FRAME + "if rank == 1:\n    time.sleep(7)\nworld.all_reduce(x)\n")
+    done = launcher.run("-n", "3", *option, path)
+    assert done.code == 0
+    assert " wait for it" not in done.err_text
+
+
+def test_a_folder_without_a_report_and_a_file_that_is_none_are_refused(tmp_path: Path) -> None:
+    empty = phalanx("report", str(tmp_path))
+    assert empty.returncode == 2
+    assert f"{tmp_path} has no report: phalanx run --report-dir" in empty.stderr
+    (tmp_path / "hang-1.json").write_text("[]")
+    wrong = phalanx("report", str(tmp_path))
+    assert wrong.returncode == 2
+    assert "not a report" in wrong.stderr
+    gone = phalanx("report", str(tmp_path / "nothing"))
+    assert gone.returncode == 2
+    assert "No such file" in gone.stderr

@@ -1,0 +1,112 @@
+"""The error about a rank that is lost, or late, says what that rank did last, from its flight recorder."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.ranks import Member, run_ranks
+
+import phalanx
+from phalanx.errors import CollectiveTimeout, PeerLost
+from phalanx.system.host import machine_name
+
+
+def killed_after_a_call() -> None:
+    dist.broadcast(torch.ones(4), 0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_in_a_call() -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.3)  # SIGALRM ends the process
+    with phalanx.label("evaluation"):
+        dist.all_reduce(torch.ones(8))
+
+
+def line_of(function: Callable[[], None], text: str) -> int:
+    lines = open(__file__).read().splitlines()  # noqa: SIM115
+    first = function.__code__.co_firstlineno
+    return next(number for number, line in enumerate(lines[first:], first + 1) if text in line)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("end", "call", "did"),
+    [
+        (killed_after_a_call, "broadcast", r"Its last operation was broadcast #2 \(float32, 16 B, src=0\) at PLACE"),
+        (killed_in_a_call, "all_reduce", r'It was in all_reduce #2 \(float32, 32 B, sum\) at PLACE in "evaluation"'),
+    ],
+)
+def test_a_lost_rank_is_said_with_its_last_operation(size: int, end: Callable[[], None], call: str, did: str) -> None:
+    def body(member: Member) -> PeerLost:
+        member.join()
+        dist.all_reduce(torch.ones(3))
+        if member.rank == 1:
+            end()
+        if end is killed_after_a_call:
+            dist.broadcast(torch.ones(4), 0)
+        else:
+            time.sleep(1)  # the other is in its call by now, and has put its part in
+            dist.all_reduce(torch.ones(8))
+        with pytest.raises(PeerLost) as caught:
+            dist.all_reduce(torch.ones(8))
+        return caught.value
+
+    place = f"{__file__}:{line_of(end, f'dist.{call}(')}"
+    for rank, outcome in enumerate(run_ranks(body, size)):
+        if rank == 1:
+            continue
+        error = outcome.value
+        assert isinstance(error, PeerLost), outcome.traceback
+        assert re.search(did.replace("PLACE", re.escape(place)) + r"\. Look at that rank's own output", str(error))
+        assert (error.group_rank, error.rank, error.host) == (1, 1, machine_name())
+        assert error.last_line == place
+        assert error.last_operation.startswith(f"{call} #2")
+        assert str(error).count("\n") < 12
+
+
+def test_a_late_rank_is_said_with_its_last_operation() -> None:
+    def body(member: Member) -> CollectiveTimeout | None:
+        member.join(timeout_s=2)
+        dist.broadcast(torch.ones(4), 0)
+        if member.rank == 1:
+            while not (member.folder / "raised").exists():
+                time.sleep(0.01)
+            return None
+        with pytest.raises(CollectiveTimeout) as caught:
+            dist.all_reduce(torch.ones(8))
+        (member.folder / "raised").touch()
+        return caught.value
+
+    error = run_ranks(body, 2)[0].value
+    assert isinstance(error, CollectiveTimeout)
+    assert re.search(
+        r"Its last operation was broadcast #1 \(float32, 16 B, src=0\) at .*test_last_op\w*\.py:\d+\. Is it", str(error)
+    )
+    assert error.rank == 1
+    assert error.pid > 0
+    assert error.elapsed_s == 2
+
+
+def test_the_rank_of_a_smaller_group_is_named_by_its_rank_in_the_world_too() -> None:
+    def body(member: Member) -> PeerLost | None:
+        member.join()
+        group = dist.new_group([1, 2])
+        if member.rank == 0:
+            return None
+        dist.barrier(group=group)
+        if member.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost) as caught:
+            dist.barrier(group=group)
+        return caught.value
+
+    error = run_ranks(body, 3)[1].value
+    assert isinstance(error, PeerLost)
+    assert (error.group_rank, error.rank) == (1, 2)

@@ -1,0 +1,88 @@
+"""Messages that the other side could not take: they are refused in words before anything of them is sent."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import rpc
+from phalanx.errors import EncodingError
+from phalanx.rpc import session
+from phalanx.rpc.agent import Agent
+from phalanx.rpc.codecs import Codec
+from phalanx.rpc.links.sending import SendingLink
+from tests.rpc import workers
+from tests.rpc.workers import next_of
+from tests.support.ranks import Member, on_ranks
+
+
+def empty_memory(nbytes: int) -> memoryview:
+    """So many zeros, which take no memory until somebody reads them."""
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000))  # MAP_NORESERVE
+
+
+def with_head(nbytes: int) -> tuple[Any, list[memoryview]]:
+    return empty_memory(nbytes), []
+
+
+# Its values are numbers, and travel as messages with a head of so many bytes.
+LONG = Codec(with_head, lambda head, buffers: len(head), unpickles=True)
+
+
+@pytest.mark.parametrize(("tcp", "nbytes"), [(False, 5 << 30), (True, 5 << 30), (True, 600 << 20)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_head_that_is_too_long_is_refused_as_an_argument_and_as_an_answer(size: int, tcp: bool, nbytes: int) -> None:
+    def body(member: Member) -> Any:
+        def serve(made: Agent) -> None:
+            made.serve("long", lambda incoming, length: nbytes, codec=Codec(with_head, lambda *_: 0, unpickles=True))
+
+        session.on_init(serve)
+        workers.begin(member, tcp=tcp)
+        try:
+            said = []
+            for asked in (nbytes, 1):  # the argument is too long; the answer is
+                with pytest.raises(EncodingError) as caught:
+                    session.agent().request(next_of(member), "long", asked, codec=LONG).wait()
+                said.append(str(caught.value))
+            assert rpc.call(next_of(member), workers.add, 1, 2) == 3
+            return said
+        finally:
+            rpc.shutdown()
+
+    way, most = ("tcp", "0.5 GiB") if tcp else ("shared memory", "4.0 GiB")
+    for said in on_ranks(body, size):
+        for text in said:
+            assert f"a value cannot be sent by {way}: without its tensors it has {nbytes / 2**30:.1f} GiB" in text
+            assert f"at most {most} are possible" in text
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_value_may_have_very_many_tensors(tcp: bool) -> None:
+    def body(member: Member) -> Any:
+        workers.begin(member, tcp=tcp)
+        try:
+            return rpc.call(next_of(member), len, [torch.ones(1)] * 3 + [torch.ones(1) for _ in range(70_000)])
+        finally:
+            rpc.shutdown()
+
+    assert on_ranks(body, 2) == [70_003] * 2
+
+
+@pytest.mark.parametrize("numbers", [0, 1, 1000])
+def test_more_tensors_than_a_message_can_have_are_refused_over_tcp(numbers: int) -> None:
+    def body(member: Member) -> Any:
+        SendingLink.MOST_BUFFERS = 100
+        workers.begin(member, tcp=True)
+        try:
+            to = next_of(member)
+            memory = [memoryview(bytes(numbers)) for _ in range(101)]
+            with pytest.raises(EncodingError, match="a value with 101 tensors cannot be sent by tcp: at most 100"):
+                session.agent().request_encoded(to, "call", b"", memory).wait()
+            return rpc.call(to, workers.add, 1, 2)
+        finally:
+            rpc.shutdown()
+
+    assert on_ranks(body, 2) == [3, 3]

@@ -1,0 +1,109 @@
+"""``phalanx run --config FILE`` and ``--save-config FILE``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def phalanx(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx", "run", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def dry(*words: str, folder: Path) -> dict[str, Any]:
+    done = phalanx("--dry-run", "--json", *words, folder=folder)
+    assert done.returncode == 0, done.stderr
+    described: dict[str, Any] = json.loads(done.stdout)
+    return described
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "other.py").write_text("")
+    (tmp_path / "job.toml").write_text(
+        """
+        # four ranks
+        ranks = 4
+        log-dir = "logs"
+        tee = true
+        quiet = false
+        variables = ["A=1"]
+        target = "train.py"
+        arguments = ["--lr", "0.1"]
+        """
+    )
+    return tmp_path
+
+
+def test_a_file_is_as_good_as_a_command_line(folder: Path) -> None:
+    job = dry("--config", "job.toml", folder=folder)
+    assert (job["world_size"], job["target"]["argv"]) == (4, ["train.py", "--lr", "0.1"])
+
+
+def test_what_is_typed_counts_more(folder: Path) -> None:
+    job = dry("--config", "job.toml", "-np", "2", "other.py", folder=folder)
+    assert (job["world_size"], job["target"]["argv"]) == (2, ["other.py"])
+    # An option that excludes one of the file takes its place.
+    assert dry("--config", "job.toml", "--rehearse", "2x3", folder=folder)["world_size"] == 6
+    job = dry("--config", "job.toml", "--only", "1", "-x", "B=2", folder=folder)
+    assert job["world_size"] == 4
+
+
+def test_variables_of_both_are_set(folder: Path) -> None:
+    words = ("--config", "job.toml", "-x", "B=2", "-n", "1", "-q", "sh", "-c", "echo $A $B")
+    done = phalanx(*words, folder=folder)
+    assert (done.returncode, done.stdout) == (0, "[rank 0] 1 2\n"), done.stderr
+
+
+def test_a_saved_file_says_the_same(folder: Path) -> None:
+    words = ["-np", "3", "--log_dir", 'lögs "1"\\', "--only=0-1", "-q", "-x", "A=b\tc", "-x", "PATH", "--grace", "2.5"]
+    words += ["--warn-after", "0.5", "--report-dir", "reports"]
+    words += ["train.py", "-n", "", "two\nlines", "007"]
+    before = dry(*words, "--save-config", "no", folder=folder)  # after the target: the script's own
+    assert before["target"]["argv"][-2:] == ["--save-config", "no"]
+    before = dry("--save-config", "saved.toml", *words, folder=folder)
+    after = dry("--config", "saved.toml", "--save-config", "again.toml", folder=folder)
+    assert before == after
+    assert before["target"]["argv"] == ["train.py", "-n", "", "two\nlines", "007"]
+    saved = (folder / "saved.toml").read_text()
+    assert saved == (folder / "again.toml").read_text()
+    assert 'warn-after = 0.5\nreport-dir = "reports"\n' in saved
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("rank = 4", "'rank'; did you mean ranks?"),
+        ("n = 4", "its name in a file is ranks"),
+        ("x = ['A=1']", "its name in a file is variables"),
+        ("frobnicate = 1", "phalanx run --help"),
+        ("dry-run = true", "--dry-run belongs on the command line"),
+        ("quiet = 1", "quiet = 1: is not true or false"),
+        ("variables = 'A=1'", "is not a list of texts"),
+        ("ranks = [1]", "is not a text or a number"),
+        ("ranks = true", "is not a text or a number"),
+        ("ranks 4", "is not TOML"),
+        ("ranks = 'many'", "-n many"),
+        ("arguments = ['1']", 'add target = "train.py"'),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line(folder: Path, content: str, said: str) -> None:
+    (folder / "job.toml").write_text(content)
+    done = phalanx("--config", "job.toml", *([] if "arguments" in content else ["train.py"]), folder=folder)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done
+    assert said in done.stderr
+
+
+def test_a_file_that_cannot_be_read_or_written(folder: Path) -> None:
+    done = phalanx("--config", "missing.toml", "train.py", folder=folder)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "missing.toml: cannot be read: No such file" in done.stderr
+    done = phalanx("--save-config", "no/such.toml", "train.py", folder=folder)
+    assert (done.returncode, "cannot be written: No such file" in done.stderr) == (2, True)

@@ -1,0 +1,67 @@
+"""The options of ``phalanx run`` about ranks that hang: who asks for a report that cannot be written is told so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from phalanx.commands.run import run
+from phalanx.launch.job.job import Job
+
+REPORTS = ["--report-dir", "reports"]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("")
+    return "script.py"
+
+
+def decided(*words: str) -> tuple[Job, str]:
+    """The job that these words describe, which is not started, and what is printed about it before it is."""
+    done = CliRunner().invoke(run, list(words), standalone_mode=False, catch_exceptions=False)
+    assert isinstance(done.return_value, Job)
+    return done.return_value, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", "2", *REPORTS, "true"], "--report-dir: no report will be written: only ranks of a Python script"),
+        (["-n", "1", *REPORTS, "script.py"], "--report-dir: no report will be written: a single rank"),
+        (["-n", "2", "--warn-after", "0", *REPORTS, "script.py"], "will be written: --warn-after 0 turns off reports"),
+        (
+            ["-n", "2", "--report-after", "9", "script.py"],
+            "--report-after: no report will be written: it has no folder",
+        ),
+        (
+            ["--starter", "env", "-H", "h2:2", "--address", "127.0.0.1", "--report-after=9", *REPORTS, "true"],
+            "--report-dir and --report-after: no report will be written: only ranks that phalanx run starts on its own",
+        ),
+    ],
+)
+def test_a_report_that_will_not_be_written_is_a_note(script: str, words: list[str], said: str) -> None:
+    _, printed = decided(*words)
+    assert printed.startswith("phalanx: note: ")
+    assert said in printed
+    assert printed.count("\n") == 1
+    assert not Path("reports").exists()
+    assert decided("-q", *words)[1] == ""
+
+
+@pytest.mark.parametrize("words", [["true"], ["-n", "2", "true"], ["--log-dir", "logs", "true"], ["--warn-after", "0"]])
+def test_there_is_no_note_if_no_report_was_asked_for(script: str, words: list[str]) -> None:
+    assert decided(*words, *([] if words[-1] == "true" else [script]))[1] == ""
+
+
+def test_the_folder_is_made_for_ranks_that_are_watched(script: str) -> None:
+    job, printed = decided("-n", "2", *REPORTS, "--report-after", "9", script)
+    assert printed == ""
+    assert Path("reports").is_dir()
+    assert (job.diagnosis.report_dir, job.diagnosis.report_after_s) == (str(Path("reports").absolute()), 9.0)
+    job, printed = decided("-n", "2", "--log-dir", "logs", "--report-after", "9", script)
+    assert printed == ""
+    assert job.diagnosis.report_dir == str(Path("logs").absolute())

@@ -1,0 +1,165 @@
+"""The pace of a rank, from two looks at a recorder whose times the test has written itself."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from phalanx.native.core import RECORDER_BYTES, RECORDS, RECORDS_AT, STRINGS_AT
+from phalanx.watch.pace import Pace, PaceOfRank
+
+ALL_REDUCE, BARRIER, SEND = 1, 4, 10
+MAGIC = 0x31636552786C6850
+SECOND = 1_000_000_000
+START = 1000 * SECOND  # when everything here begins, on the monotonic clock
+WORLD, PAIR = 4, 200  # where the texts of the groups are
+
+
+@dataclass
+class Operation:
+    """An operation from ``entered`` to ``left``, in seconds after the start; None while it is under way."""
+
+    entered: float
+    left: float | None
+    kind: int = ALL_REDUCE
+    nbytes: int = 4
+    step: int = -1
+    group: int = WORLD
+
+
+class Recorder:
+    """A recorder's memory, written by the letters of native/csrc/record.h."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("test")
+        os.ftruncate(self.file, RECORDER_BYTES)
+        self.begun = 0
+        self.in_group: dict[int, int] = {}
+        for at, ranks in ((WORLD, "[[0, 4, 1]]"), (PAIR, "[[1, 2, 2]]")):
+            text = f'{{"name": "{at}", "backend": "phalanx", "ranks": {ranks}, "own": 1}}'.encode()
+            os.pwrite(self.file, struct.pack("=I", len(text)) + text, STRINGS_AT + at)
+
+    def write(self, operations: Sequence[Operation], step: int = -1) -> None:
+        for operation in operations:
+            number = self.begun
+            self.begun += 1
+            self.in_group[operation.group] = self.in_group.get(operation.group, 0) + (operation.kind != SEND)
+            left = 1 << 63 | number if operation.left is None else nanoseconds(operation.left) * 2
+            record = struct.pack(
+                "=4Q5I3i",
+                *(2 * number + 2, left, nanoseconds(operation.entered), operation.nbytes),
+                *(self.in_group[operation.group], operation.kind, operation.group, 0, 0),
+                *(-1, -1, operation.step),
+            )
+            os.pwrite(self.file, record, RECORDS_AT + number % RECORDS * 64)
+        os.pwrite(self.file, struct.pack("=IIIiIiI", 1, 4, os.getpid(), 1, 0, step, 0), 8)
+        os.pwrite(self.file, struct.pack("=Q", self.begun), 64)
+        os.pwrite(self.file, struct.pack("=Q", MAGIC), 0)
+
+
+def nanoseconds(seconds: float) -> int:
+    return START + round(seconds * SECOND)
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    made = Recorder()
+    yield made
+    os.close(made.file)
+
+
+def look(pace: PaceOfRank, seconds: float) -> Pace:
+    found = pace.look(nanoseconds(seconds))
+    assert found is not None
+    return found
+
+
+def test_without_a_recorder_there_is_no_pace(recorder: Recorder) -> None:
+    assert PaceOfRank(recorder.file, 0).look(START) is None
+    recorder.write([])
+    found = look(PaceOfRank(recorder.file, 0), 1)
+    assert (found.begun, found.operation, found.last, found.communication) == (0, None, None, 0.0)
+    assert found.steps_per_s is None
+
+
+def test_rates_are_those_since_the_look_before(recorder: Recorder) -> None:
+    recorder.write([Operation(0.0, 0.5, nbytes=1000), Operation(0.5, 1.5, nbytes=100)])
+    pace = PaceOfRank(recorder.file, 0)
+    look(pace, 1.0)
+    recorder.write(
+        [
+            Operation(2.0, 2.5, nbytes=200),
+            Operation(2.25, 2.75, SEND, nbytes=60),
+            Operation(2.875, None, nbytes=1 << 20),
+        ]
+    )
+    found = look(pace, 3.0)
+    assert found.begun == 5
+    assert found.operations_per_s == 1.5
+    assert found.bytes_per_s == (100 + 200 + 60) / 2  # what ended between the two looks
+    # From 1.0 to 1.5, from 2.0 to 2.75, and from 2.875 to 3.0: time in two operations counts once.
+    assert found.communication == pytest.approx((0.5 + 0.75 + 0.125) / 2)
+    assert found.operation is not None
+    assert found.operation.nbytes == 1 << 20
+    assert found.collectives == {("4", (0, 1, 2, 3)): 4}
+    assert found.complete
+
+
+def test_the_operation_is_a_collective_before_a_message(recorder: Recorder) -> None:
+    recorder.write([Operation(0.0, None, SEND), Operation(0.5, None, BARRIER), Operation(0.6, None)])
+    found = look(PaceOfRank(recorder.file, 0), 1.0)
+    assert found.operation is not None
+    assert found.operation.kind == "barrier"
+    assert found.last is not None
+    assert found.last.kind == "all_reduce"
+
+
+def test_of_more_operations_than_are_kept_the_last_ones_count(recorder: Recorder) -> None:
+    recorder.write([Operation(0.0, 0.1, group=PAIR)])
+    pace = PaceOfRank(recorder.file, 0)
+    look(pace, 1.0)
+    count = 3 * RECORDS
+    # A thousand a second, each of half a millisecond and ten bytes.
+    recorder.write([Operation(1 + k / 1000, 1 + (k + 0.5) / 1000, nbytes=10) for k in range(count)])
+    found = look(pace, 1 + count / 1000)
+    assert found.operations_per_s == pytest.approx(1000)
+    assert found.bytes_per_s == pytest.approx(10_000)
+    assert found.communication == pytest.approx(0.5)
+    assert found.collectives == {("4", (0, 1, 2, 3)): count}
+    assert not found.complete
+
+
+def test_steps_are_counted_in_time_between_their_first_operations(recorder: Recorder) -> None:
+    # Two operations in each step of a quarter of a second; the look comes in the middle of one.
+    operations = [Operation(k / 8, k / 8 + 0.01, step=k // 2) for k in range(80)]
+    recorder.write(operations, step=39)
+    found = look(PaceOfRank(recorder.file, 0), 80 / 8)
+    assert found.step == 39
+    assert found.steps_per_s == pytest.approx(4.0)
+
+
+def test_steps_that_stop_coming_bring_their_rate_down(recorder: Recorder) -> None:
+    recorder.write([Operation(k, k + 0.1, step=k) for k in range(11)], step=10)
+    pace = PaceOfRank(recorder.file, 0)
+    assert look(pace, 11.5).steps_per_s == pytest.approx(1.0)  # the last step takes as long as one may
+    # Nine steps are known from their begin to their end, from 1 s on.
+    assert look(pace, 91.0).steps_per_s == pytest.approx(9 / 90)
+
+
+def test_a_script_may_say_every_tenth_step_and_begin_again(recorder: Recorder) -> None:
+    steps = [0, 10, 20, 30, 0, 10, 20]
+    recorder.write([Operation(k, k + 0.1, step=step) for k, step in enumerate(steps)], step=20)
+    # Between 1 s and 6 s: from 10 to 30, one step to a new epoch, and from 0 to 20.
+    assert look(PaceOfRank(recorder.file, 0), 6.5).steps_per_s == pytest.approx((20 + 1 + 20) / 5)
+
+
+def test_steps_without_operations_are_counted_from_look_to_look(recorder: Recorder) -> None:
+    recorder.write([], step=5)
+    pace = PaceOfRank(recorder.file, 0)
+    assert look(pace, 1.0).steps_per_s is None
+    recorder.write([], step=11)
+    assert look(pace, 3.0).steps_per_s == 3.0

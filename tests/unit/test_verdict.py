@@ -1,0 +1,128 @@
+"""Who keeps a job from going on, from what its ranks' recorders say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from phalanx.watch.records import Group, Record, Recording
+from phalanx.watch.verdict import Seen, judge
+
+WORLD = Group("0", "phalanx", (0, 1, 2, 3))
+PAIR = Group("pair", "phalanx", (1, 2))
+
+
+def record(kind: str, number: int, site: str, group: Group = WORLD, *, done: bool = False, peer: int = -1) -> Record:
+    return Record(
+        number=number,
+        group=group,
+        in_group=number,
+        kind=kind,
+        nbytes=4,
+        dtype="float32",
+        op="",
+        peer=peer,
+        site=site,
+        label="",
+        step=-1,
+        entered_ns=10 * number,
+        left_ns=10 * number + 5 if done else 0,
+        failed=False,
+        awaits=-1,
+    )
+
+
+def rank(number: int, *records: Record, **said: str) -> Seen:
+    recording = Recording(100 + number, number, 4, -1, "", len(records), tuple(records)) if records else None
+    return Seen(number, recording, said.get("state", "S"), said.get("ended", ""), said.get("place", ""))
+
+
+def sentence(*ranks: Seen) -> str:
+    verdict = judge(ranks)
+    assert verdict is not None
+    return verdict.sentence
+
+
+def test_nobody_waits_if_no_rank_is_in_an_operation() -> None:
+    done = record("all_reduce", 1, "a.py:1", done=True)
+    assert judge([rank(0, done), rank(1, done), rank(2)]) is None
+
+
+def test_a_rank_that_has_not_come_is_named_with_its_place() -> None:
+    waits, before = record("broadcast", 2, "a.py:9"), record("all_reduce", 1, "a.py:5", done=True)
+    verdict = judge([*(rank(r, before, waits) for r in (0, 1, 2)), rank(3, before, place="a.py:7 compute()")])
+    assert verdict is not None
+    assert verdict.sentence == (
+        "rank 3 is at a.py:7 compute(), in no operation; ranks 0-2 wait for it in broadcast #2 at a.py:9"
+    )
+    assert (verdict.awaited, verdict.waiting, verdict.since_ns) == ((3,), (0, 1, 2), 20)
+
+
+def test_a_rank_in_another_operation_of_the_group_is_named_with_that() -> None:
+    """As where two programs call different collectives, on a backend that does not compare them."""
+    others = [rank(r, record("broadcast", 118, "train.py:57")) for r in (0, 1, 2)]
+    found = sentence(*others, rank(3, record("all_reduce", 118, "train.py:42"), state="T"))
+    assert found == (
+        "rank 3 is stopped (state T), in all_reduce #118 at train.py:42; "
+        "ranks 0-2 wait for it in broadcast #118 at train.py:57"
+    )
+
+
+def test_a_rank_that_is_ahead_does_not_count_as_missing() -> None:
+    """A broadcast's root goes on without the others."""
+    ahead = [record("broadcast", 1, "a.py:3", done=True), record("barrier", 2, "a.py:4")]
+    late = rank(2, record("all_reduce", 0, "a.py:2", done=True), place="a.py:8 load()")
+    found = sentence(rank(0, *ahead), rank(1, *ahead), late, rank(3, *ahead))
+    assert found == "rank 2 is at a.py:8 load(), in no operation; ranks 0-1, 3 wait for it in barrier #2 at a.py:4"
+
+
+def test_the_end_of_a_chain_is_named_and_all_that_wait_for_it() -> None:
+    in_world, in_pair = record("barrier", 1, "a.py:4"), record("all_reduce", 1, "a.py:6", PAIR)
+    found = sentence(rank(0, in_world), rank(1, in_pair), rank(2, place="a.py:8 load()"), rank(3, in_world))
+    assert found == (
+        "rank 2 is at a.py:8 load(), in no operation yet; "
+        "ranks 0-1, 3 wait for it in barrier #1 at a.py:4 and all_reduce #1 of group 'pair' at a.py:6"
+    )
+
+
+def test_ranks_that_wait_for_each_other_are_all_named() -> None:
+    first = record("recv", 1, "a.py:4", peer=1)
+    second = record("recv", 1, "a.py:9", peer=0)
+    verdict = judge([rank(0, first), rank(1, second), rank(2), rank(3)])
+    assert verdict is not None
+    assert verdict.sentence == (
+        "ranks 0-1 wait for each other: rank 0 is in recv from rank 1 at a.py:4, "
+        "rank 1 is in recv from rank 0 at a.py:9"
+    )
+    assert verdict.awaited == (0, 1)
+
+
+def test_a_rank_that_has_ended_is_told_from_one_that_runs() -> None:
+    waits, before = record("all_reduce", 2, "a.py:9"), record("all_reduce", 1, "a.py:9", done=True)
+    found = sentence(rank(0, before, waits), rank(1, before, waits), rank(2, before, ended="exit code 0"))
+    assert found == "rank 2 has ended (exit code 0); ranks 0-1 wait for it in all_reduce #2 at a.py:9"
+
+
+def test_several_that_are_missing_are_told_apart_by_what_they_do() -> None:
+    waits = record("all_reduce", 1, "a.py:9")
+    found = sentence(
+        rank(0, waits), rank(1, state="T"), rank(2, place="a.py:2 x()"), rank(3, place="a.py:2 x()", state="R")
+    )
+    assert found == (
+        "rank 1 is stopped (state T) and ranks 2-3 are at a.py:2 x(), in no operation yet; "
+        "rank 0 waits for them in all_reduce #1 at a.py:9"
+    )
+
+
+def test_the_operation_itself_says_whom_it_awaits_where_all_have_come() -> None:
+    waits = dataclasses.replace(record("all_reduce", 1, "a.py:9"), awaits=2)
+    past = record("all_reduce", 1, "a.py:9", done=True)
+    found = sentence(
+        rank(0, waits), rank(1, waits), rank(2, past, place="b.py:1 y()"), rank(3, past, place="b.py:1 y()")
+    )
+    assert found == "rank 2 is at b.py:1 y(), in no operation; ranks 0-1 wait for it in all_reduce #1 at a.py:9"
+
+
+def test_without_a_culprit_it_says_that_all_have_come() -> None:
+    waits = record("all_reduce", 1, "a.py:9")
+    found = sentence(*(rank(r, waits) for r in range(4)))
+    assert found == "ranks 0-3 are in all_reduce #1 at a.py:9: all have come, and none goes on"

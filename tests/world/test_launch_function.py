@@ -1,0 +1,415 @@
+"""``phalanx.launch(function)``: ranks for a function of a running interpreter."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.launch_support import MARK, marked, wait_for
+from tests.support.leaks import descriptors
+
+import phalanx
+from phalanx.errors import ArgumentError, LaunchError
+from phalanx.launch.function.call import StartMethod
+from phalanx.system.processes import children_of
+
+PATIENCE_S = 300.0  # no busy machine needs as long
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> None:
+    phalanx.launch(int, n=1)  # the first call imports modules, and opens what they keep open
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After every call: no process, no descriptor, no thread, no shared memory more than before."""
+    before = len(descriptors()), threading.active_count(), children_of(os.getpid())
+    yield
+    assert (len(descriptors()), threading.active_count(), children_of(os.getpid())) == before
+    assert [name for name in os.listdir("/dev/shm") if "phalanx" in name] == []
+
+
+def total(scale: float, *, shift: float = 0.0) -> tuple[int, int, str, torch.Tensor]:
+    world = phalanx.init()
+    tensor = torch.full((3,), scale * (world.rank + 1) + shift)
+    world.all_reduce(tensor)
+    phalanx.close()
+    return world.rank, world.size, world.launcher, tensor
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_results_come_back_by_rank(ranks: int) -> None:
+    torch.randn(300, 300).matmul(torch.randn(300, 300))  # OpenMP has threads in this process
+    results = phalanx.launch(total, (2.0,), {"shift": 1.0}, n=ranks)
+    expected = sum(2.0 * (rank + 1) + 1.0 for rank in range(ranks))
+    for rank, (own, size, launcher, tensor) in enumerate(results):
+        assert (own, size, launcher) == (rank, ranks, "phalanx")
+        assert tensor.tolist() == [expected] * 3
+
+
+def test_a_fresh_interpreter_gives_the_same() -> None:
+    results = phalanx.launch(total, (2.0,), n=3, start_method="spawn", variables={"OWN": "set"})
+    assert [(rank, size, launcher) for rank, size, launcher, _ in results] == [
+        (rank, 3, "phalanx") for rank in range(3)
+    ]
+    assert all(tensor.tolist() == [12.0] * 3 for *_, tensor in results)
+    shift = 5
+    assert phalanx.launch(lambda: shift + int(os.environ["RANK"]), n=2, start_method="spawn") == [5, 6]
+
+
+def test_ranks_compute_with_their_share_of_the_cores() -> None:
+    torch.randn(2_000_000).exp()
+
+    def threads() -> tuple[int, float]:
+        ones = torch.ones(2_000_000)
+        return torch.get_num_threads(), (
+            (ones + 1).sum() + torch.ones(400, 400).matmul(torch.ones(400, 400))[0, 0]
+        ).item()
+
+    variables = {"OMP_NUM_THREADS": "3"}
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ.update(variables)
+    try:
+        assert phalanx.launch(threads, n=2) == [(3, 4_000_400.0)] * 2
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def test_output_comes_line_by_line_with_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def speak() -> None:
+        print("out ä")
+        print("err", file=sys.stderr)
+        os.write(1, b"no end")
+
+    assert phalanx.launch(speak, n=2, variables={"LANG": "C"}) == [None, None]
+    said = capsys.readouterr()
+    assert sorted(said.out.splitlines()) == [
+        f"[rank {rank}] {text}" for rank in range(2) for text in ("no end", "out ä")
+    ]
+    assert sorted(said.err.splitlines()) == ["[rank 0] err", "[rank 1] err"]
+    phalanx.launch(print, ("plain",), n=1, prefix=False, quiet=False)
+    said = capsys.readouterr()
+    assert said.out == "plain\n"
+    assert said.err.startswith("phalanx.launch: 1 rank of print")
+
+
+def test_what_ranks_have_of_this_interpreter_and_what_not() -> None:
+    """Exit handlers, finalisers and children are this process's; random numbers differ where processes' would."""
+    folder = tempfile.TemporaryDirectory()
+    child = subprocess.Popen(["sleep", "600"])
+
+    def look() -> tuple[Any, ...]:
+        other = tempfile.TemporaryDirectory()
+        return (
+            sys.stdin.read(), os.getpid(), os.getppid() == os.getpid(), random.random(), other, other.name,
+            signal.getsignal(signal.SIGINT) is signal.default_int_handler, os.environ["OWN"],
+        )  # fmt: skip
+
+    def name() -> tuple[str, str, float, bool, str]:
+        stdin, _, _, number, other, made, handler, own = look()
+        kept.append(other)
+        return stdin, made, number, handler, own
+
+    kept: list[Any] = []
+    first, second = phalanx.launch(name, n=2, variables={"OWN": "set"})
+    assert Path(folder.name).is_dir()
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+    assert "OWN" not in os.environ
+    for stdin, made, _, handler, own in (first, second):
+        assert (stdin, handler, own) == ("", True, "set")
+        assert not Path(made).exists()  # the rank's own finalisers have run
+    assert first[2] != second[2]
+    folder.cleanup()
+
+
+def test_the_first_failure_is_raised_with_its_traceback() -> None:
+    def fail() -> None:
+        phalanx.init()
+        if os.environ["RANK"] == "1":
+            raise ValueError("one of three")
+        torch.distributed.barrier()
+
+    methods: tuple[StartMethod, ...] = ("fork", "spawn")
+    for method in methods:
+        with pytest.raises(phalanx.RankFailed, match=r"rank 1 of 3 failed: ValueError: one of three") as raised:
+            phalanx.launch(fail, n=3, start_method=method)
+        assert (raised.value.rank, raised.value.exit_code) == (1, 1)
+        assert 'raise ValueError("one of three")' in str(raised.value)
+        assert "phalanx/launch" not in str(raised.value)
+    assert phalanx.launch(int, n=2) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 137, "SIGKILL"),
+        (lambda: sys.exit(3), 3, "sys.exit"),
+        (lambda: sys.exit("the reason"), 1, "failed: the reason"),
+        (lambda: os._exit(4), 4, "exit code 4"),
+        (lambda: os._exit(0), 0, "ended without a result"),
+        (lambda: (number for number in range(3)), 1, "generator that cannot be pickled"),
+    ],
+)
+def test_a_rank_that_does_not_return(end: Any, code: int, said: str) -> None:
+    with pytest.raises(phalanx.RankFailed) as raised:
+        phalanx.launch(lambda: end() if os.environ["RANK"] == "2" else time.sleep(600 if code else 0), n=3)
+    assert (raised.value.rank, raised.value.exit_code) == (2, code)
+    assert said in str(raised.value)
+
+
+def test_exiting_with_0_is_returning_nothing() -> None:
+    assert phalanx.launch(sys.exit, n=2) == [None, None]
+    assert phalanx.launch(sys.exit, (0,), n=2) == [None, None]
+
+
+class _Hollow:
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+def test_results_that_only_cloudpickle_takes_and_results_that_cannot_be_rebuilt() -> None:
+    pytest.importorskip("cloudpickle")
+    doubled = phalanx.launch(lambda: lambda number: 2 * number, n=2)
+    assert [double(4) for double in doubled] == [8, 8]
+    with pytest.raises(phalanx.RankFailed, match=r"result of rank 0 of 1 cannot be rebuilt here: ValueError"):
+        phalanx.launch(_Hollow, n=1)
+
+
+def test_large_results() -> None:
+    for rank, tensor in enumerate(phalanx.launch(lambda: torch.full((4_000_000,), float(os.environ["RANK"])), n=2)):
+        assert torch.equal(tensor, torch.full((4_000_000,), float(rank)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        ((total,), {"n": 0}, "n=0"),
+        ((total,), {"n": -2}, "n=-2"),
+        ((total,), {"n": 2.0}, "n=2.0"),
+        ((total,), {"n": True}, "n=True"),
+        ((total,), {"n": "many"}, "n='many'"),
+        (("total",), {"n": 1}, "'total' is none"),
+        ((total, 2.0), {"n": 1}, "args=(2.0,)"),
+        ((total, "ab"), {"n": 1}, "args=('ab',)"),
+        ((total,), {"n": 1, "start_method": "forkserver"}, "'forkserver'"),
+    ],
+)
+def test_arguments_that_cannot_be_right(arguments: tuple[Any, ...], options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        phalanx.launch(*arguments, **options)
+
+
+def test_more_ranks_than_there_is_room_for() -> None:
+    with pytest.raises(LaunchError, match="ranks"):
+        phalanx.launch(total, n=10**6)
+
+
+def test_a_rank_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(phalanx.RankFailed, match="called in a process that is a rank itself"):
+        phalanx.launch(lambda: phalanx.launch(int, n=1), n=2)
+    with monkeypatch.context() as patched:
+        for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+            patched.setenv(name, value)
+        with pytest.raises(LaunchError, match="is a rank itself"):
+            phalanx.launch(int, n=2)
+
+
+def test_a_process_group_is_not_shared_with_forks() -> None:
+    phalanx.init()
+    try:
+        with pytest.raises(LaunchError, match=r"phalanx\.close\(\)"):
+            phalanx.launch(total, (1.0,), n=2, start_method="fork")
+        assert len(phalanx.launch(total, (1.0,), n=2)) == 2  # by a fresh interpreter
+        with pytest.raises(LaunchError, match=r"phalanx\.close\(\).*fresh interpreter"):  # a lock has no pickle
+            phalanx.launch(print, (threading.Lock(),), n=2)
+    finally:
+        phalanx.close()
+    assert [size for _, size, *_ in phalanx.launch(total, (1.0,), n=2)] == [2, 2]
+
+
+def test_an_accelerator_that_was_used_prevents_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = os.getpid()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    module = SimpleNamespace(_is_in_bad_fork=lambda: os.getpid() != opener)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: module)
+    with pytest.raises(LaunchError, match="has used cuda already"):
+        phalanx.launch(int, n=2, start_method="fork")
+    with pytest.raises(LaunchError, match=r"has used cuda already.*fresh interpreter"):
+        phalanx.launch(print, (threading.Lock(),), n=2)
+    module._is_in_bad_fork = lambda: False
+    assert phalanx.launch(int, n=2, start_method="fork") == [0, 0]
+
+
+def test_from_another_thread_and_from_two_at_once() -> None:
+    results: dict[int, list[Any]] = {}
+
+    def work(number: int) -> None:
+        results[number] = phalanx.launch(lambda: (number, os.environ["RANK"]), n=2)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert results == {number: [(number, "0"), (number, "1")] for number in range(3)}
+
+
+# What needs a process of its own: a prompt, at which functions are defined, and that is interrupted; then killed.
+
+PROMPT = """
+import os, sys, time, phalanx
+
+def wait(seconds):
+    print("waits", flush=True)
+    time.sleep(seconds)
+    return seconds
+
+"""
+
+
+class _Prompt:
+    """An interactive interpreter, at which lines are typed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mark = f"prompt-{os.getpid()}-{time.monotonic_ns()}"
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-q",
+                "-u",
+                "-c",
+                "import code; code.InteractiveConsole({'__name__': '__main__'}).interact()",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env={**os.environ, MARK: self.mark},
+            start_new_session=True,
+        )
+        self.type(PROMPT)
+
+    def type(self, lines: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(lines)
+        self.process.stdin.flush()
+
+    def read_until(self, word: str, times: int = 1) -> str:
+        assert self.process.stdout is not None
+        said = ""
+        while said.count(word) < times:
+            line = self.process.stdout.readline()
+            assert line, said
+            said += line
+        return said
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        for pid in marked(self.mark):
+            os.kill(pid, signal.SIGKILL)
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def prompt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Prompt]:
+    opened = _Prompt(tmp_path_factory.mktemp("prompt"))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_functions_of_a_prompt_again_and_again(prompt: _Prompt) -> None:
+    prompt.type("for n in (1, 2, 3): print('got', phalanx.launch(wait, (0,), n=n))\n\n")
+    assert "got [0, 0, 0]" in prompt.read_until("got", 3)
+
+
+def test_ctrl_c_ends_all_ranks_and_the_prompt_goes_on(prompt: _Prompt) -> None:
+    prompt.type("phalanx.launch(wait, (600,), n=3)\n")
+    prompt.read_until("waits", 3)
+    os.killpg(prompt.process.pid, signal.SIGINT)
+    said = prompt.read_until("KeyboardInterrupt")
+    assert "phalanx: SIGINT: all 3 ranks have been ended" in said
+    wait_for(lambda: marked(prompt.mark) == [prompt.process.pid])
+    prompt.type("print('got', phalanx.launch(wait, (0,), n=2))\n")
+    assert "got [0, 0]" in prompt.read_until("got")
+
+
+def test_ranks_that_ignore_ctrl_c_are_killed(prompt: _Prompt) -> None:
+    prompt.type("import signal\ndef deaf():\n signal.signal(signal.SIGINT, signal.SIG_IGN)\n wait(600)\n\n")
+    prompt.type("phalanx.launch(deaf, n=2)\n")
+    prompt.read_until("waits", 2)
+    os.killpg(prompt.process.pid, signal.SIGINT)
+    prompt.read_until("KeyboardInterrupt")
+    wait_for(lambda: marked(prompt.mark) == [prompt.process.pid])
+
+
+def comm(pid: int) -> str:
+    """The name of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def test_a_supervisor_that_is_killed_leaves_no_ranks(prompt: _Prompt) -> None:
+    prompt.type("phalanx.launch(wait, (600,), n=2)\n")
+    prompt.read_until("waits", 2)
+    supervisors = [pid for pid in marked(prompt.mark) if comm(pid) == "phalanx-launch"]
+    for pid in supervisors:
+        os.kill(pid, signal.SIGKILL)
+    assert "SIGKILL" in prompt.read_until("LaunchError: ")
+    wait_for(lambda: marked(prompt.mark) == [prompt.process.pid])
+
+
+def test_ranks_end_with_the_interpreter(prompt: _Prompt) -> None:
+    prompt.type("phalanx.launch(wait, (600,), n=2)\n")
+    prompt.read_until("waits", 2)
+    prompt.process.kill()
+    wait_for(lambda: marked(prompt.mark) == [])
+
+
+def test_a_function_of_main_needs_cloudpickle_in_a_fresh_interpreter(tmp_path: Path) -> None:
+    script = """
+        import sys
+        sys.modules["cloudpickle"] = None
+        import phalanx
+        def own(): pass
+        if __name__ == "__main__":
+            for function in (own, abs):
+                try:
+                    print(phalanx.launch(function, (-1,) if function is abs else (), n=2, start_method="spawn"))
+                except phalanx.PhalanxError as error:
+                    print(error)
+    """
+    (tmp_path / "script.py").write_text(dedent(script))
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    refused, result = done.stdout.splitlines()
+    assert "own is defined in __main__; define it in a module, or install cloudpickle" in refused
+    assert result == "[1, 1]"

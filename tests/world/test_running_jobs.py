@@ -1,0 +1,294 @@
+"""``phalanx list`` and ``phalanx top``: which jobs run, and how their ranks are getting on, seen from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.launch_support import Launcher, RunningJob, launcher, wait_for
+from tests.support.strangers import NOBODY, as_another_user, needs_another_user
+
+from phalanx.launch.running.jobs import running_jobs
+from phalanx.system import processes
+from phalanx.system.process_use import start_of
+
+__all__ = ["launcher"]
+
+
+def phalanx(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """The command, as a user calls it."""
+    command = [sys.executable, "-m", "phalanx", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=check, timeout=300)
+
+
+def listed(job: RunningJob) -> dict[str, Any]:
+    """The job as phalanx list shows it; other tests may have jobs beside it."""
+    found = [one for one in json.loads(phalanx("list", "--json").stdout) if one["pid"] == job.pid]
+    assert len(found) == 1
+    one: dict[str, Any] = found[0]
+    return one
+
+
+def look(job: RunningJob, *options: str) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(phalanx("top", str(job.pid), "--once", "--json", *options).stdout)
+    return shown
+
+
+def line_of(script: str, mark: str) -> str:
+    """Where the comment stands in the script, as ``script.py:7``."""
+    path = Path(script)
+    return f"{path.name}:{1 + [mark in line for line in path.read_text().splitlines()].index(True)}"
+
+
+WAITING = """
+    import os, sys, time
+    import torch, phalanx
+    world = phalanx.init()
+    x = torch.ones(256)
+    for step in range(3):
+        world.step(step)
+        world.all_reduce(x)
+    pair = world.subgroup([0, 1])
+    if pair is not None:
+        pair.barrier()
+    print("ready", flush=True)
+    if world.rank == 1:
+        while not os.path.exists("over"):
+            sum(range(1000))
+    with phalanx.label("evaluation"):
+        world.all_reduce(x)  # WAIT
+    world.barrier()
+"""
+
+
+@contextmanager
+def waiting(launcher: Launcher, ranks: int) -> Iterator[tuple[RunningJob, str]]:
+    """A job in which rank 1 computes, and the others wait for it."""
+    script = launcher.script(WAITING)
+    job = launcher.start("-q", "-n", str(ranks), script, "--lr", "0.1")
+    assert job.read_lines(ranks) == [f"[rank {rank}] ready" for rank in range(ranks)]
+    yield job, script
+    (launcher.directory / "over").touch()
+    assert job.finish().code == 0
+
+
+def test_a_job_is_listed_while_it_runs(launcher: Launcher) -> None:
+    with waiting(launcher, 3) as (job, script):
+        shown = listed(job)
+        assert shown["ranks"] == 3
+        assert shown["target"] == script
+        assert shown["arguments"] == ["--lr", "0.1"]
+        assert shown["directory"] == str(launcher.directory)
+        assert shown["pids"] == job.ranks()
+        assert shown["run_id"].endswith(shown["id"])
+        for_people = phalanx("list").stdout
+        line = next(line for line in for_people.splitlines() if shown["id"] in line)
+        assert str(job.pid) in line.split()
+        assert f"{script} --lr 0.1" in line
+    assert job.pid not in [one["pid"] for one in json.loads(phalanx("list", "--json").stdout)]
+    gone = phalanx("top", shown["id"], check=False)
+    assert gone.returncode == 2
+    assert f"no job {shown['id']}" in gone.stderr
+
+
+def test_a_killed_launcher_leaves_no_entry(launcher: Launcher) -> None:
+    job = launcher.start("-q", "-n", "2", launcher.script("print('ready', flush=True)\nimport time\ntime.sleep(300)"))
+    job.read_lines(2)
+    assert listed(job)["ranks"] == 2
+    os.kill(job.pid, signal.SIGKILL)
+    job.finish()
+    assert job.pid not in [one.pid for one in running_jobs()]
+
+
+def test_top_tells_who_computes_and_who_waits_where(launcher: Launcher) -> None:
+    with waiting(launcher, 3) as (job, script):
+        # Until both have come to the place where they wait.
+        expected = ["waits", "computes", "waits"]
+        wait_for(lambda: [rank["state"] for rank in look(job, "--interval", "0.3")["ranks"]] == expected)
+        shown = look(job)
+        assert shown["job"]["pid"] == job.pid
+        assert shown["elsewhere"] == {}
+        first, second, third = shown["ranks"]
+        for rank in (first, third):
+            assert rank["operation"]["kind"] == "all_reduce"
+            assert rank["operation"]["site"] == line_of(script, "# WAIT")
+            assert rank["operation"]["in_group"] == 4
+            assert rank["operation"]["nbytes"] == 1024
+            assert rank["operation"]["awaits"] == 1
+            assert rank["operation"]["for_s"] > 0
+            assert rank["label"] == "evaluation"
+            assert rank["communication"] == 1.0  # for the whole interval
+            assert rank["lag"] == 0
+        assert second["operation"] is None
+        assert second["last"]["kind"] == "barrier"
+        assert second["communication"] == 0.0
+        assert second["lag"] == 1
+        assert second["cores"] > 0
+        assert [rank["rank"] for rank in shown["ranks"]] == [0, 1, 2]
+        assert [rank["pid"] for rank in shown["ranks"]] == job.ranks()
+        assert {rank["step"] for rank in shown["ranks"]} == {2}
+        assert all(rank["resident_bytes"] > 1 << 20 for rank in shown["ranks"])
+
+        table = phalanx("top", str(job.pid), "--once").stdout.splitlines()
+        assert f"all_reduce #4 at {line_of(script, '# WAIT')}, for rank 1" in table[2]
+        assert "computes" in table[3]
+        assert "after barrier" in table[3]
+
+
+def test_top_tells_that_a_rank_is_stopped(launcher: Launcher) -> None:
+    with waiting(launcher, 2) as (job, _):
+        wait_for(lambda: look(job, "--interval", "0.3")["ranks"][0]["state"] == "waits")
+        stopped = job.ranks()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        processes.wait_until_stopped(stopped, 60.0)
+        shown = look(job)["ranks"]
+        os.kill(stopped, signal.SIGCONT)
+        assert shown[0]["state"] == "stopped"
+        assert shown[0]["operation"]["kind"] == "all_reduce"
+        assert shown[0]["cores"] == 0.0
+        assert shown[1]["state"] == "computes"
+
+
+def test_steps_a_second_are_those_that_the_script_makes(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, time
+        import torch, torch.distributed as dist, phalanx
+        world = phalanx.init()
+        x, over, step = torch.ones(1000), torch.zeros(1), 0
+        while not over.item():
+            world.step(step)
+            if world.rank == 0:
+                print(time.time(), flush=True)
+            world.all_reduce(x)
+            over.fill_(float(os.path.exists("over")))
+            world.all_reduce(over, dist.ReduceOp.MAX)
+            time.sleep(0.02)
+            step += 1
+        """
+    )
+    job = launcher.start("-q", "--no-prefix", "-n", "2", script)
+    job.read_lines(30)
+    shown = look(job)
+    (launcher.directory / "over").touch()
+    outcome = job.finish()
+    assert outcome.code == 0
+    at = [float(line) for line in outcome.out_lines]
+    # The rate of every 20 steps in a row: top has seen some of them.
+    rates = [20 / (end - begin) for begin, end in zip(at, at[20:], strict=False)]
+    for rank in shown["ranks"]:
+        assert min(rates) * 0.9 < rank["steps_per_s"] < max(rates) * 1.1
+        # In every step an all_reduce of 4,000 bytes and one of 4.
+        assert rank["bytes_per_s"] == pytest.approx(2002 * rank["operations_per_s"], rel=0.5)
+
+
+def test_top_follows_a_job_to_its_end(launcher: Launcher) -> None:
+    with waiting(launcher, 2) as (job, _):
+        top = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", "top", str(job.pid), "--json", "--interval", "0.1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert top.stdout is not None
+        looks = [json.loads(top.stdout.readline()) for _ in range(3)]
+        assert [len(one["ranks"]) for one in looks] == [2, 2, 2]
+    _, err = top.communicate(timeout=300)
+    assert top.returncode == 0
+    assert err.endswith("has ended\n")
+
+
+def test_a_job_without_recorders_is_shown_as_processes(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        print("ready", flush=True)
+        if dist.get_rank() == 1:
+            input()
+        dist.barrier()
+        dist.destroy_process_group()
+        """
+    )
+    job = launcher.start("-q", "-n", "2", "--stdin", "1", script, stdin=subprocess.PIPE)
+    job.read_lines(2)
+    shown = look(job)
+    outcome, _ = job.process.communicate(b"\n", timeout=300)
+    assert job.process.returncode == 0, outcome
+    assert [rank["operation"] for rank in shown["ranks"]] == [None, None]
+    assert [rank["lag"] for rank in shown["ranks"]] == [None, None]
+    assert shown["ranks"][1]["state"] == "sleeps"
+    assert all(rank["resident_bytes"] > 1 << 20 for rank in shown["ranks"])
+    assert any("ranks 0-1: no operation so far on a group of Phalanx's" in note for note in shown["notes"])
+
+
+def test_a_job_is_named_by_the_beginning_of_its_id_and_one_of_several_has_to_be(launcher: Launcher) -> None:
+    with waiting(launcher, 2) as (job, _):
+        name = listed(job)["id"]
+        wanted = json.loads(phalanx("top", name[:8], "--once", "--json", "--interval", "0.1").stdout)
+        assert wanted["job"]["pid"] == job.pid
+        other = launcher.start("-q", "-n", "1", "sleep", "300")
+        wait_for(lambda: other.pid in [one.pid for one in running_jobs()])
+        for unclear in "", name[:1]:
+            unnamed = phalanx("stop", unclear, check=False)
+            assert unnamed.returncode == 2
+            assert f"{name}  pid {job.pid}" in unnamed.stderr
+        several = phalanx("top", "--once", check=False)
+        assert several.returncode == 2
+        assert "several jobs run here; name one by more of its id" in several.stderr
+        assert f"{name}  pid {job.pid}" in several.stderr
+        assert f"pid {other.pid}, sleep" in several.stderr
+        other.process.terminate()
+        other.finish()
+
+
+def described(name: str, values: dict[str, Any]) -> int:
+    """A file as a launcher's, in this process."""
+    file = os.memfd_create(name)
+    os.write(file, json.dumps(values).encode() + b"\n")
+    return file
+
+
+def test_only_a_description_that_its_own_launcher_has_written_counts(launcher: Launcher) -> None:
+    with waiting(launcher, 2) as (job, _):
+        real = next(one for one in running_jobs() if one.pid == job.pid)
+        path = f"/proc/{real.pid}/fd/{real.descriptor}"
+        values = json.loads(Path(path).read_bytes().splitlines()[0])
+        mine = {**values, "run_id": "phalanx-mine", "pid": os.getpid(), "start": values["start"]}
+        files = [
+            described("phalanx-copied-job", values),  # of a process that has inherited it
+            described("phalanx-mine-job", mine),  # of a process that had this id before
+            described("phalanx-broken-job", {"pid": os.getpid()}),
+            os.memfd_create("phalanx-empty-job"),
+        ]
+        try:
+            assert [one.run_id for one in running_jobs() if one.pid in (os.getpid(), job.pid)] == [real.run_id]
+        finally:
+            for file in files:
+                os.close(file)
+
+
+@needs_another_user
+def test_another_user_sees_no_job_and_can_show_none(launcher: Launcher) -> None:
+    with waiting(launcher, 2) as (job, _):
+        assert as_another_user(lambda: running_jobs()) == []
+        real = next(one for one in running_jobs() if one.pid == job.pid)
+        values = json.loads(Path(f"/proc/{real.pid}/fd/{real.descriptor}").read_bytes().splitlines()[0])
+        mine = {**values, "run_id": "phalanx-mine", "pid": os.getpid(), "start": start_of(os.getpid())}
+        file = described("phalanx-mine-job", mine)
+        try:
+            assert "phalanx-mine" in [one.run_id for one in running_jobs()]
+            # A file that a stranger has made and that this process was handed would look like this.
+            os.fchown(file, NOBODY, NOBODY)
+            assert "phalanx-mine" not in [one.run_id for one in running_jobs()]
+        finally:
+            os.close(file)
