@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,8 +14,10 @@ import pytest
 from tests.support.leaks import descriptors
 
 from phalanx.transports.hosts.contact import Sign
-from phalanx.transports.hosts.lookout import _PROBE_S, Lookout, lookout
+from phalanx.transports.hosts.lookout import _KEEP_ALIVE, _PROBE_S, ROLE, WELCOME, Lookout, lookout
 from phalanx.transports.hosts.watcher import Endpoint
+from phalanx.wire.dial import dial
+from phalanx.wire.key import job_key
 
 BROKEN = {"broken": "rank 1 was killed"}
 
@@ -25,6 +29,7 @@ class Group:
         self.name, self.fails = name, fails
         self.heard: dict[str, Any] = {}
         self.sign: tuple[Sign | None, float] = (None, float("inf"))
+        self.signs: list[Sign | None] = []  # each that was seen, in order
         self.watches: Endpoint | None = None
         self._says = says or {}
 
@@ -33,6 +38,8 @@ class Group:
             raise AttributeError("it is not ready")
         if self.watches is not None:
             self.sign = sign_of(self.watches)
+            if self.signs[-1:] != [self.sign[0]]:
+                self.signs.append(self.sign[0])
 
     def told(self, sender: str, message: dict[str, Any]) -> None:
         self.heard |= message
@@ -116,6 +123,47 @@ def test_a_process_is_not_taken_for_gone_because_it_does_not_watch_this_one(pair
     time.sleep(_PROBE_S + 1.0)
     assert mine.sign[0] in (None, Sign.HERE)
     assert mine.sign[1] == float("inf") or mine.sign[0] is Sign.HERE
+
+
+def test_a_process_is_not_taken_for_gone_because_its_attempt_to_connect_again_came_too_late(
+    pair: tuple[Lookout, Lookout],
+) -> None:
+    """While a cable is out a process dials again. The answer to that may be lost, and then it gives up."""
+    there, here = pair
+    connect(there, here)
+    mine = Group()
+    mine.watches = there.endpoint
+    here.join(mine, [there.endpoint])
+    assert happens(lambda: mine.sign[0] is Sign.HERE)
+    claim = {"from": there.endpoint.identity, "to": here.endpoint.identity, "probes": False}
+    where = (here.endpoint.address, here.endpoint.port)
+    for _ in range(3):
+        line, verdict = dial(
+            where, job_key(), ROLE, json.dumps(claim).encode(), patience_s=60.0, keep_alive=_KEEP_ALIVE
+        )
+        assert verdict == WELCOME
+        line.close()
+    time.sleep(0.5)
+    there.join(Group("group", {"still": "here"}), [here.endpoint])
+    assert hears(mine, "still")
+    assert mine.signs == [None, Sign.HERE] or mine.signs == [Sign.HERE]
+
+
+def test_a_process_whose_connection_has_ended_is_not_taken_for_gone(pair: tuple[Lookout, Lookout]) -> None:
+    """The network may have ended it. The other process is asked before anything is concluded."""
+    there, here = pair
+    connect(there, here)
+    mine = Group()
+    mine.watches = there.endpoint
+    here.join(mine, [there.endpoint])
+    assert happens(lambda: mine.sign[0] is Sign.HERE)
+    here._contacts[there.endpoint.identity].sock.shutdown(socket.SHUT_RDWR)
+    time.sleep(0.5)
+    there.join(Group("group", {"still": "here"}), [here.endpoint])
+    assert hears(mine, "still")
+    assert Sign.GONE not in mine.signs
+    there.end("close")
+    assert happens(lambda: mine.sign[0] is Sign.LEFT)
 
 
 def test_a_group_that_fails_does_not_blind_the_others(

@@ -38,7 +38,7 @@ class Sign(enum.Enum):
     HERE = "here"
     SILENT = "silent"  # its host acknowledges nothing
     STILL = "still"  # its host does, and the process sends no heartbeat: it is stopped
-    GONE = "gone"  # its connection has ended, and it has not said that it leaves
+    GONE = "gone"  # it has ended, and has not said that it leaves
     LEFT = "left"  # it has said so
 
 
@@ -51,10 +51,16 @@ class Contact:
         peer: the id of the other process.
         rest: bytes that came with the handshake.
         now: the time, on a clock that stands still while this process does.
+
+    Attributes:
+        ended: the connection has ended. That may be the network's doing, so it says nothing of the process.
+        sign: what is known of the process while the connection stands.
+        signed_at: since when.
     """
 
     def __init__(self, sock: socket.socket, session: Session, peer: str, rest: bytes | bytearray, now: float) -> None:
         self.sock, self.peer = sock, peer
+        self.ended = False
         self.sign = Sign.HERE
         self.signed_at = now
         self._session = session
@@ -71,20 +77,20 @@ class Contact:
             while data := self.sock.recv(_LONGEST):
                 self._heard_at = now
                 self._incoming += data
-            self._set(Sign.GONE, now)
+            self.ended = True
         except BlockingIOError:
             pass
         except OSError:
-            self._set(Sign.GONE, now)
+            self.ended = True
         try:
             return self._messages()
         except (Malformed, ValueError):
-            self._set(Sign.GONE, now)
+            self.ended = True
             return []
 
     def look(self, now: float) -> None:
         """Find out what can be known of the process now; ``sign`` says it."""
-        if self.sign in (Sign.GONE, Sign.LEFT):
+        if self.sign is Sign.LEFT:
             return
         silent_s = self._acknowledged.silent_s()
         if silent_s >= SILENT_S:
@@ -93,10 +99,6 @@ class Contact:
             self._set(Sign.HERE, now)
         elif silent_s < _PROMPT_S:  # else it may become silent
             self._set(Sign.STILL, now)
-
-    def ends(self, now: float) -> None:
-        """The process is known to have ended."""
-        self._set(Sign.GONE, now)
 
     def leaves(self, now: float) -> None:
         """The process has said that it leaves."""

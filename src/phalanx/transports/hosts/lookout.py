@@ -6,6 +6,10 @@ other's host is silent: after a long silence a new connection works sooner than 
 seldom. If nobody comes, the one with the higher id asks from time to time whether there is still somebody. A process
 listens at one address, the one by which other hosts reach it, and lets in who proves the job's key.
 
+That a connection ends says nothing of the other process, since networks end connections too. So it is dialled, or
+asked, at once, and it has gone if nothing listens there any more. Whoever dials speaks first: it may have given up
+before the answer came, and a connection that nobody uses must not take the place of the one that both do.
+
 A message reaches a group only if it is watched there, and only over a connection that is open. A group may break before
 either is so. So what a group has to say is repeated: to each process that begins to watch for it (``joined``), over
 each connection that opens, and, while the thread runs, also after the group was left. The thread ends with the last
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -44,19 +49,22 @@ from phalanx.wire.key import job_key
 from phalanx.wire.proof import NoProof
 from phalanx.wire.sockets import KeepAlive, listen
 
-__all__ = ["LOOK_S", "Lookout", "lookout"]
+__all__ = ["LOOK_S", "WELCOME", "Lookout", "lookout"]
 
 ROLE = "lookout"
 LOOK_S = 0.25
 _PATIENCE_S = 3.0
 _AGAIN_S = 1.0
+# The same while a process may be ending: its kernel closes what it listens on and its connections one after the other.
+_ENDING_AGAIN_S, _ENDS_FOR_S = 0.02, 0.5
 _PROBE_S = 3.0  # for how long the other one may not have dialled
 _ENDING_S = 2.0  # as long as the aborts of two groups take
 # The heartbeats and acknowledged.py notice everything sooner; this is for the handshake.
 _KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6)
 _LONGEST_STEP_S = 2 * LOOK_S
 _MOST_LAST_WORDS = 256
-_HERE, _WELCOME, _NO = b"here", b"welcome", b"no"  # what a process that is dialled answers
+_OWN_WANTS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+WELCOME, _HERE, _NO = b"welcome", b"here", b"no"  # what a process that is dialled answers
 
 
 @dataclass
@@ -66,6 +74,7 @@ class _Target:
     dialling: bool = False
     again_at: float = 0.0
     fails_since: float = float("inf")
+    lost_at: float = float("-inf")  # when the last connection ended
     gone: bool = False
 
 
@@ -96,6 +105,7 @@ class Lookout:
         self._ringing = threading.RLock()  # a signal handler may order something while its thread does
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._contacts: dict[str, Contact] = {}
+        self._unused: dict[str, Contact] = {}  # those over which the process that dialled has not spoken yet
         self._targets: dict[str, _Target] = {}
         self._watches: dict[str, _Watch] = {}
         # What the groups said that have been left; the newest last, and no more than ``_MOST_LAST_WORDS``.
@@ -160,7 +170,7 @@ class Lookout:
     def let_go(self) -> None:
         """In a forked child: close the parent's connections, whose end must show when the parent ends."""
         self._door.let_go()
-        for contact in self._contacts.values():
+        for contact in (*self._contacts.values(), *self._unused.values()):
             contact.sock.close()
         self._selector.close()
         self._ringing = threading.RLock()
@@ -191,7 +201,7 @@ class Lookout:
             self._unhang_bell()
             self._carry_out_orders()
             self._door.close()
-            for contact in self._contacts.values():
+            for contact in (*self._contacts.values(), *self._unused.values()):
                 if self._ended:
                     contact.send({"leaves": self._ended})
                 contact.close()
@@ -306,7 +316,7 @@ class Lookout:
         try:
             where = (there.address, there.port)
             line, verdict = dial(where, self._key, ROLE, claim, patience_s=_PATIENCE_S, keep_alive=_KEEP_ALIVE)
-            if verdict != _WELCOME:
+            if verdict != WELCOME:
                 line.close()
                 line = None
                 why = None if verdict == _HERE else ConnectionRefusedError("another process listens there")
@@ -319,17 +329,22 @@ class Lookout:
         target.dialling = False
         if line is not None:
             target.fails_since = float("inf")
-            self._add(Contact(line.sock, line.session, target.endpoint.identity, b"", self._now))
+            contact = Contact(line.sock, line.session, target.endpoint.identity, b"", self._now)
+            contact.send({"dialled": True})
+            self._add(contact)
+            self._listen_to(contact)
             return
-        target.again_at = self._now + _AGAIN_S
+        target.again_at = self._now + (_ENDING_AGAIN_S if self._now - target.lost_at < _ENDS_FOR_S else _AGAIN_S)
         if why is None:
             target.fails_since, target.again_at = float("inf"), self._now + _PROBE_S
         elif isinstance(why, (ConnectionRefusedError, NoProof)):
             target.gone, target.fails_since = True, self._now  # its host has no such port any more
-            if (silent := self._contacts.get(target.endpoint.identity)) is not None:
-                silent.ends(self._now)
-        # A process that does not answer although its kernel does may have its interpreter held.
-        elif not isinstance(why, (NoAnswer, ConnectionResetError)):
+            if (silent := self._contacts.pop(target.endpoint.identity, None)) is not None:
+                self._close(silent)
+            self._look()
+        # A process that does not answer although its kernel does may have its interpreter held. And that this one has
+        # no descriptor left says nothing of the other.
+        elif not (isinstance(why, (NoAnswer, ConnectionResetError)) or getattr(why, "errno", 0) in _OWN_WANTS):
             target.fails_since = min(target.fails_since, self._now - _PATIENCE_S)
 
     def _admit(self, arrival: Arrival) -> None:
@@ -342,27 +357,48 @@ class Lookout:
             arrival.answer(_HERE if probes and to == self.endpoint.identity else _NO)
             arrival.sock.close()
             return
-        arrival.answer(_WELCOME)
-        self._add(Contact(arrival.sock, arrival.proven.session(), peer, arrival.rest, self._now))
+        arrival.answer(WELCOME)
+        if (earlier := self._unused.get(peer)) is not None:
+            self._close(earlier)
+        contact = Contact(arrival.sock, arrival.proven.session(), peer, arrival.rest, self._now)
+        self._unused[peer] = contact
+        self._listen_to(contact)
 
     def _add(self, contact: Contact) -> None:
-        if (silent := self._contacts.get(contact.peer)) is not None:
-            self._drop(silent)
+        if (earlier := self._contacts.get(contact.peer)) is not None:
+            self._close(earlier)
         self._contacts[contact.peer] = contact
-        self._selector.register(contact.sock, selectors.EVENT_READ, lambda: self._hear(contact))
         for name, watch in self._watches.items():
             if any(endpoint.identity == contact.peer for endpoint in watch.watched):
                 contact.send({"joined": True, **watch.watcher.says(), "group": name})
+
+    def _listen_to(self, contact: Contact) -> None:
+        self._selector.register(contact.sock, selectors.EVENT_READ, lambda: self._hear(contact))
         self._hear(contact)
 
     def _hear(self, contact: Contact) -> None:
         for message in contact.read(self._now):
+            if self._unused.get(contact.peer) is contact:
+                del self._unused[contact.peer]
+                self._add(contact)
             if "leaves" in message:
                 contact.leaves(self._now)
             if "group" in message:
                 self._hear_of(str(message["group"]), contact, message)
-        if contact.sign in (Sign.GONE, Sign.LEFT):
-            self._drop(contact)
+        if contact.sign is Sign.LEFT:
+            self._close(contact)
+        elif contact.ended:
+            self._close(contact)
+            self._lose(contact)
+
+    def _lose(self, contact: Contact) -> None:
+        for contacts in self._unused, self._contacts:
+            if contacts.get(contact.peer) is contact:
+                del contacts[contact.peer]
+        target = self._targets.get(contact.peer)
+        if target is not None and contact.peer not in self._contacts:
+            target.lost_at = target.again_at = self._now
+            self._dial()
 
     def _hear_of(self, name: str, contact: Contact, message: dict[str, Any]) -> None:
         watch = self._watches.get(name)
@@ -373,7 +409,7 @@ class Lookout:
             if said:
                 contact.send({**said, "group": name})
 
-    def _drop(self, contact: Contact) -> None:
+    def _close(self, contact: Contact) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(contact.sock)
         contact.close()
