@@ -218,6 +218,33 @@ def test_a_given_port_is_taken_as_it_is() -> None:
     assert (point.ports, point.fixed) == ((29501,), True)
 
 
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_job_may_begin_while_the_one_before_it_still_holds_the_port(meetings: Meetings, listens: bool) -> None:
+    """A process that was killed does so until all its threads have ended."""
+    earlier = socket.socket()
+    earlier.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as rank 0 listens
+    earlier.bind(("127.0.0.1", 0))
+    if listens:
+        earlier.listen()
+
+    def end() -> None:
+        if listens:
+            earlier.accept()[0].close()
+        else:
+            time.sleep(0.3)
+        earlier.close()
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    place = replace(HERE, master_port=earlier.getsockname()[1])
+    for rank in (0, 1):
+        meetings.start(replace(place, rank=rank))
+    stores = meetings.join()
+    ending.join()
+    stores[1].set("a", "b")
+    assert stores[0].get("a") == b"b"
+
+
 def test_ranks_meet_at_the_first_free_port_and_pass_by_what_listens_on_the_others(
     monkeypatch: pytest.MonkeyPatch, meetings: Meetings
 ) -> None:

@@ -34,6 +34,9 @@ ANSWER_S = 2.0
 # The same for each of several ports: any program may have taken it, and what does not answer is passed by.
 FIRST_ANSWER_S = 0.25
 PAUSE_S = 0.2
+# How long to wait for a port of which nobody answers: a process that has been killed holds it until all its threads
+# have ended.
+ENDING_S = 1.0
 
 
 def open_store(
@@ -109,20 +112,28 @@ def _listen(
     if note and not quiet:
         tell(f"note: {note}")
     remind_s = REMIND_S
+    ends_at = clock.now() + ENDING_S
     while True:
         trouble = ""
+        ending = False
         for port in point.ports:
             for address in addresses:
                 try:
                     return listen(address, port)
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
-                        trouble = _ask_holder(point, address, port, key, claim) or trouble
+                        try:
+                            trouble = _ask_holder(point, address, port, key, claim) or trouble
+                        except ConnectionError:
+                            ending = True
                         break
                     if error.errno != errno.EADDRNOTAVAIL:
                         raise InitializationError(f"rank 0 cannot listen on {address} port {port}: {error}") from error
             else:
                 raise InitializationError(_not_here(place, point, addresses))
+        if not trouble and ending and clock.now() < ends_at:
+            time.sleep(PAUSE_S)
+            continue
         if not trouble or clock.now() >= timeout_s:
             raise InitializationError(_taken(point, addresses[0], trouble))
         if clock.now() >= remind_s:
@@ -139,9 +150,12 @@ def _ask_holder(point: MeetingPoint, address: str, port: int, key: Key, claim: C
 
     Raises:
         InitializationError: the process is rank 0 of this job, and refuses this one.
+        ConnectionError: it has ended meanwhile, or it does not listen.
     """
     try:
         line, verdict = connect((address, port), key, claim, ANSWER_S if point.fixed else FIRST_ANSWER_S)
+    except ConnectionError:
+        raise
     except (OSError, NoProof, WrongKey):
         return ""
     line.close()
