@@ -14,6 +14,7 @@ class _OfRank:
 
     rank, pid, host = -1, 0, ""
     last_operation, last_line = "", ""
+    group, elapsed_s = "", 0.0
 
     def _blame(self, of_rank: dict[str, Any]) -> None:
         unknown = of_rank.keys() - {"rank", "pid", "host", "last_operation", "last_line"}
@@ -35,6 +36,8 @@ class PeerLost(_OfRank, PhalanxError):
         last_operation: what its flight recorder has last, as ``all_reduce #118 (float32, 4.0 KiB, sum) at
             train.py:42``; empty if it cannot be read. It can on one host, in a group of at most 128 ranks.
         last_line: where it called that, as ``train.py:42``.
+        group: torch's name of the group; empty if it is not known.
+        elapsed_s: how long this rank had been in the operation, in seconds; 0 if it was in none, or if it is not known.
     """
 
     is_consequence = True
@@ -117,7 +120,7 @@ class CollectiveTimeout(_OfRank, PhalanxError):
 
     Attributes:
         group_rank: the first rank that had not come, counted within the group.
-        rank, pid, host, last_operation, last_line: of that rank, as in :class:`PeerLost`.
+        rank, pid, host, last_operation, last_line, group: as in :class:`PeerLost`.
         elapsed_s: how long this rank waited, in seconds.
     """
 

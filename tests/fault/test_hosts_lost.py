@@ -92,7 +92,8 @@ SCRIPT = """
             outcome = {"value": globals()[order["body"]](group, order)}
         except Exception as error:
             outcome = {"error": type(error).__name__, "text": str(error), "at": time.time(),
-                       "group_rank": getattr(error, "group_rank", None), "pid": getattr(error, "pid", None)}
+                       "group_rank": getattr(error, "group_rank", None), "pid": getattr(error, "pid", None),
+                       "known": [getattr(error, name, None) for name in ("rank", "host", "elapsed_s")]}
             try:
                 OPERATIONS["barrier"](group, 0)
             except Exception as again:
@@ -182,6 +183,9 @@ def check(outcomes: list[dict[str, Any]], since: float, lost: tuple[int, ...], h
         assert outcome["again"] == "PeerLost"  # it stays broken
         assert outcome["group_rank"] in lost, outcome
         assert outcome["pid"] > 0
+        rank, host_name, elapsed_s = outcome["known"]
+        assert (rank, host_name) == (outcome["group_rank"], host)
+        assert 0 < elapsed_s < SOON_S
         assert outcome["at"] - since < SOON_S
         text = outcome["text"]
         assert host in text

@@ -69,6 +69,7 @@ def test_a_lost_rank_is_said_with_its_last_operation(size: int, end: Callable[[]
         assert error.last_line == place
         assert error.last_operation.startswith(f"{call} #2")
         assert str(error).count("\n") < 12
+        assert (error.group, 0 < error.elapsed_s < 60) == ("0", True)
 
 
 def test_a_late_rank_is_said_with_its_last_operation() -> None:
@@ -110,3 +111,4 @@ def test_the_rank_of_a_smaller_group_is_named_by_its_rank_in_the_world_too() -> 
     error = run_ranks(body, 3)[1].value
     assert isinstance(error, PeerLost)
     assert (error.group_rank, error.rank) == (1, 2)
+    assert (error.group, error.elapsed_s > 0) == ("1", True)

@@ -39,6 +39,7 @@ __all__ = [
     "label_now",
     "mark",
     "open_recorder",
+    "own_memory",
     "place_of",
     "writers",
 ]
@@ -74,6 +75,7 @@ class _State:
         memory = self.core.phx_recorder_open(own, offset, self.pid, -1, 0)
         if not memory:
             raise OSError(ctypes.get_errno(), "the recorder's memory cannot be mapped")
+        self.memory: int = memory
         texts = (ctypes.c_char * (RECORDER_BYTES - STRINGS_AT)).from_address(memory + STRINGS_AT)
         self._strings = memoryview(texts).cast("B")
         self._used = 4  # 0 is no text
@@ -228,6 +230,11 @@ def writers() -> tuple[Callable[[int, int, int, int, int], int], Callable[[int, 
     state = _state
     assert state is not None, "a group is recorded only in a process with a recorder"
     return state.begin, state.end, state.here
+
+
+def own_memory() -> int:
+    """Where this process's recorder is mapped; 0 if it has none."""
+    return 0 if _state is None or _state.pid != os.getpid() else _state.memory
 
 
 def place_of(number: int) -> CallSite | None:

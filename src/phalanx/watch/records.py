@@ -26,8 +26,10 @@ __all__ = [
     "Record",
     "RecorderCopy",
     "Recording",
+    "copy_memory",
     "copy_recorder",
     "glance",
+    "is_message",
     "open_own_recorder",
     "read_memory",
     "read_process",
@@ -49,6 +51,7 @@ KINDS = {
     10: "send",
     11: "recv",
 }
+_MESSAGES = ("send", "recv")
 _OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _ROOTS = {"reduce": "dst", "gather": "dst", "broadcast": "src", "scatter": "src"}
 
@@ -108,7 +111,7 @@ class Record:
 
     @property
     def is_message(self) -> bool:
-        return self.kind in ("send", "recv")
+        return self.kind in _MESSAGES
 
     @property
     def under_way(self) -> bool:
@@ -300,7 +303,7 @@ def copy_recorder(file: int, at: int = 0) -> RecorderCopy | None:
     with mmap.mmap(file, RECORDER_BYTES, mmap.MAP_PRIVATE, offset=at) as memory:
         place = (ctypes.c_char * RECORDER_BYTES).from_buffer(memory)
         try:
-            return _copied(ctypes.addressof(place))
+            return copy_memory(ctypes.addressof(place))
         finally:
             del place
 
@@ -312,10 +315,11 @@ def read_recording(file: int, at: int = 0) -> Recording | None:
 
 def read_memory(address: int) -> Recording | None:
     """The recorder that is mapped at an address; None if there is none."""
-    return _in_words(_copied(address))
+    return _in_words(copy_memory(address))
 
 
-def _copied(address: int) -> RecorderCopy | None:
+def copy_memory(address: int) -> RecorderCopy | None:
+    """A copy of the recorder that is mapped at an address; None if there is none."""
     seen, begun = (SeenRecord * RECORDS)(), ctypes.c_uint64()
     count = library().phx_records_read(address, seen, ctypes.byref(begun))
     header = _Header.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(_Header)))
@@ -365,6 +369,11 @@ def glance(file: int, at: int) -> Glance | None:
 
 
 _NEXT_AT, _GLANCED, _RECORD_BYTES = 64, 72, 64  # native/csrc/record.h
+
+
+def is_message(seen: SeenRecord) -> bool:
+    """Whether an operation that the core has copied is a message."""
+    return KINDS.get(seen.what & 0xFF) in _MESSAGES
 
 
 def _record(seen: SeenRecord, texts: _Texts, dtypes: dict[str, Any]) -> Record:

@@ -26,6 +26,7 @@ from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.wording import Fact, awaited_elsewhere, late, late_message, lost
 from phalanx.watch.calls import listed
+from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Differs", "Reason"]
 
@@ -128,7 +129,7 @@ class Reason:
             known = self._guard.wait(PROMPT_S)  # the store is slower, if it cannot be reached
         if known is not None and known["kind"] == "lost":
             aside(lambda: self._tell(known))
-            return self._raised(known, error, call, timeout_s, of_message)
+            return with_own_wait(self._raised(known, error, call, timeout_s, of_message))
         self._note("message" if of_message else "call", call, self.history.last_but(0 if of_message else 1))
         self._guard.has_told |= not of_message
         found = self._guard.reason or self._found(error, of_message)
@@ -147,7 +148,7 @@ class Reason:
                 told = self._told()
             fact = told or self._tell(self._guessed(error))
         self._abort()
-        return self._raised(fact, error, call, timeout_s, of_message)
+        return with_own_wait(self._raised(fact, error, call, timeout_s, of_message))
 
     def _raised(self, fact: Fact, error: BaseException, call: str, timeout_s: float, of_message: bool) -> BaseException:
         """What this rank raises for a reason."""

@@ -10,6 +10,7 @@ from phalanx.system.awake import wait_awake
 from phalanx.transports.hosts.breaking import Differs
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
+from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["BreaksGroup", "BrokenThere", "Ends", "PeerLeft", "SizesDiffer"]
 
@@ -72,7 +73,7 @@ class Ends:
             found = PeerLeft(found.peer)
         if isinstance(found, PeerLeft):
             who = f"rank {found.peer} of the group, on {self._layout.name(found.peer)},"
-            return PeerLost.left_before_message(who, waiting, group_rank=found.peer)
+            return with_own_wait(PeerLost.left_before_message(who, waiting, group_rank=found.peer))
         if isinstance(found, TransferLate):  # Gloo's own patience, with which it connects two ranks
             return self.break_group(self.late(found.peer, waiting, self._timeout_s()), waiting)
         if isinstance(found, BreaksGroup):

@@ -34,7 +34,9 @@ def lost(fact: Fact, layout: Layout, pids: Sequence[int], own: int, call: str) -
     """
     rank: int = fact["group_rank"]
     text = f"{_what(fact, layout, pids)}. Rank {own} was in {call}"
-    return PeerLost(text, group_rank=rank, pid=pids[rank] if rank >= 0 else 0)
+    if rank < 0:
+        return PeerLost(text)
+    return PeerLost(text, group_rank=rank, pid=pids[rank], host=layout.name(rank))
 
 
 def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> str:
@@ -112,7 +114,9 @@ def late(
         )
     first = min(places)
     missing = format_list([f"{who([rank], layout, pids)}{_where(places[rank])}" for rank in sorted(places)])
-    return CollectiveTimeout.did_not_come(missing, waiting, timeout_s, group_rank=first, elapsed_s=timeout_s)
+    return CollectiveTimeout.did_not_come(
+        missing, waiting, timeout_s, group_rank=first, elapsed_s=timeout_s, pid=pids[first], host=layout.name(first)
+    )
 
 
 def _where(place: str) -> str:

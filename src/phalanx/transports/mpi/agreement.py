@@ -32,6 +32,7 @@ from phalanx.transports.mpi.notices import Notice
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.watch.call_site import call_site
 from phalanx.watch.calls import call_text, exchange_text, listed
+from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Agreement", "pause"]
 
@@ -192,7 +193,7 @@ class Agreement:
         """
         notice = self._runtime.notices.about(self.key, self.sequence, self._members)
         if notice is not None:
-            self.broken = self._lost(notice, call(), came_late)
+            self.broken = with_own_wait(self._lost(notice, call(), came_late))
             self._leave_unanswered()
             raise self.broken
         if self.aborted:
@@ -228,9 +229,11 @@ class Agreement:
         if waited > last_call_s and peer is not None and peer != self._rank:
             last = self._runtime.notices.has_left(self._members[peer])
             if last:
-                raise PeerLost(
-                    f"rank {peer} of the group has left ({last}) while rank {self._rank} was in {call()}",
-                    group_rank=peer,
+                raise with_own_wait(
+                    PeerLost(
+                        f"rank {peer} of the group has left ({last}) while rank {self._rank} was in {call()}",
+                        group_rank=peer,
+                    )
                 )
 
     def _lost(self, notice: Notice, call: str, came_late: bool) -> PhalanxError:
@@ -263,7 +266,7 @@ class Agreement:
     def _late(self, call: str, waited: float) -> PhalanxError:
         """The error of this rank's own timeout."""
         self._give_up("timeout", call)
-        self.broken = self._did_not_come(self._missing(), self._rank, call, waited)
+        self.broken = with_own_wait(self._did_not_come(self._missing(), self._rank, call, waited))
         return self.broken
 
     def _missing(self) -> list[int]:

@@ -25,6 +25,7 @@ from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.watch.call_site import CallSite, call_site, capture, text_of
 from phalanx.watch.calls import call_text, exchange_text, shape_word
 from phalanx.watch.ending import tell_how_the_script_ends
+from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["DTYPE_NUMBERS", "OP_NUMBERS", "SharedMemoryCommunicator", "text_of_call"]
 
@@ -408,7 +409,8 @@ class SharedMemoryCommunicator(Communicator):
     def _error(self, comm: int, call: str, site: str, timeout_s: float | None = None) -> PhalanxError:
         self._told = True
         what = f"{call} at {site}" if site else call
-        return explain(comm, self.rank, self._names, what, self._timeout_s if timeout_s is None else timeout_s)
+        own_timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return with_own_wait(explain(comm, self.rank, self._names, what, own_timeout_s))
 
 
 def text_of_call(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:

@@ -1,0 +1,46 @@
+"""What this process's flight recorder knows of the operation that an error about another rank has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TypeVar
+
+from phalanx.errors import CollectiveTimeout, PeerLost
+from phalanx.native.core import SeenRecord
+from phalanx.watch import recorder
+from phalanx.watch.records import copy_memory, is_message
+
+__all__ = ["with_own_wait"]
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def with_own_wait(error: _Error) -> _Error:
+    """Add to an error in which group this process waited, how long, and which rank of the world is to blame.
+
+    It looks at the oldest collective that is under way, or else at the oldest message, or at the last operation if that
+    has just failed. Without a recorder, or for another error, nothing is added.
+    """
+    memory = recorder.own_memory()
+    if not memory or not isinstance(error, (PeerLost, CollectiveTimeout)):
+        return error
+    copy = copy_memory(memory)
+    own = None if copy is None else _operation(copy.seen)
+    if copy is None or own is None:
+        return error
+    group = copy.group(own.group)
+    error.group = group.name
+    error.elapsed_s = error.elapsed_s or ((own.left_ns or time.monotonic_ns()) - own.entered_ns) / 1e9
+    if error.rank < 0 and 0 <= error.group_rank < len(group.ranks):
+        error.rank = group.ranks[error.group_rank]
+    return error
+
+
+def _operation(copied: Iterable[SeenRecord]) -> SeenRecord | None:
+    seen = list(copied)
+    under_way = [one for one in seen if not one.left_ns]
+    if under_way:
+        return min(under_way, key=lambda one: (is_message(one), one.number))
+    last = max(seen, key=lambda one: one.number, default=None)
+    return last if last is not None and last.failed else None
