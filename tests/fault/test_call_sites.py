@@ -7,6 +7,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.support.ranks import Member, on_ranks, run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.errors import CollectiveMismatch
+from phalanx.transports.shm.crossing import judge
 
 __all__ = ["launcher"]  # a fixture
 
@@ -323,6 +325,39 @@ def test_a_mistake_is_an_error_if_the_user_wants_that(program: Program, size: in
         assert "the ranks of a group called different operations" in text
         assert re.search(r"test_call_sites\.py:\d+ was call #\d+ of rank \d and #\d+ of rank \d", text), text
         assert text.count("\n") <= 12
+
+
+@pytest.mark.parametrize(("mistake", "most"), [(False, 64), (True, 1)])
+def test_a_program_with_many_lines_in_turns_is_not_judged_without_end(mistake: bool, most: int) -> None:
+    """There is room for 16 pairs of lines, and each shape makes a pair of its own."""
+    judged = 0
+
+    def counted(*arguments: Any) -> str:
+        nonlocal judged
+        judged += 1
+        return judge(*arguments)
+
+    def body(member: Member) -> tuple[int, int]:
+        member.join()
+        with pytest.MonkeyPatch.context() as patch, said() as text:
+            patch.setattr("phalanx.transports.shm.communicator.judge", counted)
+            for step in range(40):
+                for count in range(1, 20):
+                    for turn in range(2):
+                        if mistake:
+                            for call in (first, second) if turn else (second, first):
+                                call(torch.ones(count))
+                        elif (step + turn) % 2 == member.rank:
+                            dist.all_reduce(torch.ones(count))
+                        else:
+                            dist.all_reduce(torch.zeros(count))
+                if mistake and step == 0:
+                    swapped_functions(member)
+        return judged, text.getvalue().count("warning")
+
+    outcomes = on_ranks(body, 2)
+    assert all(0 < judgements <= most for judgements, _ in outcomes), outcomes
+    assert sum(warnings for _, warnings in outcomes) == mistake
 
 
 def test_nothing_is_said_if_the_user_wants_that() -> None:

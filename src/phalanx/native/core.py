@@ -53,7 +53,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 16
+ABI = 17
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -230,7 +230,7 @@ def library() -> ctypes.CDLL:
         ("phx_call_chunk", c_uint64, [comm]),
         ("phx_describe", None, [comm, c_char_p]),
         ("phx_description", c_int, [comm, c_uint32, c_char_p]),
-        ("phx_compare_lines", None, [comm]),
+        ("phx_compare_lines", None, [comm, c_uint32]),
         ("phx_crossing", None, [comm, POINTER(Crossing)]),
         ("phx_tells_crossing", c_int, [comm]),
         ("phx_break_crossed", None, [comm]),

@@ -23,13 +23,16 @@ struct of_peer {
 struct phx_lines {
     struct phx_record_place places[PHX_SLOTS]; /* of this rank's latest chunks */
     struct phx_crossing crossing;
+    uint32_t judgements_left;
     struct of_peer peers[];
 };
 
-void phx_compare_lines(phx_comm *comm)
+void phx_compare_lines(phx_comm *comm, uint32_t most_crossings)
 {
     if (!comm->lines) /* without memory nothing is compared */
         comm->lines = calloc(1, sizeof *comm->lines + comm->size * sizeof *comm->lines->peers);
+    if (comm->lines)
+        comm->lines->judgements_left = most_crossings;
 }
 
 void phx_publish_line(phx_comm *comm, uint64_t chunk, uint64_t call)
@@ -73,14 +76,16 @@ static int crosses(phx_comm *comm, const struct of_peer *peer, uint16_t line, ui
     return 1;
 }
 
-/* Whether two lines are crossed, one of them in the pair that has just met. */
+/* Whether two lines are crossed, one of them in the pair that has just met. One place in the program that calls with two
+ * shapes is no two lines here: with more shapes than there is room for, the lines that were opposite are forgotten. */
 static int are_crossed(phx_comm *comm, const struct of_peer *peer, const struct pair *latest)
 {
     const uint16_t first = crosses(comm, peer, latest->mine, 0) ? latest->mine : latest->theirs;
     if (first == latest->theirs && !crosses(comm, peer, first, 0))
         return 0;
+    const uint32_t *lines = comm->lines->crossing.lines;
     for (uint32_t i = 0; i < pairs_of(peer); i++)
-        if (peer->pairs[i].mine != first && crosses(comm, peer, peer->pairs[i].mine, 1))
+        if (peer->pairs[i].mine != first && crosses(comm, peer, peer->pairs[i].mine, 1) && lines[0] != lines[1])
             return 1;
     return 0;
 }
@@ -88,7 +93,7 @@ static int are_crossed(phx_comm *comm, const struct of_peer *peer, const struct 
 void phx_meet_line(phx_comm *comm, uint32_t peer, uint64_t slot)
 {
     const uint16_t mine = comm->flags[comm->rank].line[slot], theirs = comm->flags[peer].line[slot];
-    if (!comm->lines || !mine || !theirs)
+    if (!comm->lines || !mine || !theirs || !comm->lines->judgements_left)
         return;
     struct of_peer *of = &comm->lines->peers[peer];
     if (mine == theirs) {
@@ -108,6 +113,7 @@ void phx_meet_line(phx_comm *comm, uint32_t peer, uint64_t slot)
     comm->unsettled += of->kept++ == 0;
     if (!comm->crossed && are_crossed(comm, of, latest)) {
         comm->lines->crossing.peer = peer;
+        comm->lines->judgements_left--;
         comm->crossed = 1;
     }
 }
@@ -120,6 +126,7 @@ void phx_crossing(const phx_comm *comm, struct phx_crossing *out)
 int phx_tells_crossing(phx_comm *comm)
 {
     uint32_t nobody = 0;
+    comm->lines->judgements_left = 0; /* the group's warning is told once, by this rank or another */
     return atomic_compare_exchange_strong(&comm->header->crossed, &nobody, 1);
 }
 

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 16
+#define PHX_ABI 17
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -174,8 +174,9 @@ struct phx_crossing {
 };
 
 /* Have the lines compared from which the ranks make the calls of this group, as far as they are recorded. Called before
- * the first collective. */
-PHX_API void phx_compare_lines(phx_comm *comm);
+ * the first collective. After `most_crossings` times PHX_CROSSED nothing is compared any more: a program that takes turns
+ * between more lines than there is room for finds the same ones again and again, and to judge them takes time. */
+PHX_API void phx_compare_lines(phx_comm *comm, uint32_t most_crossings);
 
 /* Get what made a collective return PHX_CROSSED. By the thread that called it, before the group's next call. */
 PHX_API void phx_crossing(const phx_comm *comm, struct phx_crossing *out);

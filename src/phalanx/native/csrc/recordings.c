@@ -38,7 +38,7 @@ static char *map(uint32_t pid, int fd, uint64_t at)
     char path[64];
     struct stat found;
     snprintf(path, sizeof path, "/proc/%u/fd/%d", pid, fd);
-    const int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    const int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (file < 0)
         return NULL;
     void *mapped = MAP_FAILED;

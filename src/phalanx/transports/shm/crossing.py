@@ -21,13 +21,18 @@ from phalanx.words import tell
 __all__ = ["begin_to_compare", "judge"]
 
 _IGNORED, _WARNS, _ERROR = "ignore", "warn", "error"
+# Crossed lines of a group that turn out to be arms of one branch: how many are judged where a warning is all that could
+# come of it.
+_MOST_JUDGED = 64
+_ALL = (1 << 32) - 1
 _REMEDY = "An `if` that depends on the rank, or loops of different lengths?"
 
 
 def begin_to_compare(comm: int) -> None:
     """Have the lines of a group's calls compared, unless the user has turned that off."""
-    if _wanted() != _IGNORED:
-        library().phx_compare_lines(comm)
+    wanted = _wanted()
+    if wanted != _IGNORED:
+        library().phx_compare_lines(comm, _MOST_JUDGED if wanted == _WARNS else _ALL)
 
 
 def _wanted() -> str:
