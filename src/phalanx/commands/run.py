@@ -348,7 +348,7 @@ def run(
         _save_config(save_config, click.get_current_context())
     if not dry_run:
         diagnosis, note = chosen_diagnosis(
-            job.output.log_dir, is_local=job.is_local, is_python=job.target.is_python, ranks=job.ranks
+            job.output.log_dir, by_mpi=job.mpi is not None, is_python=job.target.is_python, ranks=job.ranks
         )
         if note and not quiet:
             tell(f"note: {note}")
