@@ -41,9 +41,7 @@ class HangWatch:
     def __init__(self, job: Job, sight: Sight, say: Callable[[str], None]) -> None:
         self._job, self._sight, self._say = job, sight, say
         self._wanted = job.diagnosis
-        self._on = not self._wanted.why_unwatched(
-            by_mpi=job.mpi is not None, is_python=job.target.is_python, ranks=job.ranks
-        )
+        self._on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
         self._next = time.monotonic() + self._wanted.look_every_s
         self._warn_at_s = self._wanted.warn_after_s  # the next warning comes after a wait of so many seconds
         self._reported = False

@@ -30,16 +30,13 @@ class Diagnosis:
         """How often the launcher looks at the ranks, or has somebody look: a few times between two warnings."""
         return min(_LONGEST_LOOK_S, self.warn_after_s / 4)
 
-    def why_unwatched(self, *, by_mpi: bool, is_python: bool, ranks: int) -> str:
+    def why_unwatched(self, *, is_python: bool, ranks: int) -> str:
         """Why the launcher does not watch the ranks of a job, as a clause; empty if it does.
 
         Args:
-            by_mpi: an MPI launcher starts the ranks.
             is_python: the target is a script or a module of Python.
             ranks: how many there are.
         """
-        if by_mpi:
-            return "ranks that an MPI launcher starts are not watched"
         if not is_python:
             return "only ranks of a Python script or module are watched"
         if ranks == 1:

@@ -220,7 +220,7 @@ class _Agent:
             os.set_blocking(feed, False)
         descriptors.keep_supervisor_ends()
         ranks, is_python = len(rows), job.target.is_python
-        watched = not job.diagnosis.why_unwatched(by_mpi=False, is_python=is_python, ranks=ranks)
+        watched = not job.diagnosis.why_unwatched(is_python=is_python, ranks=ranks)
         diagnosis = job.diagnosis if watched else None
         self.ranks = LocalRanks(share, descriptors, zygote, Feed(feed), self.channel, self.branch, diagnosis)
         descriptors.supervisor.send(do="start")
