@@ -66,6 +66,8 @@ _COLLECTIVES = {
     "barrier": ("barrier", -1),
     "monitored_barrier": ("barrier", -1),
 }
+_REDUCING = frozenset(_NUMBER_OF_KIND[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
+_ROOTED = frozenset(_NUMBER_OF_KIND[name] for name in ("broadcast", "reduce", "gather", "scatter"))
 _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 
@@ -176,17 +178,20 @@ def _begin(
     if tensors_at >= 0:
         tensors = arguments[tensors_at] if len(arguments) > tensors_at else list(named.values())
         what, nbytes, on_cpu = _described(kind, tensors)
-    options = arguments[-1] if arguments else named.get("opts")
-    op = getattr(getattr(options, "reduceOp", None), "op", None)
-    if op is not None:
-        what |= OP_NUMBERS.get(op.value, 0) << 16
-    return recorder.begin(addressof(recorded), what, nbytes, getattr(options, "rootRank", -1)), on_cpu
+    options: Any = arguments[-1] if arguments else None
+    root = -1
+    if kind in _REDUCING and hasattr(options, "reduceOp"):
+        what |= OP_NUMBERS.get(options.reduceOp.op.value, 0) << 16
+    if kind in _ROOTED and hasattr(options, "rootRank"):
+        root = options.rootRank
+    return recorder.begin(addressof(recorded), what, nbytes, root), on_cpu
 
 
 def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:
     """What the core records of these tensors: kind and dtype, bytes; and whether they are on the CPU."""
     what, nbytes, on_cpu = kind, 0, True
-    for tensor in _flat(tensors):
+    plain = type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor)
+    for tensor in tensors if plain else _flat(tensors):
         nbytes += tensor.nbytes
         what = kind | DTYPE_NUMBERS.get(tensor.dtype, (0, 0))[1] << 8
         on_cpu = on_cpu and tensor.is_cpu
