@@ -39,7 +39,7 @@ def decided(*words: str) -> tuple[Job, str]:
         ),
         (
             ["--starter", "env", "-H", "h2:2", "--address", "127.0.0.1", "--report-after=9", *REPORTS, "true"],
-            "--report-dir and --report-after: no report will be written: only ranks that phalanx run starts on its own",
+            "--report-dir and --report-after: no report will be written: only ranks of a Python script",
         ),
     ],
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from phalanx import settings
@@ -22,7 +23,7 @@ from phalanx.errors import InitializationError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["register", "replace_as_asked"]
+__all__ = ["record_other_backends", "register", "replace_as_asked"]
 
 
 def register() -> None:
@@ -45,6 +46,9 @@ def register() -> None:
         _explain_torchcomms()
     with contextlib.suppress(Exception):
         _serve_builtin_hooks()
+    recorder = sys.modules.get("phalanx.watch.recorder")
+    if recorder is not None and recorder.is_kept():
+        record_other_backends()
     replace_as_asked()
 
 
@@ -68,6 +72,30 @@ def _stand_in(name: str, module: str) -> None:
         from phalanx.words import tell
 
         tell(f"warning: {settings.REPLACE}={name} has no effect, torch's own {name} is used: {error}")
+
+
+def record_other_backends() -> None:
+    """Have the flight recorder see the operations of torch's own backends, from their first group on; never raises.
+
+    For a rank of ``phalanx run``, once torch has been imported there.
+    """
+    with contextlib.suppress(Exception):
+        from torch.distributed import distributed_c10d as c10d
+
+        own: Any = c10d._new_process_group_helper
+
+        def new_group(*arguments: Any, **named: Any) -> Any:
+            made = own(*arguments, **named)
+            with contextlib.suppress(Exception):
+                group = made[0] if isinstance(made, tuple) else made
+                if isinstance(group, c10d.ProcessGroup) and not type(group).__module__.startswith("phalanx."):
+                    from phalanx.c10d.torch_backends import record_methods
+
+                    setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
+                    record_methods()
+            return made
+
+        setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
 
 
 def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND) -> dist.ProcessGroup:

@@ -347,9 +347,7 @@ def run(
     if save_config is not None:
         _save_config(save_config, click.get_current_context())
     if not dry_run:
-        diagnosis, note = chosen_diagnosis(
-            job.output.log_dir, is_local=job.is_local, is_python=job.target.is_python, ranks=job.ranks
-        )
+        diagnosis, note = chosen_diagnosis(job.output.log_dir, is_python=job.target.is_python, ranks=job.ranks)
         if note and not quiet:
             tell(f"note: {note}")
         return replace_in(job, diagnosis=diagnosis)

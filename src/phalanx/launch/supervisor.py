@@ -46,6 +46,7 @@ from phalanx.launch.places import Places
 from phalanx.launch.rank.descriptors import Descriptors, release_input
 from phalanx.launch.rank.operations import last_operation
 from phalanx.launch.running.jobs import Description
+from phalanx.launch.sight import Sight, SightElsewhere, SightHere
 from phalanx.system import processes
 from phalanx.topology.table import RankRow, format_rank_table
 
@@ -119,8 +120,10 @@ class Supervisor:
             self.console.out.terminal = self.console.err.terminal = False
         pipes = ((ends.out_read, ends.err_read) for ends in descriptors.ranks)
         self.ranks = [_Rank(streams) for streams in open_streams(job, pipes, self.console, logs)]
-        ask = partial(self._tell, do="stacks")
-        self.hangs = HangWatch(job, descriptors.trace, ask, self.console.say, lambda rank: self.ranks[rank])
+        sight: Sight = SightHere(descriptors.trace, lambda: self.ranks, self._tell)
+        if not job.is_local:
+            sight = SightElsewhere(lambda: self.ranks, lambda: [row.host for row in self.rows], self._tell)
+        self.hangs = HangWatch(job, sight, self.console.say)
 
     def listen_to_signals(self) -> None:
         """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
@@ -277,6 +280,9 @@ class Supervisor:
                 self.hangs.answered(self.places.take())
             elif self.interrupted is None:
                 self.console.say(self.places.text(message.get("late", ())))
+        elif message["event"] in ("waits", "examined"):
+            if not self.ending:
+                self.hangs.hear(message)
         elif message["event"] == "exited":
             by_launcher = self.ending or message.get("by_others", False)
             self._on_exit(

@@ -33,7 +33,7 @@ class HangReport:
 
     Attributes:
         job: the command, for people.
-        host: where the ranks run.
+        host: where the ranks run; several names if they run on several hosts.
         when: the time of day, with its zone.
         now_ns: the same moment on the host's monotonic clock, which the operations' times are of.
         verdict: who waits for whom.
@@ -73,6 +73,8 @@ class HangReport:
             "ended": seen.ended,
             "place": seen.place,
             "asked": seen.asked,
+            "host": seen.host,
+            "silent": seen.silent,
             "stack": self.stacks.get(seen.rank, []),
             "recording": recording,
         }
@@ -90,17 +92,20 @@ class HangReport:
             lines += ["", f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at", *frames]
         lines += ["", f"The last operations, newest last, with how long before the report they began (of {_SHOWN}):"]
         for seen in self.ranks:
-            lines += [f"rank {seen.rank}", *self._operations(seen)]
+            if not seen.silent:
+                lines += [f"rank {seen.rank}", *self._operations(seen)]
         return "\n".join(lines) + "\n"
 
     def _state(self, seen: Seen) -> str:
+        where = f"on {seen.host}, " if seen.host else ""
         if seen.ended:
-            return f"ended: {seen.ended}"
+            return f"{where}ended: {seen.ended}"
+        if seen.silent:
+            return f"{where}which did not answer"
         record = seen.operation
         doing = f"in {record.text()}, for {self._before_s(record.entered_ns):.1f} s" if record else "in no operation"
-        return ", ".join(
-            part for part in (f"state {seen.state or '?'}", doing, seen.place and f"at {seen.place}") if part
-        )
+        parts = (f"state {seen.state or '?'}", doing, seen.place and f"at {seen.place}")
+        return where + ", ".join(part for part in parts if part)
 
     def _operations(self, seen: Seen) -> list[str]:
         if seen.recording is None or not seen.recording.records:
@@ -166,7 +171,9 @@ def read_report(path: Path) -> HangReport:
 
 def _seen(rank: dict[str, Any]) -> Seen:
     recording = Recording.from_json(rank["recording"]) if rank["recording"] is not None else None
-    return Seen(rank["rank"], recording, rank["state"], rank["ended"], rank["place"], rank["asked"])
+    own = {name: rank[name] for name in ("rank", "state", "ended", "place", "asked")}
+    # An earlier Phalanx wrote reports on jobs of one host only.
+    return Seen(**own, recording=recording, host=rank.get("host", ""), silent=rank.get("silent", False))
 
 
 def _capital(sentence: str) -> str:

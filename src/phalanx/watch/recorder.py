@@ -35,6 +35,7 @@ __all__ = [
     "describe_dtypes",
     "end",
     "group",
+    "is_kept",
     "keep_in",
     "label_now",
     "mark",
@@ -64,14 +65,19 @@ def keep_in(where: Callable[[], tuple[int, int]]) -> None:
     _keeper = os.getpid(), where
 
 
+def is_kept() -> bool:
+    """Whether a launcher keeps the memory of this process's recorder."""
+    return _keeper is not None and _keeper[0] == os.getpid()
+
+
 class _State:
     """The open recorder of one process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.core = library()
-        kept = _keeper is not None and _keeper[0] == self.pid  # a child that the script forks is not the rank
-        own, offset = _keeper[1]() if _keeper is not None and kept else (_own_file(), 0)
+        # A child that the script forks is not the rank.
+        own, offset = _keeper[1]() if _keeper is not None and is_kept() else (_own_file(), 0)
         memory = self.core.phx_recorder_open(own, offset, self.pid, -1, 0)
         if not memory:
             raise OSError(ctypes.get_errno(), "the recorder's memory cannot be mapped")

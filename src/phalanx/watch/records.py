@@ -185,6 +185,33 @@ class Recording:
         kept |= {record.number: record for record in self.records[-count:]}
         return replace(self, records=tuple(kept[number] for number in sorted(kept)))
 
+    def excerpt(self, count: int) -> Recording:
+        """The same with few operations, from which another process can still conclude who waits for whom.
+
+        These are the last ``count``, the last collective of each of the 64 groups that were used last, and the 64
+        oldest that are under way.
+        """
+        last = {record.group: record for record in self.records if not record.is_message}
+        groups = sorted(last.values(), key=lambda record: record.number)[-_MOST_EACH:]
+        under_way = [record for record in self.records if record.under_way][:_MOST_EACH]
+        newest = self.records[-count:] if count else ()
+        kept = {record.number: record for record in (*groups, *under_way, *newest)}
+        return replace(self, records=tuple(kept[number] for number in sorted(kept)))
+
+    def later(self, by_ns: int) -> Recording:
+        """The same with all times so much later: on another host's clock."""
+        return replace(
+            self,
+            records=tuple(
+                replace(
+                    record,
+                    entered_ns=record.entered_ns + by_ns,
+                    left_ns=record.left_ns + by_ns if record.left_ns else 0,
+                )
+                for record in self.records
+            ),
+        )
+
     def beside(self, folder: str) -> Recording:
         """The same with the files of a folder named without it, as people write them."""
         start = folder.rstrip(os.sep) + os.sep
@@ -216,6 +243,7 @@ class Recording:
         return cls(**{name: values[name] for name in _OWN}, records=records)
 
 
+_MOST_EACH = 64
 _OWN = ("pid", "rank", "size", "step", "label", "begun")
 _FIELDS = [name for name in Record.__dataclass_fields__ if name != "group"]
 

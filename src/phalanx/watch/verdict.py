@@ -35,6 +35,8 @@ class Seen:
         ended: how it has ended, as ``exit code 0``; empty if it runs.
         place: the line of the program where its main thread is, with the line's text; empty if it did not say.
         asked: what it has asked another process for, and waits for.
+        host: where it runs; empty if all ranks of the job are on one host.
+        silent: its host did not answer in time, so that nothing else of this is known.
     """
 
     rank: int
@@ -43,6 +45,8 @@ class Seen:
     ended: str = ""
     place: str = ""
     asked: str = ""
+    host: str = ""
+    silent: bool = False
 
     @property
     def operation(self) -> Record | None:
@@ -85,11 +89,10 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
         return Verdict(sentence, tuple(sorted(ends)), tuple(sorted(others)), since_ns)
     circle = sorted(rank for rank in waiting if rank in reached[rank])
     if circle:
-        sentence = (
-            f"{format_named('rank', circle)} wait for each other: {_whereabouts({r: waiting[r] for r in circle})}"
-        )
+        doing = _whereabouts({r: waiting[r] for r in circle}, seen)
+        sentence = f"{format_named('rank', circle)} wait for each other: {doing}"
         return Verdict(sentence, tuple(circle), tuple(sorted(waiting)), since_ns)
-    text = _whereabouts(waiting)
+    text = _whereabouts(waiting, seen)
     everybody = f"{text}: all have come, and {'it does not go' if len(waiting) == 1 else 'none goes'} on"
     return Verdict(everybody, (), tuple(sorted(waiting)), since_ns)
 
@@ -141,19 +144,24 @@ def _reach(rank: int, arrows: Mapping[int, set[int]]) -> set[int]:
 
 def _sentence(awaited: Sequence[Seen], waiting: Mapping[int, Record]) -> str:
     """``rank 3 is in no operation, at train.py:42; ranks 0-2 wait for it in broadcast #118 at train.py:57``."""
-    alike: dict[str, list[int]] = {}
+    alike: dict[tuple[str, str], list[int]] = {}
     for rank in awaited:
-        alike.setdefault(_doing(rank), []).append(rank.rank)
+        alike.setdefault((rank.host, _doing(rank)), []).append(rank.rank)
     parts = []
-    for text, ranks in alike.items():
+    for (host, text), ranks in alike.items():
         verb = "is" if len(ranks) == 1 else "are"
-        parts.append(f"{format_named('rank', ranks)} {_agree(text, verb)}")
+        parts.append(f"{_named(ranks, host)} {_agree(text, verb)}")
     whom = "it" if len(awaited) == 1 else "them"
     who = " and ".join(parts)
     if not waiting:
         return who
     waits = "waits" if len(waiting) == 1 else "wait"
     return f"{who}; {format_named('rank', sorted(waiting))} {waits} for {whom} in {_operations(waiting)}"
+
+
+def _named(ranks: Sequence[int], host: str) -> str:
+    """``ranks 2-3 on h1``; without the host if that goes without saying."""
+    return f"{format_named('rank', ranks)}{f' on {host}' if host else ''}"
 
 
 def _agree(text: str, verb: str) -> str:
@@ -166,6 +174,8 @@ def _doing(rank: Seen) -> str:
     """What a rank that others wait for is doing, after "is"."""
     if rank.ended:
         return f"has ended ({rank.ended})"
+    if rank.silent:
+        return "out of sight: the host does not answer"
     record = rank.operation
     place = f"at {rank.place}" if rank.place else ""
     how = _STATES.get(rank.state, "")
@@ -191,12 +201,12 @@ def _operations(waiting: Mapping[int, Record]) -> str:
     return " and ".join(texts)
 
 
-def _whereabouts(waiting: Mapping[int, Record]) -> str:
-    alike: dict[str, list[int]] = {}
+def _whereabouts(waiting: Mapping[int, Record], seen: Mapping[int, Seen]) -> str:
+    alike: dict[tuple[str, str], list[int]] = {}
     for rank, record in sorted(waiting.items()):
-        alike.setdefault(f"{record.name()}{_at(record)}", []).append(rank)
+        alike.setdefault((seen[rank].host, f"{record.name()}{_at(record)}"), []).append(rank)
     return ", ".join(
-        f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} in {text}" for text, ranks in alike.items()
+        f"{_named(ranks, host)} {'is' if len(ranks) == 1 else 'are'} in {text}" for (host, text), ranks in alike.items()
     )
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 __all__ = ["Diagnosis"]
 
+_LONGEST_LOOK_S = 1.0
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -23,16 +25,18 @@ class Diagnosis:
     report_dir: str = ""
     strict: bool = False
 
-    def why_unwatched(self, *, is_local: bool, is_python: bool, ranks: int) -> str:
+    @property
+    def look_every_s(self) -> float:
+        """How often the launcher looks at the ranks, or has somebody look: a few times between two warnings."""
+        return min(_LONGEST_LOOK_S, self.warn_after_s / 4)
+
+    def why_unwatched(self, *, is_python: bool, ranks: int) -> str:
         """Why the launcher does not watch the ranks of a job, as a clause; empty if it does.
 
         Args:
-            is_local: all ranks run on this host, and no MPI launcher starts them.
             is_python: the target is a script or a module of Python.
             ranks: how many there are.
         """
-        if not is_local:
-            return "only ranks that phalanx run starts on its own host, without --mpi, are watched"
         if not is_python:
             return "only ranks of a Python script or module are watched"
         if ranks == 1:

@@ -73,12 +73,12 @@ def _keep(context: click.Context, option: click.Parameter, value: Any) -> Any:
     return value
 
 
-def chosen_diagnosis(log_dir: str, *, is_local: bool, is_python: bool, ranks: int) -> tuple[Diagnosis, str]:
+def chosen_diagnosis(log_dir: str, *, is_python: bool, ranks: int) -> tuple[Diagnosis, str]:
     """What the user of the running command has chosen. Makes the folder for reports, if one can be written.
 
     Args:
         log_dir: the folder of the ranks' files, where reports go if no other is named; empty for none.
-        is_local, is_python, ranks: see :meth:`Diagnosis.why_unwatched`.
+        is_python, ranks: see :meth:`Diagnosis.why_unwatched`.
 
     Returns:
         The choice, and a note for the user who has asked for a report that cannot be written; else empty.
@@ -95,7 +95,7 @@ def chosen_diagnosis(log_dir: str, *, is_local: bool, is_python: bool, ranks: in
         str(Path(folder).absolute()) if folder else "",
         strict=chosen["strict"],
     )
-    why = diagnosis.why_unwatched(is_local=is_local, is_python=is_python, ranks=ranks)
+    why = diagnosis.why_unwatched(is_python=is_python, ranks=ranks)
     if not folder:
         why = "it has no folder; add --report-dir DIR"
     typed = click.core.ParameterSource.COMMANDLINE

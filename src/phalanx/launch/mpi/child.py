@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.rank.operations import last_operation
 from phalanx.launch.rank.trace import Trace
+from phalanx.launch.relay.observer import Observer
 from phalanx.system import processes
 
 __all__ = ["Child"]
@@ -22,6 +24,8 @@ __all__ = ["Child"]
 _STANDSTILL_S = 0.02
 # How long it may take to write its stack.
 _STACK_S = 0.2
+# The same if the launcher wants to say where it is: a rank that is stopped does not write, and others may need a core.
+_STACK_FOR_LAUNCHER_S = 1.0
 
 
 class Child:
@@ -35,9 +39,12 @@ class Child:
         grace_s: how long it may go on after the MPI launcher has ended the job, in seconds.
         watch: remembers the shared-memory files of its MPI library.
         say: sends a message to the relay.
+        rank: its rank in the world.
+        diagnosis: when it is said that it waits; None if that is not to be said.
 
     Attributes:
         pid, streams, grace_s: as given.
+        observer: looks at it for the launcher.
         by_others: whether it is being ended because the MPI launcher wants that.
         reported: whether a report of it was sent.
     """
@@ -51,11 +58,16 @@ class Child:
         grace_s: float,
         watch: SharedMemoryWatch,
         say: Callable[..., None],
+        rank: int,
+        diagnosis: Diagnosis | None,
     ) -> None:
         self.pid = pid
+        self.observer = Observer(trace, [rank], diagnosis, say)
+        self.observer.begin([pid])
         self.streams = streams
         self.grace_s = grace_s
         self.by_others = False
+        self._rank = rank
         self._report = report
         self._trace = trace
         self._sent = b""
@@ -107,6 +119,13 @@ class Child:
         self._trace.ask({0: self.pid}, _STACK_S)
         for text in self._trace.take([0]).values():
             self._say(event="stack", text=text)
+
+    def examine(self, question: dict[str, Any]) -> None:
+        """Answer a question of the launcher's about it."""
+        parts = [0] if self._rank in question["of"] else []
+        self._trace.ask(dict.fromkeys(parts, self.pid), _STACK_FOR_LAUNCHER_S)
+        taken = self._trace.take(parts)
+        self.observer.answer(question, {self._rank: taken[0]} if taken else {})
 
     @property
     def kill_at(self) -> float | None:

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from phalanx import settings
 from phalanx.errors import LaunchError
+from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of, session_folder
 from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.child import Child
@@ -182,7 +183,10 @@ class _Keeper:
     def _patience_ms(self) -> float | None:
         kill_at = self.child.kill_at if self.child is not None else None
         times = [when for when in (self.asked_at, kill_at, self.poll_at) if when is not None]
-        return max(0.0, (min(times) - time.monotonic()) * 1000 + 1) if times else None
+        waits = [max(0.0, min(times) - time.monotonic())] if times else []
+        due_in_s = self.child.observer.due_in_s() if self.child is not None else None
+        waits += [due_in_s] if due_in_s is not None else []
+        return min(waits) * 1000 + 1 if waits else None
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
@@ -197,6 +201,7 @@ class _Keeper:
                 self.child.end(self.ask_with, self.child.grace_s)
         if self.child is not None:
             self.child.kill_if_due(now)
+            self.child.observer.look()
 
     def _read_shim(self) -> None:
         try:
@@ -255,6 +260,9 @@ class _Keeper:
             elif order["do"] == "stacks":
                 if self.child is not None:
                     self.child.send_stack()
+            elif order["do"] == "examine":
+                if self.child is not None:
+                    self.child.examine(order)
             elif order["do"] == "look":
                 # Of a connection to the job's store: may it be this user's?
                 if is_own(tuple(order["end"]), tuple(order["other_end"])):
@@ -319,7 +327,9 @@ class _Keeper:
                     os.close(descriptor)
             enter_rank(start, self.handlers, resource.getrlimit(resource.RLIMIT_NOFILE))
             return start
-        child = self.child = Child(pid, streams, report, trace, order["grace_s"], self.watch, self._say)
+        diagnosis = Diagnosis(order["warn_after_s"]) if order["warn_after_s"] else None
+        grace_s = order["grace_s"]
+        child = self.child = Child(pid, streams, report, trace, grace_s, self.watch, self._say, self.rank, diagnosis)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         streams.keep_own_ends()
         self._close_all_but(child.own_descriptors())

@@ -37,6 +37,7 @@ from phalanx.launch.relay.channel import IN, Channel, open_door
 from phalanx.launch.relay.crew import Member, Pipe
 from phalanx.launch.relay.exchange import Exchange
 from phalanx.launch.relay.services import Input, StoreOnDemand
+from phalanx.launch.relay.survey import Survey
 from phalanx.system import processes
 from phalanx.system.host import this_host
 from phalanx.topology.table import RankRow
@@ -117,6 +118,7 @@ class _Relay:
         self.give_up_at: float | None = None
         self.stacks: dict[int, str] = {}
         self.stacks_at: float | None = None
+        self.survey = Survey(lambda rank, order: self.exchange.say(ranks[rank], **order), descriptors.zygote.send)
         for ends in descriptors.ranks:
             os.set_blocking(ends.out_write, False)
             os.set_blocking(ends.err_write, False)
@@ -151,7 +153,8 @@ class _Relay:
     def turn(self) -> None:
         """Wait for something, and act on it."""
         due = self.mpiexec.due_at() if not self.failing else None
-        times = [when for when in (self.give_up_at, self.stacks_at, self.roll.due_at, due) if when is not None]
+        known = (self.give_up_at, self.stacks_at, self.roll.due_at, due, self.survey.due_at)
+        times = [when for when in known if when is not None]
         until = min([self.door.tend(time.monotonic()), *times])
         patience_s = max(0.0, until - time.monotonic()) if until < math.inf else None
         for key, events in self.selector.select(patience_s):
@@ -172,6 +175,7 @@ class _Relay:
                     self._lose(rank)
         if self.stacks_at is not None and now >= self.stacks_at:
             self.announcer.show_stacks(self._take_stacks())
+        self.survey.act(now)
         self.announcer.end()
 
     def _take_stacks(self) -> dict[int, str]:
@@ -224,6 +228,9 @@ class _Relay:
             self._release()
         elif order["do"] == "signal":
             self._tell_all(do="signal", signal=order["signal"])
+        elif order["do"] == "examine":
+            running = [rank for rank in self.ranks if rank.status is None and rank.channel is not None]
+            self.survey.begin(order, {rank.number: [rank.number] for rank in running})
         elif order["do"] == "stacks":
             self.stacks_at = time.monotonic() + _STACKS_S
             self._tell_all(do="stacks")
@@ -254,6 +261,7 @@ class _Relay:
     def _release(self) -> None:
         """Let every keeper fork its rank."""
         self.going = True
+        unwatched = self.job.diagnosis.why_unwatched(is_python=self.job.target.is_python, ranks=self.job.ranks)
         for rank in self.ranks:
             self.exchange.say(
                 rank,
@@ -266,6 +274,7 @@ class _Relay:
                 grace_s=self.job.patience_s(None),
                 quiet=self.job.quiet,
                 input=rank is self.reader and self.input.offered,
+                warn_after_s=0.0 if unwatched else self.job.diagnosis.warn_after_s,
             )
 
     # The keepers.
@@ -296,6 +305,10 @@ class _Relay:
             self.announcer.overdue(rank, message["patience_s"])
         elif event == "stack":
             self.stacks[rank.number] = message["text"]
+        elif event == "waits":
+            self.announcer.wait(rank.number, message)
+        elif event == "examined":
+            self.survey.hear(rank.number, message)
         elif event == "owns":
             self.store.found(message["number"])
         elif event == "exited":
@@ -333,6 +346,8 @@ class _Relay:
             self.ended_by_mpiexec = True
         rank.status, rank.ended_at, rank.by_others = status, when, by_others
         rank.pid = rank.pid or rank.here["pid"]
+        self.survey.lose(rank.number)
+        self.announcer.wait(rank.number, {"waited_s": 0.0, "still_s": 0.0})
         self.announcer.start()
 
     # The end.

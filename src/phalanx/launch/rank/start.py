@@ -152,8 +152,21 @@ def leave_siblings(start: RankStart) -> None:
     skip_library_teardown()
     if start.target.kind == "function":
         apply_threads()
+        _record_other_backends()
         return
-    hide_torch(start.quiet or start.rank != 0, lambda: advance(start.run_id, Stage.IMPORTED))
+
+    def imported() -> None:
+        advance(start.run_id, Stage.IMPORTED)
+        _record_other_backends()
+
+    hide_torch(start.quiet or start.rank != 0, imported)
+
+
+def _record_other_backends() -> None:
+    """Where torch was imported before the fork. Where it is imported later, it calls the same function itself."""
+    register = sys.modules.get("phalanx.c10d.register")
+    if register is not None:
+        register.record_other_backends()
 
 
 def become(start: RankStart) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -60,6 +60,10 @@ class Announcer:
             late: the ranks that were asked and have not written one.
         """
         self._control.send(event="stacks", stacks=stacks, late=list(late))
+
+    def wait(self, parent: int, pace: Mapping[str, Any]) -> None:
+        """For how long a rank of this parent has been in one operation, which its parent has said."""
+        self._control.send(event="waits", parent=parent, waited_s=pace["waited_s"], still_s=pace["still_s"])
 
     def lose_store(self, status: int) -> None:
         """The process that hosts the store has ended, with this wait status."""

@@ -28,6 +28,7 @@ from phalanx.launch.relay.channel import IN, Channel, open_door
 from phalanx.launch.relay.crew import Member, Pipe
 from phalanx.launch.relay.exchange import Exchange
 from phalanx.launch.relay.services import Input, StoreOnDemand
+from phalanx.launch.relay.survey import Survey
 from phalanx.launch.remote.agreement import find_differences
 from phalanx.launch.remote.arrivals import Arrivals
 from phalanx.launch.remote.farewell import see_out
@@ -79,6 +80,7 @@ class _Head:
         self.stacks: dict[int, str] = {}
         self.late: list[int] = []
         self.asked: set[int] = set()  # the hosts whose stacks are awaited
+        self.survey = Survey(lambda host, order: self.exchange.say(self.hosts[host], **order), descriptors.zygote.send)
 
     def run(self) -> None:
         """Relay until all ranks have ended, and clean up."""
@@ -94,7 +96,8 @@ class _Head:
 
     def turn(self) -> None:
         """Wait for something, and act on it."""
-        times = [when for when in (self.give_up_at, self.arrivals.due_at()) if when is not None]
+        due = (self.give_up_at, self.arrivals.due_at(), self.survey.due_at)
+        times = [when for when in due if when is not None]
         until = min([self.door.tend(time.monotonic()), *times])
         patience_s = max(0.0, until - time.monotonic()) if until < math.inf else None
         for key, events in self.selector.select(patience_s):
@@ -105,6 +108,7 @@ class _Head:
         now = time.monotonic()
         for line in self.arrivals.act(now, failing=self.failing):
             self.announcer.say(line)
+        self.survey.act(now)
         if self.give_up_at is not None and now >= self.give_up_at:
             self.give_up_at = None
             for host in self.hosts:
@@ -130,6 +134,9 @@ class _Head:
                 self.connected = False
                 return
             self._end_ranks(order)
+        elif order["do"] == "examine":
+            asked = {host for host in self.hosts if not host.done and host.channel is not None}
+            self.survey.begin(order, {host.number: [rank.number for rank in host.ranks] for host in asked})
         else:
             if order["do"] == "stacks":
                 self.asked = {host.number for host in self.hosts if not host.done and host.channel is not None}
@@ -212,6 +219,10 @@ class _Head:
             self.stacks |= message["stacks"]
             self.late += message["late"]
             self._has_answered(host)
+        elif event == "waits":
+            self.announcer.wait(host.number, message)
+        elif event == "examined":
+            self.survey.hear(host.number, message)
         elif event == "owns":
             self.store.found(message["number"])
         elif event == "printed":
@@ -223,6 +234,8 @@ class _Head:
         elif event == "ended":
             host.done = True
             self._has_answered(host)
+            self.survey.lose(host.number)
+            self.announcer.wait(host.number, {"waited_s": 0.0, "still_s": 0.0})
             for rank in host.ranks:
                 if rank.status is None:
                     # It never began: its zygote was ended before.
@@ -259,6 +272,7 @@ class _Head:
 
     def _lose(self, host: Host) -> None:
         self._has_answered(host)
+        self.survey.lose(host.number)
         now = time.monotonic()
         for rank in host.ranks:
             if rank.status is None:

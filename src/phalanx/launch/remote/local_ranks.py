@@ -15,12 +15,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.errors import OUT_OF_MEMORY_HINT
+from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.launch.rank.operations import last_operation
 from phalanx.launch.relay.channel import ERR, OUT, Channel
 from phalanx.launch.relay.feed import Feed
+from phalanx.launch.relay.observer import Observer
 from phalanx.launch.remote.protocol import with_rank
 from phalanx.launch.remote.tree import Branch
 from phalanx.system import processes
@@ -43,15 +45,24 @@ class LocalRanks:
         feed: the input of the one that reads, if that is among them.
         channel: where everything is sent.
         branch: the programs that have started the agents of other hosts, which stay until the end of the job.
+        diagnosis: when it is said that ranks wait; None if that is not to be said.
 
     Attributes:
         outputs: the descriptors of outputs that are open, each with its rank, counted from 0, and its kind.
         feed: as given.
         zygote: the zygote's process id; 0 when it has ended, and everything below it.
+        observer: looks at the ranks for the launcher.
     """
 
     def __init__(
-        self, share: Share, descriptors: Descriptors, zygote: int, feed: Feed, channel: Channel, branch: Branch
+        self,
+        share: Share,
+        descriptors: Descriptors,
+        zygote: int,
+        feed: Feed,
+        channel: Channel,
+        branch: Branch,
+        diagnosis: Diagnosis | None,
     ) -> None:
         self.zygote = zygote
         self.feed = feed
@@ -65,6 +76,7 @@ class LocalRanks:
         self._started = False
         self._ordered = False
         self._reports = [b""] * len(share.ranks)
+        self.observer = Observer(descriptors.trace, share.ranks, diagnosis, channel.say)
 
     def fileno(self) -> int:
         """Where the zygote's messages arrive."""
@@ -121,6 +133,13 @@ class LocalRanks:
                 return
             spare = [rank - self._numbers.start for rank in order["spare"] if rank in self._numbers]
             order = {**order, "spare": spare}
+        elif order["do"] == "stacks":
+            self.observer.take_question(None)
+        elif order["do"] == "examine":
+            parts = self.observer.take_question(order)
+            if not parts:
+                return
+            order = {"do": "stacks", "of": parts}
         self._descriptors.supervisor.send(**order)
         if self.zygote:
             os.kill(self.zygote, signal.SIGCONT)
@@ -140,10 +159,15 @@ class LocalRanks:
             self._on_zygote_gone()
         elif message["event"] == "started":
             self._started = True
+            self.observer.begin(message["pids"])
             self._channel.say(event="started", pids=message["pids"])
         elif message["event"] == "overdue":
             self._channel.say(**{**message, "rank": self._numbers[message["rank"]]})
         elif message["event"] == "stacks":
+            question = self.observer.take_next()
+            if question is not None:
+                self.observer.answer(question, self._stacks(range(len(self._numbers))))
+                return
             late = [self._numbers[part] for part in message.get("late", ())]
             self._channel.say(event="stacks", stacks=self._stacks(range(len(self._numbers))), late=late)
         elif message["event"] == "reported":
@@ -157,6 +181,7 @@ class LocalRanks:
     def _on_exit(self, part: int, status: int, when: float, out_of_memory: bool) -> None:
         self._drain(part)
         self._send_report(part)
+        self.observer.forget(part)
         trace = self._descriptors.trace
         self._channel.say(
             event="exited",

@@ -25,6 +25,9 @@ frames IN, ``wants``  both    A block of input for the rank that reads; the requ
 ``exited``            agent   A rank has ended, and all of its output was sent before.
 ``overdue``           agent   A rank was killed because it did not end within the grace.
 ``stacks``            both    The order to show where the ranks are, and the answer.
+``waits``             agent   For how long a rank has been in one operation, again and again once that is long.
+``examine``           head    What do the ranks do, and where are those that are named?
+``examined``          agent   The answer (``relay/observer.py``). A host that sends none in time is named instead.
 ``end``, ``signal``   head    As the supervisor gives them to the zygote.
 ``look``, ``owns``    both    Whether a connection to the job's store belongs to this user on that host.
 ``refused``           agent   No rank of this host can be started, and why.
@@ -104,7 +107,7 @@ def job_as_sent(job: Job) -> dict[str, Any]:
         del fields[name]
     hosts = [[host.name, host.slots] for host in job.hosts]
     plain = {"target": asdict(job.target), "memory": dict(job.memory), "attempt": asdict(job.attempt), "hosts": hosts}
-    return {**fields, **plain, "strict": job.diagnosis.strict}
+    return {**fields, **plain, "strict": job.diagnosis.strict, "warn_after_s": job.diagnosis.warn_after_s}
 
 
 def received_job(sent: Mapping[str, Any], *, key: str, cpus: tuple[tuple[int, ...], ...], threads: str) -> Job:
@@ -122,13 +125,13 @@ def received_job(sent: Mapping[str, Any], *, key: str, cpus: tuple[tuple[int, ..
         "target": target,
         "hosts": hosts,
         "attempt": Attempt(**sent["attempt"]),
-        "diagnosis": Diagnosis(strict=sent["strict"]),
+        "diagnosis": Diagnosis(sent["warn_after_s"], strict=sent["strict"]),
         "replace": tuple(sent["replace"]),
         "key": key,
         "cpus": cpus,
         "threads": threads,
     }
-    return Job(**{name: value for name, value in {**sent, **own}.items() if name != "strict"})
+    return Job(**{name: value for name, value in {**sent, **own}.items() if name not in ("strict", "warn_after_s")})
 
 
 def with_rank(rank: int, data: bytes) -> bytes:

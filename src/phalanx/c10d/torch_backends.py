@@ -1,0 +1,280 @@
+"""The operations of torch's own backends, such as Gloo and NCCL, in the flight recorder of a rank of ``phalanx run``.
+
+These backends are C++. Their groups are called from Python by the methods of ``ProcessGroup``, which are replaced by
+functions that note the call and make it. A call that C++ makes is not seen: the reducer of DDP, functional collectives,
+what is compiled. The methods are replaced when the first such group is made; a program that makes none keeps torch's.
+
+- A *collective* begins with its call, so that ranks count them alike. It ends when ``wait`` returns, or when a thread
+  that looks twice a second finds it completed. The thread runs in Python: while a rank holds the interpreter's lock in
+  C, an operation that nobody waits for ends late.
+- A *message* begins when it is waited for: nobody but Gloo knows how far one is that was only started.
+- On a device an operation ends when the program may go on, which is before the device has done it.
+
+Recording must not change what a program does. So the result of each call is passed on as it is; a ``Work`` is held no
+longer than until it is completed if it is a collective's on the CPU, whose engine holds it that long as well, and
+not at all otherwise; and an error in here is swallowed, since the call has to be made in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from ctypes import addressof
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx.c10d.base import BaseProcessGroup
+from phalanx.native.core import RecordedGroup
+from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.watch import recorder
+from phalanx.watch.records import KINDS
+
+__all__ = ["record_methods"]
+
+_LOOK_S = 0.5
+_NUMBER_OF_KIND = {name: number for number, name in KINDS.items()}
+# Each method of torch's groups: its kind, and which of its arguments has this rank's tensors (-1: none).
+_COLLECTIVES = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "_allgather_base": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "_reduce_scatter_base": ("reduce_scatter", 0),
+    "reduce_scatter_single": ("reduce_scatter", 0),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 0),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "barrier": ("barrier", -1),
+    "monitored_barrier": ("barrier", -1),
+}
+_REDUCING = frozenset(_NUMBER_OF_KIND[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
+_ROOTED = frozenset(_NUMBER_OF_KIND[name] for name in ("broadcast", "reduce", "gather", "scatter"))
+_MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
+
+
+@dataclass
+class _UnderWay:
+    """A collective that has begun, or a message that nobody has waited for.
+
+    Attributes:
+        work: gives its ``Work``; None if that is gone.
+        ticket: the record's; 0 for a message, which has none so far.
+        begin: for a message, begins the record, and gives the ticket.
+    """
+
+    work: Callable[[], Any]
+    ticket: int
+    begin: Callable[[], int] | None = None
+
+
+# By the identity of the Work. An entry holds it, or goes when it does; so no identity stands for two of them.
+_under_way: dict[int, _UnderWay] = {}
+# The groups by torch's name: the object, its members, and what the core counts in.
+_groups: dict[str, tuple[weakref.ref[Any], list[int], RecordedGroup]] = {}
+_looking = threading.Lock()
+_looker: threading.Thread | None = None
+
+
+def record_methods() -> None:
+    """Record the operations of all groups that are not Phalanx's from now on, in this process. Once is enough."""
+    if getattr(dist.Work.wait, "__module__", "") == __name__:
+        return
+    for name, (kind, tensors_at) in _COLLECTIVES.items():
+        own = getattr(dist.ProcessGroup, name, None)  # torch 2.13 has not all of them
+        if own is not None:
+            setattr(dist.ProcessGroup, name, _collective(own, _NUMBER_OF_KIND[kind], tensors_at))
+    for name, kind in _MESSAGES.items():
+        own = getattr(dist.ProcessGroup, name)
+        setattr(dist.ProcessGroup, name, _message(own, _NUMBER_OF_KIND[kind], has_peer=name != "recv_anysource"))
+    setattr(dist.Work, "wait", _waiting(dist.Work.wait))  # noqa: B010
+
+
+def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(group: Any, *arguments: Any, **named: Any) -> Any:
+        if isinstance(group, BaseProcessGroup):
+            return own(group, *arguments, **named)
+        ticket, on_cpu = 0, True
+        with contextlib.suppress(Exception):
+            ticket, on_cpu = _begin(group, kind, tensors_at, arguments, named)
+        try:
+            work = own(group, *arguments, **named)
+        except BaseException:
+            recorder.end(ticket, True)
+            raise
+        with contextlib.suppress(Exception):
+            _follow(work, ticket, hold=on_cpu)
+        return work
+
+    return call
+
+
+def _message(own: Callable[..., Any], kind: int, *, has_peer: bool) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(group: Any, tensors: Any, *arguments: Any, **named: Any) -> Any:
+        work = own(group, tensors, *arguments, **named)
+        if work is None or isinstance(group, BaseProcessGroup):
+            return work
+        with contextlib.suppress(Exception):
+            peer = int(arguments[0] if arguments else next(iter(named.values()))) if has_peer else -1
+            what, nbytes, _ = _described(kind, tensors)
+            recorded = _group(group)
+            if recorded is not None:
+                begin = functools.partial(recorder.begin, addressof(recorded), what, nbytes, peer)
+                _note(work, _UnderWay(weakref.ref(work, _forgetting(id(work))), 0, begin))
+        return work
+
+    return call
+
+
+def _waiting(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def wait(work: Any, *arguments: Any, **named: Any) -> Any:
+        found = _under_way.get(id(work))
+        if found is None:
+            return own(work, *arguments, **named)
+        if found.begin is not None:
+            with contextlib.suppress(Exception):
+                found.ticket = found.begin()
+        try:
+            result = own(work, *arguments, **named)
+        except BaseException:
+            _end(id(work), failed=True)
+            raise
+        _end(id(work), failed=False)
+        return result
+
+    wait.__module__ = __name__
+    return wait
+
+
+def _begin(
+    group: Any, kind: int, tensors_at: int, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[int, bool]:
+    """Begin the record of a collective: the ticket, and whether its tensors are on the CPU."""
+    recorded = _group(group)
+    if recorded is None:
+        return 0, True
+    what, nbytes, on_cpu = kind, 0, True
+    if tensors_at >= 0:
+        tensors = arguments[tensors_at] if len(arguments) > tensors_at else list(named.values())
+        what, nbytes, on_cpu = _described(kind, tensors)
+    options: Any = arguments[-1] if arguments else None
+    root = -1
+    if kind in _REDUCING and hasattr(options, "reduceOp"):
+        what |= OP_NUMBERS.get(options.reduceOp.op.value, 0) << 16
+    if kind in _ROOTED and hasattr(options, "rootRank"):
+        root = options.rootRank
+    return recorder.begin(addressof(recorded), what, nbytes, root), on_cpu
+
+
+def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:
+    """What the core records of these tensors: kind and dtype, bytes; and whether they are on the CPU."""
+    what, nbytes, on_cpu = kind, 0, True
+    plain = type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor)
+    for tensor in tensors if plain else _flat(tensors):
+        nbytes += tensor.nbytes
+        what = kind | DTYPE_NUMBERS.get(tensor.dtype, (0, 0))[1] << 8
+        on_cpu = on_cpu and tensor.is_cpu
+    return what, nbytes, on_cpu
+
+
+def _flat(tensors: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tensors, torch.Tensor):
+        yield tensors
+    elif isinstance(tensors, (list, tuple)):
+        for part in tensors:
+            yield from _flat(part)
+
+
+def _group(group: Any) -> RecordedGroup | None:
+    """What the core counts a group's operations in; None without a recorder."""
+    name = group.group_name
+    known = _groups.get(name)
+    if known is not None and known[0]() is group:
+        return known[2]
+    ranks = c10d.get_process_group_ranks(group)
+    if known is not None and known[1] == ranks:
+        # Another object for the same group: the operations count on.
+        _groups[name] = weakref.ref(group), ranks, known[2]
+        return known[2]
+    if not recorder.open_recorder(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ())):
+        return None
+    made = recorder.group(name, str(c10d.get_backend(group)), ranks, group.rank())
+    if made is not None:
+        _groups[name] = weakref.ref(group), ranks, made
+    return made
+
+
+def _follow(work: Any, ticket: int, *, hold: bool) -> None:
+    """End the record of a collective when that has ended."""
+    if not ticket:
+        return
+    if work is None:
+        recorder.end(ticket, False)  # the call has waited for it
+        return
+    held: Callable[[], Any] = (lambda: work) if hold else weakref.ref(work, _forgetting(id(work)))
+    _note(work, _UnderWay(held, ticket))
+
+
+def _note(work: Any, found: _UnderWay) -> None:
+    _under_way[id(work)] = found
+    _look_after_them()
+
+
+def _forgetting(identity: int) -> Callable[[Any], None]:
+    """For a Work that is not held: its record ends with it."""
+    return lambda _: _end(identity, failed=False)
+
+
+def _end(identity: int, *, failed: bool) -> None:
+    found = _under_way.pop(identity, None)
+    if found is not None and found.ticket:
+        recorder.end(found.ticket, failed)
+
+
+def _look_after_them() -> None:
+    global _looker
+    if _looker is not None and _looker.is_alive():
+        return
+    with _looking:
+        if _looker is None or not _looker.is_alive():
+            _looker = threading.Thread(target=_look, name="phalanx-recorder", daemon=True)
+            _looker.start()
+
+
+def _look() -> None:
+    """End the records of collectives that are completed, though nobody waits for them."""
+    while True:
+        time.sleep(_LOOK_S)
+        for identity in list(_under_way):
+            with contextlib.suppress(Exception):
+                _look_at(identity)
+
+
+def _look_at(identity: int) -> None:
+    found = _under_way.get(identity)
+    if found is None or found.begin is not None:
+        return
+    work = found.work()
+    if work is not None and work.is_completed():
+        _end(identity, failed=False)

@@ -1,0 +1,208 @@
+"""What the launcher sees of its ranks while they run: by itself on this host, by others on other hosts."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.errors import PhalanxError
+from phalanx.launch.output.failure import End
+from phalanx.launch.rank.progress import Progress
+from phalanx.launch.rank.trace import Trace
+from phalanx.system import processes
+from phalanx.watch.records import Recording, read_recording
+from phalanx.watch.verdict import Seen
+
+__all__ = ["Examination", "Sight", "SightElsewhere", "SightHere", "Watched"]
+
+# How many of a rank's last operations other hosts send: for a line, and for a report.
+_RECORDS_OF_LINE, _RECORDS_OF_REPORT = 16, 512
+# How long they may take, and how much longer if ranks are to write their stacks: a stopped one does not, and their
+# zygote waits three seconds for it.
+_ANSWER_S, _STACKS_S = 3.0, 3.0
+
+
+class Watched(Protocol):
+    """What the launcher knows of a rank: its pid once it runs, and its end once it has ended."""
+
+    pid: int | None
+    end: End | None
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was seen of all ranks at one moment.
+
+    Attributes:
+        ranks: the ranks, without their places.
+        stacks: what those that were asked have written, as faulthandler does, by rank.
+        waited_s: how long the one that has been in its operation for longest has been there.
+        still_s: for how long no rank has begun or ended an operation.
+    """
+
+    ranks: Sequence[Seen]
+    stacks: Mapping[int, str]
+    waited_s: float
+    still_s: float
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks of hosts that did not answer."""
+        return [seen.rank for seen in self.ranks if seen.silent]
+
+
+class Sight(Protocol):
+    """How the launcher sees its ranks."""
+
+    def look(self) -> tuple[float, float]:
+        """``waited_s`` and ``still_s`` of :class:`Examination`, as far as they can be known at once."""
+
+    def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination | None:
+        """Look closely, and have ranks write their stacks; None if the answer comes later.
+
+        Args:
+            of: the ranks that are to write their stacks.
+            skip: ranks whose hosts are not asked, because they have not answered before.
+            whole: whether it is for a report, which has more operations.
+        """
+
+    def see(self, stacks: Mapping[int, str]) -> Examination | None:
+        """Look closely after the ranks have written these stacks; None if this is not how answers come."""
+
+    def hear(self, message: Mapping[str, Any]) -> Examination | None:
+        """Take what others have seen; an answer, if it is one."""
+
+
+class SightHere:
+    """All ranks are of this host, and have their recorders where the launcher reads them.
+
+    Args:
+        trace: where they have their recorders and write their stacks.
+        ranks: gives what the launcher knows of each rank, in their order.
+        order: sends the zygote an order.
+    """
+
+    def __init__(self, trace: Trace, ranks: Callable[[], Sequence[Watched]], order: Callable[..., None]) -> None:
+        self._trace, self._ranks, self._order = trace, ranks, order
+        self._progress = Progress(trace)
+
+    def look(self) -> tuple[float, float]:
+        """See :class:`Sight`."""
+        self._progress.look(rank for rank, known in enumerate(self._ranks()) if _runs(known))
+        return self._progress.waited_s, time.monotonic() - self._progress.moved_at
+
+    def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination | None:
+        """See :class:`Sight`. The stacks come in a message, whose receiver calls :meth:`see`."""
+        if not of:
+            return self.see({})
+        self._order(do="stacks", of=of)
+        return None
+
+    def see(self, stacks: Mapping[int, str]) -> Examination:
+        """See :class:`Sight`."""
+        waited_s, still_s = self.look()
+        ranks = [self._seen(rank, known) for rank, known in enumerate(self._ranks())]
+        return Examination(ranks, stacks, waited_s, still_s)
+
+    def hear(self, message: Mapping[str, Any]) -> Examination | None:
+        """See :class:`Sight`."""
+        return None
+
+    def _seen(self, rank: int, known: Watched) -> Seen:
+        state = processes.state_of(known.pid) if known.pid is not None and known.end is None else ""
+        return Seen(rank, self._recording(rank), state, _ended(known.end), asked=self._trace.asked(rank))
+
+    def _recording(self, rank: int) -> Recording | None:
+        try:
+            found = read_recording(self._trace.descriptor, self._trace.place_of_recorder(rank))
+        except (OSError, ValueError, PhalanxError):
+            return None
+        return found.beside(os.getcwd()) if found is not None else None
+
+
+class SightElsewhere:
+    """The ranks' parents look at them (``relay/observer.py``), and say so when one waits for long.
+
+    Args:
+        ranks: gives what the launcher knows of each rank, in their order.
+        hosts: gives the host of each rank, in their order.
+        order: sends the relay an order.
+    """
+
+    def __init__(
+        self,
+        ranks: Callable[[], Sequence[Watched]],
+        hosts: Callable[[], Sequence[str]],
+        order: Callable[..., None],
+    ) -> None:
+        self._ranks, self._hosts, self._order = ranks, hosts, order
+        # Of each parent whose ranks wait: since when they do, and when one of them was last seen to move.
+        self._waits: dict[int, tuple[float, float]] = {}
+
+    def look(self) -> tuple[float, float]:
+        """See :class:`Sight`. Parents whose ranks do not wait are not known to stand still before they are asked."""
+        if not self._waits:
+            return 0.0, 0.0
+        now = time.monotonic()
+        return now - min(since for since, _ in self._waits.values()), now - max(at for _, at in self._waits.values())
+
+    def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination | None:
+        """See :class:`Sight`."""
+        self._order(
+            do="examine",
+            of=list(of),
+            skip=list(skip),
+            records=_RECORDS_OF_REPORT if whole else _RECORDS_OF_LINE,
+            within_s=_ANSWER_S + (_STACKS_S if of else 0.0),
+        )
+        return None
+
+    def see(self, stacks: Mapping[int, str]) -> Examination | None:
+        """See :class:`Sight`."""
+        return None
+
+    def hear(self, message: Mapping[str, Any]) -> Examination | None:
+        """See :class:`Sight`."""
+        if message["event"] == "waits":
+            now = time.monotonic()
+            self._waits.pop(message["parent"], None)
+            if message["waited_s"]:
+                self._waits[message["parent"]] = now - message["waited_s"], now - message["still_s"]
+            return None
+        hosts = self._hosts()
+        named = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
+        silent = set(message["silent"])
+        ranks = [
+            _sent(rank, known, message["ranks"].get(str(rank), {}), named[rank], silent=rank in silent)
+            for rank, known in enumerate(self._ranks())
+        ]
+        stacks = {int(rank): stack for rank, stack in message["stacks"].items()}
+        return Examination(ranks, stacks, message["waited_s"], message["still_s"])
+
+
+def _sent(rank: int, known: Watched, sent: Mapping[str, Any], host: str, *, silent: bool) -> Seen:
+    recording = sent.get("recording")
+    found = None
+    if recording is not None:
+        found = Recording.from_json(recording).later(sent["later_ns"]).beside(os.getcwd())
+    ended = _ended(known.end)
+    return Seen(
+        rank,
+        found,
+        sent.get("state", "") if not ended else "",
+        ended,
+        asked=sent.get("asked", ""),
+        host=host,
+        silent=silent and not ended,
+    )
+
+
+def _runs(known: Watched) -> bool:
+    return known.pid is not None and known.end is None
+
+
+def _ended(end: End | None) -> str:
+    return "" if end is None else f"exit code {end.status}" if end.status >= 0 else f"signal {-end.status}"

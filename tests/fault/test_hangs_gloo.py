@@ -1,0 +1,202 @@
+"""Jobs over torch's own Gloo that hang, or only seem to; and that the recorder changes nothing of what they do."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+
+import pytest
+from tests.launch_support import Launcher, launcher, wait_for
+
+__all__ = ["launcher"]
+
+FRAME = """\
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, size, x = dist.get_rank(), dist.get_world_size(), torch.ones(4)
+group = dist.new_group([0, 1])
+for step in range(2):
+    dist.all_reduce(x)
+"""
+
+# Each: what all ranks do, of which the last one is kept from some of it, and what it is that the others are in.
+CALLS = {
+    "all_reduce": "dist.all_reduce(x)",
+    "asynchronous": "dist.all_reduce(x, async_op=True).wait()",
+    "objects": "dist.all_gather_object([None] * size, rank)",
+    "all_to_all": "dist.all_to_all_single(torch.empty(size), torch.ones(size))",
+    "barrier": "dist.barrier()",
+}
+KINDS = {"asynchronous": "all_reduce", "objects": "all_gather"}
+
+
+def place(script: str, mark: str) -> str:
+    (line,) = [number for number, line in enumerate(script.splitlines(), 1) if line.endswith(f"# {mark}")]
+    return rf"script\.py:{line}"
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("all_reduce", 2), ("asynchronous", 3), ("objects", 3), ("barrier", 5)])
+def test_the_line_and_the_report_name_the_rank_that_does_not_come(launcher: Launcher, name: str, ranks: int) -> None:
+    script = FRAME + f"if rank == size - 1:\n    time.sleep(600)  # HERE\n{CALLS[name]}  # WAIT\n"
+    folder = launcher.directory / "reports"
+    options = ("--warn-after", "0.8", "--report-after", "2.5", "--report-dir", str(folder))
+    job = launcher.start("-n", str(ranks), *options, launcher.script(script))
+    others = "rank 0 waits" if ranks == 2 else f"ranks 0-{ranks - 2} wait"
+    expected = (
+        rf"rank {ranks - 1} is at {place(script, 'HERE')} .*, in no operation; "
+        rf"{others} for it in {KINDS.get(name, name)} #\d+ at {place(script, 'WAIT')}"
+    )
+
+    def verdicts() -> list[str]:
+        return [json.loads(path.read_text())["verdict"] for path in sorted(folder.glob("hang-*.json"))]
+
+    wait_for(lambda: any(re.fullmatch(expected, verdict) for verdict in verdicts()), complaint=lambda: str(verdicts()))
+    job.process.send_signal(signal.SIGINT)
+    done = job.finish()
+    assert re.search(rf"phalanx: {expected}, for \d+ s now\n", done.err_text), done.err_text
+
+
+def test_a_message_that_never_comes_and_a_group_of_some_ranks_are_named(launcher: Launcher) -> None:
+    script = (
+        FRAME
+        + """
+if rank == 0:
+    dist.irecv(x, 1).wait()  # FIRST
+if rank == 1:
+    time.sleep(600)  # HERE
+dist.all_reduce(x)
+"""
+    )
+    job = launcher.start("-n", "2", "--warn-after", "0.8", launcher.script(script))
+    expected = re.compile(
+        rf"rank 1 is at {place(script, 'HERE')} .*, in no operation; "
+        rf"rank 0 waits for it in recv from rank 1 at {place(script, 'FIRST')}, for"
+    )
+    assert job.process.stderr is not None
+    for line in iter(job.process.stderr.readline, b""):
+        if expected.search(line.decode()):
+            break
+    else:
+        pytest.fail("no line names it")
+    job.process.send_signal(signal.SIGINT)
+    job.finish()
+
+
+def test_operations_that_nobody_waits_for_keep_no_rank(launcher: Launcher) -> None:
+    """They are over, though no rank has asked: neither line may say that ranks are in them."""
+    body = """
+works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+message = dist.isend(x, (rank + 1) % size)
+until = time.monotonic() + 5
+while time.monotonic() < until:
+    time.sleep(0.01)
+dist.recv(torch.empty(4), (rank - 1) % size)
+message.wait()
+for work in works:
+    work.wait()
+"""
+    done = launcher.run("-n", "3", "--warn-after", "2", launcher.script(FRAME + body))
+    assert done.code == 0, done.err_text
+    assert "all have come" not in done.err_text
+    assert " wait" not in done.err_text
+
+
+def test_a_rank_that_is_killed_leaves_its_last_operation(launcher: Launcher) -> None:
+    script = FRAME + "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n"
+    done = launcher.run("-n", "2", launcher.script(script))
+    assert re.search(
+        r"its last operation, all_reduce #2 \(float32, 16 B, sum\) at script\.py:9, was done", done.err_text
+    )
+
+
+RESULTS = """
+import json
+found = {}
+x = torch.arange(4.0) + rank
+dist.all_reduce(x, op=dist.ReduceOp.MAX)
+found["max"] = x.tolist()
+parts = [torch.empty(2) for _ in range(size)]
+dist.all_gather(parts, torch.tensor([rank, 1.0]))
+found["gathered"] = torch.stack(parts).tolist()
+out = torch.empty(2)
+dist.reduce_scatter_tensor(out, torch.arange(2.0 * size) * (rank + 1))
+found["scattered"] = out.tolist()
+objects = [{"rank": rank}]
+dist.broadcast_object_list(objects, src=size - 1)
+found["objects"] = objects
+work = dist.all_reduce(x, async_op=True)
+work.wait()
+found["state"] = [work.is_completed(), work.get_future().done()]
+with dist._coalescing_manager():
+    dist.all_reduce(x)
+    dist.all_reduce(out)
+found["coalesced"] = [x.tolist(), out.tolist()]
+try:
+    dist.all_reduce(x, op="sum")
+except Exception as error:
+    found["error"] = type(error).__name__
+try:
+    dist.distributed_c10d._get_default_group().allreduce(1, 2, 3, 4)
+except Exception as error:
+    found["arguments"] = type(error).__name__
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2, bias=False))
+torch.nn.init.constant_(model.module.weight, 0.3)
+model(torch.full((1, 3), rank + 1.0)).sum().backward()
+found["gradient"] = model.module.weight.grad.tolist()
+print("RESULT", json.dumps(found), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+BROKEN = """
+from phalanx.watch import recorder
+def broken(*arguments):
+    raise RuntimeError("the recorder is broken")
+recorder.begin = recorder.group = broken
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("before", ["", BROKEN], ids=["recorded", "with a recorder that fails"])
+def test_results_and_errors_are_those_of_torch(launcher: Launcher, ranks: int, before: str) -> None:
+    cache = f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(launcher.directory / 'cache')!r}\n"  # DDP makes it
+    script = "import os\n" + cache + before + FRAME + RESULTS
+    done = launcher.run("-n", str(ranks), launcher.script(script))
+    assert done.code == 0, done.err_text
+    found = [json.loads(line.partition("RESULT ")[2]) for line in done.out.decode().splitlines() if "RESULT " in line]
+    assert len(found) == ranks
+    top = [i + ranks - 1.0 for i in range(4)]
+    weights = ranks * (ranks + 1) / 2
+    for rank in range(ranks):
+        own = [weights * (2 * rank + i) for i in range(2)]
+        expected = {
+            "max": top,
+            "gathered": [[float(r), 1.0] for r in range(ranks)],
+            "scattered": own,
+            "objects": [{"rank": ranks - 1}],
+            "state": [True, True],
+            "coalesced": [
+                [ranks * ranks * value for value in top],
+                [sum(weights * (2 * r + i) for r in range(ranks)) for i in range(2)],
+            ],
+            "error": "TypeError",
+            "arguments": "TypeError",
+            "gradient": [[pytest.approx(weights / ranks)] * 3] * 2,
+        }
+        assert any(one == expected for one in found), (expected, found)
+
+
+def test_a_program_on_phalanx_keeps_torchs_own_methods(launcher: Launcher) -> None:
+    body = """
+import torch.distributed as dist
+own = dist.Work.wait, dist.ProcessGroup.allreduce
+import phalanx
+world = phalanx.init()
+world.barrier()
+print("kept", own == (dist.Work.wait, dist.ProcessGroup.allreduce))
+"""
+    done = launcher.run("-n", "2", launcher.script(body))
+    assert done.out.decode().count("kept True") == 2, done.out.decode() + done.err_text
