@@ -20,7 +20,7 @@ from phalanx.errors import CollectiveMismatch
 from phalanx.transports.hosts import communicator
 from phalanx.transports.hosts.messages import HostsMessages
 
-SMALL, LARGE = 6, 600_000  # float32: in the leaders' frames, and in chunks
+SMALL, MIDDLE, LARGE = 6, 60_000, 600_000  # float32: in the leaders' frames, a few times as much, and in chunks
 Call = Callable[[dist.ProcessGroup, int, int], object]  # of the group, this rank, and the number of elements
 
 
@@ -119,13 +119,14 @@ WORLDS = {"2+2": (4, lambda rank, size: rank // 2), "1+2": (3, lambda rank, size
     ("world", "odd", "count"),
     [
         ("2+2", 1, SMALL),
+        ("2+2", 2, MIDDLE),
         ("1+2", 0, LARGE),
         *(
             pytest.param(world, odd, count, marks=pytest.mark.long)
             for world, (size, _) in WORLDS.items()
             for odd in range(size)
-            for count in (SMALL, LARGE)
-            if (world, odd, count) not in [("2+2", 1, SMALL), ("1+2", 0, LARGE)]
+            for count in (SMALL, MIDDLE, LARGE)
+            if (world, odd, count) not in [("2+2", 1, SMALL), ("2+2", 2, MIDDLE), ("1+2", 0, LARGE)]
         ),
     ],
 )
