@@ -14,15 +14,17 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.failure import End
-from phalanx.launch.output.stacks import format_stack, place_in
+from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
+from phalanx.watch.parting import parting
 from phalanx.watch.records import Glance, Recording, glance, read_recording
 from phalanx.watch.verdict import Seen, Verdict, judge
 
@@ -31,6 +33,7 @@ __all__ = ["HangWatch"]
 _AGAIN = 4  # each warning of one wait comes when it has lasted so many times longer than at the last
 _UNANSWERED_S = 10.0  # the zygote waits a few seconds for ranks that do not say where they are
 _LONGEST_LOOK_S = 1.0
+_MOST_ASKED = 4  # of those that wait, one for each line, for a warning
 
 
 class Watched(Protocol):
@@ -70,6 +73,7 @@ class HangWatch:
         self._reported = False
         self._asked_at: float | None = None
         self._wants_report = False
+        self._begun_at = time.time()
 
     def due_in_s(self) -> float | None:
         """When :meth:`look` has something to do; None for never."""
@@ -99,12 +103,14 @@ class HangWatch:
         self._wants_report = not self._reported and min(still_s, waited_s) >= report_after_s
         if waited_s < self._warn_at_s and not self._wants_report:
             return
-        verdict = judge(self._see({}))
+        seen = self._see({})
+        verdict = judge(seen)
         if verdict is None:
             return
         self._asked_at = now
         running = [rank for rank in range(self._job.ranks) if self._runs(rank)]
-        self._ask(of=running if self._wants_report else [rank for rank in verdict.awaited if rank in running])
+        asked = running if self._wants_report else [*verdict.awaited, *_one_for_each_line(verdict, seen)]
+        self._ask(of=[rank for rank in running if rank in asked])
 
     def answered(self, stacks: Mapping[int, str]) -> None:
         """Say who waits for whom: the ranks have written where they are, as faulthandler does, or do not answer."""
@@ -115,9 +121,10 @@ class HangWatch:
         waited_s = self._longest_wait_s(now)
         if verdict is None or waited_s < self._job.diagnosis.warn_after_s:
             return  # they went on meanwhile
+        verdict = replace(verdict, hint=parting(verdict, seen, os.getcwd(), self._begun_at))
         if waited_s >= self._warn_at_s or not self._wants_report:
             self._warn_at_s = waited_s * _AGAIN
-            self._say(f"{verdict.sentence}, for {waited_s:.0f} s now")
+            self._say(f"{verdict.sentence}, for {waited_s:.0f} s now{verdict.advice}")
         if self._wants_report:
             self._reported = True
             if self._job.diagnosis.report_dir:
@@ -176,6 +183,8 @@ class HangWatch:
             ended,
             place_in(stack) if stack else "",
             self._trace.asked(rank),
+            ended_well=end is not None and end.status == 0,
+            frames=frames_in(stack) if stack else (),
         )
 
     def _recording(self, rank: int) -> Recording | None:
@@ -184,3 +193,12 @@ class HangWatch:
         except (OSError, ValueError, PhalanxError):
             return None
         return found.beside(os.getcwd()) if found is not None else None
+
+
+def _one_for_each_line(verdict: Verdict, seen: Sequence[Seen]) -> list[int]:
+    """Ranks that wait, one for each line at which they do, whose stacks show how they have come there."""
+    lines: dict[str, int] = {}
+    for rank in seen:
+        if rank.rank in verdict.waiting and rank.operation is not None:
+            lines.setdefault(rank.operation.site, rank.rank)
+    return list(lines.values())[:_MOST_ASKED]
