@@ -333,6 +333,11 @@ def test_the_report_has_evidence_for_people_for_programs_and_for_torch(launcher:
     assert values["awaited"] == [1]
     assert values["waiting"] == [0, 2]
     assert [rank["rank"] for rank in values["ranks"]] == [0, 1, 2]
+    page = tmp_path / "page.html"
+    written = phalanx("report", str(folder), "--html", str(page))
+    assert written.stdout.startswith(f"phalanx report: wrote {page} ("), written.stderr
+    assert re.search(r"<h1>Rank 1 is at .*look at the <code>if</code> in line \d+\.</h1>", page.read_text())
+    assert all(f'aria-label="operations of rank {rank}"' in page.read_text() for rank in range(3))
     latest = max(folder.glob("hang-*-torch"), key=lambda path: int(path.name.split("-")[1]))
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(latest)]
     analysed = subprocess.run([*command, "--prefix", "rank_"], capture_output=True, text=True, timeout=240)

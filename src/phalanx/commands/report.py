@@ -31,7 +31,8 @@ __all__ = ["report"]
 def report(path: str, as_json: bool, html_file: str | None) -> None:
     """Print the newest report that phalanx run has written into DIR, its --report-dir or --log-dir, or that of a file.
 
-    Its first sentence says who keeps the job from going on. Then come every rank's state, stack and last operations.
+    Its first sentence says who keeps the job from going on, and which branch or loop to look at, if that is clear.
+    Then come every rank's state, stack and last operations. --html FILE writes the same as a page with a timeline.
     Beside each hang-N.json is a folder hang-N-torch, with all recorded operations as torch's flight recorder writes
     them, for torchfrtrace --prefix rank_.
     """

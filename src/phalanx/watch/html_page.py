@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from phalanx.watch.hang_report import HangReport
 from phalanx.watch.html_style import SCRIPT, STYLE
-from phalanx.watch.html_text import duration, shown
+from phalanx.watch.html_text import ago, duration, shown
 from phalanx.watch.html_timeline import Axis, kind_class, row
 from phalanx.watch.records import KINDS, Record
 from phalanx.watch.verdict import Seen, state_text
@@ -24,19 +24,19 @@ from phalanx.words import format_bytes, format_named
 
 __all__ = ["page"]
 
-_MOST_BARS, _FEWEST_BARS = 8192, 4
-_MOST_ROWS, _FEWEST_ROWS, _LONGEST_TABLE = 2048, 2, 32
+# Of all ranks together, the fewest of each, and the most of each.
+_BARS = 8192, 4, 512
+_ROWS = 2048, 2, 32
 _MOST_STACKS, _LONGEST_STACK = 64, 400  # blocks, and lines of each
 _LONGEST_LINE = 400
 _MOST_OPEN = 2  # stacks that are shown without being asked for
-_LABELLED_CUTS = 3
 
 
 def page(report: HangReport) -> str:
     """The page."""
     now_ns = report.now_ns
-    bars = {seen.rank: _latest(seen, _share(_MOST_BARS, _FEWEST_BARS, report.ranks)) for seen in report.ranks}
-    rows = min(_LONGEST_TABLE, _share(_MOST_ROWS, _FEWEST_ROWS, report.ranks))
+    bars = {seen.rank: _latest(seen, _share(_BARS, report.ranks)) for seen in report.ranks}
+    rows = _share(_ROWS, report.ranks)
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -45,8 +45,8 @@ def page(report: HangReport) -> str:
         '<meta name="referrer" content="no-referrer">',
         f"<title>{shown(report.headline(), 120)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{_code(shown(report.headline(), 4000))}.</h1>",
-        f"<p>{shown(report.job)} on {shown(report.host)}, {shown(report.when)}. The first rank has been waiting for "
-        f"{duration(now_ns - report.verdict.since_ns)}.</p>",
+        f"<p>{shown(report.job)}; on host {shown(report.host)}, {shown(report.when)}. "
+        f"The first rank has been waiting for {duration(now_ns - report.verdict.since_ns)}.</p>",
         *_timeline(report, bars),
         *_ranks(report),
         *_stacks(report),
@@ -61,8 +61,9 @@ def _policy() -> str:
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
 
 
-def _share(most: int, fewest: int, ranks: Sequence[Seen]) -> int:
-    return max(fewest, most // max(1, len(ranks)))
+def _share(bounds: tuple[int, int, int], ranks: Sequence[Seen]) -> int:
+    together, fewest, most = bounds
+    return min(most, max(fewest, together // max(1, len(ranks))))
 
 
 def _latest(seen: Seen, most: int) -> list[Record]:
@@ -78,13 +79,13 @@ def _code(text: str) -> str:
 
 def _timeline(report: HangReport, bars: dict[int, list[Record]]) -> Iterable[str]:
     records = [record for of_rank in bars.values() for record in of_rank]
-    yield '<h2 id="timeline-of-all">The last operations of each rank</h2>'
+    yield "<h2>The last operations of each rank</h2>"
     if not records:
         yield '<p class="faint" id="timeline">No rank has recorded an operation.</p><div id="about" hidden></div>'
         return
     axis = Axis(records, report.now_ns)
     yield f'<ul class="legend">{"".join(_legend(records))}</ul>'
-    yield '<div class="ranks" id="timeline">'
+    yield '<div class="wide"><div class="ranks" id="timeline">'
     for seen in report.ranks:
         awaited = seen.rank in report.verdict.awaited
         of_rank = bars[seen.rank]
@@ -93,15 +94,14 @@ def _timeline(report: HangReport, bars: dict[int, list[Record]]) -> Iterable[str
             f'<div{" class=awaited" if awaited else ""}><span class="who">rank {shown(seen.rank)}'
             f"{' is awaited' if awaited else ''}</span>{drawn}</div>"
         )
-    yield "</div>"
-    span_ns = report.now_ns - axis.first_ns
-    yield f'<p class="axis"><span>{duration(span_ns)} before the report</span><span>the report</span></p>'
-    longest = sorted(axis.cuts, key=lambda cut: -cut[1])[:_LABELLED_CUTS]
-    if longest:
-        spans = ", ".join(duration(span) for _, span in longest)
+    begins = f"{duration(report.now_ns - axis.first_ns)} before the report"
+    yield f'<div><span class="who"></span><span class="axis"><span>{begins}</span><span>the report</span></span></div>'
+    yield "</div></div>"
+    if axis.cuts:
+        longest = duration(max(span for _, span in axis.cuts))
         yield (
-            f'<p class="faint">At each dashed line, of which there are {len(axis.cuts)}, no rank began or ended an '
-            f"operation for longer than is drawn; the longest {'is' if len(longest) == 1 else 'are'} {spans}.</p>"
+            f'<p class="faint">Time is drawn shorter at the dashed lines ({len(axis.cuts)}): no rank began or ended an '
+            f"operation there, for {longest} at the longest.</p>"
         )
     left_out = sum(len(seen.recording.records) - len(bars[seen.rank]) for seen in report.ranks if seen.recording)
     if left_out:
@@ -125,22 +125,28 @@ def _legend_entry(classes: str, text: str) -> str:
     return f'<li><svg class="key" viewBox="0 0 14 14" aria-hidden="true">{drawn}</svg>{text}</li>'
 
 
-def _table(columns: Sequence[str], rows: Iterable[str]) -> Iterable[str]:
+def _table(columns: Sequence[str], rows: Iterable[str], classes: str = "") -> Iterable[str]:
     heads = "".join(f"<th>{column}</th>" for column in columns)
-    yield f'<div class="wide"><table class="stacked"><thead><tr>{heads}</tr></thead><tbody>'
+    yield f'<div class="wide"><table class="{classes}"><thead><tr>{heads}</tr></thead><tbody>'
     yield from rows
     yield "</tbody></table></div>"
 
 
+_LONG_COLUMNS = ("operation", "line", "step, label", "group", "host")
+
+
 def _cells(columns: Sequence[str], texts: Sequence[str], classes: str = "") -> str:
-    cells = "".join(f'<td data-name="{column}">{text or "–"}</td>' for column, text in zip(columns, texts, strict=True))
+    cells = "".join(
+        f'<td data-name="{column}"{"" if column in _LONG_COLUMNS else " class=short"}>{text or "–"}</td>'
+        for column, text in zip(columns, texts, strict=True)
+    )
     return f'<tr class="{classes}">{cells}</tr>'
 
 
 def _ranks(report: HangReport) -> Iterable[str]:
     columns = ("rank", "state", "operation", "for", "line", "host", "pid")
     yield "<h2>Ranks</h2>"
-    yield from _table(columns, (_cells(columns, _rank_cells(report, seen)) for seen in report.ranks))
+    yield from _table(columns, (_cells(columns, _rank_cells(report, seen)) for seen in report.ranks), "stacked")
 
 
 def _rank_cells(report: HangReport, seen: Seen) -> list[str]:
@@ -194,9 +200,9 @@ def _capital(text: str) -> str:
 
 
 def _operations(report: HangReport, most: int) -> Iterable[str]:
-    columns = ("began before", "operation", "dtype", "bytes", "group", "line", "step, label", "took")
+    columns = ("began", "operation", "dtype", "bytes", "group", "line", "step, label", "took")
     yield "<h2>Operations</h2>"
-    yield f'<p class="faint">The last {most} of each rank, the newest last, and when they began, counted back.</p>'
+    yield f'<p class="faint">The last {most} of each rank, the newest last, by when they began before the report.</p>'
     for seen in report.ranks:
         records = _latest(seen, most)
         begun = f"{seen.recording.begun:,} in all" if seen.recording is not None else "none recorded"
@@ -210,7 +216,7 @@ def _operation(columns: Sequence[str], record: Record, now_ns: int) -> str:
     said = [f"step {shown(record.step, 20)}"] if record.step >= 0 else []
     said += [shown(record.label, 60)] if record.label else []
     texts = [
-        duration(now_ns - record.entered_ns),
+        ago(now_ns - record.entered_ns),
         shown(record.name(), 80) + (f" ({shown(record.op, 20)})" if record.op else ""),
         shown(record.dtype, 20),
         format_bytes(record.nbytes) if record.kind != "barrier" else "",

@@ -28,7 +28,7 @@ h1 code { padding: 0 .25em; background: var(--page); border-radius: 3px; }
 a { color: inherit; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; list-style: none; margin: .5rem 0; padding: 0;
   font-size: .85rem; }
-.legend svg { width: 1em; height: 1em; margin-right: .35em; vertical-align: -.12em; }
+.legend svg { overflow: visible; width: 1em; height: 1em; margin-right: .35em; vertical-align: -.12em; }
 .ranks { display: grid; grid-template-columns: max-content 1fr; gap: 3px .75rem; align-items: center; }
 .who { font-size: .85rem; white-space: nowrap; }
 .awaited .who, td.awaited { color: var(--alert); font-weight: 600; }
@@ -36,19 +36,22 @@ a { color: inherit; }
 .row { display: block; width: 100%; height: 26px; background: var(--row); border-radius: 3px; }
 .row rect { cursor: pointer; }
 .row rect:hover, .row rect.chosen { stroke: var(--text); stroke-width: 2; vector-effect: non-scaling-stroke; }
-.row rect.open { fill-opacity: .45; stroke: var(--alert); stroke-width: 2; stroke-dasharray: 5 3;
+rect.open { fill-opacity: .45; stroke: var(--alert); stroke-width: 2; stroke-dasharray: 5 3;
   vector-effect: non-scaling-stroke; }
-.row rect.failed { stroke: var(--alert); stroke-width: 2; vector-effect: non-scaling-stroke; }
+rect.failed { stroke: var(--alert); stroke-width: 2; vector-effect: non-scaling-stroke; }
 .cut { stroke: var(--faint); stroke-width: 1; stroke-dasharray: 2 3; vector-effect: non-scaling-stroke; }
 .nothing { color: var(--faint); font-size: .85rem; }
 .axis { display: flex; justify-content: space-between; gap: 1rem; font-size: .8rem; color: var(--faint); }
-#about { min-height: 8.2em; margin: .6rem 0 0; padding: .5rem .75rem; background: var(--box);
+#about.shown { min-height: 9.5em; position: sticky; bottom: 0; }
+#about { margin: .6rem 0 0; padding: .5rem .75rem; background: var(--box);
   border: 1px solid var(--line); border-radius: 4px; font-size: .85rem; white-space: pre-wrap; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .87rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .6rem .3rem 0; border-bottom: 1px solid var(--line); }
 th { color: var(--faint); font-weight: 500; white-space: nowrap; }
-td.number, th.number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td { min-width: 9rem; }
+table.stacked td { min-width: 0; }
+td.short { min-width: 0; white-space: nowrap; overflow-wrap: normal; font-variant-numeric: tabular-nums; }
 tr.open td { color: var(--alert); }
 details { margin: .4rem 0; border: 1px solid var(--line); border-radius: 4px; background: var(--box); }
 summary { padding: .4rem .75rem; cursor: pointer; }
@@ -58,7 +61,8 @@ pre { overflow-x: auto; font-size: .83rem; line-height: 1.45; overflow-wrap: nor
 .k4 { fill: var(--k4); } .k5 { fill: var(--k5); } .k6 { fill: var(--k6); } .k7 { fill: var(--k7); }
 .k8 { fill: var(--k8); } .k9 { fill: var(--k9); } .k10 { fill: var(--k10); } .k11 { fill: var(--k11); }
 @media (max-width: 40rem) { body { padding: .6rem; } h1 { font-size: 1.05rem; padding: .6rem .75rem; }
-  .ranks { grid-template-columns: 1fr; gap: 1px; } .who { margin-top: .45rem; white-space: normal; }
+  .ranks { display: block; width: 56rem; } .ranks > div { display: block; }
+  .who { display: inline-block; margin-top: .45rem; position: sticky; left: 0; }
   table.stacked thead { display: none; } table.stacked tr { display: block; padding: .4rem 0;
   border-bottom: 1px solid var(--line); } table.stacked td { display: flex; gap: .75rem; border: 0; padding: .1rem 0;
   text-align: left; white-space: normal; } table.stacked td::before { content: attr(data-name); flex: 0 0 5.5rem;
@@ -76,6 +80,10 @@ document.getElementById("timeline").addEventListener("click", function (event) {
   chosen = event.target;
   chosen.classList.add("chosen");
   var row = chosen.parentNode.getAttribute("aria-label").replace("operations of ", "");
-  document.getElementById("about").textContent = row + "\\n" + title.textContent;
+  var about = document.getElementById("about");
+  about.textContent = row + "\\n" + title.textContent;
+  about.classList.add("shown");
 });
+var frame = document.getElementById("timeline").parentNode;
+frame.scrollLeft = frame.scrollWidth;
 """

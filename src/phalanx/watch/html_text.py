@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-__all__ = ["duration", "shown"]
+__all__ = ["ago", "duration", "shown"]
 
 _LONGEST = 200
 
@@ -35,6 +35,11 @@ def duration(nanoseconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}" if seconds < 1000 * size else f"{seconds:.0f} s"
     return f"{seconds * 1e6:.3g} µs"
+
+
+def ago(nanoseconds: float) -> str:
+    """How long before the report something was, so finely that operations after each other can be told apart."""
+    return f"{max(0.0, nanoseconds / 1e9):,.4f} s"
 
 
 _HOUR_S = 3600

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
 
-from phalanx.watch.html_text import duration, shown
+from phalanx.watch.html_text import ago, duration, shown
 from phalanx.watch.records import KINDS, Record
 from phalanx.words import format_bytes
 
@@ -109,7 +109,7 @@ def bar_text(record: Record, now_ns: int) -> str:
         f"{shown(record.name(), 80)}, operation {shown(record.number, 20)}",
         ", ".join(about),
         shown(record.where().strip(), 120, keep_end=True),
-        f"entered {duration(now_ns - record.entered_ns)} before the report",
+        f"entered {ago(now_ns - record.entered_ns)} before the report",
         _ending(record, now_ns),
     ]
     return "\n".join(line for line in lines if line)
@@ -119,4 +119,4 @@ def _ending(record: Record, now_ns: int) -> str:
     if record.under_way:
         return f"under way for {duration(now_ns - record.entered_ns)}"
     how = "failed" if record.failed else "left"
-    return f"{how} {duration(now_ns - record.left_ns)} before it, after {duration(record.left_ns - record.entered_ns)}"
+    return f"{how} {ago(now_ns - record.left_ns)} before it, after {duration(record.left_ns - record.entered_ns)}"
