@@ -226,7 +226,7 @@ HANGS = {
     ),
     "an exception's handler that waits": (
         """
-        try:  # BRANCH
+        try:
             if rank == 1: raise ValueError("bad batch")
         except ValueError:
             time.sleep(300)  # HERE

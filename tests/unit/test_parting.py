@@ -30,7 +30,18 @@ PROGRAMS = {
             all_reduce()  # W
         """,
     "an arm and what follows": """
-        if busy:  # HERE
+        if rank == 0:  # HERE
+            work()  # A
+        all_reduce()  # W
+        """,
+    "an arm in which all may have been, and one is slow": """
+        if saving:
+            work()  # A
+        all_reduce()  # W
+        """,
+    "an arm by a name that stands for the rank": """
+        leads = rank == 0
+        if leads:  # HERE
             work()  # A
         all_reduce()  # W
         """,
@@ -57,7 +68,7 @@ PROGRAMS = {
             all_reduce()  # W
         """,
     "an arm of a chain of elif, and what follows": """
-        if a:  # HERE
+        if rank == 1:  # HERE
             pass
         elif b:
             work()  # A
@@ -152,8 +163,13 @@ PROGRAMS = {
             all_reduce()  # W
         work()  # A
         """,
-    "a loop that lasts longer": """
-        while pending():  # HERE
+    "a loop in which one may be slow": """
+        while pending():
+            work()  # A
+        all_reduce()  # W
+        """,
+    "a loop that lasts longer on one rank": """
+        for _ in range(5 if rank else 9):  # HERE
             work()  # A
         all_reduce()  # W
         """,
@@ -412,6 +428,9 @@ def test_a_continue_is_named_that_the_awaited_rank_has_taken_to_its_next_pass(tm
 
 
 def test_a_rank_in_another_collective_is_not_taken_for_a_slow_one(tmp_path: Path) -> None:
+    branch = "if ready:\n    broadcast()  # A\nall_reduce()  # W\n"
+    assert hint(tmp_path / "train.py", branch, both_wait=True) == "the `if` in line 1"
+    assert hint(tmp_path / "train.py", branch) == ""
     text = "for batch in batches:\n    reduce()  # A\n    if bad:\n        continue\n    all_reduce()  # W\n"
     assert hint(tmp_path / "train.py", text, both_wait=True) == "the `if` in line 3"
     arms = "if rank == 0:\n    broadcast()  # A\nelse:\n    all_reduce()  # W\n"
@@ -421,7 +440,7 @@ def test_a_rank_in_another_collective_is_not_taken_for_a_slow_one(tmp_path: Path
 def test_without_the_stack_of_those_that_wait_only_what_runs_once_is_compared(tmp_path: Path) -> None:
     text = dedent(PROGRAMS["an arm and what follows"])
     assert hint(tmp_path / "train.py", text, asked=False) == "the `if` in line 2"
-    inside = "def f():\n    if busy:\n        work()  # A2\n    all_reduce()  # W2\nf()  # A1 W1\nf()\n"
+    inside = "def f():\n    if rank == 0:\n        work()  # A2\n    all_reduce()  # W2\nf()  # A1 W1\nf()\n"
     assert hint(tmp_path / "train.py", inside) == "the `if` in line 2"
     assert hint(tmp_path / "train.py", inside, asked=False) == ""
 
@@ -458,11 +477,15 @@ def test_a_statement_of_another_file_is_named_with_it(tmp_path: Path) -> None:
 def test_ranks_that_parted_before_are_not_compared_where_they_are_now(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text("if rank == 0:\n    work()\nall_reduce()\n")
-    shifted = [record(1, "other.py:1", done=True)], [record(1, "other.py:2", done=True), record(2, "train.py:3")]
-    ranks = [seen(0, path, [2], shifted[0]), seen(1, path, [3], shifted[1])]
-    verdict = judge(ranks)
-    assert verdict is not None
-    assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == ""
+    # The awaited rank has left out the call in line 1, so each later one meets another's; in the arms of `if rank == 0`
+    # ranks call different lines as well, but not each other's.
+    for called, others, expects in (((2, 3), (1, 2), ""), ((8, 3), (9, 3), "the `if` in line 1")):
+        own = [record(number, f"other.py:{line}", done=True) for number, line in enumerate(called, 1)]
+        theirs = [record(number, f"other.py:{line}", done=True) for number, line in enumerate(others, 1)]
+        ranks = [seen(0, path, [2], own), seen(1, path, [3], [*theirs, record(3, "train.py:3")])]
+        verdict = judge(ranks)
+        assert verdict is not None
+        assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == expects
 
 
 def test_a_rank_that_has_ended_well_has_left_out_what_one_branch_decides(tmp_path: Path) -> None:

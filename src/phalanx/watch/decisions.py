@@ -18,7 +18,7 @@ __all__ = ["Decision", "Place", "Program", "read_program"]
 
 _LARGEST = 1 << 20  # bytes; the launcher reads the text while a job hangs, and has more to do
 # A condition that names one of these is expected to differ between ranks: rank, local_rank, is_main_process.
-_OF_RANKS = ("rank", "main_process")
+_OF_RANKS = ("rank", "main_process", "master")
 _TRIES = tuple(getattr(ast, name) for name in ("Try", "TryStar") if hasattr(ast, name))  # the second from Python 3.11
 _EXITS = ("sys.exit", "exit", "quit", "os._exit")
 # What cannot take long, so that no rank is found there if the line has more than that.
@@ -113,7 +113,9 @@ class Program:
     def __init__(self, text: bytes) -> None:
         self._places: list[Place] = []
         self._jumps: list[_Jump] = []
-        self._read(ast.parse(text).body, 0, ())
+        tree = ast.parse(text)
+        self._of_ranks = _names_of_ranks(tree)
+        self._read(tree.body, 0, ())
 
     def place_at(self, line: int) -> Place | None:
         """The place on this line; None if there is none, or if it cannot be known which of several is meant."""
@@ -182,7 +184,9 @@ class Program:
             self._read_loop(node, function, arms)
         elif isinstance(node, ast.Match):
             guards = [case.guard for case in node.cases if case.guard is not None]
-            decision = _decision("match", node, [node.subject, *guards, *(case.pattern for case in node.cases)], ())
+            decision = self._decision(
+                "match", node, [node.subject, *guards, *(case.pattern for case in node.cases)], ()
+            )
             self._places.append(Place(node.lineno, _last_line(node.subject), function, arms, _is_quick([node.subject])))
             for number, case in enumerate(node.cases):
                 self._read(case.body, function, (*arms, Arm(decision, number)))
@@ -202,7 +206,7 @@ class Program:
         while _is_elif(chain[-1]):
             chain.append(chain[-1].orelse[0])  # type: ignore[arg-type]
         tests = [part.test for part in chain]
-        decision = _decision("if", node, tests, tests)
+        decision = self._decision("if", node, tests, tests)
         for number, part in enumerate(chain):
             self._head(part, part.body, function, arms, [part.test])
             self._read(part.body, function, (*arms, Arm(decision, number)))
@@ -211,7 +215,7 @@ class Program:
     def _read_loop(self, node: ast.For | ast.AsyncFor | ast.While, function: int, arms: tuple[Arm, ...]) -> None:
         is_while = isinstance(node, ast.While)
         condition = node.test if isinstance(node, ast.While) else node.iter
-        decision = _decision("while" if is_while else "for", node, [condition], [condition] if is_while else ())
+        decision = self._decision("while" if is_while else "for", node, [condition], [condition] if is_while else ())
         # The head is evaluated whether or not there is a pass, and again before each.
         self._head(
             node, node.body, function, (*arms, Arm(decision, 0, is_conditional=False, is_loop=True)), [condition]
@@ -220,7 +224,7 @@ class Program:
         self._read(node.orelse, function, (*arms, Arm(decision, 1)))
 
     def _read_try(self, node: Any, function: int, arms: tuple[Arm, ...]) -> None:
-        decision = _decision("try", node, (), ())
+        decision = self._decision("try", node, (), ())
         body = Arm(decision, 0, is_conditional=False, can_be_cut_short=bool(node.handlers))
         self._read(node.body, function, (*arms, body))
         self._read(node.orelse, function, (*arms, Arm(decision, 0)))
@@ -234,6 +238,14 @@ class Program:
         first = min([node.lineno, *(part.lineno for part in parts)])
         last = max([node.lineno, body[0].lineno - 1, *(_last_line(part) for part in parts)])
         self._places.append(Place(first, last, function, arms, _is_quick(parts)))
+
+    def _decision(
+        self, word: str, node: ast.stmt, parts: Iterable[ast.AST], conditions: Iterable[ast.expr]
+    ) -> Decision:
+        names = [name for part in parts for name in _names(part)]
+        constants = [isinstance(test, ast.Constant) or "__name__" in _names(test) for test in conditions]
+        is_of_rank = any(_is_of_rank(name) or name in self._of_ranks for name in names)
+        return Decision(word, node.lineno, node.col_offset, is_of_rank, bool(constants) and all(constants))
 
     def _note_jump(self, node: ast.stmt, place: Place) -> None:
         if isinstance(node, (ast.Break, ast.Continue)):
@@ -252,11 +264,21 @@ def _reasons(jump: _Jump, place: Place) -> set[Decision]:
     return {arm.decision for arm in around if arm.is_conditional}
 
 
-def _decision(word: str, node: ast.stmt, parts: Iterable[ast.AST], conditions: Iterable[ast.expr]) -> Decision:
-    names = [name for part in parts for name in _names(part)]
-    constants = [isinstance(test, ast.Constant) or "__name__" in _names(test) for test in conditions]
-    is_of_rank = any(word in name.lower() for name in names for word in _OF_RANKS)
-    return Decision(word, node.lineno, node.col_offset, is_of_rank, bool(constants) and all(constants))
+def _names_of_ranks(tree: ast.AST) -> set[str]:
+    """What is assigned from an expression that names a rank, as ``leads = rank == 0``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            # The result of a call says nothing: `model = build(rank)`.
+            is_condition = isinstance(node.value, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.IfExp))
+            if is_condition and any(_is_of_rank(name) for name in _names(node.value)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found |= {name for target in targets for name in _names(target)}
+    return found
+
+
+def _is_of_rank(name: str) -> bool:
+    return any(word in name.lower() for word in _OF_RANKS)
 
 
 def _names(node: ast.AST) -> Iterator[str]:

@@ -4,7 +4,8 @@ Two ranks' stacks are equal down to a function in which they stand at different 
 out by the rank that is at the other: the earlier one, unless a loop around both has taken the ranks to different
 passes. What can have had a rank leave it out (``decisions.py``) is what to look at. It is named only if there is one
 such statement, or if of several one alone decides by the rank; otherwise nothing is said. A rank that is merely slow
-stands earlier, and outside of any branch that the others have not been in.
+stands earlier, perhaps in a branch that the others have been in too, so a branch around it counts only if it decides by
+the rank.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from phalanx.watch.verdict import Seen, Verdict
 __all__ = ["parting"]
 
 _MANY = 2  # loops; how many does not matter
+_IN_STEP = 8  # calls in a row at the same lines, after which ranks are evidently in step
 
 
 @dataclass(frozen=True)
@@ -145,14 +147,15 @@ class _Search:
             return None if deeper is None else deeper | {(ours[at].file, decision) for decision in own}
 
         awaited_is_first = here.first < there.first
-        if not loops:
-            return self._chosen([left_out(awaited_is_first, False)])
-        if ahead is not None:
-            return self._chosen([left_out(ahead < 0 or (ahead == 0 and awaited_is_first), ahead != 0)])
-        # A slow rank in an earlier pass cannot be told from one that has left out a call in this one.
-        usual, unusual = left_out(awaited_is_first, False), left_out(not awaited_is_first, True)
-        slow = not awaited.is_in_operation and (not awaited_is_first or unusual != set())
-        return self._chosen([usual, unusual], only_of_rank=slow)
+        can_be_slow = not awaited.is_in_operation
+        if not loops or ahead is not None:
+            # All may have been where a slow one still is, also in a branch: it counts only if it is the rank's.
+            is_behind = awaited_is_first if not ahead else ahead < 0
+            found = left_out(is_behind, bool(ahead))
+            return self._chosen([found], only_of_rank=is_behind and can_be_slow)
+        # Here a slow one in an earlier pass cannot be told from one that has left out a call in this one either.
+        both = [left_out(awaited_is_first, False), left_out(not awaited_is_first, True)]
+        return self._chosen(both, only_of_rank=can_be_slow)
 
     def _decisions(
         self, steps: Iterable[_Step], *, after_exit: bool = False, after_error: bool = False
@@ -209,35 +212,32 @@ def _representatives(waiting: Sequence[Seen]) -> list[Seen]:
 
 
 def _in_step(one: Seen, other: Seen) -> bool:
-    """Whether the last collective that both have done was called at the same line by both.
+    """Whether both have called their last common collectives at the same lines, or at lines that the other never calls.
 
-    If it was not, they may have parted long before, by a call that one has left out.
+    If not, they have parted before, by a call that one has left out. Arms of a branch by rank are no such sign.
     """
-    if one.recording is None or other.recording is None:
-        return True
     groups = {rank.operation.group.name for rank in (one, other) if rank.operation is not None}
-    return all(
-        _called(one.recording.records, group, number) == _called(other.recording.records, group, number)
-        for group in groups
-        for number in [_last_common(one, other, group)]
-        if number
-    )
+    for group in groups:
+        own, others = _calls(one, group), _calls(other, group)
+        crossed, equal = False, 0
+        for number in sorted(own.keys() & others.keys(), reverse=True):
+            equal = equal + 1 if own[number] == others[number] else 0
+            crossed |= not equal and (own[number] in others.values() or others[number] in own.values())
+            if equal >= _IN_STEP:
+                break
+        if crossed:
+            return False
+    return True
 
 
-def _last_common(one: Seen, other: Seen, group: str) -> int:
-    numbers = []
-    for rank in (one, other):
-        current = rank.operation
-        records = rank.recording.records if rank.recording is not None else ()
-        numbers.append({r.in_group for r in records if r.group.name == group and not r.is_message and r is not current})
-    return max(numbers[0] & numbers[1], default=0)
-
-
-def _called(records: Iterable[Record], group: str, number: int) -> str:
-    return next(
-        (r.site for r in records if r.group.name == group and r.in_group == number and not r.is_message),
-        "",
-    )
+def _calls(rank: Seen, group: str) -> dict[int, str]:
+    """The lines at which a rank has called the group's collectives, by their numbers, without the one it is in."""
+    records = rank.recording.records if rank.recording is not None else ()
+    return {
+        record.in_group: record.site
+        for record in records
+        if record.group.name == group and not record.is_message and record is not rank.operation
+    }
 
 
 def _site(rank: Seen) -> str:
