@@ -17,7 +17,7 @@ import pytest
 from phalanx.watch.parting import parting
 from phalanx.watch.records import Group, Record, Recording
 from phalanx.watch.stack_text import Frame
-from phalanx.watch.verdict import Seen, judge
+from phalanx.watch.verdict import Seen, Verdict, judge
 
 WORLD = Group("0", "phalanx", (0, 1, 2))
 
@@ -497,6 +497,18 @@ def test_a_rank_that_has_ended_well_has_left_out_what_one_branch_decides(tmp_pat
         verdict = judge(ranks)
         assert verdict is not None
         assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == expects
+
+
+def test_many_ranks_are_compared_at_the_cost_of_the_different_ways_among_them(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("if rank < 500:\n    work()\nall_reduce()\n")
+    done = [record(number, "other.py:1", done=True) for number in range(1, 200)]
+    ranks = [seen(rank, path, [2], done) for rank in range(500)]
+    ranks += [seen(rank, path, [3], [*done, record(200, "train.py:3")], asked=rank == 500) for rank in range(500, 1000)]
+    verdict = Verdict("the first half is late", tuple(range(500)), tuple(range(500, 1000)), 0)
+    begun = time.process_time()
+    assert parting(verdict, ranks, str(tmp_path), time.time() + 60) == "the `if` in line 1"
+    assert time.process_time() - begun < 20  # 250,000 pairs of ranks would take minutes
 
 
 def test_a_stopped_rank_is_where_it_is_for_another_reason(tmp_path: Path) -> None:

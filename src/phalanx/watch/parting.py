@@ -22,6 +22,7 @@ from phalanx.watch.verdict import Seen, Verdict
 __all__ = ["parting"]
 
 _MANY = 2  # loops; how many does not matter
+_MOST_WAYS = 8  # of each side; with more there is no one statement that parts them
 _IN_STEP = 8  # calls in a row at the same lines, after which ranks are evidently in step
 
 
@@ -81,10 +82,12 @@ class _Search:
 
     def common(self, awaited: Sequence[Seen], waiting: Sequence[Seen]) -> tuple[str, Decision] | None:
         """The one statement, with its file, that parts each of these ranks from each of those."""
+        awaited, waiting = _representatives(awaited), _representatives(waiting)
+        if max(len(awaited), len(waiting)) > _MOST_WAYS:
+            return None
         if any(not _in_step(one, other) for one in awaited for other in waiting):
             return None
-        first = {self._way(rank) for rank in awaited}
-        second = {self._way(rank) for rank in _representatives(waiting)}
+        first, second = {self._way(rank) for rank in awaited}, {self._way(rank) for rank in waiting}
         results = {self._parted(one, other) if one and other else None for one in first for other in second}
         return results.pop() if len(results) == 1 else None
 
@@ -204,11 +207,14 @@ class _Search:
         return self._programs[file]
 
 
-def _representatives(waiting: Sequence[Seen]) -> list[Seen]:
-    """Ranks whose ways are all there is to compare: those with a stack, and for each other place one without."""
-    with_stack = [rank for rank in waiting if rank.frames]
-    known = {_site(rank) for rank in with_stack}
-    return with_stack + [rank for rank in waiting if not rank.frames and _site(rank) not in known]
+def _representatives(ranks: Sequence[Seen]) -> list[Seen]:
+    """One rank for each way: a stack, a line, and a step. Without a stack it counts only if no other is at its line."""
+    ways: dict[tuple[object, ...], Seen] = {}
+    for rank in ranks:
+        step = rank.recording.step if rank.recording is not None else -1
+        ways.setdefault((_site(rank), rank.frames, rank.ended_well, bool(rank.frames) and step), rank)
+    known = {_site(rank) for rank in ways.values() if rank.frames}
+    return [rank for rank in ways.values() if rank.frames or rank.operation is None or _site(rank) not in known]
 
 
 def _in_step(one: Seen, other: Seen) -> bool:
