@@ -43,11 +43,12 @@ for step in range(2):
 """
 
 # Each: the body, and what the first sentence says. HERE stands for the place of this comment, WAIT for that of the
-# others' call, and THERE for that in compute().
+# others' call, and THERE for that in compute(). The line with BRANCH is to be looked at, as the end of the sentence
+# says; without one the sentence has no such end.
 HANGS = {
     "sleeping": (
         """
-        if rank == 1:
+        if rank == 1:  # BRANCH
             time.sleep(300)  # HERE
         world.barrier()  # WAIT
         """,
@@ -55,7 +56,7 @@ HANGS = {
     ),
     "a lock that another thread holds": (
         """
-        if rank == 2:
+        if rank == 2:  # BRANCH
             lock.acquire()
             lock.acquire()  # HERE
         world.all_reduce(x)  # WAIT
@@ -64,7 +65,7 @@ HANGS = {
     ),
     "the interpreter's lock held in C": (
         """
-        if rank == 0:
+        if rank == 0:  # BRANCH
             9 ** 10**8  # HERE
         world.all_reduce(x)  # WAIT
         """,
@@ -72,7 +73,7 @@ HANGS = {
     ),
     "computing in C": (
         """
-        if rank == 1:
+        if rank == 1:  # BRANCH
             for _ in range(10**9): torch.ones(2000, 2000) @ torch.ones(2000, 2000)  # HERE
         world.broadcast(x, src=1)  # WAIT
         """,
@@ -99,7 +100,7 @@ HANGS = {
     ),
     "one rank's loop is shorter": (
         """
-        for _ in range(5 if rank else 4):
+        for _ in range(5 if rank else 4):  # BRANCH
             world.all_reduce(x)  # WAIT
         if rank == 0:
             compute()
@@ -109,7 +110,7 @@ HANGS = {
     ),
     "the wrong group": (
         """
-        if rank == 0:
+        if rank == 0:  # BRANCH
             dist.all_reduce(x, group=pairs[0])  # HERE
         else:
             dist.all_reduce(x, group=everybody)  # WAIT
@@ -119,7 +120,7 @@ HANGS = {
     ),
     "swapped calls of two groups": (
         """
-        if rank == 0:
+        if rank == 0:  # BRANCH
             dist.all_reduce(x, group=pairs[0])  # HERE
             dist.all_reduce(x, group=everybody)
         else:
@@ -170,7 +171,7 @@ HANGS = {
     ),
     "an asynchronous call that is waited for": (
         """
-        if rank == 2:
+        if rank == 2:  # BRANCH
             compute()
         work = dist.all_reduce(x, async_op=True)  # WAIT
         work.wait()
@@ -179,7 +180,7 @@ HANGS = {
     ),
     "inside the evaluation": (
         """
-        if rank == 1:
+        if rank == 1:  # BRANCH
             with phalanx.label("evaluation"):
                 compute()
         world.reduce(x, dst=0)  # WAIT
@@ -190,7 +191,7 @@ HANGS = {
     ),
     "an input that nobody gives": (
         """
-        if rank == 1:
+        if rank == 1:  # BRANCH
             os.read(os.pipe()[0], 1)  # HERE
         world.all_reduce(x)  # WAIT
         """,
@@ -199,7 +200,7 @@ HANGS = {
     "a child process that does not end": (
         """
         import subprocess
-        if rank == 1:
+        if rank == 1:  # BRANCH
             subprocess.run(["sleep", "300"])  # HERE
         world.all_reduce(x)  # WAIT
         """,
@@ -207,7 +208,7 @@ HANGS = {
     ),
     "a thread that is never joined": (
         """
-        if rank == 0:
+        if rank == 0:  # BRANCH
             thread = threading.Thread(target=time.sleep, args=(300,), daemon=True)
             thread.start()
             thread.join()  # HERE
@@ -217,7 +218,7 @@ HANGS = {
     ),
     "two that are missing": (
         """
-        if rank:
+        if rank:  # BRANCH
             time.sleep(300)  # HERE
         dist.all_gather([x] * 3, x)  # WAIT
         """,
@@ -245,6 +246,13 @@ def numbered(script: str, pattern: str) -> str:
     return pattern
 
 
+def hint(script: str) -> str:
+    for number, line in enumerate(script.splitlines(), 1):
+        if line.endswith("  # BRANCH"):
+            return f"the `{re.split('[ :]', line.strip())[0]}` in line {number}"
+    return ""
+
+
 # One of each kind of sentence; the others differ in what keeps the rank.
 USUAL = (
     "the interpreter's lock held in C",
@@ -267,7 +275,12 @@ def test_the_first_sentence_of_the_report_names_the_rank_and_the_line(launcher: 
     expected = numbered(script, pattern)
     job = launcher.start("-n", "3", *options, path)
     done = interrupted_after(job, folder, expected)
-    assert re.search(rf"phalanx: {expected}, for \d+ s now\n", done.err_text), done.err_text
+    advice = f"; look at {hint(script)}" if hint(script) else ""
+    assert re.search(rf"phalanx: {expected}, for \d+ s now{advice}\n", done.err_text), done.err_text
+    newest = max(folder.glob("hang-*.json"), key=lambda path: int(path.stem.split("-")[1]))
+    assert json.loads(newest.read_text())["hint"] == hint(script)
+    shown = phalanx("report", str(folder))
+    assert shown.stdout.splitlines()[0].endswith(f"{advice}."), shown.stdout + shown.stderr
 
 
 def interrupted_after(job: RunningJob, folder: Path, expected: str) -> Outcome:
@@ -320,6 +333,11 @@ def test_the_report_has_evidence_for_people_for_programs_and_for_torch(launcher:
     assert values["awaited"] == [1]
     assert values["waiting"] == [0, 2]
     assert [rank["rank"] for rank in values["ranks"]] == [0, 1, 2]
+    page = tmp_path / "page.html"
+    written = phalanx("report", str(folder), "--html", str(page))
+    assert written.stdout.startswith(f"phalanx report: wrote {page} ("), written.stderr
+    assert re.search(r"<h1>Rank 1 is at .*look at the <code>if</code> in line \d+\.</h1>", page.read_text())
+    assert all(f'aria-label="operations of rank {rank}"' in page.read_text() for rank in range(3))
     latest = max(folder.glob("hang-*-torch"), key=lambda path: int(path.name.split("-")[1]))
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(latest)]
     analysed = subprocess.run([*command, "--prefix", "rank_"], capture_output=True, text=True, timeout=240)

@@ -12,6 +12,7 @@ others wait, and where that one is. It is repeated ever more seldom.
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,14 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.job.job import Job
-from phalanx.launch.output.stacks import format_stack, place_in
+from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.sight import Examination, Sight
+from phalanx.watch.parting import parting
 from phalanx.watch.verdict import Seen, Verdict, judge
 
 __all__ = ["HangWatch"]
 
 _AGAIN = 4  # each warning of one wait comes when it has lasted so many times longer than at the last
 _UNANSWERED_S = 10.0  # the zygote, or the relay, waits a few seconds for ranks that do not say where they are
+_MOST_ASKED = 4  # of those that wait, one for each line, for a warning
 
 
 class HangWatch:
@@ -49,6 +52,7 @@ class HangWatch:
         self._asks_for_stacks = False
         self._wants_report = False
         self._report_not_before = 0.0
+        self._begun_at = time.time()
 
     def due_in_s(self) -> float | None:
         """When :meth:`look` has something to do; None for never."""
@@ -111,8 +115,8 @@ class HangWatch:
         if verdict is None or not (found.waited_s >= self._warn_at_s or self._wants_report):
             return  # they went on meanwhile
         running = [seen.rank for seen in found.ranks if not seen.ended and not seen.silent]
-        of = running if self._wants_report else [rank for rank in verdict.awaited if rank in running]
-        self._ask(of, found.silent, for_stacks=True)
+        asked = running if self._wants_report else [*verdict.awaited, *_one_for_each_line(verdict, found.ranks)]
+        self._ask([rank for rank in running if rank in asked], found.silent, for_stacks=True)
 
     def _tell(self, found: Examination) -> None:
         """Say who waits for whom."""
@@ -120,9 +124,10 @@ class HangWatch:
         verdict = judge(seen)
         if verdict is None or found.waited_s < self._wanted.warn_after_s:
             return  # they went on meanwhile
+        verdict = replace(verdict, hint=parting(verdict, seen, os.getcwd(), self._begun_at))
         if found.waited_s >= self._warn_at_s:
             self._warn_at_s = found.waited_s * _AGAIN
-            self._say(f"{verdict.sentence}, for {found.waited_s:.0f} s now")
+            self._say(f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}")
         if self._wants_report:
             self._reported = True
             if self._wanted.report_dir:
@@ -150,4 +155,13 @@ class HangWatch:
 
 
 def _placed(seen: Seen, stack: str) -> Seen:
-    return replace(seen, place=place_in(stack)) if stack else seen
+    return replace(seen, place=place_in(stack), frames=frames_in(stack)) if stack else seen
+
+
+def _one_for_each_line(verdict: Verdict, seen: Sequence[Seen]) -> list[int]:
+    """Ranks that wait, one for each line at which they do, whose stacks show how they have come there."""
+    lines: dict[str, int] = {}
+    for rank in seen:
+        if rank.rank in verdict.waiting and rank.operation is not None:
+            lines.setdefault(rank.operation.site, rank.rank)
+    return list(lines.values())[:_MOST_ASKED]

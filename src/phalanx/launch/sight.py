@@ -113,7 +113,14 @@ class SightHere:
 
     def _seen(self, rank: int, known: Watched) -> Seen:
         state = processes.state_of(known.pid) if known.pid is not None and known.end is None else ""
-        return Seen(rank, self._recording(rank), state, _ended(known.end), asked=self._trace.asked(rank))
+        return Seen(
+            rank,
+            self._recording(rank),
+            state,
+            _ended(known.end),
+            asked=self._trace.asked(rank),
+            ended_well=_well(known.end),
+        )
 
     def _recording(self, rank: int) -> Recording | None:
         try:
@@ -197,6 +204,7 @@ def _sent(rank: int, known: Watched, sent: Mapping[str, Any], host: str, *, sile
         asked=sent.get("asked", ""),
         host=host,
         silent=silent and not ended,
+        ended_well=_well(known.end),
     )
 
 
@@ -206,3 +214,7 @@ def _runs(known: Watched) -> bool:
 
 def _ended(end: End | None) -> str:
     return "" if end is None else f"exit code {end.status}" if end.status >= 0 else f"signal {-end.status}"
+
+
+def _well(end: End | None) -> bool:
+    return end is not None and end.status == 0

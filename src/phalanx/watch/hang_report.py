@@ -22,7 +22,9 @@ from phalanx.words import format_named
 __all__ = ["HangReport", "latest_report", "read_report", "write_report"]
 
 _NAME = re.compile(r"hang-(\d+)\.json")
-_KEPT = 32  # the last operations of each rank that the report has; the folder beside it has all
+# How many of each rank's last operations the report has: so many of all ranks together, but neither fewer nor more than
+# these of each. The folder beside it has all.
+_KEPT, _FEWEST_KEPT, _MOST_KEPT = 16384, 32, 256
 _SHOWN = 5
 _VERSION = 1
 
@@ -54,6 +56,7 @@ class HangReport:
         return {
             "version": _VERSION,
             "verdict": self.verdict.sentence,
+            "hint": self.verdict.hint,
             "awaited": list(self.verdict.awaited),
             "waiting": list(self.verdict.waiting),
             "waited_s": round((self.now_ns - self.verdict.since_ns) / 1e9, 3),
@@ -66,7 +69,8 @@ class HangReport:
         }
 
     def _rank(self, seen: Seen) -> dict[str, Any]:
-        recording = seen.recording.latest(_KEPT).to_json() if seen.recording is not None else None
+        kept = min(_MOST_KEPT, max(_FEWEST_KEPT, _KEPT // len(self.ranks)))
+        recording = seen.recording.latest(kept).to_json() if seen.recording is not None else None
         return {
             "rank": seen.rank,
             "state": seen.state,
@@ -82,7 +86,7 @@ class HangReport:
     def text(self) -> str:
         """The report for people: the verdict, then each rank's operation, then stacks, then the last operations."""
         waited_s = (self.now_ns - self.verdict.since_ns) / 1e9
-        lines = [f"{_capital(self.verdict.sentence)}.", "", f"{self.job}, on {self.host}, {self.when}"]
+        lines = [f"{self.headline()}.", "", f"{self.job}, on {self.host}, {self.when}"]
         lines += [f"nobody has moved for a while; the first has been waiting for {waited_s:.1f} s", ""]
         lines += [f"{f'rank {seen.rank}':>9}  {self._state(seen)}" for seen in self.ranks]
         alike: dict[tuple[str, ...], list[int]] = {}
@@ -95,6 +99,10 @@ class HangReport:
             if not seen.silent:
                 lines += [f"rank {seen.rank}", *self._operations(seen)]
         return "\n".join(lines) + "\n"
+
+    def headline(self) -> str:
+        """The first sentence, without its full stop."""
+        return f"{_capital(self.verdict.sentence)}{self.verdict.advice}"
 
     def _state(self, seen: Seen) -> str:
         where = f"on {seen.host}, " if seen.host else ""
@@ -161,7 +169,8 @@ def read_report(path: Path) -> HangReport:
     if not isinstance(values, dict) or values.get("version") != _VERSION:
         raise ValueError("it is not a report of this version of Phalanx")
     try:
-        verdict = Verdict(values["verdict"], tuple(values["awaited"]), tuple(values["waiting"]), values["since_ns"])
+        who = tuple(values["awaited"]), tuple(values["waiting"])
+        verdict = Verdict(values["verdict"], *who, values["since_ns"], values.get("hint", ""))
         stacks = {rank["rank"]: rank["stack"] for rank in values["ranks"] if rank["stack"]}
         ranks = [_seen(rank) for rank in values["ranks"]]
         return HangReport(values["job"], values["host"], values["when"], values["now_ns"], verdict, ranks, stacks)

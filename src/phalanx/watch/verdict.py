@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.watch.records import Record, Recording, world_rank
+from phalanx.watch.stack_text import Frame
 from phalanx.words import format_named
 
-__all__ = ["Seen", "Verdict", "judge"]
+__all__ = ["Seen", "Verdict", "judge", "state_text"]
 
 _STATES = {
     "T": "stopped (state T)",
@@ -22,6 +23,11 @@ _STATES = {
     "D": "waiting for a disk or a driver (state D)",
     "R": "running",
 }
+
+
+def state_text(state: str) -> str:
+    """What the kernel's letter for a process's state means, as "stopped (state T)"."""
+    return _STATES.get(state) or ("sleeping" if state == "S" else f"state {state}" if state else "not known")
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,9 @@ class Seen:
         asked: what it has asked another process for, and waits for.
         host: where it runs; empty if all ranks of the job are on one host.
         silent: its host did not answer in time, so that nothing else of this is known.
+        ended_well: whether it has ended without a failure.
+        frames: its main thread's stack, the innermost call first, without those of the launcher; empty if it did not
+            say.
     """
 
     rank: int
@@ -47,6 +56,8 @@ class Seen:
     asked: str = ""
     host: str = ""
     silent: bool = False
+    ended_well: bool = False
+    frames: tuple[Frame, ...] = ()
 
     @property
     def operation(self) -> Record | None:
@@ -64,12 +75,19 @@ class Verdict:
         awaited: the ranks that the others wait for, in the world; of a circle all of its ranks.
         waiting: the ranks that wait.
         since_ns: since when the first of them has been waiting, on the host's monotonic clock.
+        hint: what to look at in the program, as "the `if` in line 55"; empty if that cannot be told.
     """
 
     sentence: str
     awaited: tuple[int, ...]
     waiting: tuple[int, ...]
     since_ns: int
+    hint: str = ""
+
+    @property
+    def advice(self) -> str:
+        """The hint as it ends a sentence; empty if there is none."""
+        return f"; look at {self.hint}" if self.hint else ""
 
 
 def judge(ranks: Sequence[Seen]) -> Verdict | None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.watch.stack_text import OWN, Frame, asked_in, frames_of
 from phalanx.words import format_named
 
-__all__ = ["format_places", "format_stack", "format_stacks", "place_in"]
+__all__ = ["format_places", "format_stack", "format_stacks", "frames_in", "place_in"]
 
 _LAUNCHERS = (f"{OWN}launch{os.sep}", f"{OWN}commands{os.sep}", f"{OWN}__main__.py")
 _MOST_PLACES = 8
@@ -56,6 +56,11 @@ def _line(stack: str) -> str:
 def place_in(stack: str) -> str:
     """The innermost line of the script in a stack, with its text; empty if the stack has none."""
     return _line(_last(stack)) if _frames(_last(stack)) else ""
+
+
+def frames_in(stack: str) -> tuple[Frame, ...]:
+    """The frames of a stack, the innermost call first, without the launcher's."""
+    return tuple(_frames(_last(stack)))
 
 
 def format_stack(stack: str) -> list[str]:

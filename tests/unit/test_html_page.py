@@ -1,0 +1,241 @@
+"""A report as a page of HTML: everything is on it, nothing of the job becomes markup, and it stays small."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from phalanx.watch.hang_report import HangReport, write_report
+from phalanx.watch.html_page import page
+from phalanx.watch.html_timeline import Axis
+from phalanx.watch.records import Group, Record, Recording
+from phalanx.watch.verdict import Seen, Verdict
+
+EVIL = "</title></script><script>alert(1)</script><img src=http://evil.test/x onerror='alert(2)'>\"'&amp;"
+SECOND = 10**9
+NOW = 1000 * SECOND
+LEAF = ("meta", "rect", "path", "br")  # without an end tag, or closed at once
+
+
+class Page(HTMLParser):
+    """What a reader finds on a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in LEAF:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in LEAF:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def inside(self, tag: str) -> str:
+        return "\n".join(text for name, text in self.texts if name == tag)
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(text for name, text in self.texts if name not in ("script", "style")).split())
+
+
+def operation(
+    number: int, *, world: Group, label: str = "", site: str = "train.py:7", kind: str = "all_reduce"
+) -> Record:
+    entered = NOW - 40 * SECOND + number * 2_000_000
+    return Record(
+        number, world, number + 1, kind, 4096, "float32", "sum", -1, site, label, 3, entered, entered + 10**6, False, -1
+    )
+
+
+def report(ranks: int, operations: int, *, text: str = "", site: str = "train.py:7") -> HangReport:
+    """All ranks but the last wait."""
+    world = Group(text or "0", "phalanx", tuple(range(ranks)))
+    seen, stacks = [], {}
+    for rank in range(ranks):
+        records = [operation(number, world=world, label=text, site=site) for number in range(operations)]
+        if rank < ranks - 1:
+            last = records[-1]
+            records[-1] = Record(**{**vars(last), "left_ns": 0, "kind": "broadcast", "nbytes": 1 << 20})
+        recording = Recording(5000 + rank, rank, ranks, 3, text, operations, tuple(records))
+        seen.append(Seen(rank, recording, "S", place=f"{site} step() {text}", asked=text))
+        stacks[rank] = [f'  File "{site}{text}", line {rank % 3}, in step{text}', f"    call{rank % 3}()"]
+    sentence = f"rank {ranks - 1} is in no operation; the others wait for it {text}"
+    verdict = Verdict(sentence, (ranks - 1,), tuple(range(ranks - 1)), NOW - 35 * SECOND, "the `if` in line 55")
+    return HangReport(f"phalanx run {text}", f"host{text}", "2026-11-23T01:00:00", NOW, verdict, seen, stacks)
+
+
+def test_it_has_the_verdict_every_rank_its_stack_and_its_operations() -> None:
+    found = Page(page(report(5, 40)))
+    headline = "Rank 4 is in no operation; the others wait for it ; look at the `if` in line 55."
+    assert "".join(text for tag, text in found.texts if tag in ("h1", "code")) == headline.replace("`", "")
+    assert found.of("code")
+    assert found.inside("title").startswith(headline.rstrip("."))
+    rows = [row for row in found.of("svg") if row["class"] == "row"]
+    assert [row["aria-label"] for row in rows] == [f"operations of rank {rank}" for rank in range(5)]
+    cells = [text for tag, text in found.texts if tag == "td"]
+    for rank in range(5):
+        assert str(rank) in cells
+        assert str(5000 + rank) in cells
+    stacks = found.inside("summary")
+    assert "ranks 1, 4 (awaited)" in stacks
+    assert "ranks 0, 3" in stacks
+    assert "rank 2" in stacks
+    for number in range(3):
+        assert f"line {number}, in step" in found.inside("pre")
+    assert "broadcast #40" in found.text
+    assert "all_reduce #40" in found.text
+    assert "under way" in cells
+    assert cells.count("1.00 ms") + cells.count("1 ms") > 0
+
+
+def test_each_operation_has_a_bar_that_says_what_it_is_and_the_open_ones_are_marked() -> None:
+    text = page(report(3, 10))
+    bars = [
+        attributes for attributes in Page(text).of("rect") if "width" in attributes and attributes["height"] != "12"
+    ]
+    assert len(bars) == 30
+    assert sum("open" in str(bar["class"]) for bar in bars) == 2
+    assert len({str(bar["class"]).split()[0] for bar in bars}) == 2  # all_reduce and broadcast
+    titles = re.findall(r"<rect[^>]*><title>([^<]*)</title>", text)
+    assert titles[0].splitlines() == [
+        "all_reduce #1, operation 0",
+        "float32, sum, 4.0 KiB",
+        "at train.py:7 in step 3",
+        "entered 40.0000 s before the report",
+        "left 39.9990 s before it, after 1 ms",
+    ]
+    assert titles[9].splitlines()[-1] == "under way for 40 s"
+    for bar in bars:
+        left, width = float(bar["x"] or "nan"), float(bar["width"] or "nan")
+        assert left >= 0
+        assert width > 0
+        assert left + width <= 1000.01
+
+
+def test_what_the_job_has_written_is_text_and_nothing_else() -> None:
+    plain, evil = page(report(3, 6)), page(report(3, 6, text=EVIL, site=f"/{EVIL}:7"))
+    found = Page(evil)
+    assert [tag for tag, _ in found.tags] == [tag for tag, _ in Page(plain).tags]
+    assert len(found.of("script")) == 1
+    assert not found.of("img")
+    assert "<script>alert(1)</script>" in found.text
+    for attributes in (attributes for _, attributes in found.tags):
+        assert not any(name.startswith("on") or name in ("href", "src", "style") for name in attributes)
+
+
+@pytest.mark.parametrize("letter", ["\0", "\x1b", "\n", "\u202e", "\u2066", "\ud800"])
+def test_letters_that_are_not_seen_do_not_reach_the_page(letter: str) -> None:
+    text = page(report(2, 3, text=f"before{letter}after"))
+    assert f"before{letter}after" not in text
+    assert "before\N{REPLACEMENT CHARACTER}after" in text
+    text.encode()
+
+
+def test_it_refers_to_nothing_outside_and_lets_nothing_run_but_its_own_script() -> None:
+    text = page(report(3, 6))
+    assert not re.search(r"https?:|//\w|url\(|@import", text)
+    found = Page(text)
+    (policy,) = [
+        str(meta["content"]) for meta in found.of("meta") if meta.get("http-equiv") == "Content-Security-Policy"
+    ]
+    script = re.search(r"<script>(.*)</script>", text, re.DOTALL)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert any(meta.get("name") == "viewport" for meta in found.of("meta"))
+    assert "prefers-color-scheme: dark" in text
+
+
+@pytest.mark.parametrize(("ranks", "operations"), [(64, 4096), (1, 4096), (1500, 300)])
+def test_its_size_is_bounded_and_each_rank_has_its_last_operations(ranks: int, operations: int) -> None:
+    made = report(ranks, operations, text="x" * 2048, site="/" + "d" * 500 + "/train.py:7")
+    text = page(made)
+    assert len(text) < 12_000_000
+    found = Page(text)
+    rows = {str(row["aria-label"]) for row in found.of("svg") if row["class"] == "row"}
+    assert rows == {f"operations of rank {rank}" for rank in range(ranks)}
+    assert text.count(f"#{operations}, operation") + text.count(f"#{operations} of group") >= ranks
+    assert re.search(r"[\d,]+ earlier operations of the report are not drawn", text)
+
+
+def test_an_operation_that_has_been_under_way_for_long_is_shown_among_many_later_ones() -> None:
+    made = report(2, 3000)
+    first = made.ranks[1].recording
+    assert first is not None
+    records = (Record(**{**vars(first.records[0]), "left_ns": 0, "kind": "barrier"}), *first.records[1:])
+    seen = [made.ranks[0], Seen(1, Recording(9, 1, 2, 0, "", 3000, records), "S")]
+    text = page(HangReport(made.job, made.host, made.when, NOW, made.verdict, seen, {}))
+    assert "barrier #1, operation 0" in text
+    assert "Ranks 0-1 have not said where" in text
+
+
+def test_ranks_without_operations_and_a_rank_that_has_ended_have_a_row() -> None:
+    seen = [Seen(0), Seen(1, ended="exit code 0")]
+    verdict = Verdict("rank 1 has ended", (1,), (0,), NOW)
+    found = Page(page(HangReport("job", "h", "now", NOW, verdict, seen, {})))
+    assert "No rank has recorded an operation." in found.text
+    assert "ended (exit code 0)" in found.text
+    assert "none recorded" in found.text
+
+
+def test_the_axis_keeps_the_order_of_moments_and_draws_long_spans_shorter() -> None:
+    world = Group("0", "phalanx", (0, 1))
+    records = [operation(number, world=world) for number in range(50)]
+    axis = Axis(records, NOW)
+    moments = sorted([moment for record in records for moment in (record.entered_ns, record.left_ns)] + [NOW])
+    places = [axis.at(moment) for moment in moments]
+    assert places == sorted(places)
+    assert places[0] == 0
+    assert places[-1] == pytest.approx(1000)
+    assert places[-1] - places[-2] < 100  # the wait of 40 s, behind operations of 0.1 s together
+    assert [round(span / SECOND) for _, span in axis.cuts] == [40]
+    widths = {round(axis.at(record.left_ns) - axis.at(record.entered_ns), 3) for record in records}
+    assert len(widths) == 1  # equal spans are drawn equally long
+    assert axis.at(moments[0] - 5) == 0
+    assert axis.at(NOW + 5) == pytest.approx(1000)
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
+    write_report(tmp_path, report(3, 6))
+    target = tmp_path / "page.html"
+    command = [sys.executable, "-m", "phalanx", "report", str(tmp_path)]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([*command, *arguments], capture_output=True, timeout=240)
+
+    done = run("--html", str(target))
+    assert done.returncode == 0, done.stderr
+    assert f"wrote {target} (".encode() in done.stdout
+    written = target.read_bytes()
+    assert "Rank 2 is in no operation" in Page(written.decode()).text
+    assert run("--html", "-").stdout == written
+    nowhere = run("--html", str(tmp_path / "nothing" / "page.html"))
+    assert nowhere.returncode != 0
+    assert b"cannot be written: No such file" in nowhere.stderr
+    both = run("--html", "-", "--json")
+    assert both.returncode == 2
+    assert not both.stdout
