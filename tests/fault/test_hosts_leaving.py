@@ -63,3 +63,64 @@ def test_a_script_that_comes_to_its_end_has_left(size: int, tmp_path: Path) -> N
             rank.kill()
             rank.wait()
     assert ends == [("left in order\n", "", 0), *[("", "", 0)] * (size - 1)]
+
+
+FAILS = """
+    import os, sys
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from tests.support.islands import pretend_host
+    from phalanx.errors import PeerLost
+
+    rank, size, file, call = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    pretend_host(rank * 2 // size)
+    store = FileStore(file, size)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100))
+    tensor = torch.ones(4)
+    if call == "recv after another":
+        dist.barrier()
+        if rank == size - 1:
+            dist.send(tensor, 0)
+        elif rank == 0:
+            dist.recv(tensor, size - 1)
+    dist.all_reduce(tensor)
+    if rank == size - 1:
+        raise ValueError("this batch is empty")
+    try:
+        if call == "all_reduce" or rank:
+            dist.all_reduce(tensor)
+        else:
+            dist.recv(tensor, size - 1)
+    except PeerLost as error:
+        print(error.group_rank, error)
+"""
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "recv", "recv after another"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_script_that_fails_has_not_left(size: int, call: str, tmp_path: Path) -> None:
+    """The last rank is alone on its host, where nobody else could say how it ended."""
+    script = tmp_path / "script.py"
+    script.write_text(dedent(FAILS))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(size), tmp_path / "store", call],
+            env={"PYTHONPATH": ":".join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        ends = [(*rank.communicate(timeout=300), rank.returncode) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert ends[-1][2] == 1
+    for out, err, _ in ends[:-1]:
+        assert out.startswith(f"{size - 1} rank {size - 1} of the group (pid "), out + err
+        assert f"has failed (ValueError: this batch is empty at {script}:" in out, out

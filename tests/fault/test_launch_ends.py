@@ -102,6 +102,24 @@ def test_the_cause_is_distinguished_from_its_consequences(launcher: Launcher) ->
     assert outcome.code == 1
 
 
+def test_a_death_is_the_cause_although_its_consequence_is_known_before(launcher: Launcher) -> None:
+    """The kernel takes long to take a process apart that had much memory; the others have long known that it went."""
+    script = launcher.script("""
+        import os, signal, time
+        from phalanx.errors import PeerLost
+        if os.environ['RANK'] == '0':
+            raise PeerLost('rank 1 of the group (pid 7) has ended')
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as is every signal to a process that is being taken apart
+        time.sleep(0.4)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    outcome = launcher.run("-n", "2", "-q", script)
+    assert outcome.err_text.startswith("phalanx: rank 1 of 2 failed\n"), outcome.err_text
+    assert "signal 9 (SIGKILL)" in outcome.err_text
+    assert "rank 0 then failed: phalanx.errors.PeerLost: rank 1 of the group" in outcome.err_text
+    assert outcome.code == 137
+
+
 @pytest.mark.parametrize(
     ("statement", "code", "said"),
     [

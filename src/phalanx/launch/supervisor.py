@@ -56,6 +56,9 @@ __all__ = ["HANDLED", "Supervisor"]
 LARGEST_REMAINDER = 1 << 20
 # How long the failures of other ranks are collected after the first one, before the rest is ended.
 SETTLE_S = 0.1
+# How much longer if all that is known are consequences of another rank's end. The kernel shows that end to the other
+# ranks at once, and to the rank's parent when it has taken the process apart, which takes long if that had much memory.
+CAUSE_S = 1.0
 # How long a reader of the output that has stopped reading may delay the launcher once the job is over.
 STALLED_READER_S = 1.0
 # How long the keepers of a killed relay may take to end their ranks.
@@ -102,6 +105,7 @@ class Supervisor:
         self.interrupted: int | None = None
         self.ending = False
         self.settle_until: float | None = None
+        self.cause_until = 0.0
         self.give_up_at: float | None = None
         self.early_signals: list[int] = []
         self.overdue: dict[float, list[int]] = {}
@@ -230,7 +234,9 @@ class Supervisor:
             self._order(signal.SIGTERM)
         if self.settle_until is not None and (time.monotonic() >= self.settle_until or self._all_ended()):
             self.settle_until = None
-            if not self.ending:
+            if not self.ending and time.monotonic() < self.cause_until and self._awaits_the_cause():
+                self.settle_until = time.monotonic() + SETTLE_S
+            elif not self.ending:
                 self._order(signal.SIGTERM, spare=self._winding_down())
 
     def _read(self, stream: RankStream) -> int:
@@ -319,6 +325,7 @@ class Supervisor:
         """A rank has failed: give the others a moment to report what they know, then end them."""
         if not self.ending and self.settle_until is None:
             self.settle_until = time.monotonic() + SETTLE_S
+            self.cause_until = self.settle_until + CAUSE_S
 
     def _on_zygote_gone(self) -> None:
         # The ranks closed their copies of the zygote's end, so the end of this socket is the end of the zygote.
@@ -406,6 +413,14 @@ class Supervisor:
 
     def _report(self, rank: int) -> Report | None:
         return read_report(self.descriptors.ranks[rank].report)
+
+    def _awaits_the_cause(self) -> bool:
+        """Whether the ranks that failed only say that another one has gone, and that may be one that has not ended."""
+        if any(rank.end is not None and rank.end.status == 0 for rank in self.ranks):
+            return False  # it has left them alone, and there is no other cause
+        reports = [self._report(number) for number in range(self.job.ranks)]
+        failed = [report for rank, report in zip(self.ranks, reports, strict=True) if rank.end or report]
+        return all(report is not None and report.consequence for report in failed) and len(failed) < len(self.ranks)
 
     def _winding_down(self) -> list[int]:
         """The ranks whose script has failed already: they are not signalled, so that their exit handlers can finish."""

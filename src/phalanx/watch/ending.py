@@ -1,7 +1,8 @@
 """Telling the other ranks how this one's script ends, as soon as it does.
 
 A process takes seconds to end once torch is loaded, and the others may wait for it meanwhile. So an exception that
-nobody caught is told from the exception hook, before the interpreter begins to finalise. An exit is told by the core,
+nobody caught is told from the exception hook, before the interpreter begins to finalise: by the core to the ranks that
+share memory, and by the groups of :func:`tell_of_failure` to those of other hosts. An exit is told by the core,
 from the process's exit code (``native/csrc/life.c``); a worker of ``multiprocessing`` that was forked does not pass
 there.
 """
@@ -11,16 +12,35 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import sys
+import weakref
 from multiprocessing import util
 from types import TracebackType
+from typing import Protocol
 
 from phalanx.native.core import TEXT_BYTES, library
 from phalanx.watch.call_site import raised_at
 
-__all__ = ["script_failed", "tell_how_the_script_ends"]
+__all__ = ["Teller", "script_failed", "tell_how_the_script_ends", "tell_of_failure"]
+
+
+class Teller(Protocol):
+    """What tells ranks that the core does not reach."""
+
+    def script_fails(self, cause: str) -> None:
+        """An exception that nobody caught ends this process's script."""
+        ...
+
 
 _installed = False
 _worker: multiprocessing.process.BaseProcess | None = None
+# By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
+_tellers: weakref.WeakValueDictionary[int, Teller] = weakref.WeakValueDictionary()
+
+
+def tell_of_failure(teller: Teller) -> None:
+    """Have this one told as well when an exception that nobody caught ends the script, as long as it exists."""
+    tell_how_the_script_ends()
+    _tellers[id(teller)] = teller
 
 
 def tell_how_the_script_ends() -> None:
@@ -60,8 +80,12 @@ def _tell_failure(error: BaseException) -> None:
         first = str(error).partition("\n")[0]
         site = raised_at(error.__traceback__)
         text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-        where = f" at {site}" if site else ""
-        library().phx_process_fails(f"{text[:200]}{where}".encode()[: TEXT_BYTES - 1])
+        cause = f"{text[:200]}{f' at {site}' if site else ''}"
+        library().phx_process_fails(cause.encode()[: TEXT_BYTES - 1])
+        for reference in _tellers.valuerefs():
+            if (teller := reference()) is not None:
+                with contextlib.suppress(Exception):  # the others must be told all the same
+                    teller.script_fails(cause)
 
 
 def _watch_worker() -> None:

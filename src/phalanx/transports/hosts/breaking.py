@@ -73,6 +73,7 @@ class Reason:
 
     Attributes:
         history: this rank's last collectives; set once, before :meth:`watch`.
+        fails: an exception that nobody caught ends this rank's script.
     """
 
     history: History
@@ -88,6 +89,7 @@ class Reason:
         timeout: timedelta,
     ) -> None:
         self._store, self._rank, self._layout, self._abort, self._aborted = store, rank, layout, abort, aborted
+        self.fails = False
         self._size = sum(map(len, layout.hosts))
         self._questions = Questions()
         self._guard = Guard(store, layout, rank, local, abort, self._read_store, self._tell_place, timeout)
@@ -170,16 +172,24 @@ class Reason:
             return error
         return lost(fact, self._layout, self._guard.pids, self._rank, call)
 
+    def script_fails(self, cause: str) -> None:
+        """An exception that nobody caught ends this rank's script: to the others it must not look as if it had left."""
+        self.fails = True
+        if self._guard.reason is None:
+            self._tell({**self._fact("lost", cause, self._rank), "what": "raised"})
+
     def is_told(self) -> bool:
         """Whether a rank has broken the group, as far as this one can know."""
         return self._guard.reason is not None or bool(self._questions.ask(lambda: self._store.check(["broken"])))
 
     def tell_left(self, but_for: Collection[int] = ()) -> None:
-        """This rank has left in order, and answers no message any more.
+        """This rank has left in order, and answers no message any more; nothing is told of one whose script failed.
 
         Args:
             but_for: ranks for which messages of this one may still be on their way.
         """
+        if self.fails:
+            return
         key, value = f"left/{self._rank}", json.dumps([*but_for])
         # A store that is late is told as well, since others may wait for this rank when it answers again.
         self._questions.ask(lambda: self._store.set(key, value), anyway=True)

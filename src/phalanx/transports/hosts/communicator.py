@@ -39,6 +39,7 @@ from phalanx.transports.reductions import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator, text_of_call
 from phalanx.watch.call_site import CallSite, capture, text_of
 from phalanx.watch.calls import exchange_text
+from phalanx.watch.ending import tell_of_failure
 
 __all__ = ["HostsCommunicator"]
 
@@ -106,6 +107,7 @@ class HostsCommunicator(Communicator):
                 local.outer_error = self._call.error_of_message
             self._set_local_timeout(timeout)
             reason.watch()
+            tell_of_failure(reason)
         except BaseException:
             reason.close()
             raise

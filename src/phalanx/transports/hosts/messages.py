@@ -371,7 +371,7 @@ class HostsMessages(Matching):
                 if way.is_open and not way.is_over:
                     ahead = way.is_ahead
                     with contextlib.suppress(TransferFailed):
-                        last = way.say_last(LEFT)
+                        last = way.say_last(BROKEN if self._reason.fails else LEFT)
                         if ahead:
                             sent[way] = last
             self._ended = True

@@ -12,9 +12,9 @@ from phalanx.words import format_list
 
 __all__ = ["Fact", "awaited_elsewhere", "late", "late_message", "lost", "who"]
 
-# ``kind``: lost, late, differs or interrupted. ``what``: silent, stopped, ended, left or unreachable, or message if one
-# is late, as far as a word says it; else ``text`` says what happened. ``group_rank``: whom it is about. ``by``: the
-# rank that noticed it.
+# ``kind``: lost, late, differs or interrupted. ``what``: silent, stopped, ended, raised, left or unreachable, or
+# message if one is late, as far as a word says it; else ``text`` says what happened, and with raised by which
+# exception. ``group_rank``: whom it is about. ``by``: the rank that noticed it.
 Fact = dict[str, Any]
 
 
@@ -55,6 +55,8 @@ def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> str:
         )
     if what == "ended":
         return f"{_first(rank, layout, pids)} has ended. Look at that rank's own output for the cause"
+    if what == "raised":
+        return f"{_first(rank, layout, pids)} has failed ({fact['text']}). Look at that rank's own output for the cause"
     if what == "left":
         return (
             f"{_first(rank, layout, pids)} has left the group in order (it destroyed the group, or its script has come "
