@@ -14,7 +14,8 @@ import pytest
 from tests.support.leaks import descriptors
 
 from phalanx.transports.hosts.contact import Sign
-from phalanx.transports.hosts.lookout import _KEEP_ALIVE, _PROBE_S, ROLE, WELCOME, Lookout, lookout
+from phalanx.transports.hosts.lookout import Lookout, lookout
+from phalanx.transports.hosts.reaching import KEEP_ALIVE, PROBE_S, ROLE, WELCOME
 from phalanx.transports.hosts.watcher import Endpoint
 from phalanx.wire.dial import dial
 from phalanx.wire.key import job_key
@@ -120,7 +121,7 @@ def test_a_process_is_not_taken_for_gone_because_it_does_not_watch_this_one(pair
     mine = Group()
     mine.watches = there.endpoint
     here.join(mine, [there.endpoint])
-    time.sleep(_PROBE_S + 1.0)
+    time.sleep(PROBE_S + 1.0)
     assert mine.sign[0] in (None, Sign.HERE)
     assert mine.sign[1] == float("inf") or mine.sign[0] is Sign.HERE
 
@@ -138,9 +139,7 @@ def test_a_process_is_not_taken_for_gone_because_its_attempt_to_connect_again_ca
     claim = {"from": there.endpoint.identity, "to": here.endpoint.identity, "probes": False}
     where = (here.endpoint.address, here.endpoint.port)
     for _ in range(3):
-        line, verdict = dial(
-            where, job_key(), ROLE, json.dumps(claim).encode(), patience_s=60.0, keep_alive=_KEEP_ALIVE
-        )
+        line, verdict = dial(where, job_key(), ROLE, json.dumps(claim).encode(), patience_s=60.0, keep_alive=KEEP_ALIVE)
         assert verdict == WELCOME
         line.close()
     time.sleep(0.5)

@@ -160,13 +160,19 @@ def _rank_cells(report: HangReport, seen: Seen) -> list[str]:
     awaited = "<br><b>awaited</b>" if seen.rank in report.verdict.awaited else ""
     return [
         f"{shown(seen.rank)}{awaited}",
-        f"ended ({shown(seen.ended)})" if seen.ended else shown(state_text(seen.state)),
+        _state(seen),
         f"{doing}{asked}",
         duration(report.now_ns - record.entered_ns) if record is not None else "",
         shown(seen.place or (record.site if record is not None else ""), 160),
-        shown(report.host),
+        shown(seen.host or report.host),
         shown(seen.recording.pid) if seen.recording is not None else "",
     ]
+
+
+def _state(seen: Seen) -> str:
+    if seen.ended:
+        return f"ended ({shown(seen.ended)})"
+    return "its host did not answer" if seen.silent else shown(state_text(seen.state))
 
 
 def _stacks(report: HangReport) -> Iterable[str]:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -42,40 +41,19 @@ from typing import Any
 
 from phalanx.system.interfaces import outward_address
 from phalanx.transports.hosts.contact import Contact, Sign
+from phalanx.transports.hosts.reaching import AGAIN_S, HERE, KEEP_ALIVE, NO, PROBE_S, ROLE, WELCOME, Target, reach
 from phalanx.transports.hosts.watcher import Endpoint, Watcher
-from phalanx.wire.dial import Line, NoAnswer, dial
+from phalanx.wire.dial import Line
 from phalanx.wire.door import Arrival, Door
 from phalanx.wire.key import job_key
-from phalanx.wire.proof import NoProof
-from phalanx.wire.sockets import KeepAlive, listen
+from phalanx.wire.sockets import listen
 
-__all__ = ["LOOK_S", "WELCOME", "Lookout", "lookout"]
+__all__ = ["LOOK_S", "Lookout", "lookout"]
 
-ROLE = "lookout"
 LOOK_S = 0.25
-_PATIENCE_S = 3.0
-_AGAIN_S = 1.0
-# The same while a process may be ending: its kernel closes what it listens on and its connections one after the other.
-_ENDING_AGAIN_S, _ENDS_FOR_S = 0.02, 0.5
-_PROBE_S = 3.0  # for how long the other one may not have dialled
 _ENDING_S = 2.0  # as long as the aborts of two groups take
-# The heartbeats and acknowledged.py notice everything sooner; this is for the handshake.
-_KEEP_ALIVE = KeepAlive(idle_s=10, interval_s=5, probes=6)
 _LONGEST_STEP_S = 2 * LOOK_S
 _MOST_LAST_WORDS = 256
-_OWN_WANTS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
-WELCOME, _HERE, _NO = b"welcome", b"here", b"no"  # what a process that is dialled answers
-
-
-@dataclass
-class _Target:
-    endpoint: Endpoint
-    groups: int = 0
-    dialling: bool = False
-    again_at: float = 0.0
-    fails_since: float = float("inf")
-    lost_at: float = float("-inf")  # when the last connection ended
-    gone: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,14 +77,14 @@ class Lookout:
         listener = listen(outward_address(), 0)
         address, port = listener.getsockname()[:2]
         self.endpoint = Endpoint(secrets.token_hex(8), address, port, os.getpid())
-        self._door = Door(listener, self._key, ROLE, _KEEP_ALIVE, self._selector, self._admit)
+        self._door = Door(listener, self._key, ROLE, KEEP_ALIVE, self._selector, self._admit)
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._bell, selectors.EVENT_READ, self._on_bell)
         self._ringing = threading.RLock()  # a signal handler may order something while its thread does
         self._orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._contacts: dict[str, Contact] = {}
         self._unused: dict[str, Contact] = {}  # those over which the process that dialled has not spoken yet
-        self._targets: dict[str, _Target] = {}
+        self._targets: dict[str, Target] = {}
         self._watches: dict[str, _Watch] = {}
         # What the groups said that have been left; the newest last, and no more than ``_MOST_LAST_WORDS``.
         self._last_words: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -262,8 +240,8 @@ class Lookout:
         self._watches[watcher.name] = _Watch(watcher, watched)
         for endpoint in watched:
             dials = endpoint.identity > self.endpoint.identity
-            again_at = 0.0 if dials else self._now + _PROBE_S
-            self._targets.setdefault(endpoint.identity, _Target(endpoint, again_at=again_at)).groups += 1
+            again_at = 0.0 if dials else self._now + PROBE_S
+            self._targets.setdefault(endpoint.identity, Target(endpoint, again_at=again_at)).groups += 1
         self._send(watcher, watched, {"joined": True, **watcher.says()})
         self._dial()
 
@@ -305,47 +283,26 @@ class Lookout:
                 try:
                     thread.start()
                 except RuntimeError:  # there are too many; or the interpreter ends
-                    target.dialling, target.again_at = False, self._now + _AGAIN_S
+                    target.dialling, target.again_at = False, self._now + AGAIN_S
 
-    def _reach(self, target: _Target, probes: bool) -> None:
+    def _reach(self, target: Target, probes: bool) -> None:
         """On a thread of its own."""
-        there = target.endpoint
-        claim = json.dumps({"from": self.endpoint.identity, "to": there.identity, "probes": probes}).encode()
-        line: Line | None = None
-        why: Exception | None = None
-        try:
-            where = (there.address, there.port)
-            line, verdict = dial(where, self._key, ROLE, claim, patience_s=_PATIENCE_S, keep_alive=_KEEP_ALIVE)
-            if verdict != WELCOME:
-                line.close()
-                line = None
-                why = None if verdict == _HERE else ConnectionRefusedError("another process listens there")
-        except Exception as error:
-            why = error
+        line, why = reach(target.endpoint, self.endpoint.identity, self._key, probes=probes)
         if not self._do(lambda: self._reached(target, line, why)) and line is not None:
             line.close()
 
-    def _reached(self, target: _Target, line: Line | None, why: Exception | None) -> None:
-        target.dialling = False
-        if line is not None:
-            target.fails_since = float("inf")
-            contact = Contact(line.sock, line.session, target.endpoint.identity, b"", self._now)
-            contact.send({"dialled": True})
-            self._add(contact)
-            self._listen_to(contact)
+    def _reached(self, target: Target, line: Line | None, why: Exception | None) -> None:
+        if line is None:
+            if target.failed(why, self._now):
+                if (silent := self._contacts.pop(target.endpoint.identity, None)) is not None:
+                    self._close(silent)
+                self._look()
             return
-        target.again_at = self._now + (_ENDING_AGAIN_S if self._now - target.lost_at < _ENDS_FOR_S else _AGAIN_S)
-        if why is None:
-            target.fails_since, target.again_at = float("inf"), self._now + _PROBE_S
-        elif isinstance(why, (ConnectionRefusedError, NoProof)):
-            target.gone, target.fails_since = True, self._now  # its host has no such port any more
-            if (silent := self._contacts.pop(target.endpoint.identity, None)) is not None:
-                self._close(silent)
-            self._look()
-        # A process that does not answer although its kernel does may have its interpreter held. And that this one has
-        # no descriptor left says nothing of the other.
-        elif not (isinstance(why, (NoAnswer, ConnectionResetError)) or getattr(why, "errno", 0) in _OWN_WANTS):
-            target.fails_since = min(target.fails_since, self._now - _PATIENCE_S)
+        target.reached()
+        contact = Contact(line.sock, line.session, target.endpoint.identity, b"", self._now)
+        contact.send({"dialled": True})
+        self._add(contact)
+        self._listen_to(contact)
 
     def _admit(self, arrival: Arrival) -> None:
         try:
@@ -354,7 +311,7 @@ class Lookout:
         except (ValueError, KeyError, TypeError):
             peer, to, probes = "", "", False
         if to != self.endpoint.identity or probes:
-            arrival.answer(_HERE if probes and to == self.endpoint.identity else _NO)
+            arrival.answer(HERE if probes and to == self.endpoint.identity else NO)
             arrival.sock.close()
             return
         arrival.answer(WELCOME)
@@ -397,7 +354,7 @@ class Lookout:
                 del contacts[contact.peer]
         target = self._targets.get(contact.peer)
         if target is not None and contact.peer not in self._contacts:
-            target.lost_at = target.again_at = self._now
+            target.lost(self._now)
             self._dial()
 
     def _hear_of(self, name: str, contact: Contact, message: dict[str, Any]) -> None:
