@@ -75,8 +75,14 @@ def interrupt(job: RemoteJob) -> None:
     job.finish()
 
 
-def reported(remote: RemoteLauncher, where: str, body: str, pattern: str) -> dict[str, Any]:
-    """Run a job until there is a report whose verdict is this, end it, and return the report."""
+def reported(remote: RemoteLauncher, where: str, body: str, pattern: str, branch: str = "") -> dict[str, Any]:
+    """Run a job until there is a report whose verdict is this, end it, and return the report.
+
+    Args:
+        remote, where, body: what to run.
+        pattern: the verdict.
+        branch: the line of the script that is to be looked at; empty if none is.
+    """
     script = FRAME + body + "time.sleep(600)\n"
     folder = remote.folder / "reports"
     expected = with_places(script, pattern)
@@ -84,7 +90,8 @@ def reported(remote: RemoteLauncher, where: str, body: str, pattern: str) -> dic
     job = remote.start("-H", where, *QUICKLY, "--report-dir", str(folder), path)
     until(lambda: any(re.fullmatch(expected, report["verdict"]) for report in reports(folder)), job)
     interrupt(job)
-    assert re.search(rf"phalanx: {expected}, for \d+ s now\n", job.err), job.said()
+    advice = f"; look at the `if` in line {script.splitlines().index(branch) + 1}" if branch else ""
+    assert re.search(rf"phalanx: {expected}, for \d+ s now{advice}\n", job.err), job.said()
     return next(report for report in reports(folder) if re.fullmatch(expected, report["verdict"]))
 
 
@@ -106,7 +113,7 @@ def test_a_rank_of_another_host_is_named_with_its_line(remote: RemoteLauncher, w
         rf"rank {len(placed) - 1} on {placed[-1]} is at HERE .*, in no operation; "
         rf"{others} for it in all_reduce #\d+ at WAIT"
     )
-    report = reported(remote, where, body, pattern)
+    report = reported(remote, where, body, pattern, "if rank == size - 1:")
     assert [rank["host"] for rank in report["ranks"]] == placed
     for rank in report["ranks"]:
         assert rank["stack"], rank["rank"]

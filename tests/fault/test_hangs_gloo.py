@@ -57,7 +57,10 @@ def test_the_line_and_the_report_name_the_rank_that_does_not_come(launcher: Laun
     wait_for(lambda: any(re.fullmatch(expected, verdict) for verdict in verdicts()), complaint=lambda: str(verdicts()))
     job.process.send_signal(signal.SIGINT)
     done = job.finish()
-    assert re.search(rf"phalanx: {expected}, for \d+ s now\n", done.err_text), done.err_text
+    branch = script.splitlines().index("if rank == size - 1:") + 1
+    assert re.search(rf"phalanx: {expected}, for \d+ s now; look at the `if` in line {branch}\n", done.err_text), (
+        done.err_text
+    )
 
 
 def test_a_message_that_never_comes_and_a_group_of_some_ranks_are_named(launcher: Launcher) -> None:

@@ -37,7 +37,7 @@ from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
-from phalanx.launch.output.failure import End, collect_failures, describe_status, signal_name
+from phalanx.launch.output.failure import End, collect_failures, describe_status, lacks_cause, signal_name
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.report import Report, read_report
@@ -415,12 +415,7 @@ class Supervisor:
         return read_report(self.descriptors.ranks[rank].report)
 
     def _awaits_the_cause(self) -> bool:
-        """Whether the ranks that failed only say that another one has gone, and that may be one that has not ended."""
-        if any(rank.end is not None and rank.end.status == 0 for rank in self.ranks):
-            return False  # it has left them alone, and there is no other cause
-        reports = [self._report(number) for number in range(self.job.ranks)]
-        failed = [report for rank, report in zip(self.ranks, reports, strict=True) if rank.end or report]
-        return all(report is not None and report.consequence for report in failed) and len(failed) < len(self.ranks)
+        return lacks_cause([(rank.end, self._report(number)) for number, rank in enumerate(self.ranks)])
 
     def _winding_down(self) -> list[int]:
         """The ranks whose script has failed already: they are not signalled, so that their exit handlers can finish."""

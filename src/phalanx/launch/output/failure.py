@@ -15,7 +15,16 @@ from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.output.report import Report
 from phalanx.words import format_named
 
-__all__ = ["End", "Failure", "collect_failures", "describe_status", "find_cause", "format_failure", "signal_name"]
+__all__ = [
+    "End",
+    "Failure",
+    "collect_failures",
+    "describe_status",
+    "find_cause",
+    "format_failure",
+    "lacks_cause",
+    "signal_name",
+]
 
 # The kernel closes a dying process's sockets before it notifies the parent. So a peer may raise an error because of the
 # death slightly before the launcher notices the death.
@@ -103,6 +112,18 @@ def find_cause(failures: Iterable[Failure]) -> Failure:
         return failure.ended_by_launcher, consequence, failure.time - noticed_late, failure.rank
 
     return min(failures, key=order)
+
+
+def lacks_cause(ranks: Sequence[tuple[End | None, Report | None]]) -> bool:
+    """Whether the ranks that failed only say that another one has gone, and that may be one that has not ended.
+
+    Args:
+        ranks: how each has ended, and its own report; None if it has not, or wrote none.
+    """
+    if any(end is not None and end.status == 0 for end, _ in ranks):
+        return False  # it has left them alone, and there is no other cause
+    failed = [report for end, report in ranks if end or report]
+    return all(report is not None and report.consequence for report in failed) and len(failed) < len(ranks)
 
 
 def signal_name(number: int) -> str:
