@@ -206,29 +206,51 @@ def test_top_follows_a_job_to_its_end(launcher: Launcher) -> None:
     assert err.endswith("has ended\n")
 
 
-def test_a_job_without_recorders_is_shown_as_processes(launcher: Launcher) -> None:
-    script = launcher.script(
-        """
-        import torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        dist.barrier()
-        print("ready", flush=True)
-        if dist.get_rank() == 1:
-            input()
-        dist.barrier()
-        dist.destroy_process_group()
-        """
-    )
+WAITS_FOR_INPUT = """
+import os
+rank = int(os.environ["RANK"])
+print("ready", flush=True)
+if rank == 1:
+    input()
+"""
+ON_GLOO = f"""
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+{WAITS_FOR_INPUT}
+dist.barrier()  # WAIT
+dist.destroy_process_group()
+"""
+
+
+def test_a_job_on_a_backend_of_torchs_is_shown_with_its_operations(launcher: Launcher) -> None:
+    script = launcher.script(ON_GLOO)
     job = launcher.start("-q", "-n", "2", "--stdin", "1", script, stdin=subprocess.PIPE)
     job.read_lines(2)
+    wait_for(lambda: look(job)["ranks"][0]["operation"] is not None)
+    shown = look(job)
+    outcome, _ = job.process.communicate(b"\n", timeout=300)
+    assert job.process.returncode == 0, outcome
+    first, second = shown["ranks"]
+    assert first["operation"]["kind"] == "barrier"
+    assert first["operation"]["site"] == line_of(script, "# WAIT")
+    assert second["operation"] is None
+    assert [rank["lag"] for rank in shown["ranks"]] == [0, 1]
+
+
+def test_a_job_without_operations_is_shown_as_processes(launcher: Launcher) -> None:
+    script = launcher.script(WAITS_FOR_INPUT)
+    job = launcher.start("-q", "-n", "2", "--stdin", "1", script, stdin=subprocess.PIPE)
+    job.read_lines(2)
+    wait_for(lambda: look(job)["ranks"][0]["state"] == "ended")
     shown = look(job)
     outcome, _ = job.process.communicate(b"\n", timeout=300)
     assert job.process.returncode == 0, outcome
     assert [rank["operation"] for rank in shown["ranks"]] == [None, None]
     assert [rank["lag"] for rank in shown["ranks"]] == [None, None]
     assert shown["ranks"][1]["state"] == "sleeps"
-    assert all(rank["resident_bytes"] > 1 << 20 for rank in shown["ranks"])
-    assert any("ranks 0-1: no operation so far on a group of Phalanx's" in note for note in shown["notes"])
+    assert shown["ranks"][1]["resident_bytes"] > 1 << 20
+    assert any("rank 1: no operation recorded so far" in note for note in shown["notes"])
 
 
 def test_a_job_is_named_by_the_beginning_of_its_id_and_one_of_several_has_to_be(launcher: Launcher) -> None:

@@ -56,15 +56,15 @@ def top(job: str | None, interval_s: float, once: bool, as_json: bool) -> None:
       steps/s     the mean over the last 20 steps
       data/s      the bytes of the operations that have ended, of this rank's tensors
       comm        the share of the time in operations. A rank that waits for a slow one has much, the slow one little
-      lag         how many collectives the rank is behind the first one of a group
+      lag         how many collectives the rank is behind the first of its group's ranks on this host
       memory      in RAM, with what it shares with other ranks
       cores       how many it has kept busy; waiting for others keeps one busy for a while, too
       operation   which it is in, where the script calls it, which rank it waits for there, and since when; or the last
                   one (after ...)
 
     It reads /proc and the ranks' flight recorders, the memory in which they note their operations anyway: the job does
-    nothing for it. Operations of other backends, such as gloo and nccl, are not recorded. Ranks on other hosts are
-    named and not shown.
+    nothing for it. Of torch's own backends, such as gloo and nccl, they have what Python calls, and not what C++ does,
+    such as DDP's gradients. Ranks on other hosts are named and not shown.
 
     The objects of --json have job (as of phalanx list --json), at, interval_s, ranks, elsewhere (ranks of other hosts,
     by host), and notes. Each of ranks has rank, pid, state (waits, computes, sleeps, disk, stopped, debugged, ended),

@@ -25,7 +25,7 @@ from phalanx.words import format_bytes, format_named
 __all__ = ["page"]
 
 # Of all ranks together, the fewest of each, and the most of each.
-_BARS = 8192, 4, 512
+_BARS = 8192, 4, 256
 _ROWS = 2048, 2, 32
 _MOST_STACKS, _LONGEST_STACK = 64, 400  # blocks, and lines of each
 _LONGEST_LINE = 400
