@@ -380,6 +380,27 @@ print(x[0].item())
     assert list(folder.iterdir()) == []
 
 
+def test_a_job_whose_folder_is_removed_is_watched_on(launcher: Launcher, tmp_path: Path) -> None:
+    folder, said = tmp_path / "build", tmp_path / "said"
+    folder.mkdir()
+    body = f"""
+if rank == 1:
+    os.rmdir({str(folder)!r})
+    while not os.path.exists({str(said)!r}):
+        time.sleep(0.1)
+world.all_reduce(x)
+"""
+    job = launcher.start("-n", "3", "--warn-after", "1", launcher.script(FRAME + body), cwd=folder)
+    assert job.process.stderr is not None
+    for line in iter(job.process.stderr.readline, b""):
+        if re.search(rb"rank 1 is at \S+:\d+ .*; ranks 0, 2 wait for it", line):
+            break
+    said.touch()
+    done = job.finish()
+    assert done.code == 0, done.err_text
+    assert "Traceback" not in done.err_text
+
+
 @pytest.mark.parametrize("option", [("--warn-after", "0"), ("--quiet", "--warn-after", "0")])
 def test_the_warnings_can_be_turned_off(launcher: Launcher, option: tuple[str, ...]) -> None:
     path = launcher.script(FRAME + "if rank == 1:\n    time.sleep(7)\nworld.all_reduce(x)\n")
@@ -396,6 +417,11 @@ def test_a_folder_without_a_report_and_a_file_that_is_none_are_refused(tmp_path:
     wrong = phalanx("report", str(tmp_path))
     assert wrong.returncode == 2
     assert "not a report" in wrong.stderr
+    for values in ('{"version": 2, "awaited": 5}', "[" * 100_000):
+        (tmp_path / "hang-2.json").write_text(values)
+        broken = phalanx("report", str(tmp_path))
+        assert broken.returncode == 2
+        assert "Traceback" not in broken.stderr
     gone = phalanx("report", str(tmp_path / "nothing"))
     assert gone.returncode == 2
     assert "No such file" in gone.stderr

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from tests.launch_support import Launcher, launcher, wait_for
@@ -190,6 +193,42 @@ def test_results_and_errors_are_those_of_torch(launcher: Launcher, ranks: int, b
             "gradient": [[pytest.approx(weights / ranks)] * 3] * 2,
         }
         assert any(one == expected for one in found), (expected, found)
+
+
+SUBCLASS = """
+from torch.distributed import AllreduceOptions
+calls = []
+class Counting(dist.ProcessGroup):
+    def allreduce(self, tensors, options):
+        calls.append(tensors)
+        return super().allreduce(tensors, options)
+    def alltoall_base(self, *arguments):
+        calls.append(arguments)
+        return super().alltoall_base(*arguments)
+class Bare(dist.ProcessGroup):
+    pass
+for kind in Counting, Bare:
+    try:
+        kind(rank, size).allreduce([x], AllreduceOptions())
+    except Exception as error:
+        print("RAISED", type(error).__name__, len(calls), flush=True)
+"""
+
+
+def test_a_groups_own_class_calls_the_methods_of_its_base_once(launcher: Launcher) -> None:
+    """As without a launcher, where nothing is recorded."""
+    recorded = launcher.run("-n", "2", "--no-prefix", launcher.script(FRAME + SUBCLASS))
+    bare = FRAME.replace("dist.new_group([0, 1])", "None")
+    plain = subprocess.run(
+        [sys.executable, "-c", bare + SUBCLASS],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    said = plain.stdout.splitlines()
+    assert [line.split()[2] for line in said] == ["1", "1"], plain.stderr
+    assert sorted(recorded.out.decode().splitlines()) == sorted([*said, *said]), recorded.err_text
 
 
 def test_a_program_on_phalanx_keeps_torchs_own_methods(launcher: Launcher) -> None:

@@ -124,3 +124,55 @@ def test_a_script_that_fails_has_not_left(size: int, call: str, tmp_path: Path) 
     for out, err, _ in ends[:-1]:
         assert out.startswith(f"{size - 1} rank {size - 1} of the group (pid "), out + err
         assert f"has failed (ValueError: this batch is empty at {script}:" in out, out
+
+
+FORKS = """
+    import os, sys, time
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from tests.support.islands import pretend_host
+
+    rank, size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    pretend_host(rank * 2 // size)
+    store = FileStore(file, size)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100))
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    if rank == size - 1:
+        child = os.fork()
+        if child == 0:
+            raise ValueError("this is the child's")
+        assert os.waitpid(child, 0)[1] != 0
+        time.sleep(3)  # rank 0 waits for a message meanwhile, and looks once in a while whether the group is broken
+        dist.send(tensor, 0)
+    elif rank == 0:
+        dist.recv(tensor, size - 1)
+    dist.all_reduce(tensor)
+    print(tensor[0].item())
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_child_that_fails_breaks_nothing_of_its_parents(size: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(dedent(FORKS))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), str(size), tmp_path / "store"],
+            env={"PYTHONPATH": ":".join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        ends = [(*rank.communicate(timeout=300), rank.returncode) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [(out, code) for out, _, code in ends] == [(f"{float(size * size)}\n", 0)] * size, ends

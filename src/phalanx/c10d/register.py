@@ -91,7 +91,8 @@ def record_other_backends() -> None:
                 if isinstance(group, c10d.ProcessGroup) and not type(group).__module__.startswith("phalanx."):
                     from phalanx.c10d.torch_backends import record_methods
 
-                    setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
+                    if c10d._new_process_group_helper is new_group:  # nobody else has wrapped it since
+                        setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
                     record_methods()
             return made
 

@@ -88,8 +88,29 @@ class _UnderWay:
 
 # By the identity of the Work. An entry holds it, or goes when it does; so no identity stands for two of them.
 _under_way: dict[int, _UnderWay] = {}
-# The groups by torch's name: the object, its members, and what the core counts in.
-_groups: dict[str, tuple[weakref.ref[Any], list[int], RecordedGroup]] = {}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A group of torch's.
+
+    Attributes:
+        object: gives torch's object; None if that is gone.
+        ranks: its members.
+        recorded: what the core counts in.
+        completes: on the CPU its engine completes each Work. One that is never completed would be held for ever.
+        completes_all: so do those of its other devices.
+    """
+
+    object: weakref.ref[Any]
+    ranks: list[int]
+    recorded: RecordedGroup
+    completes: bool
+    completes_all: bool
+
+
+_COMPLETE = ("gloo", "mpi", "ucc")
+_groups: dict[str, _Group] = {}  # by torch's name
 _looking = threading.Lock()
 _looker: threading.Thread | None = None
 
@@ -101,11 +122,18 @@ def record_methods() -> None:
     for name, (kind, tensors_at) in _COLLECTIVES.items():
         own = getattr(dist.ProcessGroup, name, None)  # torch 2.13 has not all of them
         if own is not None:
-            setattr(dist.ProcessGroup, name, _collective(own, _NUMBER_OF_KIND[kind], tensors_at))
+            _replace(name, _collective(own, _NUMBER_OF_KIND[kind], tensors_at))
     for name, kind in _MESSAGES.items():
         own = getattr(dist.ProcessGroup, name)
-        setattr(dist.ProcessGroup, name, _message(own, _NUMBER_OF_KIND[kind], has_peer=name != "recv_anysource"))
+        _replace(name, _message(own, _NUMBER_OF_KIND[kind], has_peer=name != "recv_anysource"))
     setattr(dist.Work, "wait", _waiting(dist.Work.wait))  # noqa: B010
+
+
+def _replace(name: str, call: Any) -> None:
+    # A method of C++ that may be overridden looks for an override, and knows that it is called by one from the name of
+    # the function that calls it. Without that it would call this one again, without end.
+    call.__code__ = call.__code__.replace(co_name=name)
+    setattr(dist.ProcessGroup, name, call)
 
 
 def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable[..., Any]:
@@ -113,16 +141,16 @@ def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable
     def call(group: Any, *arguments: Any, **named: Any) -> Any:
         if isinstance(group, BaseProcessGroup):
             return own(group, *arguments, **named)
-        ticket, on_cpu = 0, True
+        ticket, hold = 0, False
         with contextlib.suppress(Exception):
-            ticket, on_cpu = _begin(group, kind, tensors_at, arguments, named)
+            ticket, hold = _begin(group, kind, tensors_at, arguments, named)
         try:
             work = own(group, *arguments, **named)
         except BaseException:
             recorder.end(ticket, True)
             raise
         with contextlib.suppress(Exception):
-            _follow(work, ticket, hold=on_cpu)
+            _follow(work, ticket, hold=hold)
         return work
 
     return call
@@ -137,9 +165,9 @@ def _message(own: Callable[..., Any], kind: int, *, has_peer: bool) -> Callable[
         with contextlib.suppress(Exception):
             peer = int(arguments[0] if arguments else next(iter(named.values()))) if has_peer else -1
             what, nbytes, _ = _described(kind, tensors)
-            recorded = _group(group)
-            if recorded is not None:
-                begin = functools.partial(recorder.begin, addressof(recorded), what, nbytes, peer)
+            known = _group(group)
+            if known is not None:
+                begin = functools.partial(_begin_message, known.recorded, what, nbytes, peer)
                 _note(work, _UnderWay(weakref.ref(work, _forgetting(id(work))), 0, begin))
         return work
 
@@ -167,24 +195,29 @@ def _waiting(own: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
+def _begin_message(recorded: RecordedGroup, what: int, nbytes: int, peer: int) -> int:
+    return recorder.begin(addressof(recorded), what, nbytes, peer)
+
+
 def _begin(
     group: Any, kind: int, tensors_at: int, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[int, bool]:
-    """Begin the record of a collective: the ticket, and whether its tensors are on the CPU."""
-    recorded = _group(group)
-    if recorded is None:
-        return 0, True
-    what, nbytes, on_cpu = kind, 0, True
+    """Begin the record of a collective: the ticket, and whether its Work may be held until it is completed."""
+    known = _group(group)
+    if known is None:
+        return 0, False
+    what, nbytes, hold = kind, 0, known.completes_all
     if tensors_at >= 0:
         tensors = arguments[tensors_at] if len(arguments) > tensors_at else list(named.values())
         what, nbytes, on_cpu = _described(kind, tensors)
+        hold = on_cpu and known.completes
     options: Any = arguments[-1] if arguments else None
     root = -1
     if kind in _REDUCING and hasattr(options, "reduceOp"):
         what |= OP_NUMBERS.get(options.reduceOp.op.value, 0) << 16
     if kind in _ROOTED and hasattr(options, "rootRank"):
         root = options.rootRank
-    return recorder.begin(addressof(recorded), what, nbytes, root), on_cpu
+    return recorder.begin(addressof(known.recorded), what, nbytes, root), hold
 
 
 def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:
@@ -206,22 +239,25 @@ def _flat(tensors: Any) -> Iterator[torch.Tensor]:
             yield from _flat(part)
 
 
-def _group(group: Any) -> RecordedGroup | None:
-    """What the core counts a group's operations in; None without a recorder."""
+def _group(group: Any) -> _Group | None:
+    """What is known of a group; None without a recorder."""
     name = group.group_name
     known = _groups.get(name)
-    if known is not None and known[0]() is group:
-        return known[2]
+    if known is not None and known.object() is group:
+        return known
     ranks = c10d.get_process_group_ranks(group)
-    if known is not None and known[1] == ranks:
+    if known is not None and known.ranks == ranks:
         # Another object for the same group: the operations count on.
-        _groups[name] = weakref.ref(group), ranks, known[2]
-        return known[2]
-    if not recorder.open_recorder(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ())):
+        recorded: RecordedGroup | None = known.recorded
+    elif recorder.open_recorder(*((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ())):
+        recorded = recorder.group(name, str(c10d.get_backend(group)), ranks, group.rank())
+    else:
+        recorded = None
+    if recorded is None:
         return None
-    made = recorder.group(name, str(c10d.get_backend(group)), ranks, group.rank())
-    if made is not None:
-        _groups[name] = weakref.ref(group), ranks, made
+    completing = {device.type: group._get_backend(device).name() in _COMPLETE for device in group._device_types}
+    made = _Group(weakref.ref(group), ranks, recorded, completing.get("cpu", False), all(completing.values()))
+    _groups[name] = made
     return made
 
 

@@ -11,10 +11,10 @@ others wait, and where that one is. It is repeated ever more seldom.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.sight import Examination, Sight
+from phalanx.system.folder import own_folder
 from phalanx.watch.parting import parting
 from phalanx.watch.verdict import Seen, Verdict, judge
 
@@ -65,9 +66,21 @@ class HangWatch:
 
     def look(self) -> None:
         """Look at the ranks, if it is time to."""
+        if self._on and time.monotonic() >= self._next:
+            with self._guarded():
+                self._look()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What goes wrong in here ends this watch, and not the job."""
+        try:
+            yield
+        except Exception as error:
+            self._on = False
+            self._say(f"no more is said of ranks that wait, because that has failed: {type(error).__name__}: {error}")
+
+    def _look(self) -> None:
         now = time.monotonic()
-        if not self._on or now < self._next:
-            return
         self._next = now + self._wanted.look_every_s
         if self._asked_at is not None:
             if now - self._asked_at > _UNANSWERED_S:
@@ -90,13 +103,15 @@ class HangWatch:
 
     def answered(self, stacks: Mapping[int, str]) -> None:
         """The ranks of this host have written where they are, as faulthandler does, or do not answer."""
-        self._examined(self._sight.see(stacks))
+        with self._guarded():
+            self._examined(self._sight.see(stacks))
 
     def hear(self, message: Mapping[str, Any]) -> None:
         """A message of the relay's about the ranks."""
-        found = self._sight.hear(message)
-        if found is not None:
-            self._examined(found)
+        with self._guarded():
+            found = self._sight.hear(message)
+            if found is not None:
+                self._examined(found)
 
     def _examined(self, found: Examination | None) -> None:
         """Ask the ranks on which it depends where they are; or if they have been asked, say what was found."""
@@ -124,7 +139,7 @@ class HangWatch:
         verdict = judge(seen)
         if verdict is None or found.waited_s < self._wanted.warn_after_s:
             return  # they went on meanwhile
-        verdict = replace(verdict, hint=parting(verdict, seen, os.getcwd(), self._begun_at))
+        verdict = replace(verdict, hint=parting(verdict, seen, own_folder(), self._begun_at))
         if found.waited_s >= self._warn_at_s:
             self._warn_at_s = found.waited_s * _AGAIN
             self._say(f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}")

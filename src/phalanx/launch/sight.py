@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from phalanx.launch.output.failure import End
 from phalanx.launch.rank.progress import Progress
 from phalanx.launch.rank.trace import Trace
 from phalanx.system import processes
+from phalanx.system.folder import own_folder
 from phalanx.watch.records import Recording, read_recording
 from phalanx.watch.verdict import Seen
 
@@ -20,6 +20,8 @@ __all__ = ["Examination", "Sight", "SightElsewhere", "SightHere", "Watched"]
 
 # How many of a rank's last operations other hosts send: for a line, and for a report.
 _RECORDS_OF_LINE, _RECORDS_OF_REPORT = 16, 512
+# The same for all ranks of a large job together, in a report: they come in one message, which is read at once.
+_RECORDS_OF_ALL, _FEWEST_RECORDS = 1 << 16, 16
 # How long they may take, and how much longer if ranks are to write their stacks: a stopped one does not, and their
 # zygote waits three seconds for it.
 _ANSWER_S, _STACKS_S = 3.0, 3.0
@@ -127,7 +129,7 @@ class SightHere:
             found = read_recording(self._trace.descriptor, self._trace.place_of_recorder(rank))
         except (OSError, ValueError, PhalanxError):
             return None
-        return found.beside(os.getcwd()) if found is not None else None
+        return found.beside(own_folder()) if found is not None else None
 
 
 class SightElsewhere:
@@ -162,10 +164,13 @@ class SightElsewhere:
             do="examine",
             of=list(of),
             skip=list(skip),
-            records=_RECORDS_OF_REPORT if whole else _RECORDS_OF_LINE,
+            records=self._of_report() if whole else _RECORDS_OF_LINE,
             within_s=_ANSWER_S + (_STACKS_S if of else 0.0),
         )
         return None
+
+    def _of_report(self) -> int:
+        return min(_RECORDS_OF_REPORT, max(_FEWEST_RECORDS, _RECORDS_OF_ALL // len(self._ranks())))
 
     def see(self, stacks: Mapping[int, str]) -> Examination | None:
         """See :class:`Sight`."""
@@ -194,7 +199,7 @@ def _sent(rank: int, known: Watched, sent: Mapping[str, Any], host: str, *, sile
     recording = sent.get("recording")
     found = None
     if recording is not None:
-        found = Recording.from_json(recording).later(sent["later_ns"]).beside(os.getcwd())
+        found = Recording.from_json(recording).later(sent["later_ns"]).beside(own_folder())
     ended = _ended(known.end)
     return Seen(
         rank,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import sys
 import weakref
 from multiprocessing import util
@@ -35,6 +36,8 @@ _installed = False
 _worker: multiprocessing.process.BaseProcess | None = None
 # By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
 _tellers: weakref.WeakValueDictionary[int, Teller] = weakref.WeakValueDictionary()
+# The groups are the parent's, whose script goes on when that of a forked child fails.
+os.register_at_fork(after_in_child=lambda: _tellers.clear())
 
 
 def tell_of_failure(teller: Teller) -> None:

@@ -26,7 +26,7 @@ _NAME = re.compile(r"hang-(\d+)\.json")
 # these of each. The folder beside it has all.
 _KEPT, _FEWEST_KEPT, _MOST_KEPT = 16384, 32, 256
 _SHOWN = 5
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class HangReport:
         for seen in self.ranks:
             if not seen.silent:
                 lines += [f"rank {seen.rank}", *self._operations(seen)]
-        return "\n".join(lines) + "\n"
+        return "\n".join(map(_printable, lines)) + "\n"
 
     def headline(self) -> str:
         """The first sentence, without its full stop."""
@@ -165,7 +165,10 @@ def read_report(path: Path) -> HangReport:
         OSError: it cannot be read.
         ValueError: it is not a report, or one of a newer Phalanx.
     """
-    values = json.loads(path.read_text())
+    try:
+        values = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(values, dict) or values.get("version") != _VERSION:
         raise ValueError("it is not a report of this version of Phalanx")
     try:
@@ -174,7 +177,7 @@ def read_report(path: Path) -> HangReport:
         stacks = {rank["rank"]: rank["stack"] for rank in values["ranks"] if rank["stack"]}
         ranks = [_seen(rank) for rank in values["ranks"]]
         return HangReport(values["job"], values["host"], values["when"], values["now_ns"], verdict, ranks, stacks)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a whole report: {error}") from None
 
 
@@ -183,6 +186,11 @@ def _seen(rank: dict[str, Any]) -> Seen:
     own = {name: rank[name] for name in ("rank", "state", "ended", "place", "asked")}
     # An earlier Phalanx wrote reports on jobs of one host only.
     return Seen(**own, recording=recording, host=rank.get("host", ""), silent=rank.get("silent", False))
+
+
+def _printable(line: str) -> str:
+    """A line for a terminal: what the job has written must not move its cursor, or do worse."""
+    return "".join(each if each.isprintable() else "\ufffd" for each in line)
 
 
 def _capital(sentence: str) -> str:

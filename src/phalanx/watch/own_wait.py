@@ -20,7 +20,8 @@ def with_own_wait(error: _Error) -> _Error:
     """Add to an error in which group this process waited, how long, and which rank of the world is to blame.
 
     It looks at the oldest collective that is under way, or else at the oldest message, or at the last operation if that
-    has just failed. Without a recorder, or for another error, nothing is added.
+    has just failed. Nothing is added without a recorder, for another error, or if operations of several groups are
+    under way, since then any of them may be the one that failed.
     """
     memory = recorder.own_memory()
     if not memory or not isinstance(error, (PeerLost, CollectiveTimeout)):
@@ -40,6 +41,8 @@ def with_own_wait(error: _Error) -> _Error:
 def _operation(copied: Iterable[SeenRecord]) -> SeenRecord | None:
     seen = list(copied)
     under_way = [one for one in seen if not one.left_ns]
+    if len({one.group for one in under_way}) > 1:
+        return None
     if under_way:
         return min(under_way, key=lambda one: (is_message(one), one.number))
     last = max(seen, key=lambda one: one.number, default=None)

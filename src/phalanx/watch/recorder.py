@@ -42,6 +42,8 @@ __all__ = [
     "open_recorder",
     "own_memory",
     "place_of",
+    "ranks_in",
+    "spans",
     "writers",
 ]
 
@@ -210,11 +212,11 @@ def group(name: str, backend: str, ranks: Sequence[int], own: int) -> RecordedGr
     """
     if _state is None or _state.pid != os.getpid():
         return None
-    text = json.dumps({"name": name, "backend": backend, "ranks": _spans(ranks), "own": own})
+    text = json.dumps({"name": name, "backend": backend, "ranks": spans(ranks), "own": own})
     return RecordedGroup(name=_state.text(text))
 
 
-def _spans(ranks: Sequence[int]) -> list[list[int]]:
+def spans(ranks: Sequence[int]) -> list[list[int]]:
     """Ranks as ``[first, how many, step]``: a large world must not need a long text."""
     spans: list[list[int]] = []
     for rank in ranks:
@@ -225,6 +227,11 @@ def _spans(ranks: Sequence[int]) -> list[list[int]]:
         else:
             spans.append([rank, 1, 1])
     return spans
+
+
+def ranks_in(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks that :func:`spans` has shortened."""
+    return tuple(first + i * step for first, count, step in parts for i in range(count))
 
 
 def writers() -> tuple[Callable[[int, int, int, int, int], int], Callable[[int, bool], None], Callable[[], int]]:

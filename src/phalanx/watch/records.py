@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from phalanx.native.core import RECORDER_BYTES, RECORDS, RECORDS_AT, STRINGS_AT, SeenRecord, library
-from phalanx.watch.recorder import MEMORY_NAME
+from phalanx.watch.recorder import MEMORY_NAME, ranks_in, spans
 from phalanx.words import format_bytes
 
 __all__ = [
@@ -200,20 +200,16 @@ class Recording:
 
     def later(self, by_ns: int) -> Recording:
         """The same with all times so much later: on another host's clock."""
-        return replace(
-            self,
-            records=tuple(
-                replace(
-                    record,
-                    entered_ns=record.entered_ns + by_ns,
-                    left_ns=record.left_ns + by_ns if record.left_ns else 0,
-                )
-                for record in self.records
-            ),
+        moved = (
+            replace(each, entered_ns=each.entered_ns + by_ns, left_ns=each.left_ns + by_ns if each.left_ns else 0)
+            for each in self.records
         )
+        return replace(self, records=tuple(moved))
 
     def beside(self, folder: str) -> Recording:
-        """The same with the files of a folder named without it, as people write them."""
+        """The same with the files of a folder named without it, as people write them; unchanged if that is empty."""
+        if not folder:
+            return self
         start = folder.rstrip(os.sep) + os.sep
         return replace(
             self, records=tuple(replace(record, site=record.site.removeprefix(start)) for record in self.records)
@@ -225,7 +221,7 @@ class Recording:
         number = {group: index for index, group in enumerate(groups)}
         return {
             **{name: getattr(self, name) for name in _OWN},
-            "groups": [[group.name, group.backend, list(group.ranks), group.own] for group in groups],
+            "groups": [[group.name, group.backend, spans(group.ranks), group.own] for group in groups],
             "records": [
                 [number[record.group], *(getattr(record, name) for name in _FIELDS)] for record in self.records
             ],
@@ -235,7 +231,7 @@ class Recording:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Recording:
         """See :meth:`to_json`."""
-        groups = [Group(name, backend, tuple(ranks), own) for name, backend, ranks, own in values["groups"]]
+        groups = [Group(name, backend, ranks_in(ranks), own) for name, backend, ranks, own in values["groups"]]
         names = values["fields"][1:]
         records = tuple(
             Record(group=groups[group], **dict(zip(names, rest, strict=True))) for group, *rest in values["records"]
@@ -286,8 +282,8 @@ class _Texts:
             group = Group()
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 values = self.values(at)
-                ranks = [first + i * step for first, count, step in values["ranks"] for i in range(count)]
-                group = Group(str(values["name"]), str(values["backend"]), tuple(ranks), int(values["own"]))
+                ranks = ranks_in(values["ranks"])
+                group = Group(str(values["name"]), str(values["backend"]), ranks, int(values["own"]))
             self._groups[at] = group
         return self._groups[at]
 

@@ -6,6 +6,7 @@ import linecache
 import os
 from collections.abc import Mapping, Sequence
 
+from phalanx.system.folder import beside
 from phalanx.watch.stack_text import OWN, Frame, asked_in, frames_of
 from phalanx.words import format_named
 
@@ -23,10 +24,9 @@ def _is_launchers(frame: Frame) -> bool:
 
 def _described(frame: Frame) -> str:
     """``train.py:6 dist.all_reduce(x)``; the function's name in place of a line that cannot be read."""
-    beside = os.path.relpath(frame.file) if os.path.isabs(frame.file) else frame.file
-    name = frame.file if beside.startswith(os.pardir) else beside
     text = linecache.getline(frame.file, frame.line).strip() or frame.function
-    return f"{name}:{frame.line} {text if len(text) <= _LONGEST_LINE else f'{text[: _LONGEST_LINE - 1]}…'}"
+    shown = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
+    return f"{beside(frame.file)}:{frame.line} {shown}"
 
 
 def _frames(stack: str) -> list[Frame]:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.rank.trace import Trace
+from phalanx.system.folder import beside
 
-__all__ = ["beside", "last_operation"]
-
-
-def beside(site: str) -> str:
-    """A place in a program as people write it: a file below this process's directory without that."""
-    name = os.path.relpath(site) if os.path.isabs(site) else site
-    return site if name.startswith(os.pardir) else name
+__all__ = ["last_operation"]
 
 
 def last_operation(trace: Trace, part: int, at: float | None = None) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
+from phalanx.system.folder import own_folder
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import start_of
 
@@ -133,7 +134,7 @@ class Description:
                 ranks=job.ranks,
                 target=job.target.name,
                 arguments=tuple(job.target.argv[1:]),
-                directory=_directory(),
+                directory=own_folder(),
                 host=job.host,
                 hosts=tuple(host.name for host in job.hosts),
                 mpi=job.mpi.title if job.mpi is not None else "",
@@ -171,13 +172,6 @@ class Description:
     def _write(self, values: dict[str, Any]) -> None:
         if self._file >= 0:
             os.write(self._file, json.dumps(values).encode() + b"\n")
-
-
-def _directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it has been removed
-        return ""
 
 
 def running_jobs() -> list[RunningJob]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from phalanx.transports.hosts.watcher import Endpoint
 from phalanx.wire.dial import Line, NoAnswer, dial
 from phalanx.wire.key import Key
-from phalanx.wire.proof import NoProof
+from phalanx.wire.proof import NoProof, WrongKey
 from phalanx.wire.sockets import KeepAlive
 
 __all__ = ["AGAIN_S", "HERE", "KEEP_ALIVE", "NO", "PROBE_S", "ROLE", "WELCOME", "Target", "reach"]
@@ -68,8 +68,8 @@ class Target:
             self.fails_since, self.again_at = float("inf"), now + PROBE_S
             return False
         self.again_at = now + (_ENDING_AGAIN_S if now - self.lost_at < _ENDS_FOR_S else AGAIN_S)
-        if isinstance(why, (ConnectionRefusedError, NoProof)):
-            self.gone, self.fails_since = True, now  # its host has no such port any more
+        if isinstance(why, (ConnectionRefusedError, NoProof, WrongKey)):
+            self.gone, self.fails_since = True, now  # its host has no such port any more, or it is another program's
             return True
         # A process that does not answer although its kernel does may have its interpreter held. And that this one has
         # no descriptor left says nothing of the other.
