@@ -113,7 +113,9 @@ class OnWire(Engine):
 
 
 class NothingTold:
-    """A store in which no rank has written anything."""
+    """A store in which no rank has written anything; and this rank's script does not fail."""
+
+    fails = False
 
     def is_told(self) -> bool:
         return False
