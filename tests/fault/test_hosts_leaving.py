@@ -42,13 +42,13 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_script_that_comes_to_its_end_has_left(size: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(dedent(SCRIPT))
+def run_to_the_end(text: str, size: int, folder: Path, *arguments: str) -> list[tuple[str, str, int]]:
+    """Run a script as so many ranks: what each printed, on both streams, and its exit code."""
+    script = folder / "script.py"
+    script.write_text(dedent(text))
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(size), tmp_path / "store"],
+            [sys.executable, script, str(rank), str(size), folder / "store", *arguments],
             env={"PYTHONPATH": ":".join(sys.path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -57,11 +57,16 @@ def test_a_script_that_comes_to_its_end_has_left(size: int, tmp_path: Path) -> N
         for rank in range(size)
     ]
     try:
-        ends = [(*rank.communicate(timeout=300), rank.returncode) for rank in ranks]
+        return [(*rank.communicate(timeout=300), rank.returncode) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_script_that_comes_to_its_end_has_left(size: int, tmp_path: Path) -> None:
+    ends = run_to_the_end(SCRIPT, size, tmp_path)
     assert ends == [("left in order\n", "", 0), *[("", "", 0)] * (size - 1)]
 
 
@@ -102,28 +107,11 @@ FAILS = """
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_script_that_fails_has_not_left(size: int, call: str, tmp_path: Path) -> None:
     """The last rank is alone on its host, where nobody else could say how it ended."""
-    script = tmp_path / "script.py"
-    script.write_text(dedent(FAILS))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(size), tmp_path / "store", call],
-            env={"PYTHONPATH": ":".join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        ends = [(*rank.communicate(timeout=300), rank.returncode) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    ends = run_to_the_end(FAILS, size, tmp_path, call)
     assert ends[-1][2] == 1
     for out, err, _ in ends[:-1]:
         assert out.startswith(f"{size - 1} rank {size - 1} of the group (pid "), out + err
-        assert f"has failed (ValueError: this batch is empty at {script}:" in out, out
+        assert f"has failed (ValueError: this batch is empty at {tmp_path / 'script.py'}:" in out, out
 
 
 FORKS = """
@@ -157,22 +145,5 @@ FORKS = """
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_child_that_fails_breaks_nothing_of_its_parents(size: int, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(dedent(FORKS))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(size), tmp_path / "store"],
-            env={"PYTHONPATH": ":".join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        ends = [(*rank.communicate(timeout=300), rank.returncode) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    ends = run_to_the_end(FORKS, size, tmp_path)
     assert [(out, code) for out, _, code in ends] == [(f"{float(size * size)}\n", 0)] * size, ends

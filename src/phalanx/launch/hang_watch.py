@@ -76,7 +76,7 @@ class HangWatch:
         try:
             yield
         except Exception as error:
-            self._on = False
+            self._on, self._asked_at = False, None
             self._say(f"no more is said of ranks that wait, because that has failed: {type(error).__name__}: {error}")
 
     def _look(self) -> None:
