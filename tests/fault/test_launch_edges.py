@@ -14,6 +14,8 @@ import pytest
 from tests.launch_support import Launcher, launcher, wait_for
 from tests.support.waiting import stop
 
+from phalanx.system import processes
+
 __all__ = ["launcher"]
 
 HANG = """
@@ -366,6 +368,27 @@ def test_a_second_ctrl_c_does_not_wait_for_a_debugged_rank(launcher: Launcher) -
     job.process.send_signal(signal.SIGINT)
     assert job.process.wait(60) == 130
     os.close(master)
+
+
+def test_ranks_that_run_get_the_interrupt_though_the_launcher_has_not_heard_that_they_do(launcher: Launcher) -> None:
+    place = launcher.directory
+    script = launcher.script(f"""
+        import os, sys, time
+        rank = os.environ["RANK"]
+        try:
+            open({str(place)!r} + f"/runs-{{rank}}", "w").close()
+            time.sleep(300)
+        except KeyboardInterrupt:
+            open({str(place)!r} + f"/saved-{{rank}}", "w").close()
+    """)
+    job = launcher.start("-n", "2", "-q", "--grace", "250", script)
+    wait_for(lambda: processes.children_of(job.pid))
+    stop(job.pid)  # before it can read that the ranks have been started
+    wait_for(lambda: len(list(place.glob("runs-*"))) == 2)
+    job.process.send_signal(signal.SIGINT)
+    os.kill(job.pid, signal.SIGCONT)
+    assert job.finish().code == 130
+    assert {path.name for path in place.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
 def test_a_working_directory_that_was_deleted_is_said(launcher: Launcher, tmp_path: Path) -> None:

@@ -376,12 +376,12 @@ class Supervisor:
             self.interrupted = signum
             self.settle_until = None
             self.console.out.deadline = self.console.err.deadline = time.monotonic() + STALLED_READER_S
-        if self.started_at is None and self.job.is_local:
-            # No rank runs yet, and the zygote reads no order while it imports torch.
-            if self.zygote:
-                os.kill(self.zygote, signal.SIGKILL)
-        else:
+        if self.started_at is not None or not self.job.is_local:
             self._order(signal.SIGKILL if again else signum)
+        elif self.zygote and (again or not processes.children_of(self.zygote)):
+            # No rank runs yet, and the zygote reads no order while it imports torch. If ranks run, its message that
+            # they have been started is on its way, and they are given this order then.
+            os.kill(self.zygote, signal.SIGKILL)
 
     def _order(self, signum: int, spare: list[int] | None = None) -> None:
         self.ending = True
