@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from tests.launch_support import Launcher, launcher, wait_for
@@ -64,6 +65,63 @@ def test_the_line_and_the_report_name_the_rank_that_does_not_come(launcher: Laun
     assert re.search(rf"phalanx: {expected}, for \d+ s now; look at the `if` in line {branch}\n", done.err_text), (
         done.err_text
     )
+
+
+# Calls of C++: what prepares for them, the call, and the bytes that it reduces. DDP does more in its first two steps.
+CALLS_OF_CPP = {
+    "ddp": (
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))",
+        "model(torch.ones(2, 8)).sum().backward()",
+        288,
+    ),
+    "functional": (
+        "import torch.distributed._functional_collectives as functional",
+        "functional.all_reduce(torch.ones(16), 'sum', dist.group.WORLD).sum().item()",
+        64,
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("functional", 3)])
+def test_a_call_of_cpp_that_stalls_is_named_and_counts_for_no_later_call(
+    launcher: Launcher, name: str, ranks: int
+) -> None:
+    prepared, call, nbytes = CALLS_OF_CPP[name]
+    go_on, folder = launcher.directory / "go_on", launcher.directory / "reports"
+    script = (
+        FRAME
+        + f"{prepared}\nfor step in range(3):\n    {call}\n"
+        + f"while rank == size - 1 and not os.path.exists({str(go_on)!r}):\n    time.sleep(0.05)  # HERE\n"
+        + f"{call}  # WAIT\ndist.all_reduce(x)\n"
+        + "if rank == 0:\n    time.sleep(600)  # LATER\ndist.broadcast(x, 0)  # LATER WAIT\n"
+    )
+    options = ("--warn-after", "0.8", "--report-after", "2", "--report-dir", str(folder))
+    torch_makes = {"TORCHINDUCTOR_CACHE_DIR": str(launcher.directory / "cache")}
+    job = launcher.start("-n", str(ranks), *options, launcher.script(script), environment=torch_makes)
+    others = "rank 0 waits" if ranks == 2 else f"ranks 0-{ranks - 2} wait"
+    later = "rank 1 waits" if ranks == 2 else f"ranks 1-{ranks - 1} wait"
+
+    def reports() -> list[Any]:
+        return [json.loads(path.read_text()) for path in sorted(folder.glob("hang-*.json"))]
+
+    def says(expected: str) -> bool:
+        return any(re.fullmatch(expected, report["verdict"]) for report in reports())
+
+    first = (
+        rf"rank {ranks - 1} is at {place(script, 'HERE')} .*, in no operation; "
+        rf"{others} for it in all_reduce #3 at {place(script, 'WAIT')}"
+    )
+    wait_for(lambda: says(first), complaint=lambda: str([report["verdict"] for report in reports()]))
+    recording = next(rank["recording"] for rank in reports()[-1]["ranks"] if rank["rank"] == 0)
+    assert recording["records"][-1][recording["fields"].index("nbytes")] == nbytes
+    go_on.touch()
+    second = (
+        rf"rank 0 is at {place(script, 'LATER')} .*, in no operation; "
+        rf"{later} for it in broadcast #4 at {place(script, 'LATER WAIT')}"
+    )
+    wait_for(lambda: says(second), complaint=lambda: str([report["verdict"] for report in reports()]))
+    job.process.send_signal(signal.SIGINT)
+    job.finish()
 
 
 def test_a_message_that_never_comes_and_a_group_of_some_ranks_are_named(launcher: Launcher) -> None:

@@ -1,8 +1,9 @@
 """The operations of torch's own backends, such as Gloo and NCCL, in the flight recorder of a rank of ``phalanx run``.
 
 These backends are C++. Their groups are called from Python by the methods of ``ProcessGroup``, which are replaced by
-functions that note the call and make it. A call that C++ makes is not seen: the reducer of DDP, functional collectives,
-what is compiled. The methods are replaced when the first such group is made; a program that makes none keeps torch's.
+functions that note the call and make it. The methods are replaced when the first such group is made; a program that
+makes none keeps torch's. A call that C++ makes (the reducer of DDP, functional collectives, what is compiled) does not
+come by them; one that lasts is found where torch keeps it (``stalled_calls.py``).
 
 - A *collective* begins with its call, so that ranks count them alike. It ends when ``wait`` returns, or when a thread
   that looks twice a second finds it completed. The thread runs in Python: while a rank holds the interpreter's lock in
@@ -32,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.base import BaseProcessGroup
+from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.native.core import RecordedGroup
 from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS
 from phalanx.watch import recorder
@@ -77,11 +79,13 @@ class _UnderWay:
 
     Attributes:
         work: gives its ``Work``; None if that is gone.
+        group: torch's name of the group.
         ticket: the record's; 0 for a message, which has none so far.
         begin: for a message, begins the record, and gives the ticket.
     """
 
     work: Callable[[], Any]
+    group: str
     ticket: int
     begin: Callable[[], int] | None = None
 
@@ -127,6 +131,7 @@ def record_methods() -> None:
         own = getattr(dist.ProcessGroup, name)
         _replace(name, _message(own, _NUMBER_OF_KIND[kind], has_peer=name != "recv_anysource"))
     setattr(dist.Work, "wait", _waiting(dist.Work.wait))  # noqa: B010
+    _look_after_them()
 
 
 def _replace(name: str, call: Any) -> None:
@@ -150,7 +155,7 @@ def _collective(own: Callable[..., Any], kind: int, tensors_at: int) -> Callable
             recorder.end(ticket, True)
             raise
         with contextlib.suppress(Exception):
-            _follow(work, ticket, hold=hold)
+            _follow(work, group.group_name, ticket, hold=hold)
         return work
 
     return call
@@ -168,7 +173,7 @@ def _message(own: Callable[..., Any], kind: int, *, has_peer: bool) -> Callable[
             known = _group(group)
             if known is not None:
                 begin = functools.partial(_begin_message, known.recorded, what, nbytes, peer)
-                _note(work, _UnderWay(weakref.ref(work, _forgetting(id(work))), 0, begin))
+                _note(work, _UnderWay(weakref.ref(work, _forgetting(id(work))), group.group_name, 0, begin))
         return work
 
     return call
@@ -261,7 +266,7 @@ def _group(group: Any) -> _Group | None:
     return made
 
 
-def _follow(work: Any, ticket: int, *, hold: bool) -> None:
+def _follow(work: Any, group: str, ticket: int, *, hold: bool) -> None:
     """End the record of a collective when that has ended."""
     if not ticket:
         return
@@ -269,7 +274,7 @@ def _follow(work: Any, ticket: int, *, hold: bool) -> None:
         recorder.end(ticket, False)  # the call has waited for it
         return
     held: Callable[[], Any] = (lambda: work) if hold else weakref.ref(work, _forgetting(id(work)))
-    _note(work, _UnderWay(held, ticket))
+    _note(work, _UnderWay(held, group, ticket))
 
 
 def _note(work: Any, found: _UnderWay) -> None:
@@ -299,9 +304,12 @@ def _look_after_them() -> None:
 
 
 def _look() -> None:
-    """End the records of collectives that are completed, though nobody waits for them."""
+    """End the records of collectives that are completed, though nobody waits for them; find those of C++ that stall."""
+    stalled = StalledCalls(_group_of_name, _is_under_way)
     while True:
         time.sleep(_LOOK_S)
+        with contextlib.suppress(Exception):
+            stalled.look()
         for identity in list(_under_way):
             with contextlib.suppress(Exception):
                 _look_at(identity)
@@ -314,3 +322,14 @@ def _look_at(identity: int) -> None:
     work = found.work()
     if work is not None and work.is_completed():
         _end(identity, failed=False)
+
+
+def _group_of_name(name: str) -> RecordedGroup | None:
+    """The recorded group of torch's name; None if it is Phalanx's, which records by itself, or gone."""
+    group = next((group for group, own in c10d._world.pg_names.items() if own == name), None)
+    known = None if group is None or isinstance(group, BaseProcessGroup) else _group(group)
+    return None if known is None else known.recorded
+
+
+def _is_under_way(name: str) -> bool:
+    return any(found.group == name and found.ticket for found in list(_under_way.values()))

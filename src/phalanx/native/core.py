@@ -53,7 +53,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 17
+ABI = 18
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -238,6 +238,11 @@ def library() -> ctypes.CDLL:
         ("phx_recorder_names", None, [c_uint32, c_int32, c_uint32]),
         ("phx_recorder_mark", None, [c_int32, c_uint32]),
         ("phx_record_begin", c_uint64, [POINTER(RecordedGroup), c_uint32, c_uint64, c_uint32, c_int32]),
+        (
+            "phx_record_begin_at",
+            c_uint64,
+            [POINTER(RecordedGroup), c_uint32, c_uint64, c_uint32, c_int32, c_uint64],
+        ),
         ("phx_record_end", None, [c_uint64, c_int]),
         ("phx_records_read", c_uint32, [c_void_p, POINTER(SeenRecord), POINTER(c_uint64)]),
         ("phx_recorder_of", c_void_p, [comm, c_uint32]),

@@ -32,6 +32,7 @@ from phalanx.watch.program_text import identity
 __all__ = [
     "MEMORY_NAME",
     "begin",
+    "begin_at",
     "describe_dtypes",
     "end",
     "group",
@@ -268,6 +269,26 @@ def begin(group: int, what: int, nbytes: int, peer: int) -> int:
     if state is None:
         return 0
     return state.begin(group, what, nbytes, state.here(), peer)
+
+
+def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered_ns: int) -> int:
+    """Record a collective without a root that has begun before, on another thread; the ticket is for :func:`end`.
+
+    It is not counted: it gets the number of the group's next collective.
+
+    Args:
+        group: its group.
+        what: its kind, dtype and operation, as ``phx_record_begin`` takes them.
+        nbytes: of this rank's tensor.
+        line: the line that called it, as ``file:line``; empty if it is not known.
+        entered_ns: when it began, by ``time.monotonic_ns``.
+    """
+    state = _state
+    if state is None or state.pid != os.getpid():
+        return 0
+    site = state.text(line) if line else 0
+    ticket: int = state.core.phx_record_begin_at(ctypes.byref(group), what, nbytes, site, -1, entered_ns)
+    return ticket
 
 
 def end(ticket: int, failed: bool) -> None:

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 17
+#define PHX_ABI 18
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -394,6 +394,10 @@ PHX_API void phx_recorder_mark(int32_t step, uint32_t label);
  * ticket for phx_record_end(), which may be called by any thread; 0 if nothing is recorded, which it takes too. */
 PHX_API uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
                                   int32_t peer);
+/* The same for a collective that has begun before, at `entered_ns` of CLOCK_MONOTONIC. It is not counted: it gets the
+ * number of the group's next one. */
+PHX_API uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
+                                     int32_t peer, uint64_t entered_ns);
 PHX_API void phx_record_end(uint64_t ticket, int failed);
 
 /* Give the ranks of a group that is a part of another one the numbers that they have there. Before the first call. */

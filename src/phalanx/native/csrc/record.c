@@ -88,13 +88,14 @@ void phx_recorder_mark(int32_t step, uint32_t label)
     atomic_store_explicit(&header_of(memory)->label, label, memory_order_relaxed);
 }
 
-uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site, int32_t peer)
+static int is_message(uint32_t what)
 {
-    if (!memory || !group)
-        return 0;
-    const int message = (what & 0xff) >= PHX_SEND;
-    _Atomic uint32_t *count = message ? &group->messages : &group->collectives;
-    const uint32_t in_group = atomic_fetch_add_explicit(count, 1, memory_order_relaxed) + 1;
+    return (what & 0xff) >= PHX_SEND;
+}
+
+static uint64_t begin(const struct phx_record_group *group, uint32_t in_group, uint32_t what, uint64_t nbytes,
+                      uint32_t site, int32_t peer, uint64_t entered_ns)
+{
     struct phx_recorder_header *header = header_of(memory);
     const uint64_t n = atomic_fetch_add_explicit(&header->next, 1, memory_order_relaxed);
     struct phx_record *record = record_of(memory, n);
@@ -108,7 +109,7 @@ uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_
     atomic_thread_fence(memory_order_release);
     const memory_order order = memory_order_relaxed;
     atomic_store_explicit(&record->left, TAG | n, order);
-    atomic_store_explicit(&record->entered_ns, now_ns(), order);
+    atomic_store_explicit(&record->entered_ns, entered_ns, order);
     atomic_store_explicit(&record->nbytes, nbytes, order);
     atomic_store_explicit(&record->in_group, in_group, order);
     atomic_store_explicit(&record->what, what, order);
@@ -119,9 +120,27 @@ uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_
     atomic_store_explicit(&record->awaits, -1, order);
     atomic_store_explicit(&record->step, atomic_load_explicit(&header->step, order), order);
     atomic_store_explicit(&record->word, 2 * n + 2, memory_order_release);
-    if (!message)
+    if (!is_message(what))
         under_way = record;
     return TAG | n;
+}
+
+uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site, int32_t peer)
+{
+    if (!memory || !group)
+        return 0;
+    _Atomic uint32_t *count = is_message(what) ? &group->messages : &group->collectives;
+    const uint32_t in_group = atomic_fetch_add_explicit(count, 1, memory_order_relaxed) + 1;
+    return begin(group, in_group, what, nbytes, site, peer, now_ns());
+}
+
+uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site, int32_t peer,
+                             uint64_t entered_ns)
+{
+    if (!memory || !group)
+        return 0;
+    const uint32_t next = atomic_load_explicit(&group->collectives, memory_order_relaxed) + 1;
+    return begin(group, next, what, nbytes, site, peer, entered_ns);
 }
 
 void phx_record_end(uint64_t ticket, int failed)
