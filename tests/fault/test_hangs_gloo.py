@@ -124,6 +124,43 @@ def test_a_call_of_cpp_that_stalls_is_named_and_counts_for_no_later_call(
     job.finish()
 
 
+def test_a_call_of_cpp_that_failed_is_over(launcher: Launcher) -> None:
+    """Else the rank would be said to wait in it for ever."""
+    script = launcher.script(
+        FRAME
+        + """
+import datetime
+import torch.distributed._functional_collectives as functional
+from phalanx.watch import recorder, records
+
+
+def recorded():
+    held = records.read_memory(recorder.own_memory()).records
+    return next(record for record in held if record.nbytes == 64)
+
+
+own = dist.new_group(timeout=datetime.timedelta(seconds=5))
+dist.all_reduce(torch.zeros(1), group=own)
+if rank == 1:
+    try:
+        functional.all_reduce(torch.ones(16), 'sum', own).sum().item()
+    except RuntimeError as error:
+        print("failed")
+    found = recorded()
+    print(found.kind)
+    until = time.monotonic() + 60
+    while found.under_way and time.monotonic() < until:
+        time.sleep(0.1)
+        found = recorded()
+    print(found.under_way)
+dist.barrier()
+"""
+    )
+    torch_makes = {"TORCHINDUCTOR_CACHE_DIR": str(launcher.directory / "cache")}
+    done = launcher.run("-n", "2", "-q", "--no-prefix", script, environment=torch_makes)
+    assert done.out_lines == ["failed", "all_reduce", "False"], done.err_text
+
+
 def test_a_message_that_never_comes_and_a_group_of_some_ranks_are_named(launcher: Launcher) -> None:
     script = (
         FRAME

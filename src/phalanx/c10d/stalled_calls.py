@@ -103,15 +103,15 @@ class StalledCalls:
             for identity, status in found.items():
                 key = which, identity
                 called, ended = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
-                self._end(key, ended)
+                self._end_if_over(key, ended)
                 if self._is_stalled(key, called, ended):
                     self._read(key, ring, ended)
 
-    def _end(self, key: tuple[int, str], ended: int) -> None:
+    def _end_if_over(self, key: tuple[int, str], ended: int) -> None:
         stalled = self._stalled.get(key)
         if stalled is not None and ended >= stalled.number:
             del self._stalled[key]
-            recorder.end(stalled.ticket, False)
+            recorder.end(stalled.ticket, False)  # torch counts one that has failed like any other
 
     def _is_stalled(self, key: tuple[int, str], called: int, ended: int) -> bool:
         now, counts = time.monotonic(), self._counts.get(key)
