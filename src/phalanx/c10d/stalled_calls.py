@@ -1,4 +1,4 @@
-"""Collectives that C++ calls on torch's own backends: recorded once they stall, from torch's own flight recorder.
+"""Collectives that C++ calls on torch's own backends: recorded while they stall, from torch's own flight recorder.
 
 The reducer of DDP, functional collectives and compiled programs call a backend without Python, so no function of ours
 sees them. torch notes every operation of Gloo and NCCL in a ring of its own. To read its counts of a group (which
@@ -6,8 +6,8 @@ collective was called last, which has ended last) takes microseconds; to read th
 counts are looked at often, and the ring only when a group has stood still for a while. The collective in which it
 stands is then recorded as if it had been seen: its kind, its bytes, when it was called, and by which line.
 
-It has the number of the group's next collective and takes none itself: ranks that went through theirs without a stall
-have not counted it either, and the later numbers must agree.
+It has the number of the group's next collective, and when it is over its record is taken back. Ranks that went through
+theirs without a stall have counted none: by its number they would be behind, or the others ahead.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Counts:
 
 @dataclass
 class _Stalled:
-    """A collective that was recorded since it lasts: torch's number of it, and its record."""
+    """A collective that is recorded because it lasts: torch's number of it, and its record."""
 
     number: int
     ticket: int
@@ -93,7 +93,7 @@ class StalledCalls:
         self._rings = _rings()
 
     def look(self) -> None:
-        """Record what has stalled since the last look, and end the records of what goes on.
+        """Record what has stalled since the last look, and take back the records of what is over or has failed.
 
         Raises:
             Exception: torch's recorder answers otherwise than this expects.
@@ -103,15 +103,15 @@ class StalledCalls:
             for identity, status in found.items():
                 key = which, identity
                 called, ended = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
-                self._end_if_over(key, ended)
+                self._drop_if_over(key, ended)
                 if self._is_stalled(key, called, ended):
                     self._read(key, ring, ended)
 
-    def _end_if_over(self, key: tuple[int, str], ended: int) -> None:
+    def _drop_if_over(self, key: tuple[int, str], ended: int) -> None:
         stalled = self._stalled.get(key)
         if stalled is not None and ended >= stalled.number:
             del self._stalled[key]
-            recorder.end(stalled.ticket, False)  # torch counts one that has failed like any other
+            recorder.drop(stalled.ticket)
 
     def _is_stalled(self, key: tuple[int, str], called: int, ended: int) -> bool:
         now, counts = time.monotonic(), self._counts.get(key)

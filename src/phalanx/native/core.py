@@ -243,6 +243,7 @@ def library() -> ctypes.CDLL:
             c_uint64,
             [POINTER(RecordedGroup), c_uint32, c_uint64, c_uint32, c_int32, c_uint64],
         ),
+        ("phx_record_drop", None, [c_uint64]),
         ("phx_record_end", None, [c_uint64, c_int]),
         ("phx_records_read", c_uint32, [c_void_p, POINTER(SeenRecord), POINTER(c_uint64)]),
         ("phx_recorder_of", c_void_p, [comm, c_uint32]),

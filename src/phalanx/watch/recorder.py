@@ -34,6 +34,7 @@ __all__ = [
     "begin",
     "begin_at",
     "describe_dtypes",
+    "drop",
     "end",
     "group",
     "is_kept",
@@ -272,7 +273,7 @@ def begin(group: int, what: int, nbytes: int, peer: int) -> int:
 
 
 def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered_ns: int) -> int:
-    """Record a collective without a root that has begun before, on another thread; the ticket is for :func:`end`.
+    """Record a collective without a root that has begun before, on another thread; the ticket is for :func:`drop`.
 
     It is not counted: it gets the number of the group's next collective.
 
@@ -289,6 +290,13 @@ def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered
     site = state.text(line) if line else 0
     ticket: int = state.core.phx_record_begin_at(ctypes.byref(group), what, nbytes, site, -1, entered_ns)
     return ticket
+
+
+def drop(ticket: int) -> None:
+    """Take back a record, on the thread that has begun it."""
+    state = _state
+    if state is not None and state.pid == os.getpid():
+        state.core.phx_record_drop(ticket)
 
 
 def end(ticket: int, failed: bool) -> None:

@@ -398,6 +398,8 @@ PHX_API uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what,
  * number of the group's next one. */
 PHX_API uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
                                      int32_t peer, uint64_t entered_ns);
+/* Take back the record of an operation, on the thread that began it: it is as if it had not been recorded. */
+PHX_API void phx_record_drop(uint64_t ticket);
 PHX_API void phx_record_end(uint64_t ticket, int failed);
 
 /* Give the ranks of a group that is a part of another one the numbers that they have there. Before the first call. */

@@ -155,6 +155,18 @@ void phx_record_end(uint64_t ticket, int failed)
                                             memory_order_release, memory_order_relaxed);
 }
 
+void phx_record_drop(uint64_t ticket)
+{
+    if (!memory || !ticket)
+        return;
+    const uint64_t n = ticket & ~TAG;
+    struct phx_record *record = record_of(memory, n);
+    uint64_t there = 2 * n + 2;
+    if (under_way == record)
+        under_way = NULL;
+    atomic_compare_exchange_strong_explicit(&record->word, &there, 0, memory_order_relaxed, memory_order_relaxed);
+}
+
 void phx_record_awaits(int32_t rank)
 {
     if (under_way)

@@ -16,13 +16,15 @@
  *               record. Read by all, relaxed. Death before: nothing has happened. Death after: the record of that
  *               operation still is the one of PHX_RECORDS operations ago, whose number does not fit `next`; the
  *               readers show that one, or if it was never used nothing.
- *   word        2n + 1: operation n is being written; 2n + 2: it is there; 0: never used. Exchanged for 2n + 1 by the
+ *   word        2n + 1: operation n is being written; 2n + 2: it is there; 0: never used, or dropped. Exchanged for 2n + 1 by the
  *               thread of operation n (compare-and-exchange, acquire) if it is even and smaller; a release fence keeps
  *               the fields' stores behind that. Then stored as 2n + 2, release. Read by all, acquire, before the
  *               fields, and again after them behind an acquire fence: a record counts if both are equal and even.
  *               Death before the exchange: as after `next`. Death between: readers leave the record out, and so does
  *               every later operation with that record leave it alone, if there is one (a thread that ends alone, by
  *               pthread_exit, does not end its process). Death after the second store: the operation is there.
+ *               An operation that is dropped is exchanged for 0 (compare-and-exchange with 2n + 2, relaxed: nothing is
+ *               told by it). Death before or after: it is there, or not.
  *   left        While operation n is under way its tag; then when it ended, in nanoseconds, times two, plus one if it
  *               failed. Written with the fields; then exchanged by the thread that ends the operation (compare-and-
  *               exchange with the tag, release), so that the end of an operation that lasts until its record is used
