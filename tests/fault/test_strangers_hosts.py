@@ -8,32 +8,24 @@ signs of life, RPC, and Gloo's, which asks for no key and is only given what doe
 from __future__ import annotations
 
 import json
-import socket
-import struct
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 from tests.support import attacks
+from tests.support.attackers import MOST_ANSWERED, NOBODY, Attack, attack_all, delays, listening
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
 from tests.support.remote import RemoteLauncher, reachable_hosts
 from tests.support.waiting import soon
 
-from phalanx.wire.proof import GREETING, GREETING_BYTES
+from phalanx.wire.proof import GREETING
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
-NOBODY = 65534
 PATIENCE_S = 200.0  # no busy machine needs as long
 STRANGER = 2  # the number of the host that is none of the job's
-# A listener greets, and tells a caller that proves another key so, with a digest and an empty verdict.
-MOST_ANSWERED = GREETING_BYTES + 32 + 4
-LISTENS = "0A"
 # How long each attack takes, and what a step may take longer meanwhile, both in seconds. A stranger for whom somebody
 # waited would hold up a step for the ten seconds that he has to prove himself. On a quiet machine it is far below 1 s.
 lengths = pytest.mark.parametrize(("seconds", "limit_s"), [(0.5, 7.0), pytest.param(5.0, 1.0, marks=pytest.mark.fault)])
@@ -77,70 +69,6 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
 def reachable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
     with reachable_hosts(3, tmp_path_factory.mktemp("reachable")) as made:
         yield made
-
-
-def listening(pid: int) -> list[tuple[str, int]]:
-    """The addresses and ports at which the host of this process listens; what listens everywhere, at loopback."""
-    found = []
-    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == LISTENS:
-                address, _, port = words[1].partition(":")
-                numbers = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
-                text = socket.inet_ntop(family, struct.pack(f"={len(numbers)}I", *numbers))
-                found.append(({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(text, text), int(port, 16)))
-    return sorted(set(found))
-
-
-@dataclass
-class Attack:
-    """Somebody who attacks, and from where: the words before his commands, his user, and what he can reach."""
-
-    words: Sequence[str]
-    user: int
-    ports: list[tuple[str, int]]
-    times: dict[str, tuple[float, float]] = field(default_factory=dict)
-
-    def command(self, attack: str, seconds: float, ports: Sequence[tuple[str, int]] = ()) -> list[str]:
-        targets = [f"{address}:{port}" for address, port in ports or self.ports]
-        return [*self.words, sys.executable, attacks.__file__, attack, str(seconds), str(self.user), *targets]
-
-    def run(self, attack: str, seconds: float) -> dict[str, int]:
-        began = time.monotonic()
-        done = subprocess.run(
-            self.command(attack, seconds), capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
-        self.times[attack] = began, time.monotonic()
-        assert done.returncode == 0, done.stderr
-        told: dict[str, int] = json.loads(done.stdout)
-        return told
-
-
-def attack_all(attack: Attack, seconds: float, runs: Callable[[], bool]) -> None:
-    """Every attack after the other, with a pause of the same length before each."""
-    for name in ("silent", "slow", "garbage", "large", "flood"):
-        time.sleep(seconds)
-        told = attack.run(name, seconds)
-        print(name, told, flush=True)
-        assert told["made"] > 0
-        assert told["most_heard"] <= MOST_ANSWERED, name
-        assert runs(), name
-
-
-def delays(folder: Path, attack: Attack) -> dict[str, float]:
-    """How much longer the longest step during each attack took than the longest one of the pauses, in seconds."""
-    longest: dict[str, float] = {}
-    for file in folder.glob("steps-*"):
-        steps = json.loads(file.read_text())
-        # The last of them begins before the first attack, so that there is a pause to compare with.
-        assert steps[0][0] < min(begin for begin, _ in attack.times.values())
-        for began, ended in steps[1:]:
-            names = [name for name, (begin, end) in attack.times.items() if began < end and ended > begin]
-            for name in names or ["pause"]:
-                longest[name] = max(longest.get(name, 0.0), ended - began)
-    print({name: round(each, 3) for name, each in longest.items()}, flush=True)
-    return {name: longest.get(name, 0.0) - longest["pause"] for name in attack.times}
 
 
 def who_attacks(hosts: TestHosts, stranger: str, host: int = 0) -> Attack:
