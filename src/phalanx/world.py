@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx import settings
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.c10d.register import register
+from phalanx.c10d.register import forget_failed_groups, register
 from phalanx.c10d.replace import replaces
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ClosedError, DeviceError, InitializationError, PhalanxError, RankError
@@ -273,6 +273,8 @@ def init(
         _world = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        else:
+            forget_failed_groups()
         _leave_store()
         raise
     return world

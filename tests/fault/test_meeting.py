@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 import phalanx
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
-from phalanx.errors import InitializationError
+from phalanx.errors import DeviceError, InitializationError
 from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
@@ -184,6 +184,28 @@ def test_a_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: 
         return [attempt(member, store, 20) for _ in range(3)]
 
     assert on_ranks(body, 3) == [[3.0, 3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_failed_at_different_steps_meet_at_the_next_attempt(size: int) -> None:
+    """The last rank asks for a device that it has not, before it makes a group; the others fail when they make it."""
+    port = 25_000 + os.getpid() % 4_000
+
+    def body(member: Member) -> list[int]:
+        def join(device: str) -> phalanx.World:
+            where = f"tcp://127.0.0.1:{port}"
+            return phalanx.init(
+                device=device, timeout_s=60, quiet=True, init_method=where, rank=member.rank, world_size=size
+            )
+
+        with pytest.raises(DeviceError if member.rank == size - 1 else InitializationError):
+            join("nonsense" if member.rank == size - 1 else "cpu")
+        world = join("cpu")
+        met: list[int] = world.all_gather_object(member.rank)
+        phalanx.close()
+        return met
+
+    assert on_ranks(body, size) == [list(range(size))] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -1,15 +1,18 @@
-"""Another user of this machine reaches the ports of a job: he is refused, and the job goes on."""
+"""Another user of this machine reaches for the ports, the memory and the files of a job: he gets nothing of it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Launcher, launcher
+from tests.launch_support import Launcher, RunningJob, launcher
+from tests.support.attackers import NOBODY, Attack, attack_all, delays, listening, sockets_of
 from tests.support.strangers import as_another_user, needs_another_user
+from tests.support.waiting import soon
 
 __all__ = ["launcher"]
 
@@ -103,3 +106,97 @@ def test_the_store_of_phalanx_run_answers_no_other_user(launcher: Launcher, tmp_
     assert (outcome.code, outcome.out_lines) == (0, ["['of rank 0', 'of rank 1'] False False"])
     assert "refused a connection from 127.0.0.1 to the job's store: it is not this user's" in outcome.err_text
     assert outcome.err_text.count("refused a connection") == 4
+
+
+HAS_EVERYTHING = """
+    import json, operator, pathlib, sys, time
+    import torch, torch.distributed as dist
+    import phalanx
+    from phalanx import rpc
+    folder = pathlib.Path(sys.argv[1])
+    world = phalanx.init(quiet=True)
+    rpc.init()
+    dist.all_reduce(torch.ones(4).to_sparse())  # only Gloo has it, which listens from now on
+    steps, works = [], True
+    while works:
+        began = time.monotonic()
+        over = torch.tensor([float((folder / "over").exists())])
+        world.all_reduce(over)
+        assert rpc.call((world.rank + 1) % world.size, operator.add, world.rank, 1) == world.rank + 1
+        works = not over.item()
+        steps.append((began, time.monotonic()))
+        (folder / f"works-{world.rank}").touch()
+        time.sleep(0.003)
+    dist.all_reduce(torch.ones(4).to_sparse())
+    dist.barrier(dist.new_group())
+    (folder / f"steps-{world.rank}").write_text(json.dumps(steps))
+    rpc.shutdown()
+    phalanx.close()
+"""
+
+
+def start_everything(launcher: Launcher, *options: str) -> RunningJob:
+    folder = launcher.directory
+    job = launcher.start("-n", "3", "-q", *options, launcher.script(HAS_EVERYTHING), str(folder))
+    assert soon(lambda: all((folder / f"works-{rank}").exists() for rank in range(3)) or job.process.poll() is not None)
+    assert job.process.poll() is None, job.finish().err_text
+    return job
+
+
+@needs_another_user
+@pytest.mark.parametrize(("seconds", "limit_s"), [(0.5, 7.0), pytest.param(5.0, 1.0, marks=pytest.mark.fault)])
+def test_another_user_at_every_port_of_a_job_does_not_hold_it_up(
+    launcher: Launcher, seconds: float, limit_s: float
+) -> None:
+    """Its store's, and Gloo's on loopback."""
+    job = start_everything(launcher)
+    inodes = set().union(*(sockets_of(pid) for pid in job.processes()))
+    ports = listening(os.getpid(), inodes)
+    assert len(ports) >= 4  # one of the store, and one of each rank
+    attack = Attack((), NOBODY, ports)
+    attack_all(attack, seconds, lambda: job.process.poll() is None)
+    (launcher.directory / "over").touch()
+    outcome = job.finish()
+    assert outcome.code == 0, outcome.err_text
+    assert max(delays(launcher.directory, attack).values()) < limit_s
+
+
+def what_opens(pids: list[int]) -> list[str]:
+    """What another user can open of the processes' own: memory, environment, files that are open, and their places."""
+    opened = []
+    for pid in pids:
+        names = [f"/proc/{pid}/{name}" for name in ("mem", "environ", "maps", "auxv", "syscall", "stack", "io")]
+        names += [f"/proc/{pid}/{folder}/{number}" for folder in ("fd", "map_files") for number in range(200)]
+        with contextlib.suppress(PermissionError):
+            opened += os.listdir(f"/proc/{pid}/fd")
+        for name in names:
+            for flags in (os.O_RDONLY, os.O_RDWR):
+                with contextlib.suppress(OSError):
+                    descriptor = os.open(name, flags)
+                    # Some files can be opened by everybody, and only what is read of them is refused.
+                    if os.read(descriptor, 1):
+                        opened.append(name)
+                    os.close(descriptor)
+    return opened
+
+
+@needs_another_user
+def test_another_user_can_open_nothing_of_a_jobs_memory_and_files(launcher: Launcher, tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    job = start_everything(launcher)
+    pids = job.processes()
+    assert len(pids) >= 5  # the launcher, the zygote, and the ranks
+    own = [f"/proc/{pid}/{name}" for pid in pids for name in ("environ", "maps", "fd/1")]
+    assert set(own) <= set(filter(os.path.exists, own))
+    assert as_another_user(what_opens, pids) == []
+    # Sockets between its processes have no name, in the file system or beside it, by which anybody could connect.
+    inodes = set().union(*(sockets_of(pid) for pid in pids))
+    local = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    of_job = [words for words in local if words[6] in inodes]
+    assert of_job
+    assert [words[7] for words in of_job if len(words) > 7] == []
+    assert {name for name in os.listdir("/dev/shm") if "phalanx" in name} <= before
+    readable = [path for path in job.temporary.rglob("*") if as_another_user(os.access, str(path), os.R_OK)]
+    assert readable == []
+    (launcher.directory / "over").touch()
+    assert job.finish().code == 0

@@ -23,7 +23,7 @@ from phalanx.errors import InitializationError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["record_other_backends", "register", "replace_as_asked"]
+__all__ = ["forget_failed_groups", "record_other_backends", "register", "replace_as_asked"]
 
 
 def register() -> None:
@@ -97,6 +97,17 @@ def record_other_backends() -> None:
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
+
+
+def forget_failed_groups() -> None:
+    """Where there is no default group: have torch count groups from zero.
+
+    torch names a group by how many it has made, and counts a default group that could not be made too. Ranks of which
+    only some have got as far would look for each other under different names at their next attempt.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    c10d._world.group_count = 0
 
 
 def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND) -> dist.ProcessGroup:

@@ -11,9 +11,11 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from phalanx.system.foreign_values import checked, is_number, read_json
 from phalanx.watch.records import Record, Recording
 from phalanx.watch.torch_trace import write_torch_traces
 from phalanx.watch.verdict import Seen, Verdict
@@ -165,18 +167,20 @@ def read_report(path: Path) -> HangReport:
         OSError: it cannot be read.
         ValueError: it is not a report, or one of a newer Phalanx.
     """
-    try:
-        values = json.loads(path.read_text())
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    values = read_json(path.read_text())
     if not isinstance(values, dict) or values.get("version") != _VERSION:
         raise ValueError("it is not a report of this version of Phalanx")
     try:
         who = tuple(values["awaited"]), tuple(values["waiting"])
-        verdict = Verdict(values["verdict"], *who, values["since_ns"], values.get("hint", ""))
-        stacks = {rank["rank"]: rank["stack"] for rank in values["ranks"] if rank["stack"]}
+        if not all(map(is_number, chain(*who))):
+            raise TypeError("ranks are numbers")
+        hint = values.get("hint", "")
+        said = {"sentence": values["verdict"], "awaited": who[0], "waiting": who[1], "since_ns": values["since_ns"]}
+        verdict = checked(Verdict, {**said, "hint": hint})
         ranks = [_seen(rank) for rank in values["ranks"]]
-        return HangReport(values["job"], values["host"], values["when"], values["now_ns"], verdict, ranks, stacks)
+        stacks = {rank["rank"]: _lines(rank["stack"]) for rank in values["ranks"] if rank["stack"]}
+        own = {name: values[name] for name in ("job", "host", "when", "now_ns")}
+        return checked(HangReport, {**own, "verdict": verdict, "ranks": ranks, "stacks": stacks})
     except (KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is not a whole report: {error}") from None
 
@@ -185,7 +189,14 @@ def _seen(rank: dict[str, Any]) -> Seen:
     recording = Recording.from_json(rank["recording"]) if rank["recording"] is not None else None
     own = {name: rank[name] for name in ("rank", "state", "ended", "place", "asked")}
     # An earlier Phalanx wrote reports on jobs of one host only.
-    return Seen(**own, recording=recording, host=rank.get("host", ""), silent=rank.get("silent", False))
+    more = {"recording": recording, "host": rank.get("host", ""), "silent": rank.get("silent", False)}
+    return checked(Seen, {**own, **more})
+
+
+def _lines(stack: Any) -> list[str]:
+    if not isinstance(stack, list) or not all(isinstance(line, str) for line in stack):
+        raise TypeError("a stack is a list of lines")
+    return stack
 
 
 def _printable(line: str) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 from phalanx.errors import BackendError
 from phalanx.native.core import RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
+from phalanx.system.foreign_values import is_number
 from phalanx.watch import call_site
 from phalanx.watch.call_site import CallSite
 from phalanx.watch.program_text import identity
@@ -51,6 +52,7 @@ __all__ = [
 
 MEMORY_NAME = "phalanx-recorder"
 _LONGEST_TEXT = 2048
+_MOST_RANKS = 1 << 20
 # Up to which share of the room there may be labels: a script may make a new one for each batch, and the groups and
 # lines that come later need room too.
 _LABELS = 0.5
@@ -232,7 +234,15 @@ def spans(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def ranks_in(parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that :func:`spans` has shortened."""
+    """The ranks that :func:`spans` has shortened.
+
+    Raises:
+        ValueError, TypeError: it has not; a few bytes must not become a list that fills the memory.
+    """
+    if not all(is_number(number) for part in parts for number in part):
+        raise TypeError("spans are numbers")
+    if sum(max(0, count) for _, count, _ in parts) > _MOST_RANKS:
+        raise ValueError("no job has so many ranks")
     return tuple(first + i * step for first, count, step in parts for i in range(count))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import mmap
 import os
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from phalanx.native.core import RECORDER_BYTES, RECORDS, RECORDS_AT, STRINGS_AT, SeenRecord, library
+from phalanx.system.foreign_values import checked, read_json
 from phalanx.watch.recorder import MEMORY_NAME, ranks_in, spans
 from phalanx.words import format_bytes
 
@@ -230,13 +230,17 @@ class Recording:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Recording:
-        """See :meth:`to_json`."""
-        groups = [Group(name, backend, ranks_in(ranks), own) for name, backend, ranks, own in values["groups"]]
+        """See :meth:`to_json`; other values raise ValueError, TypeError, KeyError or IndexError."""
+        groups = [
+            checked(Group, {"name": name, "backend": backend, "ranks": ranks_in(ranks), "own": own})
+            for name, backend, ranks, own in values["groups"]
+        ]
         names = values["fields"][1:]
         records = tuple(
-            Record(group=groups[group], **dict(zip(names, rest, strict=True))) for group, *rest in values["records"]
+            checked(Record, {"group": groups[group], **dict(zip(names, rest, strict=True))})
+            for group, *rest in values["records"]
         )
-        return cls(**{name: values[name] for name in _OWN}, records=records)
+        return checked(cls, {**{name: values[name] for name in _OWN}, "records": records})
 
 
 _MOST_EACH = 64
@@ -272,7 +276,7 @@ class _Texts:
 
     def values(self, at: int) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
-            found = json.loads(self.text(at))
+            found = read_json(self.text(at))
             if isinstance(found, dict):
                 return found
         return {}
@@ -282,8 +286,8 @@ class _Texts:
             group = Group()
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 values = self.values(at)
-                ranks = ranks_in(values["ranks"])
-                group = Group(str(values["name"]), str(values["backend"]), ranks, int(values["own"]))
+                own = {name: values[name] for name in ("name", "backend", "own")}
+                group = checked(Group, {**own, "ranks": ranks_in(values["ranks"])})
             self._groups[at] = group
         return self._groups[at]
 

@@ -12,7 +12,7 @@ __all__ = ["ASKED", "OWN", "Frame", "asked_in", "frames_of"]
 # In front of what a rank has asked another process for (``waiting.py``), behind its stack.
 ASKED = "\nAsked: "
 
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d{1,9}) in (?P<function>.*)$', re.MULTILINE)
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 # This package's own files, which need not be among the installed ones.
 OWN = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"

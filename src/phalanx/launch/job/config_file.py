@@ -76,7 +76,7 @@ def read_config(path: str, options: Sequence[click.Parameter]) -> dict[str, Any]
             content = tomllib.load(file)
     except OSError as error:
         raise LaunchError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise LaunchError(f"--config {path}: is not TOML: {error}") from error
     keys = _keys(options)
     checked = {}

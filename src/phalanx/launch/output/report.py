@@ -7,11 +7,12 @@ fields beside torch's.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from phalanx.system.foreign_values import checked, read_json
 
 __all__ = ["Report", "read_report"]
 
@@ -66,11 +67,13 @@ def read_report(descriptor: int) -> Report | None:
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
         if not data:
             return None
-        content: dict[str, Any] = json.loads(data)
+        content: dict[str, Any] = read_json(data)
         own = content.get("phalanx")
         if own is not None:
-            return Report(**own)
+            return checked(Report, own)
         # Written by torch's @record, in a process that the rank started; that process has printed its traceback.
         message = content["message"]
-        return Report("", message if isinstance(message, str) else message["message"], "", True, None, 1)
+        text = message if isinstance(message, str) else message["message"]
+        said = Report("", text, "", True, None, 1)
+        return said if isinstance(text, str) else None
     return None

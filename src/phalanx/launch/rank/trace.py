@@ -163,7 +163,8 @@ class Trace:
     def stage(self, part: int) -> Stage:
         """How far the rank with this part has come."""
         found = os.pread(self.descriptor, 1, part * _PART)
-        return Stage(found[0]) if found else Stage.STARTED
+        # A rank that has gone wrong may have written over it.
+        return Stage(found[0]) if found and found[0] in Stage._value2member_map_ else Stage.STARTED
 
     def asked(self, part: int) -> str:
         """What the rank with this part has asked another process for; empty if nothing that takes long."""

@@ -26,6 +26,7 @@ from typing import Any
 from phalanx.errors import LaunchError
 from phalanx.launch.job.job import Job
 from phalanx.system.folder import own_folder
+from phalanx.system.foreign_values import checked, read_json
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import start_of
 
@@ -211,12 +212,12 @@ def _read(path: str) -> RunningJob | None:
         values: dict[str, Any] = {}
         for line in lines:
             if line.endswith(b"\n"):
-                values |= json.loads(line)
-        values["processes"] = tuple(RankProcess(**rank) for rank in values.get("processes", ()))
+                values |= read_json(line)
+        values["processes"] = tuple(checked(RankProcess, rank) for rank in values.get("processes", ()))
         for name in ("arguments", "hosts"):
             values[name] = tuple(values[name])
-        return RunningJob(**values)
-    except (ValueError, TypeError, KeyError):
+        return checked(RunningJob, values)
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None  # of another version of Phalanx, or no description
 
 

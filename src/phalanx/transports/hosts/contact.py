@@ -17,6 +17,7 @@ import threading
 from typing import Any
 
 from phalanx.native.core import library
+from phalanx.system.foreign_values import read_json
 from phalanx.wire.acknowledged import Acknowledged
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.session import TAG_BYTES, Session
@@ -142,7 +143,7 @@ class Contact:
                 return found
             del data[0]
             self._session.check(data, end - 1)
-            message = json.loads(data[PREFIX_BYTES : end - 1])
+            message = read_json(data[PREFIX_BYTES : end - 1])
             del data[: end - 1 + TAG_BYTES]
             if not isinstance(message, dict):
                 raise Malformed("not a message")

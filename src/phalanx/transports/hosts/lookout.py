@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import secrets
 import selectors
@@ -39,6 +38,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from phalanx.system.foreign_values import read_json
 from phalanx.system.interfaces import outward_address
 from phalanx.transports.hosts.contact import Contact, Sign
 from phalanx.transports.hosts.reaching import AGAIN_S, HERE, KEEP_ALIVE, NO, PROBE_S, ROLE, WELCOME, Target, reach
@@ -306,7 +306,7 @@ class Lookout:
 
     def _admit(self, arrival: Arrival) -> None:
         try:
-            claim = json.loads(arrival.proven.claim)
+            claim = read_json(arrival.proven.claim)
             peer, to, probes = str(claim["from"]), claim["to"], claim["probes"]
         except (ValueError, KeyError, TypeError):
             peer, to, probes = "", "", False

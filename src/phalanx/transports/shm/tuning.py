@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from phalanx import settings
+from phalanx.system.foreign_values import read_json
 
 __all__ = ["Tuning", "load_tuning", "save_tuning", "tuning_in_force", "tuning_path"]
 
@@ -74,15 +75,15 @@ def load_tuning() -> Tuning:
 def _read() -> Tuning:
     path = tuning_path()
     try:
-        text = path.read_text()
+        data = path.read_bytes()
     except OSError:
         return Tuning()
     try:
-        values = json.loads(text)
+        values = read_json(data)
         tuning = Tuning(*(int(values[name]) for name in ("chunk_bytes", "small_bytes", "stream_bytes")))
         if tuning.chunk_bytes < LINE_BYTES or tuning.small_bytes < 0 or tuning.stream_bytes < 0:
             raise ValueError(f"sizes out of range: {values}")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         warnings.warn(f"{path} is ignored: {error}. Write it anew with: phalanx bench --tune", stacklevel=2)
         return Tuning()
     return tuning

@@ -1,0 +1,106 @@
+"""Attacks on the ports of a job that works, and what they cost it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.wire.proof import GREETING_BYTES
+from tests.support import attacks
+from tests.support.strangers import NOBODY
+
+__all__ = ["MOST_ANSWERED", "NOBODY", "Attack", "attack_all", "delays", "listening", "sockets_of"]
+
+PATIENCE_S = 200.0  # no busy machine needs as long
+# A listener greets, and tells a caller that proves another key so, with a digest and an empty verdict.
+MOST_ANSWERED = GREETING_BYTES + 32 + 4
+LISTENS = "0A"
+
+
+def listening(pid: int, inodes: Collection[str] | None = None) -> list[tuple[str, int]]:
+    """The addresses and ports at which the host of this process listens; what listens everywhere, at loopback.
+
+    Args:
+        pid: the process.
+        inodes: only these sockets.
+    """
+    found = []
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == LISTENS and (inodes is None or words[9] in inodes):
+                address, _, port = words[1].partition(":")
+                numbers = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
+                text = socket.inet_ntop(family, struct.pack(f"={len(numbers)}I", *numbers))
+                found.append(({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(text, text), int(port, 16)))
+    return sorted(set(found))
+
+
+def sockets_of(pid: int) -> set[str]:
+    """The inodes of the sockets of a process."""
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            link = os.readlink(f"/proc/{pid}/fd/{name}")
+            if link.startswith("socket:["):
+                found.add(link[8:-1])
+    return found
+
+
+@dataclass
+class Attack:
+    """Somebody who attacks, and from where: the words before his commands, his user, and what he can reach."""
+
+    words: Sequence[str]
+    user: int
+    ports: list[tuple[str, int]]
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def command(self, attack: str, seconds: float, ports: Sequence[tuple[str, int]] = ()) -> list[str]:
+        targets = [f"{address}:{port}" for address, port in ports or self.ports]
+        return [*self.words, sys.executable, attacks.__file__, attack, str(seconds), str(self.user), *targets]
+
+    def run(self, attack: str, seconds: float) -> dict[str, int]:
+        began = time.monotonic()
+        done = subprocess.run(
+            self.command(attack, seconds), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        self.times[attack] = began, time.monotonic()
+        assert done.returncode == 0, done.stderr
+        told: dict[str, int] = json.loads(done.stdout)
+        return told
+
+
+def attack_all(attack: Attack, seconds: float, runs: Callable[[], bool]) -> None:
+    """Every attack after the other, with a pause of the same length before each."""
+    for name in ("silent", "slow", "garbage", "large", "flood"):
+        time.sleep(seconds)
+        told = attack.run(name, seconds)
+        print(name, told, flush=True)
+        assert told["made"] > 0
+        assert told["most_heard"] <= MOST_ANSWERED, name
+        assert runs(), name
+
+
+def delays(folder: Path, attack: Attack) -> dict[str, float]:
+    """How much longer the longest step during each attack took than the longest one of the pauses, in seconds."""
+    longest: dict[str, float] = {}
+    for file in folder.glob("steps-*"):
+        steps = json.loads(file.read_text())
+        # The last of them begins before the first attack, so that there is a pause to compare with.
+        assert steps[0][0] < min(begin for begin, _ in attack.times.values())
+        for began, ended in steps[1:]:
+            names = [name for name, (begin, end) in attack.times.items() if began < end and ended > begin]
+            for name in names or ["pause"]:
+                longest[name] = max(longest.get(name, 0.0), ended - began)
+    print({name: round(each, 3) for name, each in longest.items()}, flush=True)
+    return {name: longest.get(name, 0.0) - longest["pause"] for name in attack.times}

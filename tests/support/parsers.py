@@ -1,0 +1,351 @@
+"""Every parser of bytes that come from outside, with valid bytes and the refusals that it may answer with.
+
+Bytes before the proof may be anybody's. What follows it has a digest, so it is another rank's; without a key it may be
+anybody's too. Files and memory are those of the same user, or reports that somebody has sent him.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from ctypes import addressof
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import click
+import torch
+
+from phalanx.commands.run import run as run_command
+from phalanx.errors import EncodingError, LaunchError
+from phalanx.launch.job.config_file import read_config
+from phalanx.launch.output import report as rank_report
+from phalanx.launch.rank.trace import Trace, open_trace
+from phalanx.launch.running import jobs
+from phalanx.native.core import RECORDER_BYTES
+from phalanx.rpc.codecs import FACTS, NUMBER
+from phalanx.rpc.failure import Failure
+from phalanx.rpc.large_heads import put_together, take_apart
+from phalanx.rpc.links.wire_format import Layout
+from phalanx.rpc.members import Member
+from phalanx.rpc.message import Kind
+from phalanx.rpc.typed import decode_call, encode_call
+from phalanx.store import requests
+from phalanx.store.claim import Claim, Verdict
+from phalanx.store.table import Table
+from phalanx.store.torch_requests import Conversation, TorchTable
+from phalanx.transports.hosts.contact import Contact
+from phalanx.transports.hosts.lookout import Lookout
+from phalanx.transports.shm import tuning
+from phalanx.watch import recorder
+from phalanx.watch.hang_report import HangReport, read_report, write_report
+from phalanx.watch.html_page import page
+from phalanx.watch.records import Group, Record, Recording, read_recording
+from phalanx.watch.stack_text import frames_of
+from phalanx.watch.verdict import Seen
+from phalanx.watch.verdict import Verdict as HangVerdict
+from phalanx.wire.framing import LONGEST_UNPROVEN, Malformed, end_of_frame, frame
+from phalanx.wire.key import Key
+from phalanx.wire.proof import Challenge, NoProof, PassedOn, Response, WrongKey
+from phalanx.wire.session import TAG_BYTES, Session
+
+__all__ = ["Parser", "parsers"]
+
+KEY, HERE, ROLE = Key(b"the key of the tests", "a test"), ("127.0.0.1", 29500), "store"
+NOW = 10**15
+
+
+@dataclass(frozen=True)
+class Parser:
+    """A parser.
+
+    Attributes:
+        name: what it reads, for people.
+        valid: bytes from which inputs are made; it takes some of them, and the others belong to another state.
+        feed: gives it bytes.
+        refusals: what it may raise.
+        share: how many inputs it gets, of those that a quick parser gets.
+    """
+
+    name: str
+    valid: Sequence[bytes]
+    feed: Callable[[bytes], object]
+    refusals: tuple[type[BaseException], ...] = ()
+    share: float = 1.0
+
+
+@contextmanager
+def parsers() -> Iterator[list[Parser]]:
+    """All of them; what they need is given back afterwards."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-test-")))
+        yield [*_before_the_proof(), *_from_ranks(), *_from_workers(), *_memory(stack), *_files(folder)]
+
+
+def _object(**values: Any) -> bytes:
+    return json.dumps(values).encode()
+
+
+def _before_the_proof() -> Iterator[Parser]:
+    challenge = Challenge(KEY, ROLE)
+    response = Response(KEY, ROLE, challenge.greeting, HERE, b'{"rank": 1}')
+    proven = challenge.check(response.message, [HERE])
+    assert proven is not None
+    refused = (NoProof, WrongKey, PassedOn)
+    yield Parser("a caller's proof", [response.message], lambda data: challenge.check(data, [HERE]), refused)
+    yield Parser(
+        "a listener's greeting", [challenge.greeting], lambda data: Response(KEY, ROLE, data, HERE, b""), (NoProof,)
+    )
+
+    def verdict(data: bytes) -> None:
+        if not response.missing(data):
+            response.check(data)
+
+    yield Parser("a listener's verdict", [proven.answer(b"welcome")], verdict, (NoProof, WrongKey))
+
+    def frames(data: bytes) -> None:
+        at = 0
+        while (end := end_of_frame(data, at, shortest=1, longest=LONGEST_UNPROVEN)) is not None and end <= len(data):
+            at = end
+
+    yield Parser("the lengths of frames", [frame(b"one") + frame(b"two", b"three")], frames, (Malformed,))
+
+
+def _from_ranks() -> Iterator[Parser]:
+    sealed = Session(b"k" * 32, is_listener=False).seal(b"a message")
+
+    def session(data: bytes) -> None:
+        Session(b"k" * 32, is_listener=True).check(bytearray(data), max(0, len(data) - TAG_BYTES))
+
+    yield Parser("a message with its digest", [sealed], session, (Malformed,))
+
+    claim = Claim(1, 3, 4242, "h1", "a job", 0, 1, None, "secret").encode()
+    yield Parser("the claim of a rank", [claim], Claim.decode, (NoProof,))
+    verdicts = [Verdict("welcome").encode(), Verdict("refused", "rank 1 is taken").encode()]
+    yield Parser("the verdict on a claim", verdicts, Verdict.decode, (NoProof,))
+
+    keys: list[Table] = [Table()]
+
+    def request(data: bytes) -> None:
+        length = requests.length_of(data)
+        if length is None or length > len(data):
+            return
+        code, number, fields = requests.unpack(data, length)
+        answers: list[Any] = []
+        if keys[0].handle(code, number, fields, lambda *answer: answers.append(answer), 0.0) is not None:
+            keys[0].expire(1e30)
+        assert len(answers) == 1 or code in (requests.READ, requests.WAIT)
+        if len(keys[0]._entries) > 100:
+            keys[0] = Table()
+
+    asked = [
+        requests.pack(code, 5, fields)
+        for code in range(1, 15)
+        for fields in ([], [b"a key"], [b"a key", b"a value"], [b"a", b"b", b"c"])
+    ]
+    yield Parser("a request to the store", asked, request, (Malformed,))
+
+    table: list[TorchTable] = [TorchTable()]
+
+    def torch_request(data: bytes) -> None:
+        Conversation(table[0], lambda answer: None).hear(data)
+        if len(table[0].entries) + len(table[0].waiting) + len(table[0].queues) > 100:
+            table[0] = TorchTable()
+
+    key, value = (len(text).to_bytes(8, "little") + text for text in (b"a key", b"12"))
+    one = (1).to_bytes(8, "little")
+    bodies = [key, key + value, key + one, one + key, key + value + value, one + key + value, b""]
+    hello = b"\0" + (0x3C85F7CE).to_bytes(4, "little")
+    torchs = [hello + bytes([code]) + body for code in range(1, 20) for body in bodies]
+    yield Parser("a request of torch's store client", torchs, torch_request, (Malformed,))
+
+    def signs(data: bytes) -> None:
+        """The content of a message whose digest is right, and a stream of bytes."""
+        for stream in (b"m" + Session(b"k" * 32, is_listener=False).seal(frame(data)), data):
+            contact = Contact.__new__(Contact)
+            contact._session, contact._incoming = Session(b"k" * 32, is_listener=True), bytearray(stream)
+            contact.ended = False
+            contact.sock = cast(Any, SimpleNamespace(recv=_nothing_more))
+            for message in contact.read(0.0):
+                assert isinstance(message, dict)
+
+    said = [_object(joined=True, group="0"), _object(dialled=True), _object(leaves=1, group="0", why="x", ranks=[1, 2])]
+    yield Parser("a message between lookouts", said, signs)
+
+    lookout = cast(Any, SimpleNamespace(endpoint=SimpleNamespace(identity="mine"), _unused={}))
+    sock = SimpleNamespace(close=lambda: None)
+
+    def knocks(data: bytes) -> None:
+        arrival = SimpleNamespace(proven=SimpleNamespace(claim=data), answer=lambda verdict: None, sock=sock)
+        Lookout._admit(lookout, cast(Any, arrival))
+
+    claims = [json.dumps({"from": "one", "to": "another", "probes": probes}).encode() for probes in (True, False)]
+    yield Parser("the claim of a lookout", claims, knocks)
+
+
+def _nothing_more(count: int) -> bytes:
+    raise BlockingIOError
+
+
+def _example(x: torch.Tensor, count: int, names: list[str], scale: float = 1.0) -> None: ...
+
+
+def _from_workers() -> Iterator[Parser]:
+    layout = Layout(Kind.REQUEST, 7, "a service", 4, [1, 2, 3]).encode() + b"head"
+    yield Parser("the layout of a call", [layout], lambda data: Layout.decode(memoryview(data)), (Malformed,))
+
+    worker = Member("worker1", 1, "h1", 4242, 3, "10.0.0.1", 4000)
+    fields = _object(**vars(worker)) if hasattr(worker, "__dict__") else json.dumps(_fields(worker)).encode()
+    named = (ValueError, TypeError, KeyError, OverflowError, RecursionError)  # all of which Connections refuses
+    yield Parser("the claim of a worker", [fields], lambda data: Member.from_claim(json.loads(data)), named)
+
+    head, buffers = encode_call(_example, (torch.ones(3), 2, ["a", "b"]), {"scale": 2.0})
+
+    def call(data: bytes) -> None:
+        decode_call(_example, data, buffers)
+
+    yield Parser("a call without pickle", [bytes(head)], call, (EncodingError,))
+    failure = Failure(b"", "ValueError", "a text", "a traceback").encode()
+    yield Parser("the failure of a call", [failure], Failure.decode, (EncodingError,))
+    yield Parser("facts of a worker", [b'{"a": [1, 2.5, null]}'], lambda data: FACTS.decode(data, []), (EncodingError,))
+    yield Parser("the number of a call", [bytes(8)], lambda data: NUMBER.decode(data, []), (EncodingError,))
+    pieces = [b"begins", b"x" * 300_000, b"ends", b"y" * 300_000]
+    whole, beside = put_together(pieces, [])
+
+    def head_of(data: bytes) -> None:
+        file, _ = take_apart(data, beside)
+        assert len(file.read(1 << 30)) <= len(data) + 600_000
+
+    yield Parser("the head of a large call", [whole], head_of, (EncodingError,))
+
+
+def _fields(worker: Member) -> dict[str, Any]:
+    return {name: getattr(worker, name) for name in worker.__dataclass_fields__}
+
+
+def _memory(stack: ExitStack) -> Iterator[Parser]:
+    file = os.memfd_create("test")
+    stack.callback(os.close, file)
+
+    def put(data: bytes) -> None:
+        os.ftruncate(file, 0)
+        os.pwrite(file, data, 0)
+
+    def described(data: bytes) -> None:
+        put(data)
+        job = jobs._read(f"/proc/self/fd/{file}")
+        if job is not None and job.pid == os.getpid():
+            assert job.runs in (True, False)
+
+    rank = {"rank": 0, "pid": 4243, "start": 7, "host": "h0", "part": 0}
+    job = {
+        "run_id": "phalanx-abc", "pid": 4242, "start": 6, "since": 1.5, "ranks": 1, "target": "train.py",
+        "arguments": ["--lr", "0.1"], "directory": "/", "host": "h0", "hosts": [], "mpi": "", "is_python": True,
+        "end_s": 30.0, "descriptor": 5,
+    }  # fmt: skip
+    lines = _object(**job) + b"\n" + _object(processes=[rank], trace=9) + b"\n"
+    yield Parser("the description of a job", [lines], described)
+
+    def of_rank(data: bytes) -> None:
+        put(data)
+        found = rank_report.read_report(file)
+        if found is not None:
+            json.dumps(found.to_record())
+
+    told = rank_report.Report("ValueError", "a text", "Traceback", False, None, 1)
+    others = _object(message={"message": "of torch's @record", "extraInfo": {}})
+    yield Parser("the report of a rank that failed", [json.dumps(told.to_record()).encode(), others], of_rank)
+
+    traced = open_trace("phalanx-test")
+    stack.callback(os.close, traced)
+
+    def trace(data: bytes) -> None:
+        os.pwrite(traced, data[:2000].ljust(2000, b"\0"), 0)
+        os.pwrite(traced, data[2000:4000].ljust(2000, b"\0"), 4096)
+        read = Trace(traced, "phalanx-test")
+        assert read.stage(0) is not None
+        read.asked(0), read.operation(0), read.take([0])
+
+    stacks = b'Thread 0x1 (most recent call first):\n  File "a.py", line 3 in main\n'
+    yield Parser("the trace of a rank", [b"\2\0\0\0\1\0\0\0asked" + bytes(1990) + stacks], trace)
+    yield Parser("the stacks of a rank", [stacks], lambda data: frames_of(data.decode(errors="replace")))
+
+    kept = os.memfd_create("recorder")
+    stack.callback(os.close, kept)
+    os.ftruncate(kept, RECORDER_BYTES)
+    recorded = _recorded(kept)
+
+    def recording(data: bytes) -> None:
+        os.pwrite(kept, data, 0)
+        found = read_recording(kept)
+        if found is not None:
+            for record in found.records[:20]:
+                record.text()
+            Recording.from_json(json.loads(json.dumps(found.excerpt(10).to_json())))
+
+    yield Parser("a flight recorder", [recorded], recording, share=0.02)
+
+
+def _recorded(file: int) -> bytes:
+    """The parts of a recorder that a child has written."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            recorder.keep_in(lambda: (file, 0))
+            recorder.open_recorder(3, 8)
+            group = recorder.group("0", "phalanx", range(8), 3)
+            assert group is not None
+            for number in range(30):
+                ticket = recorder.begin(addressof(group), 1 | 1 << 8, 4 * number, -1)
+                recorder.end(ticket, False)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    return os.pread(file, RECORDER_BYTES, 0)
+
+
+def _files(folder: Path) -> Iterator[Parser]:
+    world = Group("0", "phalanx", (0, 1), 0)
+    record = Record(3, world, 4, "all_reduce", 64, "float32", "sum", -1, "train.py:7", "", 3, NOW - 9, 0, False, -1)
+    seen = [Seen(rank, Recording(42, rank, 2, 3, "", 4, (record,)), "S", place="train.py:7") for rank in (0, 1)]
+    verdict = HangVerdict("rank 1 is late", (1,), (0,), NOW - 5, "look")
+    report = HangReport("phalanx run", "h0", "2026-11-23T01:00:00", NOW, verdict, seen, {0: ["  File a", "    b()"]})
+    path = write_report(folder, report)
+    whole = path.read_bytes()
+
+    def hang(data: bytes) -> None:
+        path.write_bytes(data)
+        found = read_report(path)
+        found.text()
+        page(found)
+
+    yield Parser("the report on a job that hangs", [whole], hang, (ValueError,), share=0.3)
+
+    config = folder / "config.toml"
+    options = cast(click.Command, run_command).params
+
+    def configured(data: bytes) -> None:
+        config.write_bytes(data)
+        read_config(str(config), options)
+
+    toml = b'ranks = 4\ntarget = "train.py"\narguments = ["--lr", "0.1"]\nlog-dir = "logs"\nrestarts = 2\n'
+    yield Parser("a configuration file", [toml], configured, (LaunchError,), share=0.5)
+
+    sizes = folder / "tuning.json"
+
+    def tuned(data: bytes) -> None:
+        sizes.write_bytes(data)
+        before, tuning.tuning_path = tuning.tuning_path, lambda: sizes
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tuning._read.__wrapped__()
+        finally:
+            tuning.tuning_path = before
+
+    yield Parser("measured sizes", [_object(chunk_bytes=4096, small_bytes=100, stream_bytes=1 << 20)], tuned, share=0.5)
