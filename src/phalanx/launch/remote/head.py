@@ -250,7 +250,7 @@ class _Head:
             host = self.host_of[rank.number]
             self.store.ended(rank.number, host.here.get("name", host.name))
         if message["stacks"]:
-            self.announcer.show_stacks(message["stacks"])
+            self.announcer.keep_stacks(message["stacks"])
         self._end(rank, message["status"], time.monotonic() - message["age"], by_others=self.called_off)
 
     def _look_up(self, number: int, end: Any, other_end: Any) -> None:
