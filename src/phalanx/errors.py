@@ -11,8 +11,11 @@ lost stand in ``lost.py``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from phalanx.exception import PhalanxError
 from phalanx.lost import CallTimeout, CollectiveTimeout, ObjectLost, PeerFailed, PeerLost, WorkerLost
+from phalanx.words import format_placed
 
 __all__ = [
     "OUT_OF_MEMORY_HINT",
@@ -64,6 +67,16 @@ class InitializationError(PhalanxError):
         to = f" to {at}" if at else ""
         advice = "check whether they were started, and what they print"
         return cls(f"{start} {timeout_s:.0f} s {missing} had not come{to}; {advice}")
+
+    @classmethod
+    def ranks_ended(cls, hosts: Mapping[int, str]) -> InitializationError:
+        """Ranks have ended in order, and had not met the others; each with its host, as for ``format_placed``."""
+        who = format_placed(hosts)
+        have = "has" if len(hosts) == 1 else "have"
+        return cls(
+            f"{who} {have} ended, without a failure, while the ranks were meeting. Every rank must come to "
+            f"phalanx.init(), and get past it, before its script ends"
+        )
 
     @classmethod
     def rank_refused(cls, rank: int, reason: str) -> InitializationError:

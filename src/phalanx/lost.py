@@ -77,6 +77,15 @@ class PeerLost(_OfRank, PhalanxError):
         return cls(f"{who} {text}, so this cannot be done: {waiting}", group_rank=group_rank)
 
     @classmethod
+    def left_before_failure(cls, rank: int, error: str, failed: int, pid: int, waiting: str) -> PeerLost:
+        """A rank has left the group in order, and another one's script failed for it with this error.
+
+        ``failed`` is that other one, of this pid; ``waiting`` says which rank needed it, and in which call.
+        """
+        text = f"{error}. With that, rank {failed} of the group (pid {pid}) has failed, while {waiting}"
+        return cls(f"{text}. Every rank must make the same calls before it leaves", group_rank=rank)
+
+    @classmethod
     def _of(cls, rank: int, pid: int, what: str, waiting: str, remedy: str, known: dict[str, Any]) -> PeerLost:
         """``known`` has further attributes, and whether the rank ``was_in_it``, in its last operation."""
         within = known.pop("was_in_it", False)

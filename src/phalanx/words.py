@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 __all__ = [
     "format_bytes",
@@ -15,6 +15,7 @@ __all__ = [
     "format_gib",
     "format_list",
     "format_named",
+    "format_placed",
     "format_size",
     "format_spans",
     "format_time",
@@ -38,6 +39,16 @@ def format_spans(numbers: Sequence[int]) -> str:
 def format_named(noun: str, numbers: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0-3, 8``: a noun with its numbers, in the plural if there are several."""
     return f"{_plural(noun, len(numbers))} {format_spans(numbers)}"
+
+
+def format_placed(hosts: Mapping[int, str]) -> str:
+    """``ranks 1-2 on h0 and rank 4 on h1``: ranks with their hosts, which are empty where they go without saying."""
+    alike: dict[str, list[int]] = {}
+    for rank, host in sorted(hosts.items()):
+        alike.setdefault(host, []).append(rank)
+    return format_list(
+        [f"{format_named('rank', ranks)}{f' on {host}' if host else ''}" for host, ranks in alike.items()]
+    )
 
 
 def format_list(words: Sequence[str]) -> str:

@@ -22,7 +22,8 @@ from phalanx.errors import ClosedError, DeviceError, InitializationError, Phalan
 from phalanx.group import Group, Session
 from phalanx.place.arguments import place_with
 from phalanx.place.place import Place
-from phalanx.rendezvous.meet import leave, meet, tell_meeting
+from phalanx.rendezvous.meet import leave, meet, tell_meeting, why_failed
+from phalanx.store.ended import meeting_prefix
 from phalanx.system.host import this_host
 from phalanx.topology import device as devices
 from phalanx.topology.backends import why_unfit
@@ -234,10 +235,11 @@ def init(
         raise DeviceError(f"rank {place.rank}: {unfit}")
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
+    store: Store | None = None
     try:
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
-        tell_meeting(_store, begins=True)
-        store = PrefixStore(f"phalanx/{place.attempt}/world/{_openings}", _store)
+        store = PrefixStore(meeting_prefix(place.attempt, _openings), _store)
+        tell_meeting(_store, store, place.rank, begins=True)
         topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
         neighbours = topology.node_of(place.rank).ranks
         chosen = devices.choose_device(place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator)
@@ -265,8 +267,9 @@ def init(
             table = world.describe()
             if world.rank == 0:
                 print(table, file=sys.stderr, flush=True)
-        tell_meeting(_store, begins=False)
-    except BaseException:
+        tell_meeting(_store, store, place.rank, begins=False)
+    except BaseException as error:
+        reason = why_failed(error, _store, store)
         # The caller gets no world, so nothing may remain that would prevent another attempt.
         if _world is not None:
             withdraw(_world._changed)
@@ -276,7 +279,9 @@ def init(
         else:
             forget_failed_groups()
         _leave_store()
-        raise
+        if reason is error:
+            raise
+        raise reason from None
     return world
 
 

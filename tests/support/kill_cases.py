@@ -209,9 +209,10 @@ def _rank_exits_well(case: Case) -> Right:
     if case.operation == "close":
         return Right((0,))
     if case.operation == "init" and case.moment != "after":
-        return Right(
-            (128 + signal.SIGTERM,), (rf"phalanx: rank {rank} has ended, and another rank has waited",), end="SIGTERM"
-        )
+        said = (rf"phalanx: rank \d+ of {case.world} failed: phalanx\.errors\.\w+: .*rank {rank}\b.* ended",)
+        if case.place == "mpi":
+            return Right((1,), said)
+        return Right((1,), said, ("InitializationError", "PeerLost"), (rf"rank {rank}\b.* ended",))
     if case.place == "mpi":
         return Right((1,), _block(case.world, rank))  # the first that fails ends the job
     # Whether it is within a call that it leaves the others alone, or between two, is for chance.

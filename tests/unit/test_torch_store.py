@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
+from phalanx.store.ended import EndsChannel, meeting_prefix, met_key, ranks_that_ended
 from phalanx.store.torch_requests import Conversation, TorchTable
 from phalanx.store.torch_server import MOST_COMPLAINTS, Referral, TorchStoreServer
 from phalanx.system import connection_owner
@@ -32,13 +33,13 @@ GREETING = b"\0" + struct.pack("=I", 0x3C85F7CE)
 class Served:
     """A store that a child process serves: some calls of torch's client keep the interpreter's lock while they wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         self.where = listener.getsockname()
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                TorchStoreServer(listener).serve()
+                TorchStoreServer(listener, **options).serve()
             finally:
                 os._exit(1)
         listener.close()
@@ -199,6 +200,99 @@ def test_a_client_that_has_gone_leaves_nothing_behind() -> None:
             gone.sendall(GREETING + wait)
             attended.until(lambda: bool(table.waiting))
         attended.until(lambda: not table.waiting)
+
+
+class ServedWithEnds(Served):
+    """A store like that of ``phalanx run``, which learns of the ranks' ends."""
+
+    def __init__(self) -> None:
+        self.ends = EndsChannel()
+        super().__init__(ends=self.ends)
+        self.ends.keep_writing_end()
+
+    def __exit__(self, *arguments: object) -> None:
+        super().__exit__(*arguments)
+        self.ends.close()
+
+
+def failing_wait(store: Store, key: str) -> tuple[threading.Thread, list[str]]:
+    """A thread that waits for a key for long, and the error that it gets."""
+    errors: list[str] = []
+
+    def wait() -> None:
+        try:
+            store.wait([key], timedelta(seconds=200))
+        except RuntimeError as error:
+            errors.append(str(error))  # without its frames, which hold the connection
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_wait_in_a_meeting_ends_when_a_rank_has_ended_that_had_not_met(ends_first: bool) -> None:
+    served = ServedWithEnds()
+    with served:
+        client = served.client()
+        meeting = PrefixStore(meeting_prefix(0, 1), client)
+        if ends_first:
+            served.ends.tell(2, "h1")
+        waiting, errors = failing_wait(PrefixStore("deeper", meeting), "never")
+        if not ends_first:
+            time.sleep(0.2)
+            served.ends.tell(2, "h1")
+        waiting.join(20)
+        assert not waiting.is_alive()
+        assert len(errors) == 1
+        assert ranks_that_ended(client, meeting) == {2: "h1"}
+        client.set("after", "it goes on")
+        assert client.get("after") == b"it goes on"
+
+
+def test_a_rank_that_had_met_ends_no_wait_and_those_outside_of_meetings_go_on() -> None:
+    served = ServedWithEnds()
+    with served:
+        client, other = served.client(), served.client()
+        first, second = (PrefixStore(meeting_prefix(0, number), client) for number in (1, 2))
+        first.set(met_key(2), "1")
+        first.check([met_key(2)])
+        served.ends.tell(2, "")
+        while ranks_that_ended(client, second) != {2: ""}:
+            time.sleep(0.01)
+        assert ranks_that_ended(client, first) == {}
+        waits = [
+            failing_wait(PrefixStore(meeting_prefix(0, 1), served.client()), "comes"),
+            failing_wait(served.client(), "comes too"),
+        ]
+        time.sleep(0.2)
+        other.set(f"{meeting_prefix(0, 1)}/comes", "1")
+        other.set("comes too", "1")
+        for waiting, errors in waits:
+            waiting.join(20)
+            assert not waiting.is_alive()
+            assert not errors
+
+
+def test_a_client_that_gives_up_a_wait_as_it_fails_gets_one_answer() -> None:
+    """The two cross: the client takes the failure for the answer to what it has asked."""
+    sent: list[bytes] = []
+    table = TorchTable()
+    conversation = Conversation(table, sent.append)
+    key = b"/a"
+    wait = bytes([6]) + struct.pack("=Q", 1) + struct.pack("=Q", len(key)) + key
+    cancel = bytes([12])
+    conversation.hear(GREETING + wait)
+    table.is_vain = lambda key: True
+    table.end_vain_waits()
+    assert sent == [b"\1"]
+    conversation.hear(cancel)
+    assert sent == [b"\1"]
+    conversation.hear(wait)
+    assert sent == [b"\1", b"\1"]
+    table.is_vain = lambda key: False
+    conversation.hear(wait + cancel)
+    assert sent == [b"\1", b"\1", b"\1"]
 
 
 def test_many_large_answers_come_whole() -> None:

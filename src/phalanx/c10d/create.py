@@ -24,6 +24,7 @@ from phalanx.transports.hosts.islands import join_islands
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
+from phalanx.watch.ending import tell_of_failure
 from phalanx.watch.recorder import open_recorder
 
 __all__ = ["create_process_group"]
@@ -137,6 +138,7 @@ def create_process_group(
         gloo.on_timeout = communicator.set_timeout
         group = group_of(communicator, gloo)
         quicken(group, communicator)
+        tell_of_failure(communicator)
         return group
     except BaseException:
         communicator.close()

@@ -121,12 +121,13 @@ def _open_next(before: Supervisor) -> tuple[Supervisor, socket.socket]:
         LaunchError: the ranks' files cannot be written, or this process has too many open.
     """
     job = next_attempt(before.job, new_key())
+    before.close_files()  # so that the files of two attempts are not open at once
     try:
         after, listener = _open(job, before)
     except OSError as error:
         raise LaunchError(
-            f"attempt {job.attempt.number + 1} cannot be started: {error.strerror}. The files of two attempts are open "
-            f"for a moment; raise the limit (ulimit -n), or start fewer ranks"
+            f"attempt {job.attempt.number + 1} cannot be started: {error.strerror}. Raise the limit (ulimit -n), or "
+            f"start fewer ranks"
         ) from error
     after.take_over(before)
     if after.zygote:
@@ -135,5 +136,5 @@ def _open_next(before: Supervisor) -> tuple[Supervisor, socket.socket]:
         after.descriptors.pass_zygote_ends(control, listener)
         # In case somebody has stopped it, as with every order.
         os.kill(after.zygote, signal.SIGCONT)
-    before.descriptors.close_supervisor_ends()
+    before.descriptors.supervisor.close()
     return after, listener

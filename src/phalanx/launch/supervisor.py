@@ -153,9 +153,13 @@ class Supervisor:
             self.interrupted = before.interrupted
             self._dismiss_zygote()
         before.selector.close()
-        before.logs.close()
         for descriptor in before.wakeup:
             os.close(descriptor)
+
+    def close_files(self) -> None:
+        """Close the files of this attempt, which is over; only signals still come."""
+        self.logs.close()
+        self.descriptors.close_files()
 
     def run(self, hand_over: HandOver | None) -> int | None:
         """Watch this attempt to its end.
@@ -281,6 +285,8 @@ class Supervisor:
         elif message["event"] == "overdue":
             self.overdue.setdefault(message["patience_s"], []).append(message["rank"])
         elif message["event"] == "stacks":
+            if message.get("unasked") and self.interrupted is None:
+                return  # written after the answer that it was for
             self.places.add(message.get("stacks"))
             if self.hangs.expects_stacks:
                 self.hangs.answered(self.places.take())

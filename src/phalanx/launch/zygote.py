@@ -28,7 +28,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from types import CodeType
@@ -51,6 +51,7 @@ from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
 from phalanx.launch.rank.torch_store import host_store
 from phalanx.launch.rank.trace import Trace
+from phalanx.store.ended import EndsChannel
 from phalanx.system import processes
 from phalanx.system.limits import count_oom_kills
 
@@ -161,14 +162,16 @@ class _Zygote:
         """Fork the store and the ranks. Returns in each rank its start, and in the zygote all ranks."""
         job, share, descriptors = self.job, self.share, self.descriptors
         zygote, oom_kills = os.getpid(), count_oom_kills()
-        store = None
+        store = ends = None
         if share.listener is not None:
             if job.target.is_python:
+                ends = EndsChannel()
                 store = _fork("the store could not be started")
                 if store == 0:
                     descriptors.zygote.close()
                     descriptors.close_rank_ends()
-                    host_store(share.listener, zygote, ranks=job.ranks)
+                    host_store(share.listener, zygote, ends)
+                ends.keep_writing_end()
             # The store has the socket now. Without a store, as for a program, rank 0 opens the port itself.
             share.listener.close()
         pids: dict[int, int] = {}
@@ -177,6 +180,8 @@ class _Zygote:
             if pid == 0:
                 descriptors.zygote.close()
                 descriptors.close_rank_ends(but=part)
+                if ends is not None:
+                    ends.close()
                 start = RankStart(
                     rank,
                     job.target_of(share.rows[rank].local_rank),
@@ -202,7 +207,9 @@ class _Zygote:
         if not self._may_follow:
             # The ranks of a further attempt read on where those of this one have stopped.
             release_input()
-        return _Ranks(job.run_id, share.ranks, descriptors.zygote, descriptors.trace, pids, store, oom_kills)
+        hosts = [row.host for row in share.rows] if len({row.host for row in share.rows}) > 1 else []
+        control, trace = descriptors.zygote, descriptors.trace
+        return _Ranks(job.run_id, share.ranks, control, trace, pids, store, oom_kills, ends, hosts)
 
 
 def _fork(otherwise: str) -> int:
@@ -226,6 +233,8 @@ class _Ranks:
         pids: the process id of each rank that has not ended, by rank.
         store: the process id of torch's store; None if there is none (any more).
         oom_kills: how many processes the kernel had killed for want of memory before the ranks were started.
+        ends: tells the store which ranks have ended; None if there is no store.
+        hosts: the host of each rank in the world, if there are several.
         kill_at: when each of the ranks that were asked to end is killed, in the seconds of ``time.monotonic()``, and
             how long it then had.
     """
@@ -237,6 +246,8 @@ class _Ranks:
     pids: dict[int, int]
     store: int | None
     oom_kills: int
+    ends: EndsChannel | None
+    hosts: Sequence[str]
     kill_at: dict[int, tuple[float, float]] = field(default_factory=dict)
 
     def watch(self) -> None:
@@ -339,6 +350,9 @@ class _Ranks:
                 del self.pids[rank]
                 self.kill_at.pop(rank, None)
                 out_of_memory = count_oom_kills() > self.oom_kills
+                if self.ends is not None and not status:
+                    number = self.numbers[rank]
+                    self.ends.tell(number, self.hosts[number] if self.hosts else "")
                 self.supervisor.send(event="exited", rank=rank, status=status, time=now, out_of_memory=out_of_memory)
             elif info.si_pid == self.store:
                 self.store = None
@@ -359,6 +373,8 @@ class _Ranks:
         """Kill and reap every descendant, however many processes lie between."""
         self._kill_ranks(list(self.pids))
         processes.end_descendants()
+        if self.ends is not None:
+            self.ends.close()
 
 
 def serve(job: Job, share: Share, descriptors: Descriptors, inheritance: Inheritance, supervisor: int) -> RankStart:

@@ -7,6 +7,7 @@ rank 0, ``search.py`` on the other ranks. But if the launcher keeps a store of i
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,19 +18,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError
 
-from phalanx.errors import InitializationError
+from phalanx.errors import InitializationError, PhalanxError
 from phalanx.place.place import Place
 from phalanx.rendezvous.meeting_point import MeetingPoint, meeting_point
 from phalanx.rendezvous.opening import open_store, serve, wait_for_all
 from phalanx.rendezvous.search import find_store
 from phalanx.store.claim import Claim, own_claim
 from phalanx.store.client import JobStore
+from phalanx.store.ended import met_key, ranks_that_ended
 from phalanx.system.awake import AwakeClock
 from phalanx.system.interfaces import LOOPBACK, outward_address
 from phalanx.wire.key import job_key
 from phalanx.wire.sockets import listen
 
-__all__ = ["Broadcast", "kept_store", "leave", "meet", "meet_by_broadcast", "tell_meeting"]
+__all__ = ["Broadcast", "kept_store", "leave", "meet", "meet_by_broadcast", "tell_meeting", "why_failed"]
 
 # Rank 0 passes a line of text, the other ranks None; all ranks get rank 0's line.
 Broadcast = Callable[[str | None], str]
@@ -73,19 +75,42 @@ def meet(
     return find_store(place, point, key, claim, timeout_s)
 
 
-def tell_meeting(store: Store, *, begins: bool) -> None:
+def tell_meeting(store: Store, meeting: Store, rank: int, *, begins: bool) -> None:
     """Say that this rank begins to exchange with the others what they need to work together, or has all of it.
 
-    If it goes in between, the others learn of it at once, where the store is Phalanx's own: a launcher's store does not
-    know its clients.
+    If it goes before, the others learn of it at once: from Phalanx's own store, which knows its clients, or from that
+    of ``phalanx run``, which is told of ranks that have ended (``store/ended.py``).
+
+    Args:
+        store: where the ranks have met.
+        meeting: the part of it that is this meeting's.
+        rank: this one.
+        begins: it begins.
     """
-    if isinstance(store, JobStore):
-        try:
+    try:
+        if isinstance(store, JobStore):
             store.meeting(begins)
-        except DistError:
-            # Rank 0 may have all that it needs before this rank has told so, and be gone.
-            if begins:
-                raise
+        elif not begins and not isinstance(store, HashStore):
+            key = met_key(rank)
+            meeting.set(key, "1")
+            meeting.check([key])  # the answer comes when the key is there; else this rank's end might be there before
+    except DistError:
+        # Rank 0 may have all that it needs before this rank has told so, and be gone.
+        if begins:
+            raise
+
+
+def why_failed(error: BaseException, store: Store | None, meeting: Store | None) -> BaseException:
+    """The reason of an error in a meeting: the error, or ranks that have ended where a launcher's store knows of it."""
+    if store is None or meeting is None or isinstance(store, (JobStore, HashStore)):
+        return error
+    own = isinstance(error, PhalanxError) and type(error) is not InitializationError
+    if own or not isinstance(error, (PhalanxError, RuntimeError)):
+        return error
+    with contextlib.suppress(RuntimeError):  # it is gone
+        if ended := ranks_that_ended(store, meeting):
+            return InitializationError.ranks_ended(ended)
+    return error
 
 
 def leave(store: Store) -> None:

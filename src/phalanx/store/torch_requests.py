@@ -63,12 +63,18 @@ class _Reader:
 
 
 class TorchTable:
-    """The keys of one job, its queues, and who waits for which key."""
+    """The keys of one job, its queues, and who waits for which key.
+
+    Attributes:
+        entries, queues, waiting: these.
+        is_vain: whether nobody should wait for a key any more.
+    """
 
     def __init__(self) -> None:
         self.entries: dict[bytes, bytes] = {}
         self.queues: dict[bytes, deque[bytes]] = {}
         self.waiting: dict[bytes, list[Conversation]] = {}
+        self.is_vain: Callable[[bytes], bool] = lambda key: False
 
     def has(self, key: bytes) -> bool:
         """Whether a wait for the key is over."""
@@ -78,6 +84,12 @@ class TorchTable:
         """The keys for which somebody has waited that long, in seconds, in order."""
         before = time.monotonic() - patience_s
         return sorted(key for key, waiting in self.waiting.items() if any(each.since <= before for each in waiting))
+
+    def end_vain_waits(self) -> None:
+        """End the waits for keys for which nobody should wait any more, which fail."""
+        for key in [key for key in self.waiting if self.is_vain(key)]:
+            for conversation in list(self.waiting.get(key, ())):
+                conversation.fail()
 
     def put(self, key: bytes, value: bytes) -> None:
         """Enter a value, and answer those who wait for nothing else."""
@@ -114,6 +126,7 @@ class Conversation:
         self._data = bytearray()
         self._greeted = False
         self._missing: set[bytes] = set()
+        self._has_failed = False
         self.since = 0.0
 
     def hear(self, data: bytes) -> None:
@@ -133,7 +146,9 @@ class Conversation:
                         raise Malformed("it does not begin as torch's store client does")
                     self._greeted = True
                 elif 0 < code < len(_REQUESTS):
-                    _REQUESTS[code](self, reader)
+                    request = _REQUESTS[code]
+                    self._has_failed &= request is Conversation._cancel_wait
+                    request(self, reader)
                 else:
                     raise Malformed(f"request {code} is not known here; it needs a newer version of Phalanx")
             except _Incomplete:
@@ -156,8 +171,21 @@ class Conversation:
         if not self._missing:
             self._send(_STOP_WAITING)
 
+    def fail(self) -> None:
+        """End this connection's wait with an error: what it waits for will not come.
+
+        The answer is one that torch's client takes for an error, unless it gives up at this very moment; see
+        :meth:`_cancel_wait`.
+        """
+        self.end()
+        self._has_failed = True
+        self._send(_WAIT_CANCELED)
+
     def _await(self, keys: set[bytes]) -> None:
         self.end()
+        if any(map(self._table.is_vain, keys)):
+            self.fail()
+            return
         self._missing = keys
         self.since = time.monotonic()
         for key in keys:
@@ -213,7 +241,10 @@ class Conversation:
 
     def _cancel_wait(self, reader: _Reader) -> None:
         self.end()
-        self._send(_WAIT_CANCELED)
+        # A client that gave up before it had the answer of a wait that failed takes that one for this one's.
+        if not self._has_failed:
+            self._send(_WAIT_CANCELED)
+        self._has_failed = False
 
     def _ping(self, reader: _Reader) -> None:
         self._send(_U32.pack(reader.number(_U32)))

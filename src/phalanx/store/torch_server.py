@@ -19,8 +19,9 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from phalanx.store.ended import ENDED, SLASH, EndsChannel, is_vain
 from phalanx.store.torch_requests import Conversation, TorchTable
 from phalanx.system.connection_owner import Address, owner_of
 from phalanx.wire.framing import Malformed
@@ -105,7 +106,9 @@ class TorchStoreServer:
         listener: the bound, listening socket.
         is_welcome: whether a connection may use the store, by the addresses and ports of its two ends.
         referral: asks about the connections from other hosts; None if the job is on this host alone.
-        on_long_wait: called about every ``LONG_WAIT_S`` with the keys for which somebody has waited that long.
+        ends: says which ranks have ended in order.
+        on_long_wait: called about every ``LONG_WAIT_S`` with the keys for which somebody has waited that long, and with
+            the ranks that have ended, each with its host.
         say: takes a line for the user.
     """
 
@@ -114,7 +117,8 @@ class TorchStoreServer:
         listener: socket.socket,
         is_welcome: Callable[[Address, Address], bool] = is_own,
         referral: Referral | None = None,
-        on_long_wait: Callable[[list[bytes]], None] | None = None,
+        ends: EndsChannel | None = None,
+        on_long_wait: Callable[[list[bytes], Mapping[int, str]], None] | None = None,
         say: Callable[[str], None] = tell,
     ) -> None:
         self._on_long_wait = on_long_wait
@@ -126,8 +130,13 @@ class TorchStoreServer:
         self._complaints = 0
         self._deaf_until: float | None = None
         self._table = TorchTable()
+        self._ends = ends
+        self._ended: dict[int, str] = {}
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
+        if ends is not None:
+            self._table.is_vain = lambda key: is_vain(key, self._ended, self._table.entries)
+            self._selector.register(ends, selectors.EVENT_READ, self._hear_of_ends)
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         if referral is not None:
             self._selector.register(referral.sock, selectors.EVENT_READ, self._take_answers)
@@ -158,7 +167,7 @@ class TorchStoreServer:
             self._look_at = None
             overdue = self._table.overdue(LONG_WAIT_S)
             if overdue and self._on_long_wait is not None:
-                self._on_long_wait(overdue)
+                self._on_long_wait(overdue, self._ended)
         for sock, peer in referral.expired() if referral is not None else ():
             self._refuse(sock, peer)
 
@@ -190,6 +199,17 @@ class TorchStoreServer:
                 self._referral.ask(sock, peer, here)
             else:
                 self._refuse(sock, peer[0])
+
+    def _hear_of_ends(self) -> None:
+        if self._ends is None:
+            return
+        news = self._ends.hear()
+        if news is None:
+            self._selector.unregister(self._ends)
+            return
+        self._ended |= news
+        self._table.put(SLASH + ENDED.encode(), json.dumps(self._ended).encode())
+        self._table.end_vain_waits()
 
     def _take_answers(self) -> None:
         for sock in self._referral.answered() if self._referral is not None else ():

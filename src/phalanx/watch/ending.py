@@ -4,7 +4,11 @@ A process takes seconds to end once torch is loaded, and the others may wait for
 nobody caught is told from the exception hook, before the interpreter begins to finalise: by the core to the ranks that
 share memory, and by the groups of :func:`tell_of_failure` to those of other hosts. An exit is told by the core,
 from the process's exit code (``native/csrc/life.c``); a worker of ``multiprocessing`` that was forked does not pass
-there.
+there. Nothing tells an exit handler of Python the exit code, so the launcher says it before (:func:`tell_of_exit`).
+
+Often a script fails because another rank has left the group in order: a message for that one cannot be sent. The
+others are told of the rank that left then, and not only of the one that failed for it. An error that says so is noted
+(:func:`note_left`) when it is made.
 """
 
 from __future__ import annotations
@@ -18,21 +22,37 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Protocol
 
+from phalanx.exception import PhalanxError
 from phalanx.native.core import TEXT_BYTES, library
 from phalanx.watch.call_site import raised_at
 
-__all__ = ["Teller", "script_failed", "tell_how_the_script_ends", "tell_of_failure"]
+__all__ = [
+    "Teller",
+    "note_left",
+    "script_failed",
+    "tell_how_the_script_ends",
+    "tell_of_exit",
+    "tell_of_failure",
+    "who_left",
+]
 
 
 class Teller(Protocol):
-    """What tells ranks that the core does not reach."""
+    """A group that tells its ranks what the core does not."""
+
+    def about_to_fail(self, error: BaseException) -> None:
+        """An exception is about to end this process's script; called before the core tells so. It must not wait."""
+        ...
 
     def script_fails(self, cause: str) -> None:
-        """An exception that nobody caught ends this process's script."""
+        """An exception that nobody caught, or an exit with a code other than 0, ends this process's script."""
         ...
 
 
 _installed = False
+_exits_badly = False
+# Of errors that say that a rank has left a group in order: what made the error for the group, and the rank there.
+_left: weakref.WeakKeyDictionary[BaseException, tuple[weakref.ref[object], int]] = weakref.WeakKeyDictionary()
 _worker: multiprocessing.process.BaseProcess | None = None
 # By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
 _tellers: weakref.WeakValueDictionary[int, Teller] = weakref.WeakValueDictionary()
@@ -57,8 +77,45 @@ def tell_how_the_script_ends() -> None:
 
 
 def script_failed() -> bool:
-    """Whether an exception that nobody caught has ended the script; the interpreter records it before its hook runs."""
-    return getattr(sys, "last_value", None) is not None and not _interactive()
+    """Whether an exception that nobody caught, or an exit with a code other than 0, has ended the script.
+
+    The interpreter records an exception before its hook runs.
+    """
+    return _exits_badly or (getattr(sys, "last_value", None) is not None and not _interactive())
+
+
+def tell_of_exit(error: SystemExit, code: int) -> None:
+    """Tell the other ranks that this exit, with a code other than 0, ends the script; called once it is certain."""
+    global _exits_badly
+    _exits_badly = True
+    with contextlib.suppress(Exception):  # the process must exit all the same
+        _tell(error, f"exit code {code}")
+
+
+def note_left(error: BaseException, maker: object, group_rank: int) -> None:
+    """Note that an error, new and of this package, says that a rank has left a group in order.
+
+    Args:
+        error: the error.
+        maker: what made it, for one group.
+        group_rank: the rank that left.
+    """
+    _left[error] = weakref.ref(maker), group_rank
+
+
+def who_left(error: BaseException | None, maker: object) -> tuple[int, str] | None:
+    """The rank that has left a group, so that an error came about, and the text of the error that says so, or None.
+
+    Args:
+        error: what ends the script, perhaps raised because of another one.
+        maker: what makes errors for the group.
+    """
+    while error is not None:
+        noted = _left.get(error) if isinstance(error, PhalanxError) else None  # others cannot be looked up
+        if noted is not None and noted[0]() is maker:
+            return noted[1], str(error)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _wrap_excepthook() -> None:
@@ -83,12 +140,18 @@ def _tell_failure(error: BaseException) -> None:
         first = str(error).partition("\n")[0]
         site = raised_at(error.__traceback__)
         text = f"{type(error).__name__}: {first}" if first else type(error).__name__
-        cause = f"{text[:200]}{f' at {site}' if site else ''}"
-        library().phx_process_fails(cause.encode()[: TEXT_BYTES - 1])
-        for reference in _tellers.valuerefs():
-            if (teller := reference()) is not None:
-                with contextlib.suppress(Exception):  # the others must be told all the same
-                    teller.script_fails(cause)
+        _tell(error, f"{text[:200]}{f' at {site}' if site else ''}")
+
+
+def _tell(error: BaseException, cause: str) -> None:
+    tellers = [teller for reference in _tellers.valuerefs() if (teller := reference()) is not None]
+    for teller in tellers:
+        with contextlib.suppress(Exception):  # the others must be told all the same
+            teller.about_to_fail(error)
+    library().phx_process_fails(cause.encode()[: TEXT_BYTES - 1])
+    for teller in tellers:
+        with contextlib.suppress(Exception):
+            teller.script_fails(cause)
 
 
 def _watch_worker() -> None:

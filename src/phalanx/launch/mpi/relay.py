@@ -316,6 +316,9 @@ class _Relay:
                 self.input.release()
             rank.out_of_memory = message["out_of_memory"]
             self.descriptors.trace.note_operation(rank.number, message.get("operation", ""))
+            if message["status"] == 0:
+                several = len({row.host for row in self.rows}) > 1
+                self.store.ended(rank.number, self.rows[rank.number].host if several else "")
             self._end(rank, message["status"], time.monotonic() - message["age"], message["by_others"])
 
     def _look_up(self, number: int, end: Any, other_end: Any) -> None:

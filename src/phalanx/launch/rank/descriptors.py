@@ -209,9 +209,8 @@ class Descriptors(ZygoteDescriptors):
         own = [self.zygote.fileno(), listener.fileno(), self.trace.descriptor]
         control.pass_on(own + [end for rank in self.ranks for end in (rank.out_write, rank.err_write, rank.report)])
 
-    def close_supervisor_ends(self) -> None:
-        """In the supervisor, when the attempt is over: close what it still has of it; the pipes are closed already."""
-        self.supervisor.close()
+    def close_files(self) -> None:
+        """In the supervisor, when the attempt is over: close all but the control socket; pipes are closed already."""
         os.close(self.trace.descriptor)
         for ends in self.ranks:
             os.close(ends.report)

@@ -217,6 +217,7 @@ def reported(start: RankStart) -> Iterator[None]:
     except SystemExit as error:
         if error.code not in (None, 0):
             _report(start, error, shown=True)
+            _tell_of_exit(start, error)
         raise
     except KeyboardInterrupt as error:
         # The interpreter then ends itself by SIGINT, as the shell expects. The launcher decides whether to show it.
@@ -225,6 +226,19 @@ def reported(start: RankStart) -> Iterator[None]:
     except BaseException as error:
         _fail(start, hook, error)
         raise SystemExit(1) from None
+
+
+def _tell_of_exit(start: RankStart, error: SystemExit) -> None:
+    """Tell the other ranks of an exit with another code than 0, if this process has groups."""
+    ending = sys.modules.get("phalanx.watch.ending")
+    code = _code_of(error)
+    if code and ending is not None and os.getpid() == start.pid:
+        ending.tell_of_exit(error, code)
+
+
+def _code_of(error: SystemExit) -> int:
+    """The exit code. The interpreter exits with 1 after ``sys.exit("a text")``, and prints the text."""
+    return error.code & 0xFF if isinstance(error.code, int) else 0 if error.code is None else 1
 
 
 def _note_joining(start: RankStart) -> None:
@@ -307,8 +321,7 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
         return False
     own = traceback_of_script(error)
     if isinstance(error, SystemExit):
-        # The interpreter exits with 1 after ``sys.exit("a text")``, and prints the text.
-        code, message = (error.code & 0xFF, "") if isinstance(error.code, int) else (1, str(error.code))
+        code, message = _code_of(error), "" if isinstance(error.code, int) else str(error.code)
     else:
         code, message = 130 if isinstance(error, KeyboardInterrupt) else 1, _describe(error)
     report = Report(

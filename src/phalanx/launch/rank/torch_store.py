@@ -6,37 +6,35 @@ soon as rank 0 ends. Nor can it be the zygote, which waits for its children.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import traceback
+from collections.abc import Mapping
 from typing import NoReturn
 
+from phalanx.store.ended import EndsChannel
 from phalanx.store.torch_server import LONG_WAIT_S, Referral, TorchStoreServer
-from phalanx.system.processes import children_of, die_with_parent, set_name
-from phalanx.words import format_named, tell
+from phalanx.system.processes import die_with_parent, set_name
+from phalanx.words import format_placed, tell
 
 __all__ = ["host_store"]
 
 
-def host_store(
-    listener: socket.socket, parent: int, referral: Referral | None = None, ranks: int | None = None
-) -> NoReturn:
+def host_store(listener: socket.socket, parent: int, ends: EndsChannel, referral: Referral | None = None) -> NoReturn:
     """Serve the store in this process until it is killed.
 
     Args:
         listener: the bound, listening socket. Clients that connect before the server runs wait in its queue.
         parent: the process id of the zygote, or of the relay, with which this process ends.
+        ends: says which ranks have ended.
         referral: asks about the connections from other hosts; None if the job is on this host alone.
-        ranks: how many ranks ``parent`` forks; None if it is not the ranks' parent.
     """
     try:
         die_with_parent(parent)
         set_name("phalanx-store")
-        server = TorchStoreServer(
-            listener, referral=referral, on_long_wait=None if ranks is None else _Missed(parent, ranks)
-        )
+        ends.keep_reading_end()
+        server = TorchStoreServer(listener, referral=referral, ends=ends, on_long_wait=_Missed())
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         server.serve()
     except BaseException:
@@ -51,30 +49,17 @@ class _Missed:
 
     A rank may end before the others, and often does. But if one of them waits for a key, in ``init_rpc`` for one, the
     rank that would have written it may be the one that has ended, and nobody else would say so before the timeout.
-
-    Args:
-        parent: the ranks' parent.
-        ranks: how many there are.
     """
 
-    def __init__(self, parent: int, ranks: int) -> None:
-        self._parent = parent
-        self._ranks = ranks
+    def __init__(self) -> None:
         self._told: set[int] = set()
 
-    def __call__(self, keys: list[bytes]) -> None:
-        names = set()
-        for pid in set(children_of(self._parent)) - {os.getpid()}:
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/comm") as file:
-                names.add(file.read().strip())
-        ranks = {f"rank-{rank}": rank for rank in range(self._ranks)}
-        ended = {rank for name, rank in ranks.items() if name not in names}
-        # A rank may have given itself another name, and what it has started may have outlived it.
-        if names - ranks.keys() or not names or ended <= self._told:
+    def __call__(self, keys: list[bytes], ended: Mapping[int, str]) -> None:
+        if ended.keys() <= self._told:
             return
-        self._told = ended
+        self._told |= ended.keys()
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         tell(
-            f"{format_named('rank', sorted(ended))} {'have' if len(ended) > 1 else 'has'} ended, and another rank has "
+            f"{format_placed(ended)} {'have' if len(ended) > 1 else 'has'} ended, and another rank has "
             f"waited for {LONG_WAIT_S:.0f} s in the job's store, for {keys[0].decode(errors='replace')!r}{more}"
         )

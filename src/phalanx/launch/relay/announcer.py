@@ -61,6 +61,10 @@ class Announcer:
         """
         self._control.send(event="stacks", stacks=stacks, late=list(late))
 
+    def keep_stacks(self, stacks: dict[int, str]) -> None:
+        """Have stacks that a rank has left kept for the end of a job that somebody has interrupted."""
+        self._control.send(event="stacks", stacks=stacks, unasked=True)
+
     def wait(self, parent: int, pace: Mapping[str, Any]) -> None:
         """For how long a rank of this parent has been in one operation, which its parent has said."""
         self._control.send(event="waits", parent=parent, waited_s=pace["waited_s"], still_s=pace["still_s"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.launch.rank.descriptors import Descriptors, release_input
 from phalanx.launch.rank.torch_store import host_store
+from phalanx.store.ended import EndsChannel
 from phalanx.store.torch_server import Referral
 
 __all__ = ["Input", "StoreOnDemand"]
@@ -94,12 +95,17 @@ class StoreOnDemand:
         self._pid = self._handle = 0
         self._asked, self._asking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._asked.setblocking(False)
+        self._ends = EndsChannel()
         selector.register(listener, selectors.EVENT_READ, self._start)
 
     def found(self, number: int) -> None:
         """One of the job's hosts knows this connection as the user's."""
         with contextlib.suppress(OSError):  # the process that asked has ended
             self._asked.send(str(number).encode())
+
+    def ended(self, rank: int, host: str) -> None:
+        """A rank has ended in order on this host; nobody should wait for what it would have written."""
+        self._ends.tell(rank, host)
 
     def _start(self) -> None:
         self._selector.unregister(self._listener)
@@ -109,8 +115,9 @@ class StoreOnDemand:
             self._descriptors.zygote.close()
             self._descriptors.close_rank_ends()
             self._asked.close()
-            host_store(self._listener, relay, Referral(self._asking))
+            host_store(self._listener, relay, self._ends, Referral(self._asking))
         self._asking.close()
+        self._ends.keep_writing_end()
         self._selector.register(self._asked, selectors.EVENT_READ, self._on_question)
         self._handle = os.pidfd_open(self._pid)
         self._selector.register(self._handle, selectors.EVENT_READ, self._on_end)

@@ -246,8 +246,11 @@ class _Head:
             self.input.release()
         self.descriptors.trace.note(rank.number, message["stage"], message["asked"], message.get("operation", ""))
         rank.out_of_memory = message["out_of_memory"]
+        if message["status"] == 0:
+            host = self.host_of[rank.number]
+            self.store.ended(rank.number, host.here.get("name", host.name))
         if message["stacks"]:
-            self.announcer.show_stacks(message["stacks"])
+            self.announcer.keep_stacks(message["stacks"])
         self._end(rank, message["status"], time.monotonic() - message["age"], by_others=self.called_off)
 
     def _look_up(self, number: int, end: Any, other_end: Any) -> None:

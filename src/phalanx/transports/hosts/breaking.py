@@ -24,8 +24,10 @@ from phalanx.transports.hosts.asking import Questions, aside
 from phalanx.transports.hosts.guard import Guard, Messages
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.wording import Fact, awaited_elsewhere, late, late_message, lost
+from phalanx.transports.hosts.wording import Fact, awaited_elsewhere, late, late_message, lost, who
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.watch.calls import listed
+from phalanx.watch.ending import who_left
 from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Differs", "Reason"]
@@ -89,6 +91,7 @@ class Reason:
         timeout: timedelta,
     ) -> None:
         self._store, self._rank, self._layout, self._abort, self._aborted = store, rank, layout, abort, aborted
+        self._local = local
         self.fails = False
         self._size = sum(map(len, layout.hosts))
         self._questions = Questions()
@@ -172,11 +175,18 @@ class Reason:
             return error
         return lost(fact, self._layout, self._guard.pids, self._rank, call)
 
+    def about_to_fail(self, error: BaseException) -> None:
+        """An exception is about to end this rank's script: if that is for a rank that has left, it is the reason."""
+        left = who_left(error, self)
+        if left is None and isinstance(self._local, SharedMemoryCommunicator):
+            left = self._local.who_left(error)
+        if left is not None and self._guard.reason is None:
+            self._guard.know({**self._fact("lost", "", left[0]), "what": "left"})
+
     def script_fails(self, cause: str) -> None:
-        """An exception that nobody caught ends this rank's script: to the others it must not look as if it had left."""
+        """This rank's script fails: to the others it must not look as if it had left."""
         self.fails = True
-        if self._guard.reason is None:
-            self._tell({**self._fact("lost", cause, self._rank), "what": "raised"})
+        self._tell(self._guard.reason or {**self._fact("lost", cause, self._rank), "what": "raised"})
 
     def is_told(self) -> bool:
         """Whether a rank has broken the group, as far as this one can know."""
@@ -229,13 +239,17 @@ class Reason:
             return None
         if isinstance(error, PeerLost):
             return None if self._aborted() else self._fact("lost", f"On {where}: {error}", error.group_rank)
-        who = f"rank {self._rank} of the group on {where}"
+        self_named = f"rank {self._rank} of the group on {where}"
         if isinstance(error, Exception):
-            return self._fact("failed", f"{who} has failed ({type(error).__name__}: {error})", self._rank)
-        return self._fact("interrupted", f"{who} was interrupted ({type(error).__name__})", self._rank)
+            return self._fact("failed", f"{self_named} has failed ({type(error).__name__}: {error})", self._rank)
+        return self._fact("interrupted", f"{self_named} was interrupted ({type(error).__name__})", self._rank)
 
     def _guessed(self, error: BaseException) -> Fact:
         """The reason as far as this rank can know it alone."""
+        if isinstance(error, TransferFailed) and self._guard.is_here(error.peer):
+            peer = who([error.peer], self._layout, self._guard.pids)
+            why = "The connection is cut, or another rank gave up and did not say why in time"
+            return self._fact("lost", f"a transfer to or from {peer}, which is there, failed. {why}", -1)
         if isinstance(error, TransferFailed) and error.peer >= 0:
             return {**self._fact("lost", "", error.peer), "what": "failed"}
         if isinstance(error, TransferFailed):

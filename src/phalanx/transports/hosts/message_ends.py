@@ -10,6 +10,7 @@ from phalanx.system.awake import wait_awake
 from phalanx.transports.hosts.breaking import Differs
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
+from phalanx.watch.ending import note_left
 from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["BreaksGroup", "BrokenThere", "Ends", "PeerLeft", "SizesDiffer"]
@@ -53,6 +54,7 @@ class Ends:
         broken: whether a rank has told why the group is broken.
         left: which of some ranks have told that they left in order.
         timeout_s: how long a message may take.
+        maker: in whose name errors about ranks that left are noted.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Ends:
         broken: Callable[[], bool],
         left: Callable[[Collection[int]], Collection[int]],
         timeout_s: Callable[[], float],
+        maker: object,
     ) -> None:
+        self._maker = maker
         self._layout, self._rank, self._left, self._timeout_s = layout, rank, left, timeout_s
         self.break_group, self.broken = break_group, broken
 
@@ -73,7 +77,9 @@ class Ends:
             found = PeerLeft(found.peer)
         if isinstance(found, PeerLeft):
             who = f"rank {found.peer} of the group, on {self._layout.name(found.peer)},"
-            return with_own_wait(PeerLost.left_before_message(who, waiting, group_rank=found.peer))
+            error = with_own_wait(PeerLost.left_before_message(who, waiting, group_rank=found.peer))
+            note_left(error, self._maker, found.peer)
+            return error
         if isinstance(found, TransferLate):  # Gloo's own patience, with which it connects two ranks
             return self.break_group(self.late(found.peer, waiting, self._timeout_s()), waiting)
         if isinstance(found, BreaksGroup):

@@ -73,7 +73,9 @@ class HostsMessages(Matching):
         if self.inside is not None:
             for place, member in enumerate(layout.here):
                 self.places[member] = place
-        self._ends = Ends(layout, rank, break_group, reason.is_told, reason.left, lambda: self.overdue.timeout_s)
+        self._ends = Ends(
+            layout, rank, break_group, reason.is_told, reason.left, lambda: self.overdue.timeout_s, maker=reason
+        )
         self.explain = self._ends.error
         self._opening: set[Way] = set()
         self._led: set[Way] = set()

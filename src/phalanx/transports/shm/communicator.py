@@ -17,14 +17,14 @@ from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import COLLECTIVES, Communicator, Message
 from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
 from phalanx.transports.shm.crossing import begin_to_compare, judge
-from phalanx.transports.shm.explanation import explain
+from phalanx.transports.shm.explanation import explain, left_text
 from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
 from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.watch.call_site import CallSite, call_site, capture, text_of
 from phalanx.watch.calls import call_text, exchange_text, shape_word
-from phalanx.watch.ending import tell_how_the_script_ends
+from phalanx.watch.ending import tell_how_the_script_ends, who_left
 from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["DTYPE_NUMBERS", "OP_NUMBERS", "SharedMemoryCommunicator", "text_of_call"]
@@ -149,6 +149,21 @@ class SharedMemoryCommunicator(Communicator):
         why = Breakage()
         with self._mailbox.handle() as comm:
             return bool(comm and self._core.phx_breakage(comm, ctypes.byref(why))) and why.status == Status.INTERRUPTED
+
+    def who_left(self, error: BaseException) -> tuple[int, str] | None:
+        """The rank that has left this group, so that an error came about, and the error of the message; see there."""
+        return who_left(error, self._mailbox)
+
+    def about_to_fail(self, error: BaseException) -> None:
+        """See ``watch/ending.py``: the others are to name the rank that has left, if that is why this one fails."""
+        left = self.who_left(error)
+        if left is not None:
+            with self._mailbox.handle() as comm:
+                if comm:
+                    self._core.phx_describe(comm, left_text(*left))
+
+    def script_fails(self, cause: str) -> None:
+        """See ``watch/ending.py``: the core has told the others."""
 
     @property
     def last_call(self) -> int:

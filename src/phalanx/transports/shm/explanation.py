@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from phalanx.system.host import machine_name
 from phalanx.watch.calls import listed
 from phalanx.watch.records import read_memory
 
-__all__ = ["explain"]
+__all__ = ["explain", "left_text"]
 
 # How long to wait for other ranks' calls. Ranks that wait in the group are woken by the break and write their call down
 # within a millisecond or two, unless the machine is busy; a rank that computes is in no call.
@@ -81,9 +82,35 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
         return PeerLost.replaced(lost, why.peer_pid, waiting, **facts)
     if why.how == Going.FAILED:
         # A rank that an exception ended has described it before it told that it goes.
+        left = _left(comm, why.peer)
+        if left is not None:
+            return PeerLost.left_before_failure(left[0], left[1], lost, why.peer_pid, waiting)
         cause = _calls(comm, [why.peer], 0.0).get(why.peer, "")
         return PeerLost.failed(lost, why.peer_pid, cause, waiting, **facts)
     return PeerLost.ended(lost, why.peer_pid, waiting, **facts)
+
+
+def left_text(rank: int, error: str) -> bytes:
+    """How a rank whose script fails since another one has left the group describes it.
+
+    Args:
+        rank: the one that has left.
+        error: the error of the one that fails.
+    """
+    text = json.dumps({"left": rank, "text": error})
+    while len(text) >= TEXT_BYTES and error:
+        error = error[: -1 - (len(text) - TEXT_BYTES) // 12]
+        text = json.dumps({"left": rank, "text": error})
+    return text.encode()
+
+
+def _left(comm: int, rank: int) -> tuple[int, str] | None:
+    """What a rank has described by :func:`left_text`; None if it has not."""
+    text = ctypes.create_string_buffer(TEXT_BYTES)
+    if not library().phx_description(comm, rank, text) or not text.value.startswith(b"{"):
+        return None
+    said = json.loads(text.value)
+    return (said["left"], said["text"]) if "left" in said else None
 
 
 def _facts(comm: int, why: Breakage) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from phalanx.native.core import ANY_SOURCE, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.watch.call_site import call_site
+from phalanx.watch.ending import note_left
 
 __all__ = ["Mailbox", "SharedMemoryMessage", "WithdrawableReceive"]
 
@@ -239,7 +240,9 @@ class SharedMemoryMessage(Message):
         if self._peer is None:
             return PeerLost.left_before_message("all other ranks of the group", waiting)
         peer = self._mailbox.names[self._peer]
-        return PeerLost.left_before_message(f"rank {peer} of the group", waiting, group_rank=peer)
+        error = PeerLost.left_before_message(f"rank {peer} of the group", waiting, group_rank=peer)
+        note_left(error, self._mailbox, peer)
+        return error
 
     def _name_of(self, peer: int) -> int:
         return self._mailbox.names[peer]
