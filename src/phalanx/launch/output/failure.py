@@ -184,13 +184,14 @@ def format_failure(
         lines += ["  the last lines of its output, which was not shown:", *(f"    {line}" for line in last_lines)]
     if log:
         lines.append(f"  its output is in {log}")
-    lines += _aftermath(others)
+    lines += _aftermath(others, "" if report is None else f"then failed: {_reason(report)}")
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _reason(report: Report) -> str:
-    """The exception; of ``sys.exit`` the text that it was given, if any."""
-    return report.message.partition("\n")[0] if report.exited else report.summary
+    """The exception, by the first line of its text; of ``sys.exit`` the text that it was given, if any."""
+    line = report.message.partition("\n")[0] if report.exited else report.summary
+    return line.removesuffix(":") if "\n" in report.message else line  # what follows the colon is in the traceback
 
 
 def _ending(cause: Failure) -> str:
@@ -233,11 +234,15 @@ def _signal_hints(out_of_memory: bool, where: str) -> Mapping[int, str]:
     }
 
 
-def _aftermath(others: Iterable[Failure]) -> list[str]:
-    """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended."""
+def _aftermath(others: Iterable[Failure], known: str) -> list[str]:
+    """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
+
+    ``known`` is what such a line would say of the rank that the block is about, whose reason is not repeated.
+    """
     groups: dict[str, list[int]] = {}
     for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.time)):
-        groups.setdefault(_aftermath_of(failure), []).append(failure.rank)
+        text = _aftermath_of(failure)
+        groups.setdefault("then failed with the same error" if text == known else text, []).append(failure.rank)
     lines = [f"  {format_named('rank', members)} {text}" for text, members in groups.items()]
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"  and {len(lines) - _MOST_LINES} more kinds of failure after that"]

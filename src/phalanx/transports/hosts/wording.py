@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import CollectiveTimeout, PeerLost
+from phalanx.lost import rank_of_group
 from phalanx.transports.hosts.contact import SILENT_S, STILL_S
 from phalanx.transports.hosts.layout import Layout
 from phalanx.words import format_list
@@ -20,7 +21,7 @@ Fact = dict[str, Any]
 
 def who(ranks: Sequence[int], layout: Layout, pids: Sequence[int]) -> str:
     """Ranks of a group with their processes: ``rank 2 of the group (pid 70 on h1)``, joined by ``and``."""
-    return format_list([f"rank {rank} of the group (pid {pids[rank]} on {layout.name(rank)})" for rank in ranks])
+    return format_list([rank_of_group(rank, pids[rank], layout.name(rank)) for rank in ranks])
 
 
 def lost(fact: Fact, layout: Layout, pids: Sequence[int], own: int, call: str) -> PeerLost:
