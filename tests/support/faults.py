@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-__all__ = ["ENDS", "LATE", "MISTAKES", "MISTAKES_FOR_ALL", "known_of", "others", "told_by"]
+__all__ = ["CUT", "ENDS", "LATE", "MISTAKES", "MISTAKES_FOR_ALL", "known_of", "others", "told_by"]
 
 _BEGIN = dedent("""
     import os, signal, sys, time
@@ -31,9 +31,9 @@ _BEGIN = dedent("""
 
     def wait_for(*names):
         until = time.monotonic() + 200
-        while not all((folder / name).exists() for name in names):
-            assert time.monotonic() < until, names
-            time.sleep(0.01)
+        while not all((folder / name).exists() for name in names):  # checks
+            assert time.monotonic() < until, names  # asserts
+            time.sleep(0.01)  # sleeps
 """).removeprefix("\n")
 _JOINED_BY_TORCH = _BEGIN.replace(
     "world = phalanx.init()\nrank, size = world.rank, world.world_size",
@@ -124,6 +124,20 @@ LATE = _JOINED_BY_TORCH + dedent("""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(x)  # last call
+""")
+
+
+# All ranks are in one operation after another when the link between their hosts is cut.
+CUT = _BEGIN + dedent("""
+    dist.barrier()
+    (folder / f"ready-{rank}").touch()
+    try:
+        while True:
+            # call:
+            dist.all_reduce(torch.ones(4))
+    except Exception as error:
+        tell("cut", error)
+        raise
 """)
 
 

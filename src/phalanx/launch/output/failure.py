@@ -239,19 +239,35 @@ def _aftermath(others: Iterable[Failure], known: str) -> list[str]:
 
     ``known`` is what such a line would say of the rank that the block is about, whose reason is not repeated.
     """
-    groups: dict[str, list[int]] = {}
+    groups: dict[str, list[Failure]] = {}
     for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.time)):
-        text = _aftermath_of(failure)
-        groups.setdefault("then failed with the same error" if text == known else text, []).append(failure.rank)
-    lines = [f"  {format_named('rank', members)} {text}" for text, members in groups.items()]
+        report = failure.report
+        # Each rank may say in words of its own that another one has gone: one of them is enough.
+        alike = report.type if report is not None and report.consequence else _aftermath_of(failure)
+        groups.setdefault(alike, []).append(failure)
+    lines = [_aftermath_line(alike, known) for alike in groups.values()]
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"  and {len(lines) - _MOST_LINES} more kinds of failure after that"]
     return lines
 
 
+def _aftermath_line(alike: Sequence[Failure], known: str) -> str:
+    text = _aftermath_of(alike[0])
+    ranks = format_named("rank", [failure.rank for failure in alike])
+    if text == known:
+        return f"  {ranks} then failed with the same error"
+    if any(_aftermath_of(failure) != text for failure in alike):
+        return f"  {ranks} then failed, rank {alike[0].rank} with {_reason_of(alike[0])}"
+    return f"  {ranks} {text}"
+
+
+def _reason_of(failure: Failure) -> str:
+    return _reason(failure.report) if failure.report is not None else ""
+
+
 def _aftermath_of(failure: Failure) -> str:
     if failure.ended_by_launcher:
         return "ended by the launcher"
-    if failure.report is not None and _reason(failure.report):
-        return f"then failed: {_reason(failure.report)}"
+    if _reason_of(failure):
+        return f"then failed: {_reason_of(failure)}"
     return f"then failed: {_ending(failure)}"
