@@ -161,7 +161,7 @@ def test_a_rank_that_comes_back_to_a_broken_group_tells_the_call_that_differed()
 
     late = on_ranks(body, 3)[1]
     assert "rank 0: broadcast(float32[4], src=0) at" in late
-    assert "ranks 1, 2: broadcast(float32[4], src=1) at" in late
+    assert "ranks 1-2: broadcast(float32[4], src=1) at" in late
 
 
 @pytest.mark.parametrize("size", [2, 3])

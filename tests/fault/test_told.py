@@ -47,7 +47,7 @@ def test_every_rank_says_which_calls_differ_or_who_did_not_come(launcher: Launch
 )
 def test_every_survivor_names_the_rank_that_ended(launcher: Launcher, how: str, size: int) -> None:
     script = launcher.script(ENDS)
-    done = launcher.run("-n", str(size), script, str(launcher.directory), "phalanx", how)
+    done = launcher.run("-n", str(size), "--grace", "60", script, str(launcher.directory), "phalanx", how)
     assert done.code != 0
     facts = known(launcher, script, ENDS, size)
     for told in told_by(launcher.directory, how, [rank for rank in range(size) if rank != 1]):
@@ -57,10 +57,19 @@ def test_every_survivor_names_the_rank_that_ended(launcher: Launcher, how: str, 
 
 def test_the_launcher_shows_calls_that_differ_once(launcher: Launcher) -> None:
     script = launcher.script(ENDS)
-    done = launcher.run("-n", "3", script, str(launcher.directory), "phalanx", "size")
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "phalanx", "size")
     assert done.code == 1
     facts = known(launcher, script, ENDS, 3)
     check_told("size.launcher", block_of(done.err_text), facts)
+
+
+@pytest.mark.parametrize("how", ["killed", "raises", "size", "late"])
+def test_the_launcher_says_of_a_job_over_gloo_what_can_be_seen_from_outside(launcher: Launcher, how: str) -> None:
+    script = launcher.script(ENDS)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "gloo", how)
+    assert done.code != 0
+    facts = known(launcher, script, ENDS, 3)
+    check_told(f"{how}.gloo.launcher", block_of(done.err_text), facts)
 
 
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 from tests.support.faults import CUT, ENDS, MISTAKES, MISTAKES_FOR_ALL, known_of, told_by
@@ -38,7 +37,7 @@ def test_every_rank_says_which_calls_differ_or_who_did_not_come(remote: RemoteLa
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_every_survivor_names_the_rank_that_ended(remote: RemoteLauncher, how: str) -> None:
     script = remote.script(ENDS)
-    job = remote.run("-H", HOSTS, script, str(remote.folder), "phalanx", how)
+    job = remote.run("-H", HOSTS, "--grace", "60", script, str(remote.folder), "phalanx", how)
     assert job.process.returncode != 0
     facts = known(remote, script, ENDS)
     for rank in (0, 2):

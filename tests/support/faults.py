@@ -95,8 +95,11 @@ MISTAKES = _BEGIN + dedent("""
 
 # The second argument is the backend, and the third says how rank 1 ends while the others wait for it.
 ENDS = _JOINED_BY_TORCH + dedent("""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
     x = torch.ones(4)
     dist.all_reduce(x)  # before
+    if sys.argv[3] == "late":
+        dist.group.WORLD.set_timeout(timedelta(seconds=1))
     try:
         if rank == 1:
             if sys.argv[3] == "killed":
@@ -106,6 +109,8 @@ ENDS = _JOINED_BY_TORCH + dedent("""
                 raise ValueError("no item 12 in data.bin")
             if sys.argv[3] == "size":
                 x = torch.ones(8)
+            if sys.argv[3] == "late":
+                wait_for("late-0", "late-2")
         # call:
         dist.all_reduce(x)
     except Exception as error:
@@ -129,6 +134,7 @@ LATE = _JOINED_BY_TORCH + dedent("""
 
 # All ranks are in one operation after another when the link between their hosts is cut.
 CUT = _BEGIN + dedent("""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see above
     dist.barrier()
     (folder / f"ready-{rank}").touch()
     try:

@@ -150,6 +150,7 @@ def format_failure(
     log: str = "",
     last_lines: Sequence[str] | None = None,
     last: str = "",
+    parted: Sequence[str] = (),
 ) -> str:
     """The block of text that is printed when a job fails.
 
@@ -163,6 +164,7 @@ def format_failure(
         log: the file that has the failed rank's output; empty if there is none.
         last_lines: the last lines of its output, if that was not shown; None if it was.
         last: its last operation, in words.
+        parted: lines on how the ranks' calls differed.
     """
     report = cause.report
     reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
@@ -171,6 +173,7 @@ def format_failure(
     lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
     if last and report is None:  # else its traceback says where
         lines.append(f"  {last}")
+    lines += [f"  {line}" for line in parted]
     if asked:
         lines.append(f"  it was waiting for {asked}")
     hint = _hint(cause, "above" if last_lines is None else "below")
