@@ -6,7 +6,12 @@ from typing import Any
 
 from phalanx.exception import PhalanxError
 
-__all__ = ["CallTimeout", "CollectiveTimeout", "ObjectLost", "PeerFailed", "PeerLost", "WorkerLost"]
+__all__ = ["CallTimeout", "CollectiveTimeout", "ObjectLost", "PeerFailed", "PeerLost", "WorkerLost", "rank_of_group"]
+
+
+def rank_of_group(rank: int, pid: int, host: str = "") -> str:
+    """``rank 1 of the group (pid 70 on h1)``; without the host if that is not known."""
+    return f"rank {rank} of the group (pid {pid}{f' on {host}' if host else ''})"
 
 
 class _OfRank:
@@ -48,9 +53,13 @@ class PeerLost(_OfRank, PhalanxError):
         self._blame(of_rank)
 
     @classmethod
-    def ended(cls, rank: int, pid: int, waiting: str, /, **known: Any) -> PeerLost:
-        """A rank's process is gone; ``waiting`` says which rank needed it, and in which call."""
-        return cls._of(rank, pid, "has ended", waiting, "Look at that rank's own output for the cause", known)
+    def ended(cls, rank: int, pid: int, waiting: str, how: str = "", /, **known: Any) -> PeerLost:
+        """A rank's process is gone; ``waiting`` says which rank needed it, and in which call.
+
+        ``how`` it has ended, as ``by signal 9 (SIGKILL)``, if its launcher has said so.
+        """
+        what = f"has ended {how}" if how else "has ended"
+        return cls._of(rank, pid, what, waiting, "Look at that rank's own output for the cause", known)
 
     @classmethod
     def failed(cls, rank: int, pid: int, cause: str, waiting: str, /, **known: Any) -> PeerLost:
@@ -91,7 +100,7 @@ class PeerLost(_OfRank, PhalanxError):
         within = known.pop("was_in_it", False)
         last = known.get("last_operation", "")
         did = "" if not last else f". It was in {last}" if within else f". Its last operation was {last}"
-        text = f"rank {rank} of the group (pid {pid}) {what} while {waiting}{did}. {remedy}"
+        text = f"{rank_of_group(rank, pid, known.get('host', ''))} {what} while {waiting}{did}. {remedy}"
         return cls(text, group_rank=rank, pid=pid, **known)
 
     @classmethod

@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import mmap
 import os
+import platform
 import resource
 import signal
 import time
@@ -227,7 +228,7 @@ def survive(operation: Callable[[Call], Started], size: int, moment: str, asynch
         assert not (returned and moment == "before" and operation in MUST_RAISE_AT_ONCE)
         assert caught.value.group_rank == victim
         assert caught.value.pid == pids[victim]
-        assert f"rank {victim} of the group (pid {pids[victim]}) has ended" in str(caught.value)
+        assert f"rank {victim} of the group (pid {pids[victim]} on {platform.node()}) has ended" in str(caught.value)
         later: list[Callable[[], object]] = [
             lambda: dist.all_reduce(torch.ones(1)),
             lambda: dist.broadcast(torch.ones(1), src=member.rank),
@@ -292,7 +293,8 @@ def test_a_rank_that_stands_still_is_named_at_the_timeout(
             elapsed_s = time.monotonic() - started
             assert isinstance(caught.value, CollectiveTimeout)
             assert caught.value.group_rank == victim
-            assert f"rank {victim} of the group (pid {pids[victim]}), which is alive, did not come" in str(caught.value)
+            process = f"pid {pids[victim]} on {platform.node()}"
+            assert f"rank {victim} of the group ({process}), which is stopped (state T)," in str(caught.value)
             with pytest.raises(CollectiveTimeout):
                 dist.barrier()
             return elapsed_s

@@ -41,6 +41,7 @@ class Ended:
         last_lines: the last lines of the output of each rank that was not shown.
         unwritten: why a rank's file could not be written any more; empty if all could.
         last_operation: gives a rank's last operation before a time, in words; empty if it has recorded none.
+        parted: gives lines on how the ranks' calls differed when a rank failed at a time, if its error cannot say it.
     """
 
     failures: Sequence[Failure]
@@ -55,6 +56,7 @@ class Ended:
     last_lines: Mapping[int, Sequence[str]] = field(default_factory=dict)
     unwritten: str = ""
     last_operation: Callable[[int, float], str] = field(default=lambda rank, at: "")
+    parted: Callable[[int, float], Sequence[str]] = field(default=lambda rank, at: ())
 
 
 def conclude(job: Job, ended: Ended, console: Console, hand_over: HandOver | None = None) -> int:
@@ -133,6 +135,7 @@ def _explain(job: Job, ended: Ended) -> tuple[Failure, str]:
         log=job.output.log_of(cause.rank),
         last_lines=ended.last_lines.get(cause.rank),
         last=ended.last_operation(cause.rank, cause.time),
+        parted=ended.parted(cause.rank, cause.time),
     )
 
 

@@ -129,7 +129,10 @@ class HangWatch:
         verdict = judge(found.ranks)
         if verdict is None or not (found.waited_s >= self._warn_at_s or self._wants_report):
             return  # they went on meanwhile
-        running = [seen.rank for seen in found.ranks if not seen.ended and not seen.silent]
+        # One that is stopped would write where it is when it goes on, and the line would wait for that.
+        running = [
+            seen.rank for seen in found.ranks if not seen.ended and not seen.silent and seen.state not in ("T", "t")
+        ]
         asked = running if self._wants_report else [*verdict.awaited, *_one_for_each_line(verdict, found.ranks)]
         self._ask([rank for rank in running if rank in asked], found.silent, for_stacks=True)
 

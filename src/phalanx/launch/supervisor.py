@@ -44,7 +44,7 @@ from phalanx.launch.output.report import Report, read_report
 from phalanx.launch.output.streams import RankStream, last_lines, open_streams
 from phalanx.launch.places import Places
 from phalanx.launch.rank.descriptors import Descriptors, release_input
-from phalanx.launch.rank.operations import last_operation
+from phalanx.launch.rank.operations import last_operation, parted
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.sight import Sight, SightElsewhere, SightHere
 from phalanx.system import processes
@@ -443,6 +443,7 @@ class Supervisor:
             stages=[trace.stage(rank) for rank in range(self.job.ranks)],
             asked=[trace.asked(rank) for rank in range(self.job.ranks)],
             last_operation=partial(last_operation, trace),
+            parted=partial(parted, trace, self.job.ranks),
             last_lines={
                 number: last_lines(rank.streams)
                 for number, rank in enumerate(self.ranks)

@@ -342,10 +342,11 @@ class _Ranks:
                 return
             now = time.monotonic()
             rank = ranks.get(info.si_pid)
+            status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
             if rank is not None:
+                self.trace.note_end(rank, info.si_pid, status)  # first: other ranks are raising an error about it
                 self._end_remains(rank, info.si_pid)
             os.waitpid(info.si_pid, 0)
-            status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
             if rank is not None:
                 del self.pids[rank]
                 self.kill_at.pop(rank, None)

@@ -67,15 +67,15 @@ def listening_addresses(place: Place, point: MeetingPoint) -> tuple[list[str], s
         The addresses, and a note for the user; empty if there is none.
 
     Raises:
-        Unresolved: the name of rank 0's host does not resolve on that host itself.
-        InitializationError: this host does not have the interface that was chosen.
+        InitializationError: the name of rank 0's host does not resolve on that host itself, or the host does not have
+            the interface that was chosen.
     """
     chosen = chosen_interface()
     try:
         found = addresses_of_rank_0(place, point)
-    except Unresolved:
+    except Unresolved as error:
         if not place.traits.late_names:
-            raise
+            raise InitializationError(str(error)) from error.__cause__
         found = []
     if place.traits.late_names and not place.on_one_host:
         found = [address for address in found if not is_loopback(address)]

@@ -84,7 +84,7 @@ def _find(
             addresses = addresses_of_rank_0(place, point)
         except Unresolved as error:
             if not error.may_pass:
-                raise
+                raise InitializationError(str(error)) from error.__cause__
             trouble, addresses = str(error), []
         again = silent[:1]  # of those only one in each round, so that many of them delay it no more than one does
         del silent[:1]

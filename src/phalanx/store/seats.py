@@ -25,6 +25,7 @@ class Seats:
         self._hosts = hosts
         self._num_nodes = num_nodes
         self._taken: dict[int, Claim] = {0: own}
+        self._refused = ""  # why, for the last process that was
 
     @property
     def missing(self) -> list[int]:
@@ -37,7 +38,11 @@ class Seats:
         return len(self._taken) == self.own.world_size
 
     def describe_missing(self) -> str:
-        """The missing ranks, and the nodes from which no rank has come, if that can be known; for people."""
+        """The missing ranks, for people, with what may be the reason: one was refused, or no rank of a node came."""
+        refused = f" (refused: {self._refused})" if self._refused else ""
+        return self._describe_missing() + refused
+
+    def _describe_missing(self) -> str:
         missing = self.missing
         text = f"rank{'s' if len(missing) > 1 else ''} {format_spans(missing)} of {self.own.world_size}"
         nodes = {claim.node_rank for claim in self._taken.values()}
@@ -54,6 +59,12 @@ class Seats:
 
     def judge(self, claim: Claim) -> Verdict:
         """Rank 0's verdict on a claim: the process gets its seat, or the reason why it gets none."""
+        verdict = self._judge(claim)
+        if verdict.kind == "refused":
+            self._refused = verdict.reason
+        return verdict
+
+    def _judge(self, claim: Claim) -> Verdict:
         own = self.own
         if claim.job != own.job:
             return Verdict("other")

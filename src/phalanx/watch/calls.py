@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
+from phalanx.words import format_named
+
 __all__ = ["call_text", "dtype_name", "exchange_text", "listed", "shape_word"]
 
 
@@ -60,10 +62,7 @@ def listed(calls: dict[int, str], ranks: Iterable[int]) -> str:
         ranks_of.setdefault(
             calls.get(rank, "did not say what it called: it is in other code, or has ended"), []
         ).append(rank)
-    lines = [
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {call}"
-        for call, ranks in ranks_of.items()
-    ]
+    lines = [f"  {format_named('rank', sorted(members))}: {call}" for call, members in ranks_of.items()]
     if len(lines) > _MOST_LINES:
         left_out = len(lines) - _MOST_LINES + 1
         lines[_MOST_LINES - 1 :] = [f"  and {left_out} other calls on other ranks"]

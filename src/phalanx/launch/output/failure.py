@@ -150,6 +150,7 @@ def format_failure(
     log: str = "",
     last_lines: Sequence[str] | None = None,
     last: str = "",
+    parted: Sequence[str] = (),
 ) -> str:
     """The block of text that is printed when a job fails.
 
@@ -163,6 +164,7 @@ def format_failure(
         log: the file that has the failed rank's output; empty if there is none.
         last_lines: the last lines of its output, if that was not shown; None if it was.
         last: its last operation, in words.
+        parted: lines on how the ranks' calls differed.
     """
     report = cause.report
     reason = f": {_reason(report)}" if report is not None and _reason(report) else ""
@@ -171,6 +173,7 @@ def format_failure(
     lines.append(f"  host {host}, pid {cause.pid}, {elapsed:.1f} s after the start, {_ending(cause)}")
     if last and report is None:  # else its traceback says where
         lines.append(f"  {last}")
+    lines += [f"  {line}" for line in parted]
     if asked:
         lines.append(f"  it was waiting for {asked}")
     hint = _hint(cause, "above" if last_lines is None else "below")
@@ -184,13 +187,14 @@ def format_failure(
         lines += ["  the last lines of its output, which was not shown:", *(f"    {line}" for line in last_lines)]
     if log:
         lines.append(f"  its output is in {log}")
-    lines += _aftermath(others)
+    lines += _aftermath(others, "" if report is None else f"then failed: {_reason(report)}")
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _reason(report: Report) -> str:
-    """The exception; of ``sys.exit`` the text that it was given, if any."""
-    return report.message.partition("\n")[0] if report.exited else report.summary
+    """The exception, by the first line of its text; of ``sys.exit`` the text that it was given, if any."""
+    line = report.message.partition("\n")[0] if report.exited else report.summary
+    return line.removesuffix(":") if "\n" in report.message else line  # what follows the colon is in the traceback
 
 
 def _ending(cause: Failure) -> str:
@@ -233,20 +237,40 @@ def _signal_hints(out_of_memory: bool, where: str) -> Mapping[int, str]:
     }
 
 
-def _aftermath(others: Iterable[Failure]) -> list[str]:
-    """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended."""
-    groups: dict[str, list[int]] = {}
+def _aftermath(others: Iterable[Failure], known: str) -> list[str]:
+    """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
+
+    ``known`` is what such a line would say of the rank that the block is about, whose reason is not repeated.
+    """
+    groups: dict[str, list[Failure]] = {}
     for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.time)):
-        groups.setdefault(_aftermath_of(failure), []).append(failure.rank)
-    lines = [f"  {format_named('rank', members)} {text}" for text, members in groups.items()]
+        report = failure.report
+        # Each rank may say in words of its own that another one has gone: one of them is enough.
+        alike = report.type if report is not None and report.consequence else _aftermath_of(failure)
+        groups.setdefault(alike, []).append(failure)
+    lines = [_aftermath_line(alike, known) for alike in groups.values()]
     if len(lines) > _MOST_LINES:
         lines = [*lines[:_MOST_LINES], f"  and {len(lines) - _MOST_LINES} more kinds of failure after that"]
     return lines
 
 
+def _aftermath_line(alike: Sequence[Failure], known: str) -> str:
+    text = _aftermath_of(alike[0])
+    ranks = format_named("rank", [failure.rank for failure in alike])
+    if text == known:
+        return f"  {ranks} then failed with the same error"
+    if any(_aftermath_of(failure) != text for failure in alike):
+        return f"  {ranks} then failed, rank {alike[0].rank} with {_reason_of(alike[0])}"
+    return f"  {ranks} {text}"
+
+
+def _reason_of(failure: Failure) -> str:
+    return _reason(failure.report) if failure.report is not None else ""
+
+
 def _aftermath_of(failure: Failure) -> str:
     if failure.ended_by_launcher:
         return "ended by the launcher"
-    if failure.report is not None and _reason(failure.report):
-        return f"then failed: {_reason(failure.report)}"
+    if _reason_of(failure):
+        return f"then failed: {_reason_of(failure)}"
     return f"then failed: {_ending(failure)}"

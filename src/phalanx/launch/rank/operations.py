@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.rank.trace import Trace
-from phalanx.system.folder import beside
+from phalanx.system.folder import beside, own_folder
 
-__all__ = ["last_operation"]
+if TYPE_CHECKING:
+    from phalanx.watch.records import Recording
+
+__all__ = ["last_operation", "parted"]
 
 
 def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
@@ -23,13 +27,7 @@ def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
     told = trace.operation(part)
     if told:
         return told
-    # The job may have been one without Phalanx, so what reads it is not imported before.
-    from phalanx.watch.records import read_recording
-
-    try:
-        recording = read_recording(trace.descriptor, trace.place_of_recorder(part))
-    except (OSError, ValueError, PhalanxError):
-        return ""
+    recording = _recording(trace, part)
     if recording is None or recording.last is None:
         return ""
     last = replace(recording.last, site=beside(recording.last.site))
@@ -40,3 +38,30 @@ def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
     since_s = max(0.0, now_ns - last.left_ns) / 1e9
     how = "failed" if last.failed else "was done"
     return f"its last operation, {last.text()}, {how} {since_s:.1f} s before"
+
+
+def parted(trace: Trace, ranks: int, rank: int, at: float) -> list[str]:
+    """Lines on how the calls of ranks of this host differed when a rank failed; see ``watch/disagreement.py``.
+
+    Args:
+        trace: the ranks' trace.
+        ranks: how many there are.
+        rank: the one that failed.
+        at: when, on the monotonic clock.
+    """
+    if _recording(trace, rank) is None:
+        return []
+    from phalanx.watch.disagreement import disagreement
+
+    found = {part: recording.beside(own_folder()) for part in range(ranks) if (recording := _recording(trace, part))}
+    return disagreement(found, rank, at * 1e9)
+
+
+def _recording(trace: Trace, part: int) -> Recording | None:
+    # The job may have been one without Phalanx, so what reads it is not imported before.
+    from phalanx.watch.records import read_recording
+
+    try:
+        return read_recording(trace.descriptor, trace.place_of_recorder(part))
+    except (OSError, ValueError, PhalanxError):
+        return None

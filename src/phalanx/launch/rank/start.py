@@ -32,12 +32,14 @@ from typing import Any, TextIO, cast
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
+from phalanx.launch.output.failure import signal_name
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, release_input
 from phalanx.launch.rank.late_variables import apply_threads, hide_torch
-from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own, place_of_recorder
+from phalanx.launch.rank.trace import Stage, advance, look_up_end, note_asked, open_own, place_of_recorder
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
+from phalanx.watch.ends import learn_by
 from phalanx.watch.recorder import keep_in
 from phalanx.watch.waiting import publish_by
 
@@ -125,6 +127,14 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     open_own(ends.trace, start.part)
     publish_by(partial(note_asked, start.run_id))
     keep_in(partial(place_of_recorder, start.run_id))
+    learn_by(partial(_how_ended, start.run_id))
+
+
+def _how_ended(run_id: str, pid: int) -> str:
+    status = look_up_end(run_id, pid)
+    if status is None:
+        return ""
+    return f"by signal {-status} ({signal_name(-status)})" if status < 0 else f"with exit code {status}"
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
@@ -310,6 +320,16 @@ def traceback_of_script(error: BaseException) -> types.TracebackType | None:
     return frames
 
 
+def _format_traceback(error: BaseException, own: types.TracebackType | None) -> str:
+    """The traceback as text; for an error of Phalanx's down to the script's own call, whose line says it all."""
+    told = traceback.TracebackException(type(error), error, own)
+    if isinstance(error, PhalanxError):
+        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(own)]
+        of_script = [at for at, name in enumerate(modules, 1) if name.partition(".")[0] not in ("torch", "phalanx")]
+        told.stack = traceback.StackSummary.from_list(told.stack[: max(of_script, default=len(modules))])
+    return "".join(told.format())
+
+
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
     """Write the error into the report file, in the form of torch's ``@record``, with the time by the monotonic clock.
 
@@ -327,7 +347,7 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
     report = Report(
         type=f"{type(error).__module__}.{type(error).__qualname__}",
         message=message,
-        traceback="" if shown else "".join(traceback.format_exception(type(error), error, own)),
+        traceback="" if shown else _format_traceback(error, own),
         shown=shown,
         exited=isinstance(error, SystemExit),
         consequence=isinstance(error, PhalanxError) and error.is_consequence,

@@ -8,6 +8,9 @@ of it, so far from the next one's that it never gets there; the file takes memor
   has come (``Stage``), bytes 4-7 the number of the descriptor by which it writes. Each is written once for a
   value, and a rank that dies in between leaves the value of before. From byte 64 on there is what it has asked another
   process for, as text that ends with a zero; a reader may find it half written, and it is for people.
+  Bytes 8-15 are written by the rank's parent once the rank has ended, and read by other ranks, for their errors about
+  it: its exit code, or minus the signal that ended it, in bytes 12-15, and then its pid in bytes 8-11. A reader finds
+  the code by the pid, so a parent that dies in between has said nothing.
   From byte 2048 on a relay notes the last operation of a rank whose recorder is in another file, likewise.
 - From ``_RECORDER`` on there is the rank's flight recorder, which the rank writes (``watch/recorder.py``). It takes
   memory from the rank's first group on.
@@ -39,6 +42,7 @@ __all__ = [
     "Stage",
     "Trace",
     "advance",
+    "look_up_end",
     "note_asked",
     "open_own",
     "open_trace",
@@ -51,6 +55,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 _PART = 1 << 32
 _PAGE = 4096
 _RECORDER = 1 << 31  # where the recorder begins in a part
+_END_AT = 8
 _ASKED_AT, _OPERATION_AT, _ASKED_BYTES = 64, 2048, 1024
 _BLOCK = 1 << 16
 # Stacks are short: a rank that has begun to write one needs only to be scheduled to finish it.
@@ -127,6 +132,17 @@ def note_asked(run_id: str, text: str) -> None:
     _write(run_id, _as_noted(text), _ASKED_AT)
 
 
+def look_up_end(run_id: str, pid: int) -> int | None:
+    """In a rank: the exit code of another one of this host, or minus its signal; None if its parent has not said it."""
+    if _own is None or not _is_trace(os.getpid(), _own[0], run_id):
+        return None
+    descriptor, wanted = _own[0], pid.to_bytes(4, "little")
+    for begin in range(0, os.fstat(descriptor).st_size, _PART):
+        if os.pread(descriptor, 4, begin + _END_AT) == wanted:
+            return int.from_bytes(os.pread(descriptor, 4, begin + _END_AT + 4), "little", signed=True)
+    return None
+
+
 def _as_noted(text: str) -> bytes:
     return text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0"
 
@@ -185,6 +201,11 @@ class Trace:
     def place_of_recorder(self, part: int) -> int:
         """Where in the file the flight recorder of the rank with this part begins, if it has one."""
         return part * _PART + _RECORDER
+
+    def note_end(self, part: int, pid: int, status: int) -> None:
+        """Note how the rank with this part has ended, for the others: its exit code, or minus its signal."""
+        os.pwrite(self.descriptor, status.to_bytes(4, "little", signed=True), part * _PART + _END_AT + 4)
+        os.pwrite(self.descriptor, pid.to_bytes(4, "little"), part * _PART + _END_AT)
 
     def note_operation(self, part: int, operation: str) -> None:
         """Note the last operation of a rank whose recorder is not in this file."""

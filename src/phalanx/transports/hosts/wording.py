@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import CollectiveTimeout, PeerLost
+from phalanx.lost import rank_of_group
 from phalanx.transports.hosts.contact import SILENT_S, STILL_S
 from phalanx.transports.hosts.layout import Layout
 from phalanx.words import format_list
@@ -20,7 +21,7 @@ Fact = dict[str, Any]
 
 def who(ranks: Sequence[int], layout: Layout, pids: Sequence[int]) -> str:
     """Ranks of a group with their processes: ``rank 2 of the group (pid 70 on h1)``, joined by ``and``."""
-    return format_list([f"rank {rank} of the group (pid {pids[rank]} on {layout.name(rank)})" for rank in ranks])
+    return format_list([rank_of_group(rank, pids[rank], layout.name(rank)) for rank in ranks])
 
 
 def lost(fact: Fact, layout: Layout, pids: Sequence[int], own: int, call: str) -> PeerLost:
@@ -33,13 +34,16 @@ def lost(fact: Fact, layout: Layout, pids: Sequence[int], own: int, call: str) -
         own, call: this rank, and what it was doing.
     """
     rank: int = fact["group_rank"]
-    text = f"{_what(fact, layout, pids)}. Rank {own} was in {call}"
+    what, remedy = _what(fact, layout, pids)
+    text = f"{what}. Rank {own} was in {call}{f'. {remedy}' if remedy else ''}"
     if rank < 0:
         return PeerLost(text)
     return PeerLost(text, group_rank=rank, pid=pids[rank], host=layout.name(rank))
 
 
-def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> str:
+def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> tuple[str, str]:
+    """What has happened, and the next step, if one is known."""
+    own_output = "Look at that rank's own output for the cause"
     rank, what = fact["group_rank"], fact["what"]
     if what in ("silent", "stopped"):
         host = layout.name(rank)
@@ -47,28 +51,30 @@ def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> str:
         if what == "silent":
             return (
                 f"Nothing comes from {host}, for {SILENT_S:g} s not even acknowledgements: it is down, or the network "
-                f"between it and {layout.name(fact['by'])} is cut. {there}. Look at its console and its links"
+                f"between it and {layout.name(fact['by'])} is cut. {there}",
+                f"Look at the console of {host} and its links",
             )
         return (
             f"No rank on {host} runs, for {STILL_S:g} s, although the host answers: all were stopped (SIGSTOP, a "
-            f"debugger, a suspended container or batch job). {there}. Suspend a job on all of its hosts together"
+            f"debugger, a suspended container or batch job). {there}",
+            "Suspend a job on all of its hosts together",
         )
     if what == "ended":
-        return f"{_first(rank, layout, pids)} has ended. Look at that rank's own output for the cause"
+        return f"{_first(rank, layout, pids)} has ended", own_output
     if what == "raised":
-        return f"{_first(rank, layout, pids)} has failed ({fact['text']}). Look at that rank's own output for the cause"
+        return f"{_first(rank, layout, pids)} has failed ({fact['text']})", own_output
     if what == "left":
         return (
             f"{_first(rank, layout, pids)} has left the group in order (it destroyed the group, or its script has come "
-            f"to its end). Every rank must make the same calls before it leaves"
+            f"to its end)",
+            "Every rank must make the same calls before it leaves",
         )
     if what == "failed":
         return (
-            f"{_first(rank, layout, pids)} has ended, or the way to it is cut: a transfer to or from it failed. Look "
-            f"at that rank's own output for the cause"
+            f"{_first(rank, layout, pids)} has ended, or the way to it is cut: a transfer to or from it failed",
+            own_output,
         )
-    text: str = fact["text"]
-    return text
+    return fact["text"], ""
 
 
 def _first(rank: int, layout: Layout, pids: Sequence[int]) -> str:

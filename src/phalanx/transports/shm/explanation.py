@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
+from phalanx.lost import rank_of_group
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
+from phalanx.system import processes
 from phalanx.system.host import machine_name
 from phalanx.watch.calls import listed
+from phalanx.watch.ends import how_ended
 from phalanx.watch.records import read_memory
+from phalanx.watch.verdict import state_text
 
 __all__ = ["explain", "left_text"]
 
@@ -49,14 +53,14 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
         )
     whose = names[why.rank]
     lost = names[why.peer] if why.peer < len(names) else why.peer
-    peer = f"rank {lost} of the group (pid {why.peer_pid})"
+    host = machine_name()
     # A rank that aborts the group, as torch's abort() does, describes nothing.
     patience_s = PATIENCE_S if why.status == Status.INTERRUPTED else NOTICED_PATIENCE_S
     noticed = _calls(comm, [why.rank], patience_s).get(why.rank, "an operation")
     waiting = f"rank {whose} was in {noticed}"
     if why.status == Status.TIMEOUT:
         return CollectiveTimeout.did_not_come(
-            f"{peer}, which is alive,",
+            f"{rank_of_group(lost, why.peer_pid, host)}, which is {_living(why.peer_pid)},",
             waiting,
             timeout_s,
             group_rank=lost,
@@ -66,7 +70,7 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
         )
     if why.status == Status.INTERRUPTED:
         return PeerLost.out_of_step(
-            f"rank {whose} of the group (pid {why.peer_pid}) was interrupted in {noticed}",
+            f"{rank_of_group(whose, why.peer_pid, host)} was interrupted in {noticed}",
             group_rank=whose,
             pid=why.peer_pid,
         )
@@ -87,7 +91,13 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
             return PeerLost.left_before_failure(left[0], left[1], lost, why.peer_pid, waiting)
         cause = _calls(comm, [why.peer], 0.0).get(why.peer, "")
         return PeerLost.failed(lost, why.peer_pid, cause, waiting, **facts)
-    return PeerLost.ended(lost, why.peer_pid, waiting, **facts)
+    return PeerLost.ended(lost, why.peer_pid, waiting, how_ended(why.peer_pid), **facts)
+
+
+def _living(pid: int) -> str:
+    """What keeps a process from coming, if that shows in its state."""
+    state = processes.state_of(pid)
+    return state_text(state) if state in ("T", "t", "D") else "alive"
 
 
 def left_text(rank: int, error: str) -> bytes:

@@ -1,0 +1,61 @@
+"""In which collective the ranks of a group parted, when an error of another backend cannot say it: from recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from phalanx.settings import BACKEND
+from phalanx.watch.records import Record, Recording
+from phalanx.words import format_named
+
+__all__ = ["disagreement"]
+
+_RECENT = 64  # calls that ranks have done together are compared, the last of them only
+_OWN_SIZES = ("all_to_all", "gather", "scatter", "all_gather", "reduce_scatter")  # ranks may record other bytes in them
+
+
+def disagreement(recordings: Mapping[int, Recording], rank: int, at_ns: float) -> list[str]:
+    """Lines that say which calls differed, or who had not come, when an operation of a rank failed; none if neither.
+
+    Args:
+        recordings: by rank; those that are not known are left out.
+        rank: the rank whose operation failed, or that ended in it.
+        at_ns: when, on the host's monotonic clock.
+    """
+    last = recordings[rank].last if rank in recordings else None
+    if last is None or last.is_message or last.group.backend == BACKEND or not (last.failed or last.under_way):
+        return []
+    calls = {
+        other: {record.in_group: record for record in recordings[other].records if _counts(record, last, at_ns)}
+        for other in last.group.ranks
+        if other in recordings
+    }
+    for number in range(max(1, last.in_group - _RECENT), last.in_group + 1):
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for other, records in calls.items():
+            if number in records:
+                alike.setdefault(_facts(records[number]), []).append(other)
+        if len(alike) > 1:
+            return [
+                "the ranks called different operations:",
+                *(f"  {format_named('rank', ranks)}: {calls[ranks[0]][number].text()}" for ranks in alike.values()),
+            ]
+    late = [other for other, records in calls.items() if max(records, default=0) < last.in_group]
+    return [f"rank {other} had not come to {last.name()}{last.where()}{_before(calls[other])}" for other in late[:4]]
+
+
+def _counts(record: Record, failed: Record, at_ns: float) -> bool:
+    """Whether a record is of a collective of the group that had begun when the other one failed."""
+    is_groups = record.group.name == failed.group.name and record.group.ranks == failed.group.ranks
+    return is_groups and not record.is_message and record.entered_ns <= at_ns
+
+
+def _facts(record: Record) -> tuple[object, ...]:
+    """In what the ranks' calls of one collective must agree, as far as a recorder has it."""
+    nbytes = 0 if record.kind in _OWN_SIZES else record.nbytes
+    root = -1 if record.kind == "barrier" else record.peer
+    return record.kind, record.dtype, record.op, root, nbytes
+
+
+def _before(records: Mapping[int, Record]) -> str:
+    return f"; its last operation was {records[max(records)].text()}" if records else ""

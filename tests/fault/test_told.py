@@ -1,0 +1,90 @@
+"""What every rank and the launcher say when something breaks on one host, held word for word against golden texts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+
+import pytest
+from tests.launch_support import Launcher, launcher
+from tests.support.faults import ENDS, LATE, MISTAKES, MISTAKES_FOR_ALL, known_of, told_by
+from tests.support.golden import FOLDER, MOST_LINES, check_told
+
+__all__ = ["launcher"]  # a fixture
+
+
+def known(launcher: Launcher, script: str, text: str, size: int) -> dict[str, object]:
+    return {**known_of(launcher.directory, script, text, size), "host": platform.node()}
+
+
+def test_no_error_is_longer_than_a_user_reads() -> None:
+    texts = {path.name: path.read_text() for path in FOLDER.glob("*.txt")}
+    assert {name: text for name, text in texts.items() if len(text.splitlines()) > MOST_LINES} == {}
+
+
+def block_of(err: str) -> str:
+    """What the launcher says of a failure, without what comes before it."""
+    return err[err.index("phalanx: rank ") :]
+
+
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
+def test_every_rank_says_which_calls_differ_or_who_did_not_come(launcher: Launcher, size: int) -> None:
+    script = launcher.script(MISTAKES)
+    done = launcher.run("-n", str(size), script, str(launcher.directory))
+    assert done.code == 0, done.err_text
+    facts = known(launcher, script, MISTAKES, size)
+    for row in MISTAKES_FOR_ALL:
+        for told in told_by(launcher.directory, row, [*range(size)]):
+            check_told(row, told, facts)
+    survivors = [rank for rank in range(size) if rank != 1]
+    for told in told_by(launcher.directory, "late", survivors):
+        check_told("late", told, facts)
+
+
+@pytest.mark.parametrize(
+    ("how", "size"), [("killed", 3), ("raises", 3), pytest.param("killed", 2, marks=pytest.mark.long)]
+)
+def test_every_survivor_names_the_rank_that_ended(launcher: Launcher, how: str, size: int) -> None:
+    script = launcher.script(ENDS)
+    done = launcher.run("-n", str(size), "--grace", "60", script, str(launcher.directory), "phalanx", how)
+    assert done.code != 0
+    facts = known(launcher, script, ENDS, size)
+    for told in told_by(launcher.directory, how, [rank for rank in range(size) if rank != 1]):
+        check_told(how, told, facts)
+    check_told(f"{how}.launcher", block_of(done.err_text), facts)
+
+
+def test_the_launcher_shows_calls_that_differ_once(launcher: Launcher) -> None:
+    script = launcher.script(ENDS)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "phalanx", "size")
+    assert done.code == 1
+    facts = known(launcher, script, ENDS, 3)
+    check_told("size.launcher", block_of(done.err_text), facts)
+
+
+@pytest.mark.parametrize("how", ["killed", "raises", "size", "late"])
+def test_the_launcher_says_of_a_job_over_gloo_what_can_be_seen_from_outside(launcher: Launcher, how: str) -> None:
+    script = launcher.script(ENDS)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "gloo", how)
+    assert done.code != 0
+    facts = known(launcher, script, ENDS, 3)
+    check_told(f"{how}.gloo.launcher", block_of(done.err_text), facts)
+
+
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_a_rank_that_does_not_come_is_named_while_the_others_wait(launcher: Launcher, backend: str) -> None:
+    script = launcher.script(LATE)
+    job = launcher.start("-n", "3", "-q", "--warn-after", "0.5", script, str(launcher.directory), backend)
+    assert job.process.stderr is not None
+    first = other = job.process.stderr.readline().decode()
+    facts = known(launcher, script, LATE, 3)
+    (launcher.directory / "go").touch()
+    while "stopped" not in other:  # the first is said again after a while
+        check_told("waits-computes", other, facts)
+        other = job.process.stderr.readline().decode()
+    os.kill(int(str(facts["pid 1"])), signal.SIGCONT)
+    done = job.finish()
+    assert done.code == 0, done.err_text
+    check_told("waits-computes", first, facts)
+    check_told("waits-stopped", other, facts)

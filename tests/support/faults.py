@@ -1,0 +1,177 @@
+"""Programs with the mistakes and faults of which every rank has to say what happened, for golden texts.
+
+Each takes a folder as its argument, in which every rank leaves its pid, and what its user would read of an error: in
+``ROW-RANK`` for each mistake or fault.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+__all__ = ["CUT", "ENDS", "LATE", "MISTAKES", "MISTAKES_FOR_ALL", "known_of", "others", "told_by"]
+
+_BEGIN = dedent("""
+    import os, signal, sys, time
+    from datetime import timedelta
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    import phalanx
+
+    folder = Path(sys.argv[1])
+    world = phalanx.init()
+    rank, size = world.rank, world.world_size
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+
+    def tell(row, error):
+        whole = folder / f"{row}-{rank}"
+        whole.with_suffix(".part").write_text(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
+        whole.with_suffix(".part").rename(whole)
+
+    def wait_for(*names):
+        until = time.monotonic() + 200
+        while not all((folder / name).exists() for name in names):  # checks
+            assert time.monotonic() < until, names  # asserts
+            time.sleep(0.01)  # sleeps
+""").removeprefix("\n")
+_JOINED_BY_TORCH = _BEGIN.replace(
+    "world = phalanx.init()\nrank, size = world.rank, world.world_size",
+    "dist.init_process_group(sys.argv[2])\nrank, size = dist.get_rank(), dist.get_world_size()",
+)
+
+# One after the other, each in a group of its own, so that one job shows them all. Rank 1 is the one that differs.
+MISTAKES_FOR_ALL = ("size", "shape", "dtype", "operation", "root", "kind")
+MISTAKES = _BEGIN + dedent("""
+    four, eight = torch.ones(4), torch.ones(8)
+    odd = rank == 1
+    survivors = [other for other in range(size) if other != 1]
+
+    def size_differs(group):
+        dist.all_reduce(eight if odd else four, group=group)  # size
+
+    def shape_differs(group):
+        dist.all_reduce(torch.ones(3, 2) if odd else torch.ones(2, 3), group=group)  # shape
+
+    def dtype_differs(group):
+        dist.all_reduce(four.int() if odd else four, group=group)  # dtype
+
+    def operation_differs(group):
+        dist.all_reduce(four, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM, group=group)  # operation
+
+    def root_differs(group):
+        dist.broadcast(four, 1 if odd else 0, group=group)  # root
+
+    def kind_differs(group):
+        if odd:
+            dist.broadcast(four, 0, group=group)  # kind of rank 1
+        else:
+            dist.all_reduce(four, group=group)  # kind
+
+    def does_not_come(group):
+        if odd:
+            wait_for(*[f"late-{other}" for other in survivors])  # late of rank 1
+        dist.all_reduce(four, group=group)  # late
+
+    ROWS = {
+        "size": size_differs,
+        "shape": shape_differs,
+        "dtype": dtype_differs,
+        "operation": operation_differs,
+        "root": root_differs,
+        "kind": kind_differs,
+        "late": does_not_come,
+    }
+    for row, mistake in ROWS.items():
+        group = dist.new_group(timeout=timedelta(seconds=1 if row == "late" else 60))
+        try:
+            mistake(group)
+            dist.barrier(group=group)  # some calls return on ranks that wait for nobody
+        except Exception as error:
+            tell(row, error)
+        dist.barrier()  # between
+        dist.destroy_process_group(group)
+""")
+
+# The second argument is the backend, and the third says how rank 1 ends while the others wait for it.
+ENDS = _JOINED_BY_TORCH + dedent("""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
+    x = torch.ones(4)
+    dist.all_reduce(x)  # before
+    if sys.argv[3] == "late":
+        dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    try:
+        if rank == 1:
+            if sys.argv[3] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if sys.argv[3] == "raises":
+                # raise:
+                raise ValueError("no item 12 in data.bin")
+            if sys.argv[3] == "size":
+                x = torch.ones(8)
+            if sys.argv[3] == "late":
+                wait_for("late-0", "late-2")
+        # call:
+        dist.all_reduce(x)
+    except Exception as error:
+        tell(sys.argv[3], error)
+        raise
+""")
+
+# Rank 1 computes until the others have been named, and then stops; the job goes on after both.
+LATE = _JOINED_BY_TORCH + dedent("""
+    x = torch.ones(4)
+    dist.all_reduce(x)  # before
+    if rank == 1:  # branch
+        while not (folder / "go").exists():
+            time.sleep(0.02)  # here
+    dist.all_reduce(x)  # call
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(x)  # last call
+""")
+
+
+# All ranks are in one operation after another when the link between their hosts is cut.
+CUT = _BEGIN + dedent("""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see above
+    dist.barrier()
+    (folder / f"ready-{rank}").touch()
+    try:
+        while True:
+            # call:
+            dist.all_reduce(torch.ones(4))
+    except Exception as error:
+        tell("cut", error)
+        raise
+""")
+
+
+def told_by(folder: Path, row: str, ranks: list[int]) -> list[str]:
+    """What these ranks have told, each about this row."""
+    return [(folder / f"{row}-{rank}").read_text() for rank in ranks]
+
+
+def known_of(folder: Path, script: str, text: str, size: int) -> dict[str, object]:
+    """What the placeholders of golden texts stand for in a job: its pids, the script, its lines, and who is not rank 1.
+
+    Args:
+        folder: where the ranks have left their pids.
+        script: the script's path.
+        text: what is in it.
+        size: the world size.
+    """
+    marks = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        code, sign, mark = line.rpartition("# ")
+        if sign:  # with a colon it marks the next line, which tracebacks show without it
+            marks[f"line {mark.removesuffix(':')}"] = number + (not code.strip())
+    pids = {f"pid {path.name.partition('-')[2]}": path.read_text() for path in folder.glob("pid-*")}
+    return {"script": script, "size": size, "others": others(size), **marks, **pids}
+
+
+def others(size: int) -> str:
+    """All ranks but rank 1, as Phalanx names them."""
+    if size == 2:
+        return "rank 0"
+    return "ranks 0, 2" if size == 3 else f"ranks 0, 2-{size - 1}"

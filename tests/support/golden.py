@@ -1,0 +1,68 @@
+"""Golden texts: what a user reads when something breaks, word for word, with names for what differs between runs.
+
+A golden text is a file in ``tests/fault/told``. It is compared whole. In it stand for what differs:
+
+- ``<name>``: what the test knows under this name, such as ``<pid 1>``, the process id of rank 1;
+- ``<seconds>``: any time in seconds;
+- ``<error of torch's>``, ``<frames of torch's>``, ``<others over torch's>``: what Gloo says, where it raised that, and
+  lines on the two other ranks, which depend on what Gloo says to each;
+- ``{one way|another}``: either of these, where both are right and the moment decides which it is.
+
+All else, also ``<module>`` of a traceback, is literal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["FOLDER", "MOST_LINES", "check_told"]
+
+MOST_LINES = 12  # of one error
+FOLDER = Path(__file__).parent.parent / "fault" / "told"
+_ANY = {
+    "seconds": r"\d+(?:\.\d+)?",
+    "error of torch's": r"RuntimeError: \[.*",
+    "frames of torch's": r"(?:  .*\n)*",
+    "others over torch's": r"  ranks? [\d, -]+ then failed: .*(?:\n  rank \d then failed: .*)?",
+}
+_PART = re.compile(r"<(?P<name>[^<>\n]+)>|\{(?P<ways>[^{}\n]*\|[^{}\n]*)\}")
+
+
+def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
+    """Compare a text with a golden one.
+
+    Args:
+        name: of the golden text's file, without its ending. If there are files ``NAME.2.txt`` and so on, the text may
+            be any of these as well: the moment decides which.
+        text: what the user reads.
+        known: what the placeholders stand for.
+    """
+    files = [FOLDER / f"{name}.txt", *sorted(FOLDER.glob(f"{name}.[2-9].txt"))]
+    told = text.rstrip("\n")
+    ways = [file.read_text().rstrip("\n") for file in files]
+    if any(re.fullmatch(_pattern(golden, known), told) for golden in ways):
+        return
+    complaint = []
+    for file, golden in zip(files, ways, strict=True):
+        expected = re.sub(r"<([^<>\n]+)>", lambda found: str(known.get(found[1], found[0])), golden)
+        lines = difflib.unified_diff(expected.split("\n"), told.split("\n"), file.name, "told", lineterm="")
+        complaint += [f"not what {file.name} says:", *lines]
+    raise AssertionError("\n".join(complaint))
+
+
+def _pattern(golden: str, known: Mapping[str, object]) -> str:
+    parts, at = [], 0
+    for found in _PART.finditer(golden):
+        parts.append(re.escape(golden[at : found.start()]))
+        at = found.end()
+        name = found["name"]
+        if found["ways"] is not None:
+            parts.append(f"(?:{'|'.join(_pattern(way, known) for way in found['ways'].split('|'))})")
+        elif name in known:
+            parts.append(re.escape(str(known[name])))
+        else:
+            parts.append(_ANY.get(name) or re.escape(found[0]))
+    return "".join([*parts, re.escape(golden[at:])])

@@ -1,0 +1,80 @@
+"""What recordings show of ranks that parted, where the backend's own error cannot say it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.watch.disagreement import disagreement
+from phalanx.watch.records import Group, Record, Recording
+
+GLOO = Group("0", "gloo", (0, 1, 2), 0)
+LAST = Record(1, GLOO, 2, "all_reduce", 16, "float32", "sum", -1, "train.py:7", "", -1, 2_000, 3_000, True, -1)
+FIRST = replace(LAST, number=0, in_group=1, site="train.py:5", entered_ns=1_000, left_ns=1_500, failed=False)
+AT_NS = 3_000.0
+
+
+def recorded(*records: Record) -> Recording:
+    return Recording(1, 0, 3, -1, "", len(records), records)
+
+
+def both(**of_rank_1: object) -> dict[int, Recording]:
+    other = replace(LAST, **of_rank_1)  # type: ignore[arg-type]
+    return {0: recorded(FIRST, LAST), 1: recorded(FIRST, other), 2: recorded(FIRST, LAST)}
+
+
+@pytest.mark.parametrize(
+    ("differs", "call"),
+    [
+        ({"nbytes": 32}, "all_reduce #2 (float32, 32 B, sum)"),
+        ({"dtype": "int32"}, "all_reduce #2 (int32, 16 B, sum)"),
+        ({"op": "max"}, "all_reduce #2 (float32, 16 B, max)"),
+        ({"kind": "broadcast", "op": "", "peer": 0}, "broadcast #2 (float32, 16 B, src=0)"),
+        ({"kind": "barrier", "op": "", "dtype": "", "nbytes": 0}, "barrier #2"),
+    ],
+)
+def test_the_calls_that_differed_are_listed(differs: dict[str, object], call: str) -> None:
+    assert disagreement(both(**differs), 0, AT_NS) == [
+        "the ranks called different operations:",
+        "  ranks 0, 2: all_reduce #2 (float32, 16 B, sum) at train.py:7",
+        f"  rank 1: {call} at train.py:7",
+    ]
+
+
+def test_calls_that_agree_are_not_blamed() -> None:
+    assert disagreement(both(site="train.py:9"), 0, AT_NS) == []
+    assert disagreement(both(kind="all_to_all", nbytes=32) | {0: both(kind="all_to_all")[1]}, 1, AT_NS) != []
+    alike = {rank: recorded(replace(LAST, kind="all_to_all", nbytes=16 * (rank + 1))) for rank in range(3)}
+    assert disagreement(alike, 0, AT_NS) == []  # each rank may bring another number of bytes
+
+
+def test_a_difference_in_an_earlier_call_comes_before_what_followed_from_it() -> None:
+    found = both(nbytes=32) | {1: recorded(replace(FIRST, op="max"), LAST)}
+    assert disagreement(found, 0, AT_NS)[1:] == [
+        "  ranks 0, 2: all_reduce #1 (float32, 16 B, sum) at train.py:5",
+        "  rank 1: all_reduce #1 (float32, 16 B, max) at train.py:5",
+    ]
+
+
+def test_a_rank_that_had_not_come_is_named_also_if_it_came_afterwards() -> None:
+    line = (
+        "rank 1 had not come to all_reduce #2 at train.py:7; "
+        "its last operation was all_reduce #1 (float32, 16 B, sum) at train.py:5"
+    )
+    for records in (FIRST,), (FIRST, replace(LAST, entered_ns=4_000)):
+        found = both() | {1: recorded(*records)}
+        assert disagreement(found, 0, AT_NS) == [line]
+    assert disagreement(both() | {1: recorded()}, 0, AT_NS) == ["rank 1 had not come to all_reduce #2 at train.py:7"]
+
+
+def test_nothing_is_said_of_a_rank_that_failed_in_no_operation_or_in_one_of_phalanx() -> None:
+    differing = both(nbytes=32)
+    assert disagreement(differing | {0: recorded(FIRST)}, 0, AT_NS) == []
+    assert disagreement({}, 0, AT_NS) == []
+    own = Group("0", "phalanx", (0, 1, 2), 0)
+    records = {
+        rank: recorded(*(replace(record, group=own) for record in recording.records))
+        for rank, recording in differing.items()
+    }
+    assert disagreement(records, 0, AT_NS) == []
