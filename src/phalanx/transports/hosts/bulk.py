@@ -137,9 +137,10 @@ class Bulk:
         def expect() -> list[Transfer]:
             return [self._engine.recv(outputs[rank], rank, _TAG) for rank in self._others()] if outputs else []
 
-        transfers = self._early.begin(self._others() if outputs else (), agree, expect)
-        self._local.gather([outputs[rank] for rank in layout.here] if outputs else None, flat, place)
-        wait_for(transfers)
+        def gather_here() -> None:
+            self._local.gather([outputs[rank] for rank in layout.here] if outputs else None, flat, place)
+
+        wait_for(self._early.begin(self._others() if outputs else (), agree, expect), gather_here)
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, agree: Agree) -> None:
         """The root sends to each rank of other hosts: no byte is copied on its way."""
@@ -148,10 +149,13 @@ class Bulk:
         if layout.host != host:
             self._early.begin([root], agree, lambda: self._engine.recv(output, root, _TAG)).wait()
             return
+
+        def scatter_here() -> None:
+            self._local.scatter(output, [inputs[rank] for rank in layout.here] if inputs else None, place)
+
         self._early.begin(self._others() if inputs else (), agree, list)
         transfers = [self._engine.send(inputs[rank], rank, _TAG) for rank in self._others()] if inputs else []
-        self._local.scatter(output, [inputs[rank] for rank in layout.here] if inputs else None, place)
-        wait_for(transfers)
+        wait_for(transfers, scatter_here)
 
     def _others(self) -> list[int]:
         """The ranks of other hosts."""

@@ -60,7 +60,9 @@ class EarlyReceives:
         return expect()
 
 
-def wait_for(transfers: Sequence[Transfer]) -> None:
-    """Wait for all of them."""
+def wait_for(transfers: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
+    """Wait for all of them, and call ``meanwhile`` once before they are waited for on this thread."""
     if transfers:
-        transfers[0].wait_with(transfers[1:])
+        transfers[0].wait_with(transfers[1:], meanwhile)
+    elif meanwhile is not None:
+        meanwhile()

@@ -76,19 +76,22 @@ class Exchanging:
             Differs: another rank makes another call, or sends another number of bytes than its peer expects.
         """
         given, expected = [part.nbytes for part in inputs], [part.nbytes for part in outputs]
-        self._exchange_small(call, inputs, given, outputs, expected)
-
         sources = [rank for rank in self._others if expected[rank] > self._small_bytes]
         targets = [rank for rank in self._others if given[rank] > self._small_bytes]
 
         def expect() -> list[Transfer]:
             return [self._engine.recv(outputs[rank], rank, _TAG) for rank in sources]
 
-        transfers = self._early.begin([*sources, *targets], lambda: None, expect)
+        def agree() -> None:
+            self._exchange_small(call, inputs, given, outputs, expected)
+
+        def exchange_here() -> None:
+            here = self._layout.here
+            self._local.all_to_all([outputs[rank] for rank in here], [inputs[rank] for rank in here])
+
+        transfers = self._early.begin([*sources, *targets], agree, expect)
         transfers += [self._engine.send(inputs[rank], rank, _TAG) for rank in targets]
-        here = self._layout.here
-        self._local.all_to_all([outputs[rank] for rank in here], [inputs[rank] for rank in here])
-        wait_for(transfers)
+        wait_for(transfers, exchange_here)
 
     def _small(self, nbytes: _Sizes) -> Iterator[int]:
         """The ranks of other hosts to or from which so many bytes go in frames, by rank."""

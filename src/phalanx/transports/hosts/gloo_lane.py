@@ -49,9 +49,9 @@ class _GlooTransfer(Transfer):
         except RuntimeError as error:
             raise engine.failure(self._peer, error) from error
 
-    def wait_with(self, others: Sequence[Transfer]) -> None:
+    def wait_with(self, others: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
         # One wait for all: each wait that is made apart costs two switches of threads.
-        if not others:
+        if not others and meanwhile is None:
             self.wait()
             return
         engine, at = self._engine, self._peer
@@ -67,9 +67,11 @@ class _GlooTransfer(Transfer):
                 engine.awaits_what_came
                 or max(each._tensor.nbytes for each in (self, *cast(Any, others))) <= SHORT_BYTES
             ):
+                if meanwhile is not None:
+                    meanwhile()
                 wait()
             else:
-                engine.apart(at, wait)
+                engine.apart(at, wait, meanwhile)
         except RuntimeError as error:
             raise engine.failure(at, error) from error
 
@@ -190,15 +192,23 @@ class GlooEngine(Engine):
                 self._connecting -= 1
             raise
 
-    def apart(self, peer: int, task: Callable[[], _T]) -> _T:
+    def apart(self, peer: int, task: Callable[[], _T], meanwhile: Callable[[], None] | None = None) -> _T:
         """Do something in Gloo that :meth:`abort` may be unable to end, and wait for it.
+
+        Args:
+            peer: the rank that an error names.
+            task: is done on another thread.
+            meanwhile: is called on this one before it waits.
 
         Raises:
             TransferFailed: the engine was aborted meanwhile.
         """
         if self._apart is None:
             self._apart = _Apart()
-        return cast(_T, self._await(peer, self._apart.begin(task)))
+        outcome = self._apart.begin(task)
+        if meanwhile is not None:
+            meanwhile()
+        return cast(_T, self._await(peer, outcome))
 
     def _await(self, peer: int, outcome: TimedQueue[Any]) -> Any:
         while not self._aborted:

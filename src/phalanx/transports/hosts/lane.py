@@ -7,7 +7,7 @@ lanes of a host share its link; an engine only moves contiguous bytes between tw
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -46,8 +46,15 @@ class Transfer(ABC):
             TransferFailed, TransferLate: it is not.
         """
 
-    def wait_with(self, others: Sequence[Transfer]) -> None:
-        """Return when it and other transfers of the same engine are done, which may be quicker than one by one."""
+    def wait_with(self, others: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
+        """Return when it and other transfers of the same engine are done, which may be quicker than one by one.
+
+        Args:
+            others: those.
+            meanwhile: is called once, on this thread, while they are under way.
+        """
+        if meanwhile is not None:
+            meanwhile()
         self.wait()
         for other in others:
             other.wait()
