@@ -340,7 +340,8 @@ class Supervisor:
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
         if not self.job.is_local:
-            self._await_keepers()
+            # The keepers, or this host's agent, end their ranks and tidy up after a killed relay.
+            processes.await_children(KEEPERS_S, but=self.strangers)
         # Processes that the zygote could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self.strangers)
         for rank in self.ranks:
@@ -354,14 +355,6 @@ class Supervisor:
                 f"if nobody killed it, {OUT_OF_MEMORY_HINT}\n",
                 128 - code if code < 0 else code,
             )
-
-    def _await_keepers(self) -> None:
-        """Give the keepers, or this host's agent, time to end their ranks and to tidy up after a killed relay."""
-        until = time.monotonic() + KEEPERS_S
-        while time.monotonic() < until and set(processes.children_of(os.getpid())) - set(self.strangers):
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, os.WNOHANG)
-            time.sleep(0.01)
 
     # Ending.
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 __all__ = [
     "adopt_orphans",
+    "await_children",
     "awaits_signal",
     "belongs_to",
     "catches",
@@ -236,6 +237,21 @@ def kill(pid: int) -> bool:
     except PermissionError:
         return False
     return True
+
+
+def await_children(timeout_s: float, *, but: Collection[int] = ()) -> None:
+    """Wait until this process has no child, for so long at most, and reap those that end meanwhile.
+
+    Args:
+        timeout_s: the longest wait.
+        but: children that are neither waited for nor reaped.
+    """
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until and (children := set(children_of(os.getpid())) - set(but)):
+        for pid in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
 
 
 def end_descendants(*, but: Collection[int] = ()) -> None:
