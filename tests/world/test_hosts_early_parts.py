@@ -1,5 +1,5 @@
 """When large parts of an all_to_all between hosts move: memory waits for them before the leaders compare the calls, so
-a sender need not ask for it, which would take two ways more; and nothing is sent before the calls were compared.
+a sender need not wait to hear of it, one way more; and nothing is sent before the calls were compared.
 """
 
 from __future__ import annotations
