@@ -62,16 +62,15 @@ class _GlooTransfer(Transfer):
                 at = each._peer
                 each._work.wait(engine.timeout)
 
+        short = max(each._tensor.nbytes for each in (self, *cast(Any, others))) <= SHORT_BYTES
+        outcome = None if short or engine.awaits_what_came else engine.begin_apart(wait)
+        if meanwhile is not None:
+            meanwhile()  # not in the `try`: its errors are not those of a transfer
         try:
-            if (
-                engine.awaits_what_came
-                or max(each._tensor.nbytes for each in (self, *cast(Any, others))) <= SHORT_BYTES
-            ):
-                if meanwhile is not None:
-                    meanwhile()
+            if outcome is None:
                 wait()
             else:
-                engine.apart(at, wait, meanwhile)
+                engine.await_apart(at, outcome)
         except RuntimeError as error:
             raise engine.failure(at, error) from error
 
@@ -159,7 +158,7 @@ class GlooEngine(Engine):
             # To the first transfer with a rank Gloo connects, and waits for that. A profiler records the threads on
             # which it was started, and a transfer that outlives it would write into what it has freed.
             if peer not in self._connected:
-                work = self._await(peer, self._begin_to_connect(peer, start))
+                work = self.await_apart(peer, self._begin_to_connect(peer, start))
             else:
                 work = self.apart(peer, start) if profiler._is_profiler_enabled else start()
         except RuntimeError as error:
@@ -192,25 +191,22 @@ class GlooEngine(Engine):
                 self._connecting -= 1
             raise
 
-    def apart(self, peer: int, task: Callable[[], _T], meanwhile: Callable[[], None] | None = None) -> _T:
+    def apart(self, peer: int, task: Callable[[], _T]) -> _T:
         """Do something in Gloo that :meth:`abort` may be unable to end, and wait for it.
-
-        Args:
-            peer: the rank that an error names.
-            task: is done on another thread.
-            meanwhile: is called on this one before it waits.
 
         Raises:
             TransferFailed: the engine was aborted meanwhile.
         """
+        return cast(_T, self.await_apart(peer, self.begin_apart(task)))
+
+    def begin_apart(self, task: Callable[[], Any]) -> TimedQueue[Any]:
+        """The first half of :meth:`apart`."""
         if self._apart is None:
             self._apart = _Apart()
-        outcome = self._apart.begin(task)
-        if meanwhile is not None:
-            meanwhile()
-        return cast(_T, self._await(peer, outcome))
+        return self._apart.begin(task)
 
-    def _await(self, peer: int, outcome: TimedQueue[Any]) -> Any:
+    def await_apart(self, peer: int, outcome: TimedQueue[Any]) -> Any:
+        """The second half of :meth:`apart`."""
         while not self._aborted:
             with contextlib.suppress(Empty):
                 done = outcome.get(_LOOK_S)
