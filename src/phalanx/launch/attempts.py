@@ -121,7 +121,9 @@ def _open_next(before: Supervisor) -> tuple[Supervisor, socket.socket]:
         LaunchError: the ranks' files cannot be written, or this process has too many open.
     """
     job = next_attempt(before.job, new_key())
-    before.close_files()  # so that the files of two attempts are not open at once
+    # So that the files of two attempts are not open at once.
+    before.logs.close()
+    before.descriptors.close_files()
     try:
         after, listener = _open(job, before)
     except OSError as error:

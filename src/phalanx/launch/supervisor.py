@@ -156,11 +156,6 @@ class Supervisor:
         for descriptor in before.wakeup:
             os.close(descriptor)
 
-    def close_files(self) -> None:
-        """Close the files of this attempt, which is over; only signals still come."""
-        self.logs.close()
-        self.descriptors.close_files()
-
     def run(self, hand_over: HandOver | None) -> int | None:
         """Watch this attempt to its end.
 

@@ -82,6 +82,7 @@ class HostsMessages(Matching):
         self._serving: dict[Way, threading.Thread] = {}
         self._finishing: set[threading.Thread] = set()
         self._ended = False
+        self._held: list[object] = []  # what large messages that were under way when this rank left need
         self._ways_ended = False  # later than that; then nobody uses the engine, and it can be closed
         self._close_engine: Callable[[], None] | None = None
         self._delivery: Delivery | None = None
@@ -377,7 +378,10 @@ class HostsMessages(Matching):
                         if ahead:
                             sent[way] = last
             self._ended = True
-            for message in {*self._under_way(), *self.overdue.waiting()}:
+            under_way = {*self._under_way(), *self.overdue.waiting()}
+            # Gloo gets stuck in a transfer whose memory it has lost, and what follows on the connection with it.
+            self._held = [(message.tensor, message.body) for message in under_way if message.body is not None]
+            for message in under_way:
                 self._end(message, ClosedError.of_message())
         self.overdue.close()
         if self.inside is not None:
@@ -393,6 +397,7 @@ class HostsMessages(Matching):
         if were_kept:
             self._reason.tell_left()
         self._engine.abort()
+        self._held = []
         if were_kept:  # else those that asked for the end wait for the threads
             for thread in self._threads():
                 thread.join(THREADS_S)
