@@ -133,8 +133,10 @@ ENDS = _JOINED_BY_TORCH + dedent("""
     dist.all_reduce(x)  # before
     if sys.argv[3] == "late":
         dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    (folder / f"done-{rank}").touch()
     try:
         if rank == 1:
+            wait_for(*[f"done-{other}" for other in range(size)])  # none is in the call before any more
             if sys.argv[3] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if sys.argv[3] == "raises":
