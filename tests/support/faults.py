@@ -158,7 +158,7 @@ LATE = _JOINED_BY_TORCH + dedent("""
     x = torch.ones(4)
     dist.all_reduce(x)  # before
     if rank == 1:  # branch
-        while not (folder / "go").exists():
+        while not (folder / "go").exists():  # looks
             time.sleep(0.02)  # here
     dist.all_reduce(x)  # call
     if rank == 1:
