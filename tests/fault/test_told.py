@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from tests.launch_support import Launcher, launcher
-from tests.support.faults import ENDS, LATE, MISTAKES, MISTAKES_FOR_ALL, known_of, told_by
+from tests.support.faults import ENDS, LATE, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
 from tests.support.golden import FOLDER, MOST_LINES, check_told
 
 __all__ = ["launcher"]  # a fixture
@@ -55,6 +55,17 @@ def test_every_survivor_names_the_rank_that_ended(launcher: Launcher, how: str, 
     check_told(f"{how}.launcher", block_of(done.err_text), facts)
 
 
+def test_parameters_that_a_rank_leaves_unused_are_named_on_every_rank(launcher: Launcher) -> None:
+    script = launcher.script(UNUSED)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "phalanx")
+    assert done.code == 1
+    facts = known(launcher, script, UNUSED, 3)
+    first, of_rank_1, last = told_by(launcher.directory, "unused", [0, 1, 2])
+    for told in (first, last):
+        check_told("unused", told, facts)
+    check_told("unused.rank-1", of_rank_1, facts)
+
+
 def test_the_launcher_shows_calls_that_differ_once(launcher: Launcher) -> None:
     script = launcher.script(ENDS)
     done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "phalanx", "size")
@@ -80,9 +91,9 @@ def test_a_rank_that_does_not_come_is_named_while_the_others_wait(launcher: Laun
     first = other = job.process.stderr.readline().decode()
     facts = known(launcher, script, LATE, 3)
     (launcher.directory / "go").touch()
-    while "stopped" not in other:  # the first is said again after a while
-        check_told("waits-computes", other, facts)
+    while "stopped" not in other:  # on a busy machine there are more of the first kind before it
         other = job.process.stderr.readline().decode()
+        assert other, "the job has ended"
     os.kill(int(str(facts["pid 1"])), signal.SIGCONT)
     done = job.finish()
     assert done.code == 0, done.err_text

@@ -40,10 +40,10 @@ def test_every_survivor_names_the_rank_that_ended(remote: RemoteLauncher, how: s
     job = remote.run("-H", HOSTS, "--grace", "60", script, str(remote.folder), "phalanx", how)
     assert job.process.returncode != 0
     facts = known(remote, script, ENDS)
+    check_told(f"{how}.hosts.launcher", job.err[job.err.index("phalanx: rank ") :], facts)
     for rank in (0, 2):
         (told,) = told_by(remote.folder, how, [rank])
         check_told(f"{how}.hosts", told, {**facts, "rank": rank})
-    check_told(f"{how}.hosts.launcher", job.err[job.err.index("phalanx: rank ") :], facts)
 
 
 def test_both_sides_of_a_cut_name_the_other_host(remote: RemoteLauncher) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-__all__ = ["CUT", "ENDS", "LATE", "MISTAKES", "MISTAKES_FOR_ALL", "known_of", "others", "told_by"]
+__all__ = ["CUT", "ENDS", "LATE", "MISTAKES", "MISTAKES_FOR_ALL", "UNUSED", "known_of", "others", "told_by"]
 
 _BEGIN = dedent("""
     import os, signal, sys, time
@@ -41,7 +41,7 @@ _JOINED_BY_TORCH = _BEGIN.replace(
 )
 
 # One after the other, each in a group of its own, so that one job shows them all. Rank 1 is the one that differs.
-MISTAKES_FOR_ALL = ("size", "shape", "dtype", "operation", "root", "kind")
+MISTAKES_FOR_ALL = ("size", "shape", "dtype", "operation", "root", "kind", "batches")
 MISTAKES = _BEGIN + dedent("""
     four, eight = torch.ones(4), torch.ones(8)
     odd = rank == 1
@@ -68,6 +68,13 @@ MISTAKES = _BEGIN + dedent("""
         else:
             dist.all_reduce(four, group=group)  # kind
 
+    def batches_are_uneven(group):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")  # which torch makes with DDP
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2), process_group=group)
+        for _ in range(3 if odd else 2):
+            model(torch.ones(8, 4)).sum().backward()  # batches of rank 1
+        dist.barrier(group=group)  # batches
+
     def does_not_come(group):
         if odd:
             wait_for(*[f"late-{other}" for other in survivors])  # late of rank 1
@@ -80,28 +87,56 @@ MISTAKES = _BEGIN + dedent("""
         "operation": operation_differs,
         "root": root_differs,
         "kind": kind_differs,
+        "batches": batches_are_uneven,
         "late": does_not_come,
     }
     for row, mistake in ROWS.items():
         group = dist.new_group(timeout=timedelta(seconds=1 if row == "late" else 60))
         try:
             mistake(group)
-            dist.barrier(group=group)  # some calls return on ranks that wait for nobody
+            dist.barrier(group=group)  # after
         except Exception as error:
             tell(row, error)
         dist.barrier()  # between
         dist.destroy_process_group(group)
 """)
 
+# The second argument is the backend. Rank 1 leaves out a head of the model, as its data happen to have it.
+UNUSED = _JOINED_BY_TORCH + dedent("""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")  # which torch makes with DDP
+
+    class TwoHeads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head, self.other_head = (torch.nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x, both):
+            x = self.body(x)
+            return (self.head(x) + self.other_head(x)).sum() if both else self.head(x).sum()
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    model = torch.nn.parallel.DistributedDataParallel(TwoHeads())  # model
+    try:
+        for step in range(2):
+            loss = model(torch.ones(2, 4), rank != 1)  # forward
+            loss.backward()  # backward
+    except Exception as error:
+        tell("unused", error)
+        raise
+""")
+
 # The second argument is the backend, and the third says how rank 1 ends while the others wait for it.
 ENDS = _JOINED_BY_TORCH + dedent("""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
+    if sys.argv[2] != "mpi":  # whose ranks cannot notice an end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
     x = torch.ones(4)
     dist.all_reduce(x)  # before
     if sys.argv[3] == "late":
         dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    (folder / f"done-{rank}").touch()
     try:
         if rank == 1:
+            wait_for(*[f"done-{other}" for other in range(size)])  # none is in the call before any more
             if sys.argv[3] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if sys.argv[3] == "raises":
@@ -123,7 +158,7 @@ LATE = _JOINED_BY_TORCH + dedent("""
     x = torch.ones(4)
     dist.all_reduce(x)  # before
     if rank == 1:  # branch
-        while not (folder / "go").exists():
+        while not (folder / "go").exists():  # looks
             time.sleep(0.02)  # here
     dist.all_reduce(x)  # call
     if rank == 1:
@@ -148,8 +183,9 @@ CUT = _BEGIN + dedent("""
 
 
 def told_by(folder: Path, row: str, ranks: list[int]) -> list[str]:
-    """What these ranks have told, each about this row."""
-    return [(folder / f"{row}-{rank}").read_text() for rank in ranks]
+    """What these ranks have told, each about this row; nothing of one that has told nothing, which no text allows."""
+    files = [folder / f"{row}-{rank}" for rank in ranks]
+    return [file.read_text() if file.exists() else "" for file in files]
 
 
 def known_of(folder: Path, script: str, text: str, size: int) -> dict[str, object]:

@@ -4,6 +4,7 @@ A golden text is a file in ``tests/fault/told``. It is compared whole. In it sta
 
 - ``<name>``: what the test knows under this name, such as ``<pid 1>``, the process id of rank 1;
 - ``<seconds>``: any time in seconds;
+- ``<explanation of torch's>``: the rest of a text, which has torch's own;
 - ``<error of torch's>``, ``<frames of torch's>``, ``<others over torch's>``: what Gloo says, where it raised that, and
   lines on the two other ranks, which depend on what Gloo says to each;
 - ``{one way|another}``: either of these, where both are right and the moment decides which it is.
@@ -25,6 +26,7 @@ FOLDER = Path(__file__).parent.parent / "fault" / "told"
 _ANY = {
     "seconds": r"\d+(?:\.\d+)?",
     "error of torch's": r"RuntimeError: \[.*",
+    "explanation of torch's": r"(?:.+\n?)+",
     "frames of torch's": r"(?:  .*\n)*",
     "others over torch's": r"  ranks? [\d, -]+ then failed: .*(?:\n  rank \d then failed: .*)?",
 }

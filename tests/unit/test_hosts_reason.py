@@ -154,7 +154,7 @@ def test_an_error_has_the_calls_of_the_others_though_the_store_was_late(store: L
     threading.Timer(1.0, store.goes_on.set).start()
     reason._guard.reason = fact
     error = reason.error(ValueError(), "all_reduce() at here.py:1", 60.0)
-    assert "ranks 1, 2: barrier() at there.py:1" in str(error)
+    assert "ranks 1-2: barrier() at there.py:1" in str(error)
     wait_until(lambda: store.held.check(["call/0", "broken"]))
 
 
