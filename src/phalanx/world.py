@@ -266,7 +266,7 @@ def init(
             if world.rank == 0:
                 print(table, file=sys.stderr, flush=True)
         tell_meeting(_store, begins=False)
-    except BaseException:
+    except BaseException as error:
         # The caller gets no world, so nothing may remain that would prevent another attempt.
         if _world is not None:
             withdraw(_world._changed)
@@ -276,6 +276,8 @@ def init(
         else:
             forget_failed_groups()
         _leave_store()
+        if isinstance(error, dist.DistStoreError):  # rank 0 has ended
+            raise InitializationError(str(error)) from error
         raise
     return world
 
