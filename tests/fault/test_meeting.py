@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from tests.support.ranks import Member, on_ranks, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 import phalanx
+from phalanx import world
 from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import DeviceError, InitializationError
+from phalanx.topology.topology import gather
 from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
@@ -184,6 +187,37 @@ def test_a_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: 
         return [attempt(member, store, 20) for _ in range(3)]
 
     assert on_ranks(body, 3) == [[3.0, 3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_end_of_rank_0_while_the_others_use_its_store_is_an_error_of_init(size: int) -> None:
+    port = 25_000 + os.getpid() % 4_000 + size
+
+    def body(member: Member) -> str:
+        (member.folder / f"pid-{member.rank}").write_text(str(os.getpid()))
+
+        def later(*arguments: Any) -> Any:
+            (member.folder / f"met-{member.rank}").touch()
+            while not all((member.folder / f"met-{rank}").exists() for rank in range(size)):
+                time.sleep(0.01)
+            if member.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            pid = int((member.folder / "pid-0").read_text())
+            while "Z" not in (Path(f"/proc/{pid}/stat").read_text() if Path(f"/proc/{pid}").exists() else "Z"):
+                time.sleep(0.01)
+            return gather(*arguments)
+
+        pytest.MonkeyPatch().setattr(world, "gather", later)
+        with pytest.raises(InitializationError) as caught:
+            phalanx.init(
+                quiet=True, init_method=f"tcp://127.0.0.1:{port}", rank=member.rank, world_size=size, timeout_s=60
+            )
+        return str(caught.value)
+
+    outcomes = run_ranks(body, size)
+    assert outcomes[0].signal == signal.SIGKILL
+    for outcome in outcomes[1:]:
+        assert "rank 0" in (outcome.value or ""), outcome.traceback
 
 
 @pytest.mark.parametrize("size", [2, 3])

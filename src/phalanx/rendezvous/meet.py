@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, DistStoreError
 
 from phalanx.errors import InitializationError, PhalanxError
 from phalanx.place.place import Place
@@ -102,15 +102,15 @@ def tell_meeting(store: Store, meeting: Store, rank: int, *, begins: bool) -> No
 
 def why_failed(error: BaseException, store: Store | None, meeting: Store | None) -> BaseException:
     """The reason of an error in a meeting: the error, or ranks that have ended where a launcher's store knows of it."""
-    if store is None or meeting is None or isinstance(store, (JobStore, HashStore)):
-        return error
     own = isinstance(error, PhalanxError) and type(error) is not InitializationError
     if own or not isinstance(error, (PhalanxError, RuntimeError)):
         return error
-    with contextlib.suppress(RuntimeError):  # it is gone
-        if ended := ranks_that_ended(store, meeting):
-            return InitializationError.ranks_ended(ended)
-    return error
+    if store is not None and meeting is not None and not isinstance(store, (JobStore, HashStore)):
+        with contextlib.suppress(RuntimeError):  # it is gone
+            if ended := ranks_that_ended(store, meeting):
+                return InitializationError.ranks_ended(ended)
+    # Rank 0 has ended, and the store with it.
+    return InitializationError(str(error)) if isinstance(error, DistStoreError) else error
 
 
 def leave(store: Store) -> None:
