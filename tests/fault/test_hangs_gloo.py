@@ -130,7 +130,7 @@ def test_a_call_of_cpp_that_failed_is_over(launcher: Launcher) -> None:
     script = launcher.script(
         FRAME
         + """
-import datetime
+import datetime, threading
 import torch.distributed._functional_collectives as functional
 from phalanx.watch import recorder, records
 
@@ -140,26 +140,34 @@ def recorded():
     return next((record for record in held if record.nbytes == 64), None)
 
 
-own = dist.new_group(timeout=datetime.timedelta(seconds=5))
+own = dist.new_group()
 dist.all_reduce(torch.zeros(1), group=own)
+dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=8), own)
 if rank == 1:
+    seen, over = set(), threading.Event()
+
+    def look():
+        while not over.wait(0.1):
+            seen.add(recorded() is not None)
+
+    looking = threading.Thread(target=look)
+    looking.start()
     try:
         functional.all_reduce(torch.ones(16), 'sum', own).sum().item()
     except RuntimeError as error:
         print("failed")
-    found = recorded()
-    print(found.kind, found.under_way)
+    over.set()
+    looking.join()
     until = time.monotonic() + 60
-    while found is not None and time.monotonic() < until:
+    while recorded() is not None and time.monotonic() < until:
         time.sleep(0.1)
-        found = recorded()
-    print(found)
+    print(sorted(seen), recorded())
 dist.barrier()
 """
     )
     torch_makes = {"TORCHINDUCTOR_CACHE_DIR": str(launcher.directory / "cache")}
     done = launcher.run("-n", "2", "-q", "--no-prefix", script, environment=torch_makes)
-    assert done.out_lines == ["failed", "all_reduce True", "None"], done.err_text
+    assert done.out_lines == ["failed", "[False, True] None"], done.err_text
 
 
 def test_a_message_that_never_comes_and_a_group_of_some_ranks_are_named(launcher: Launcher) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import signal
@@ -382,7 +383,13 @@ def test_ranks_that_run_get_the_interrupt_though_the_launcher_has_not_heard_that
             open({str(place)!r} + f"/saved-{{rank}}", "w").close()
     """)
     job = launcher.start("-n", "2", "-q", "--grace", "250", script)
-    wait_for(lambda: processes.children_of(job.pid))
+
+    def imports_torch() -> bool:
+        with contextlib.suppress(OSError):
+            return any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in processes.children_of(job.pid))
+        return False
+
+    wait_for(imports_torch)  # so the launcher has told it to start
     stop(job.pid)  # before it can read that the ranks have been started
     wait_for(lambda: len(list(place.glob("runs-*"))) == 2)
     job.process.send_signal(signal.SIGINT)

@@ -190,6 +190,20 @@ def test_an_exception_is_told_long_before_its_process_ends(tmp_path: Path) -> No
     assert "rank1.py:" in err
 
 
+CIRCLE = """
+try:
+    raise ValueError("this batch is empty")
+except ValueError as error:
+    raise error from error
+"""
+
+
+def test_an_exception_that_is_its_own_cause_is_told_like_any_other(tmp_path: Path) -> None:
+    waits, raises = run_pair(tmp_path, RECEIVES, CIRCLE)
+    assert "has failed (ValueError: this batch is empty at " in waits.stdout, waits.stderr
+    assert "ValueError: this batch is empty" in raises.stderr
+
+
 GOES_ON = """
 try:
     raise ValueError("caught")

@@ -12,6 +12,8 @@ from tests.support.remote import RemoteLauncher, hosts, remote
 
 __all__ = ["hosts", "launcher", "remote"]  # fixtures
 
+# So long every rank has to learn of it by itself, and to print that; it ignores the request to end.
+GRACE = ("--grace", "250")
 # The last rank ends, so that only rank 0 learns of it, which waits for a message of it; each of the others waits for
 # the rank before itself, in a message or in a collective.
 CHAIN = """
@@ -20,7 +22,7 @@ CHAIN = """
     import torch.distributed as dist
     import phalanx
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # every rank has to learn of it by itself
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code, wraps, waits_in = int(sys.argv[1]), sys.argv[2] == "wrapped", sys.argv[3]
     world = phalanx.init(timeout_s=600)
     try:
@@ -48,7 +50,7 @@ def told(out: str) -> dict[int, Any]:
 @pytest.mark.parametrize("waits_in", ["message", "barrier"])
 @pytest.mark.parametrize("how", ["plain", "wrapped"])
 def test_on_one_host_all_name_the_rank_that_left(launcher: Launcher, how: str, waits_in: str) -> None:
-    outcome = launcher.run("-n", "4", "-q", "--no-prefix", launcher.script(CHAIN), "0", how, waits_in)
+    outcome = launcher.run("-n", "4", "-q", "--no-prefix", *GRACE, launcher.script(CHAIN), "0", how, waits_in)
     found = told("\n".join(outcome.out_lines))
     assert sorted(found) == [0, 1, 2], outcome.err_text
     assert [found[rank]["named"] for rank in range(3)] == [3] * 3, found
@@ -59,7 +61,7 @@ def test_on_one_host_all_name_the_rank_that_left(launcher: Launcher, how: str, w
 @pytest.mark.parametrize("placed", ["h0:3,h1:1", "h0:2,h1:2", "h0:1,h1:3"])
 @pytest.mark.parametrize(("how", "waits_in"), [("plain", "message"), ("wrapped", "message"), ("plain", "barrier")])
 def test_on_two_hosts_all_name_the_rank_that_left(remote: RemoteLauncher, placed: str, how: str, waits_in: str) -> None:
-    job = remote.run("-H", placed, "-q", "--no-prefix", remote.script(CHAIN), "0", how, waits_in)
+    job = remote.run("-H", placed, "-q", "--no-prefix", *GRACE, remote.script(CHAIN), "0", how, waits_in)
     found = told(job.out)
     assert sorted(found) == [0, 1, 2], job.said()
     assert [found[rank]["named"] for rank in range(3)] == [3] * 3, job.said()
@@ -72,7 +74,7 @@ def test_on_two_hosts_all_name_the_rank_that_left(remote: RemoteLauncher, placed
 def test_a_rank_that_exits_with_a_code_has_not_left_in_order(
     remote: RemoteLauncher, placed: str, waits_in: str
 ) -> None:
-    job = remote.run("-H", placed, "-q", "--no-prefix", remote.script(CHAIN), "7", "plain", waits_in)
+    job = remote.run("-H", placed, "-q", "--no-prefix", *GRACE, remote.script(CHAIN), "7", "plain", waits_in)
     assert job.process.returncode == 7, job.said()
     found = told(job.out)
     assert sorted(found) == [0, 1, 2], job.said()
@@ -84,7 +86,7 @@ def test_a_rank_that_exits_with_a_code_has_not_left_in_order(
 
 
 def test_on_one_host_an_exit_code_is_named(launcher: Launcher) -> None:
-    outcome = launcher.run("-n", "3", "-q", "--no-prefix", launcher.script(CHAIN), "7", "plain", "barrier")
+    outcome = launcher.run("-n", "3", "-q", "--no-prefix", *GRACE, launcher.script(CHAIN), "7", "plain", "barrier")
     found = told("\n".join(outcome.out_lines))
     assert outcome.code == 7
     assert sorted(found) == [0, 1], outcome.err_text

@@ -24,7 +24,7 @@ from phalanx.errors import InitializationError
 from phalanx.rendezvous import opening
 
 PATIENCE_S = 100.0  # of a rank that another one is to answer
-GIVEN_UP_S = 5.0  # the timeout of a rank 0 that waits in vain
+GIVEN_UP_S = 15.0  # the timeout of a rank 0 that waits in vain; the others must have been heard a second before
 Told = tuple[str, str]  # an error, and what was printed
 KNOWN = {"host": platform.node()}
 

@@ -127,11 +127,13 @@ class StalledCalls:
         )
 
     def _read(self, key: tuple[int, str], ring: _Ring, ended: int) -> None:
-        began = time.monotonic()
-        entry = _first_after(ended, key[1], pickle.loads(ring.entries())["entries"])
-        now = time.monotonic()
-        self._not_before = now + _PAUSE * (now - began)
         self._counts[key].was_read = True
+        began = time.monotonic()
+        try:
+            entry = _first_after(ended, key[1], pickle.loads(ring.entries())["entries"])
+        finally:
+            now = time.monotonic()
+            self._not_before = now + _PAUSE * (now - began)
         if entry is None:
             return
         name = self._names[key] = entry["process_group"][0]

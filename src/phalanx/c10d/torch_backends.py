@@ -115,6 +115,7 @@ class _Group:
 
 _COMPLETE = ("gloo", "mpi", "ucc")
 _groups: dict[str, _Group] = {}  # by torch's name
+_making = threading.RLock()  # a signal handler that interrupts its holder may call an operation too
 _looking = threading.Lock()
 _looker: threading.Thread | None = None
 
@@ -246,6 +247,14 @@ def _flat(tensors: Any) -> Iterator[torch.Tensor]:
 
 def _group(group: Any) -> _Group | None:
     """What is known of a group; None without a recorder."""
+    known = _groups.get(group.group_name)
+    if known is not None and known.object() is group:
+        return known
+    with _making:  # the program's threads and the one that looks may be first at once
+        return _made_group(group)
+
+
+def _made_group(group: Any) -> _Group | None:
     name = group.group_name
     known = _groups.get(name)
     if known is not None and known.object() is group:

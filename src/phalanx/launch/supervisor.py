@@ -373,9 +373,10 @@ class Supervisor:
         if self.started_at is not None or not self.job.is_local:
             self._order(signal.SIGKILL if again else signum)
         elif self.zygote and (again or not processes.children_of(self.zygote)):
-            # No rank runs yet, and the zygote reads no order while it imports torch. If ranks run, its message that
-            # they have been started is on its way, and they are given this order then.
-            os.kill(self.zygote, signal.SIGKILL)
+            os.kill(self.zygote, signal.SIGKILL)  # no rank runs yet, and it reads no order while it imports torch
+        else:
+            # Its message that ranks have been started is on its way, and they are given this order then.
+            self.give_up_at = time.monotonic() + self.job.patience_s(signum) + SILENCE_S
 
     def _order(self, signum: int, spare: list[int] | None = None) -> None:
         self.ending = True

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from phalanx.errors import InitializationError, PhalanxError
+from phalanx.errors import InitializationError
+from phalanx.exception import chain
 from phalanx.place.place import Place
 from phalanx.rendezvous.meeting_point import MeetingPoint, meeting_point
 from phalanx.rendezvous.opening import open_store, serve, wait_for_all
@@ -102,9 +103,8 @@ def tell_meeting(store: Store, meeting: Store, rank: int, *, begins: bool) -> No
 
 def why_failed(error: BaseException, store: Store | None, meeting: Store | None) -> BaseException:
     """The reason of an error in a meeting: the error, or ranks that have ended where a launcher's store knows of it."""
-    own = isinstance(error, PhalanxError) and type(error) is not InitializationError
-    if own or not isinstance(error, (PhalanxError, RuntimeError)):
-        return error
+    if not any(isinstance(each, DistError) for each in chain(error)):
+        return error  # it has another reason than that a wait in the store has ended
     if store is not None and meeting is not None and not isinstance(store, (JobStore, HashStore)):
         with contextlib.suppress(RuntimeError):  # it is gone
             if ended := ranks_that_ended(store, meeting):

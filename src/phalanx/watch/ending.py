@@ -22,7 +22,7 @@ from multiprocessing import util
 from types import TracebackType
 from typing import Protocol
 
-from phalanx.exception import PhalanxError
+from phalanx.exception import PhalanxError, chain
 from phalanx.native.core import TEXT_BYTES, library
 from phalanx.watch.call_site import raised_at
 
@@ -110,11 +110,10 @@ def who_left(error: BaseException | None, maker: object) -> tuple[int, str] | No
         error: what ends the script, perhaps raised because of another one.
         maker: what makes errors for the group.
     """
-    while error is not None:
-        noted = _left.get(error) if isinstance(error, PhalanxError) else None  # others cannot be looked up
+    for each in chain(error):
+        noted = _left.get(each) if isinstance(each, PhalanxError) else None  # others cannot be looked up
         if noted is not None and noted[0]() is maker:
-            return noted[1], str(error)
-        error = error.__cause__ or error.__context__
+            return noted[1], str(each)
     return None
 
 

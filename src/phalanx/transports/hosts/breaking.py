@@ -93,6 +93,7 @@ class Reason:
         self._store, self._rank, self._layout, self._abort, self._aborted = store, rank, layout, abort, aborted
         self._local = local
         self.fails = False
+        self._found_at_end: Fact | None = None
         self._size = sum(map(len, layout.hosts))
         self._questions = Questions()
         self._guard = Guard(store, layout, rank, local, abort, self._read_store, self._tell_place, timeout)
@@ -181,12 +182,14 @@ class Reason:
         if left is None and isinstance(self._local, SharedMemoryCommunicator):
             left = self._local.who_left(error)
         if left is not None and self._guard.reason is None:
-            self._guard.know({**self._fact("lost", "", left[0]), "what": "left"})
+            self._found_at_end = self._guard.know({**self._fact("lost", "", left[0]), "what": "left"})
 
     def script_fails(self, cause: str) -> None:
         """This rank's script fails: to the others it must not look as if it had left."""
         self.fails = True
-        self._tell(self._guard.reason or {**self._fact("lost", cause, self._rank), "what": "raised"})
+        known = self._guard.reason
+        if known is None or known is self._found_at_end:
+            self._tell(known or {**self._fact("lost", cause, self._rank), "what": "raised"})
 
     def is_told(self) -> bool:
         """Whether a rank has broken the group, as far as this one can know."""
