@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, run_ranks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
@@ -62,15 +64,16 @@ def test_backward_raises_that_a_rank_was_lost(hook: str, size: int) -> None:
 
 def test_backward_raises_that_a_rank_is_late() -> None:
     def body(member: Member) -> str:
-        member.join(timeout_s=2)
+        member.join()
         model = replica()
+        dist.barrier()  # all have made it, for which the short timeout is not meant
+        _set_pg_timeout(timedelta(seconds=2))
         if member.rank:
-            while not (member.folder / "raised").exists():
-                pass
+            member.await_said("raised")
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             step(model)
-        (member.folder / "raised").touch()
+        member.say("raised")
         return str(caught.value)
 
     outcome = run_ranks(body, 2)[0]

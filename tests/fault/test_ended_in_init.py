@@ -85,6 +85,6 @@ def test_on_two_hosts_a_rank_that_waits_in_the_store_for_one_that_has_ended_is_t
 ) -> None:
     job = remote.start("-H", "h0:2,h1:2", "-q", remote.script(NO_INIT))
     line = "phalanx: rank 3 on h1 has ended, and another rank has waited for 5 s in the job's store, for "
-    assert soon(lambda: line in job.err), job.said()
+    assert soon(lambda: line in job.err, 200.0), job.said()
     job.process.terminate()
     job.finish()

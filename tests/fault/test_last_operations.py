@@ -7,11 +7,13 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, run_ranks
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import phalanx
 from phalanx.errors import CollectiveTimeout, PeerLost
@@ -74,15 +76,16 @@ def test_a_lost_rank_is_said_with_its_last_operation(size: int, end: Callable[[]
 
 def test_a_late_rank_is_said_with_its_last_operation() -> None:
     def body(member: Member) -> CollectiveTimeout | None:
-        member.join(timeout_s=2)
+        member.join()
         dist.broadcast(torch.ones(4), 0)
+        member.meet("done")  # rank 0 waits for nobody in the broadcast
+        _set_pg_timeout(timedelta(seconds=2))
         if member.rank == 1:
-            while not (member.folder / "raised").exists():
-                time.sleep(0.01)
+            member.await_said("raised")
             return None
         with pytest.raises(CollectiveTimeout) as caught:
             dist.all_reduce(torch.ones(8))
-        (member.folder / "raised").touch()
+        member.say("raised")
         return caught.value
 
     error = run_ranks(body, 2)[0].value

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks
 from tests.support.ranks import _collect as collect
+from tests.support.waiting import soon
 from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.errors import ClosedError, CollectiveTimeout, PeerLost
 from phalanx.place.place import Place
@@ -163,12 +165,15 @@ OPERATIONS = {
 
 def test_a_job_that_was_suspended_goes_on_where_it_was(tmp_path: Path) -> None:
     """Both ranks are stopped for longer than the timeout, while rank 0 waits for rank 1; a pair for each operation."""
-    woken = tmp_path / "woken"
+    woken, all_joined = tmp_path / "woken", tmp_path / "all-joined"
 
     def body(member: Member) -> bool:
-        member.join(timeout_s=4)
+        member.join()
         dist.barrier()
-        (member.folder / f"joined-{member.rank}").touch()
+        member.say(f"joined-{member.rank}")
+        assert soon(all_joined.exists, 300)
+        _set_pg_timeout(timedelta(seconds=4))  # which is for the operation, and not for the pairs to come one by one
+        member.say(f"begins-{member.rank}")
         while member.rank == 1 and not woken.exists():
             time.sleep(0.01)
         OPERATIONS[member.folder.name](member)
@@ -179,8 +184,10 @@ def test_a_job_that_was_suspended_goes_on_where_it_was(tmp_path: Path) -> None:
         folder = tmp_path / operation
         folder.mkdir()
         pairs[folder] = [fork_rank(body, Member(rank, 2, folder)) for rank in range(2)]
-    while not all((folder / f"joined-{rank}").exists() for folder in pairs for rank in range(2)):
-        time.sleep(0.01)
+    for what in ("joined", "begins"):
+        names = [folder / f"{what}-{rank}" for folder in pairs for rank in range(2)]
+        assert soon(lambda names=names: all(name.exists() for name in names), 300)  # type: ignore[misc]
+        all_joined.touch()
     time.sleep(0.3)  # the ranks 0 wait
     for signum, pause_s in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0.5)):
         for child in (child for children in pairs.values() for child in children):
@@ -228,16 +235,17 @@ def test_a_store_that_was_suspended_with_its_ranks_waits_on(tmp_path: Path) -> N
 
 def test_a_rank_that_is_stopped_alone_is_named_at_the_timeout() -> None:
     def body(member: Member) -> str:
-        member.join(timeout_s=2)
-        dist.barrier()
+        member.join_patiently(2)
         if member.rank == 1:
-            (member.folder / "pid").write_text(str(os.getpid()))
+            (member.folder / "pid.part").write_text(str(os.getpid()))
+            (member.folder / "pid.part").rename(member.folder / "pid")
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
         try:
             with pytest.raises(CollectiveTimeout) as caught:
                 dist.all_reduce(torch.ones(1))
         finally:
+            member.await_said("pid")
             os.kill(int((member.folder / "pid").read_text()), signal.SIGCONT)
         return str(caught.value)
 

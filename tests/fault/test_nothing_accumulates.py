@@ -155,7 +155,9 @@ def test_who_survives_kills_holds_nothing_of_them(count: int, temporary: Path, t
                     (ended,) = seats.await_([seat])
                 kind = str(ended).partition(":")[0]
                 outcomes[kind] += 1
-                if kind not in ("", "PeerLost", "InitializationError"):
+                # The short patience is for joining, and a busy machine may hold a survivor up as long in an operation.
+                late = ("CollectiveTimeout",) if joining else ()
+                if kind not in ("", "PeerLost", "InitializationError", *late):
                     wrong.append(f"world {number}, of {size} ranks: {ended}")
         print(outcomes, "\n".join(wrong))
         assert ledger.left() == {}
@@ -206,6 +208,9 @@ ATTEMPTS = """
 """
 
 
+HOLDERS = ("launcher", "phalanx-zygote")
+
+
 @pytest.mark.parametrize(
     ("ranks", "count"),
     [(3, 8), *(pytest.param(ranks, COUNT // 4, marks=pytest.mark.fault) for ranks in (2, 3, 4, 5))],
@@ -219,7 +224,8 @@ def test_a_launcher_holds_nothing_of_attempts_that_were_killed(launcher: Launche
     arguments = [launcher.script(ATTEMPTS), str(count), str(seen), "0.15", ",".join(map(str, counted))]
     with open(launcher.directory / "err", "wb") as err:
         job = launcher.start("-n", str(ranks), "-q", "--restarts", str(count), *arguments, stderr=err)
-    first, last = (look(job, seen, attempt, ranks) for attempt in counted)
+    first = look(job, seen, counted[0], ranks)
+    last = look(job, seen, counted[1], ranks, first)
     outcome = job.finish()
     said = (launcher.directory / "err").read_text()
     assert outcome.code == 0, said[-3000:]
@@ -227,16 +233,35 @@ def test_a_launcher_holds_nothing_of_attempts_that_were_killed(launcher: Launche
     assert first == last
 
 
-def look(job: RunningJob, seen: Path, attempt: int, ranks: int) -> dict[str, object]:
-    """What the launcher, the zygote and the store hold while all ranks of an attempt are at rest, and all files."""
+def look(
+    job: RunningJob, seen: Path, attempt: int, ranks: int, expected: dict[str, object] | None = None
+) -> dict[str, object]:
+    """What the launcher, the zygote and the store hold while all ranks of an attempt are at rest, and all files.
+
+    What an earlier attempt had may be going yet, so it looks until that does not change, or is what is expected.
+    """
     wait_for(lambda: all((seen / f"{attempt}-{rank}").exists() for rank in range(ranks)), 1200.0)
-    names = Counter(Path(f"/proc/{pid}/comm").read_text().strip() for pid in job.processes())
-    held: dict[str, object] = {
-        name: held_by(job.pid if name == "launcher" else job.named(name)) for name in ("launcher", "phalanx-zygote")
-    }
-    found = {
-        **held, "processes": names, "/dev/shm": shared_memory_files(("phalanx",)),
-        "temporary": sorted(path.name for path in job.temporary.rglob("*")),
-    }  # fmt: skip
+    until = time.monotonic() + 60
+    found = glance(job)
+    while True:
+        time.sleep(0.2)
+        before, found = found, glance(job)
+        settled = found is not None and found == (before if expected is None else expected)
+        if settled or time.monotonic() > until:
+            break
     (seen / f"{attempt}-seen").touch()
+    assert found is not None
     return found
+
+
+def glance(job: RunningJob) -> dict[str, object] | None:
+    """One look; None if something has ended meanwhile."""
+    try:
+        names = Counter(Path(f"/proc/{pid}/comm").read_text().strip() for pid in job.processes())
+        held = {name: held_by(job.pid if name == "launcher" else job.named(name)) for name in HOLDERS}
+        return {
+            **held, "processes": names, "/dev/shm": shared_memory_files(("phalanx",)),
+            "temporary": sorted(path.name for path in job.temporary.rglob("*")),
+        }  # fmt: skip
+    except (FileNotFoundError, ProcessLookupError):
+        return None

@@ -210,12 +210,13 @@ def test_a_rank_that_is_behind_finishes_what_the_others_have_finished(size: int)
 
 def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
     def body(member: Member) -> bool:
-        member.join(timeout_s=1)
+        member.join_patiently(1)
         if member.rank == 1:
             with pytest.raises(CollectiveTimeout, match="rank 0 of the group"):
                 dist.all_reduce(torch.ones(1))
+            member.say("raised")
         else:
-            time.sleep(1.5)
+            member.await_said("raised")
             with pytest.raises(CollectiveTimeout):
                 dist.all_reduce(torch.ones(1))
         return True
@@ -226,25 +227,29 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_torchs_new_timeout_for_a_group_holds(size: int) -> None:
     def body(member: Member) -> float:
-        member.join(timeout_s=30)
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
+        member.join(timeout_s=60)
         dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3))
+        member.meet("set")
         started = time.monotonic()
         if member.rank:
-            with pytest.raises(CollectiveTimeout, match=r"rank 0 of the group .* within 0\.5 s"):
+            with pytest.raises(CollectiveTimeout, match=r"rank 0 of the group .* within 3 s"):
                 dist.all_reduce(torch.ones(1))
-        else:
-            time.sleep(1)
-        return time.monotonic() - started
+            took_s = time.monotonic() - started
+            member.say(f"raised-{member.rank}")
+            return took_s
+        member.await_said(*[f"raised-{rank}" for rank in range(1, size)])
+        return 0.0
 
-    assert max(on_ranks(body, size)) < 25  # and not the first one
+    assert max(on_ranks(body, size)) < 55  # and not the first one
 
 
 def test_joining_names_a_rank_that_does_not_come() -> None:
     def body(member: Member) -> bool:
+        member.meet("here")  # rank 1 has to come before rank 0 has given up
         if member.rank < 2:
             with pytest.raises(InitializationError, match="rank 2 did not come"):
-                SharedMemoryCommunicator(member.store(), member.rank, 3, timedelta(seconds=1))
+                SharedMemoryCommunicator(member.store(), member.rank, 3, timedelta(seconds=10))
         return True
 
     assert on_ranks(body, 3) == [True] * 3

@@ -12,7 +12,7 @@ from textwrap import dedent
 __all__ = ["CUT", "ENDS", "LATE", "MISTAKES", "MISTAKES_FOR_ALL", "UNUSED", "known_of", "others", "told_by"]
 
 _BEGIN = dedent("""
-    import os, signal, sys, time
+    import os, select, signal, sys, time
     from datetime import timedelta
     from pathlib import Path
     import torch
@@ -91,8 +91,11 @@ MISTAKES = _BEGIN + dedent("""
         "late": does_not_come,
     }
     for row, mistake in ROWS.items():
-        group = dist.new_group(timeout=timedelta(seconds=1 if row == "late" else 60))
+        group = dist.new_group(timeout=timedelta(seconds=60))
         try:
+            if row == "late":
+                dist.barrier(group=group)  # joined
+                group.set_timeout(timedelta(seconds=3))  # now: connecting the ranks takes longer on a busy machine
             mistake(group)
             dist.barrier(group=group)  # after
         except Exception as error:
@@ -145,7 +148,10 @@ ENDS = _JOINED_BY_TORCH + dedent("""
             if sys.argv[3] == "size":
                 x = torch.ones(8)
             if sys.argv[3] == "late":
+                # Until they have ended: rank 1 has not come when they say for the launcher how they failed.
+                ends = [os.pidfd_open(int((folder / f"pid-{other}").read_text())) for other in (0, 2)]
                 wait_for("late-0", "late-2")
+                assert all(select.select([end], [], [], 200)[0] for end in ends)
         # call:
         dist.all_reduce(x)
     except Exception as error:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["FOLDER", "MOST_LINES", "check_told"]
+__all__ = ["FOLDER", "MOST_LINES", "check_told", "is_told"]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
@@ -42,17 +42,25 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
         text: what the user reads.
         known: what the placeholders stand for.
     """
-    files = [FOLDER / f"{name}.txt", *sorted(FOLDER.glob(f"{name}.[2-9].txt"))]
-    told = text.rstrip("\n")
-    ways = [file.read_text().rstrip("\n") for file in files]
-    if any(re.fullmatch(_pattern(golden, known), told) for golden in ways):
+    if is_told(name, text, known):
         return
+    told = text.rstrip("\n")
     complaint = []
-    for file, golden in zip(files, ways, strict=True):
+    for file, golden in _ways(name).items():
         expected = re.sub(r"<([^<>\n]+)>", lambda found: str(known.get(found[1], found[0])), golden)
         lines = difflib.unified_diff(expected.split("\n"), told.split("\n"), file.name, "told", lineterm="")
         complaint += [f"not what {file.name} says:", *lines]
     raise AssertionError("\n".join(complaint))
+
+
+def is_told(name: str, text: str, known: Mapping[str, object]) -> bool:
+    """Whether :func:`check_told` would find nothing: for texts before which others may come."""
+    return any(re.fullmatch(_pattern(golden, known), text.rstrip("\n")) for golden in _ways(name).values())
+
+
+def _ways(name: str) -> dict[Path, str]:
+    files = [FOLDER / f"{name}.txt", *sorted(FOLDER.glob(f"{name}.[2-9].txt"))]
+    return {file: file.read_text().rstrip("\n") for file in files}
 
 
 def _pattern(golden: str, known: Mapping[str, object]) -> str:

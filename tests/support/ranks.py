@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 TIMEOUT_S = 300.0  # no busy machine needs as long; one that hangs shows its stacks then
 
@@ -60,6 +61,29 @@ class Member:
             world_size=self.size,
             timeout=timedelta(seconds=timeout_s),
         )
+
+    def join_patiently(self, timeout_s: float) -> None:
+        """:meth:`join`, and have this timeout only when all are in: joining takes longer on a busy machine."""
+        self.join()
+        dist.barrier()
+        _set_pg_timeout(timedelta(seconds=timeout_s))
+        self.meet("patient")
+
+    def meet(self, name: str) -> None:
+        """Return when every rank has come here, without Phalanx; once for each name."""
+        self.say(f"{name}-{self.rank}")
+        for rank in range(self.size):
+            self.await_said(f"{name}-{rank}")
+
+    def say(self, what: str) -> None:
+        (self.folder / what).touch()
+
+    def await_said(self, *whats: str) -> None:
+        """Return when other ranks have said all of these; a rank that is late by this is late however slow they are."""
+        until = time.monotonic() + TIMEOUT_S
+        while not all((self.folder / what).exists() for what in whats):
+            assert time.monotonic() < until, whats
+            time.sleep(0.005)
 
 
 def run_ranks(function: Callable[[Member], Any], size: int, timeout_s: float = TIMEOUT_S) -> list[Outcome]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["soon", "stop"]
+__all__ = ["await_stop", "soon", "stop"]
 
 
 def soon(happens: Callable[[], bool], timeout_s: float = 60.0) -> bool:
@@ -28,6 +28,11 @@ def stop(pid: int) -> None:
     ``os.kill`` returns before that, and a quick worker may still answer a call meanwhile.
     """
     os.kill(pid, signal.SIGSTOP)
+    await_stop(pid)
+
+
+def await_stop(pid: int) -> None:
+    """Return when none of the threads of a process that is being stopped runs any more."""
     assert soon(lambda: _states(pid) == {"T"}), _states(pid)
 
 
