@@ -14,22 +14,29 @@ import pytest
 from tests.fault.test_rpc_inquiries import line_of
 from tests.rpc import workers
 from tests.support.ranks import Member, run_ranks
+from tests.support.waiting import soon, stop
 
 from phalanx import rpc
+from phalanx.rpc import inquiry, session
+from phalanx.watch import from_outside
 
 LONG_S = 60.0
-TIMEOUT_S = 1.5
+TIMEOUT_S = 4.0  # within which the others come to their shutdown() on any machine, once they have met
+ANSWER_S = 20.0
 STATES = ["stopped", "holding", "busy", "killed"]
 
 
 def be_busy(folder: Path, others: int) -> None:
     while len(list(folder.iterdir())) < others:
-        time.sleep(0.01)  # where it is
+        time.sleep(0.01)  # where it is, or in the line before
 
 
 def hold_the_interpreter(folder: Path, others: int) -> None:
     """Keep the interpreter's lock, as C code does that does not release it, until the others are done."""
-    until_done = f"n=0; while [ $(ls {folder} | wc -l) -lt {others} -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
+    there = f"touch {folder.parent}/there"
+    until_done = (
+        f"{there}; n=0; while [ $(ls {folder} | wc -l) -lt {others} -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
+    )
     ctypes.PyDLL(None).system(until_done.encode())
 
 
@@ -40,15 +47,20 @@ def test_it_ends_and_says_for_whom_it_waited(
     state: str, size: int, tcp: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     last = size - 1
-    called, over = tmp_path / "called", tmp_path / "over"
-    called.mkdir()
-    over.mkdir()
+    called, met, over = tmp_path / "called", tmp_path / "met", tmp_path / "over"
+    for folder in called, met, over:
+        folder.mkdir()
 
     def run(member: Member) -> Any:
+        if state == "busy":
+            vars(inquiry)["_LEAST_S"] = ANSWER_S  # which may have to wait for a core
+        vars(from_outside)["_WRITTEN_S"] = 3.0  # for each of a few threads
+        vars(session)["_STORE_S"] = LONG_S  # beside the time for what the others do, which is asked meanwhile
         workers.begin(member, tcp=tcp)
         if member.rank == last:
             if state == "holding":
                 hold_the_interpreter(over, last)
+            (tmp_path / "there").touch()
             be_busy(over, last)
             rpc.shutdown(timeout_s=LONG_S)
             return 0.0
@@ -58,14 +70,16 @@ def test_it_ends_and_says_for_whom_it_waited(
             (over / str(member.rank)).touch()
 
     def shut_down(member: Member, last: int) -> tuple[float, int]:
+        assert soon((tmp_path / "there").exists)
         pid = rpc.session.agent().member(last).pid
         if state in ("stopped", "killed"):
             rpc.call(last, workers.pid)
             (called / str(member.rank)).touch()
         if member.rank == 0 and state in ("stopped", "killed"):
             be_busy(called, last)
-            os.kill(pid, signal.SIGSTOP if state == "stopped" else signal.SIGKILL)
-        time.sleep(0.5)
+            stop(pid) if state == "stopped" else os.kill(pid, signal.SIGKILL)
+        (met / str(member.rank)).touch()
+        be_busy(met, last)
         began = time.monotonic()
         rpc.shutdown(timeout_s=TIMEOUT_S)
         took = time.monotonic() - began
@@ -85,9 +99,11 @@ def test_it_ends_and_says_for_whom_it_waited(
     if state == "killed":
         assert "ends without the others" not in said
         return
-    who = rf"waited 1\.5 s for rpc\.shutdown\(\) of rank {last}\. worker{last} \(rank {last}, pid {pid} on \S+\): "
+    who = rf"waited {TIMEOUT_S:g} s for rpc\.shutdown\(\) of rank {last}\. "
+    who += rf"worker{last} \(rank {last}, pid {pid} on \S+\): "
     held = re.escape(f"hold_the_interpreter ({line_of(hold_the_interpreter, '.system(')})")
-    busy = re.escape(f"be_busy ({line_of(be_busy, '# where it is')})")
+    file, _, line = line_of(be_busy, "# where it is").rpartition(":")
+    busy = rf"be_busy \({re.escape(file)}:({line}|{int(line) - 1})\)"
     why = {
         "stopped": rf"it is stopped \(SIGSTOP\); `kill -CONT {pid}`",
         "holding": f"its process is there.* It is at {held}",

@@ -22,6 +22,7 @@ from phalanx.rpc.links.shared import SharedHub
 from tests.rpc import workers
 from tests.rpc.workers import with_workers
 from tests.support.ranks import Member, on_ranks
+from tests.support.waiting import soon
 
 PATIENCE_S = 60.0
 
@@ -55,7 +56,8 @@ def test_more_tasks_than_threads_all_run(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for number in range(500):
         pool.run(task, number)
-    time.sleep(0.2)
+    assert soon(lambda: running == 8)
+    time.sleep(0.2)  # so that one more would run if it could
     assert running == most == 8
     gate.set()
     until = time.monotonic() + PATIENCE_S

@@ -72,7 +72,10 @@ def test_all_who_wait_learn_who_is_gone_and_what_it_was_asked(size: int) -> None
     def body(member: Member) -> Any:
         pid = rpc.call(victim, workers.pid)
         future = rpc.start(victim, workers.sleep, PATIENCE_S, timeout_s=2 * PATIENCE_S)
+        write(member.folder / f"waits-{member.rank}", b"")
         if member.rank == 0:
+            for rank in range(size - 1):
+                read(member.folder / f"waits-{rank}")
             kill_soon(pid, 0.2)
         began = time.monotonic()
         with pytest.raises(WorkerLost) as caught:

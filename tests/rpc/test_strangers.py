@@ -23,6 +23,7 @@ import torch.distributed as dist
 from phalanx import rpc
 from phalanx.rpc import session
 from phalanx.rpc.network import ROLE
+from phalanx.wire import door
 from phalanx.wire.key import Key
 from phalanx.wire.proof import GREETING, GREETING_BYTES, LONGEST_PROOF, Response
 from tests.rpc import workers
@@ -30,7 +31,7 @@ from tests.rpc.workers import next_of, with_workers
 from tests.support.ranks import Member
 
 SCALE = int(os.environ.get("PHALANX_STRESS_SCALE", "1"))
-SOON_S = 1.0  # a tiny call takes no longer, whatever strangers do
+SOON_S = door.PATIENCE_S / 2  # no call waits until a stranger's time to prove itself is over
 PATIENCE_S = 60.0
 
 

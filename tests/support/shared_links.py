@@ -15,7 +15,7 @@ from phalanx.rpc.links.shared import SharedHub, SharedLink
 from phalanx.rpc.message import Kind, Message
 from tests.support.ranks import Member
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Peer:

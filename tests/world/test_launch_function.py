@@ -21,6 +21,7 @@ import pytest
 import torch
 from tests.launch_support import MARK, marked, wait_for
 from tests.support.leaks import descriptors
+from tests.support.waiting import soon
 
 import phalanx
 from phalanx.errors import ArgumentError, LaunchError
@@ -38,9 +39,14 @@ def _loaded() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """After every call: no process, no descriptor, no thread, no shared memory more than before."""
-    before = len(descriptors()), threading.active_count(), children_of(os.getpid())
+
+    def held() -> tuple[Any, ...]:
+        return len(descriptors()), threading.active_count(), children_of(os.getpid())
+
+    before = held()
     yield
-    assert (len(descriptors()), threading.active_count(), children_of(os.getpid())) == before
+    soon(lambda: held() == before)
+    assert held() == before
     assert [name for name in os.listdir("/dev/shm") if "phalanx" in name] == []
 
 
