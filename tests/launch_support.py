@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -126,6 +127,34 @@ def wait_for(
         if time.monotonic() > deadline:
             pytest.fail(f"not within {timeout_s} s; {complaint()}")
         time.sleep(0.01)
+
+
+def ask_until(process: subprocess.Popen[bytes], said: Callable[[], str], expected: str) -> None:
+    """Ask a launch where its ranks are (SIGQUIT), one answer after the other, until one says what is expected.
+
+    Args:
+        process: the launcher.
+        said: what it has written to its standard error so far.
+        expected: a pattern, to be found in an answer.
+    """
+
+    def says() -> bool:
+        before = len(said())
+        process.send_signal(signal.SIGQUIT)
+        wait_for(lambda: re.search(r" at\n|did not say where|no stacks\n", said()[before:]), complaint=said)
+        return re.search(expected, said()[before:]) is not None
+
+    wait_for(says, complaint=said)
+
+
+def time_for_stacks(folder: Path) -> dict[str, str]:
+    """The environment of a launch that gives its ranks longer to say where they are when it is interrupted.
+
+    By design those that are late are left out, as any rank may be on a busy machine.
+    """
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("from phalanx.launch import zygote\n\nzygote.STACKS_S = 100.0\n")
+    return {"PYTHONPATH": str(folder)}
 
 
 class Launcher:

@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
-from tests.launch_support import Launcher, Outcome, RunningJob, launcher, wait_for
+from tests.launch_support import Launcher, RunningJob, launcher, wait_for
 
 __all__ = ["launcher"]
 
@@ -273,33 +273,39 @@ def test_the_first_sentence_of_the_report_names_the_rank_and_the_line(launcher: 
     folder = launcher.directory / "reports"
     options = ("--warn-after", "0.8", "--report-after", "2.5", "--report-dir", str(folder))
     expected = numbered(script, pattern)
-    job = launcher.start("-n", "3", *options, path)
-    done = interrupted_after(job, folder, expected)
     advice = f"; look at {hint(script)}" if hint(script) else ""
-    assert re.search(rf"phalanx: {expected}, for \d+ s now{advice}\n", done.err_text), done.err_text
+    errors = launcher.directory / "errors"
+    with open(errors, "wb") as file:
+        job = launcher.start("-n", "3", *options, path, stderr=file)
+    interrupted_after(job, folder, expected, errors, rf"phalanx: {expected}, for \d+ s now{advice}\n")
     newest = max(folder.glob("hang-*.json"), key=lambda path: int(path.stem.split("-")[1]))
     assert json.loads(newest.read_text())["hint"] == hint(script)
     shown = phalanx("report", str(folder))
     assert shown.stdout.splitlines()[0].endswith(f"{advice}."), shown.stdout + shown.stderr
 
 
-def interrupted_after(job: RunningJob, folder: Path, expected: str) -> Outcome:
-    """Wait for a report with a verdict, and end the job.
+def interrupted_after(job: RunningJob, folder: Path, expected: str, errors: Path, line: str) -> None:
+    """Wait for a report with a verdict, and for a line on standard error, and end the job.
 
-    On a busy machine a rank may be so late in its first calls that there is a report on that before.
+    On a busy machine a rank may be so late in its first calls that there is a report on that before, and that the first
+    line names it too; then the next one comes after the report.
     """
 
     def verdicts() -> list[str]:
         return [json.loads(path.read_text())["verdict"] for path in sorted(folder.glob("hang-*.json"))]
 
     def is_there() -> bool:
-        return any(re.match(expected, verdict) for verdict in verdicts())
+        found = any(re.match(expected, verdict) for verdict in verdicts())
+        return found and re.search(line, errors.read_text()) is not None
 
-    wait_for(lambda: is_there() or job.process.poll() is not None, complaint=lambda: "\n".join(verdicts()))
+    def complaint() -> str:
+        return f"{verdicts()}\ndo not end with\n{expected}, or no line is\n{line}\n{errors.read_text()}"
+
+    wait_for(lambda: is_there() or job.process.poll() is not None, complaint=complaint)
+    assert is_there(), complaint()
     job.process.send_signal(signal.SIGINT)
-    done = job.finish()
-    assert re.fullmatch(expected, verdicts()[-1]), f"{verdicts()}\ndo not end with\n{expected}\n{done.err_text}"
-    return done
+    job.finish()
+    assert re.fullmatch(expected, verdicts()[-1]), complaint()
 
 
 def phalanx(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -317,8 +323,12 @@ def test_the_report_has_evidence_for_people_for_programs_and_for_torch(launcher:
     """
     path = launcher.script(FRAME + indent(body, "").replace("\n    ", "\n"))
     folder = tmp_path / "reports"
-    job = launcher.start("-n", "3", "--report-after", "1", "--warn-after", "0.5", "--report-dir", str(folder), path)
-    interrupted_after(job, folder, r"rank 1 is at .*script\.py:\d+ time\.sleep\(0\.01\)  # THERE, in no operation; .*")
+    errors = tmp_path / "errors"
+    options = ("--report-after", "1", "--warn-after", "0.5", "--report-dir", str(folder))
+    with open(errors, "wb") as file:
+        job = launcher.start("-n", "3", *options, path, stderr=file)
+    there = r"rank 1 is at .*script\.py:\d+ time\.sleep\(0\.01\)  # THERE, in no operation; .*"
+    interrupted_after(job, folder, there, errors, there)
     shown = phalanx("report", str(folder))
     assert shown.returncode == 0, shown.stderr
     first, *rest = shown.stdout.splitlines()

@@ -8,11 +8,10 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Launcher, launcher, wait_for
+from tests.launch_support import Launcher, ask_until, launcher, time_for_stacks, wait_for
 from tests.support.waiting import stop
 
 from phalanx.system import processes
@@ -71,12 +70,17 @@ def test_a_checkpoint_that_takes_long_is_finished_after_sigterm(launcher: Launch
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_job_that_hangs_says_where_when_it_is_ended(launcher: Launcher, signum: int) -> None:
-    job = launcher.start("-n", "3", launcher.script(HANG, "hang.py"))
+    errors = launcher.directory / "errors"
+    environment = time_for_stacks(launcher.directory / "site")
+    with open(errors, "wb") as file:
+        job = launcher.start("-n", "3", launcher.script(HANG, "hang.py"), stderr=file, environment=environment)
     job.read_lines(3)
-    wait_for(lambda: all(state(pid) == "S" for pid in job.ranks()))
-    time.sleep(0.5)
+    there = r"ranks {} at\n(  .*\n)*?  File \".*hang\.py\", line {}, in <module>\n"
+    rank_1 = there.replace("ranks", "rank").format("1 is", 5)
+    ask_until(job.process, errors.read_text, there.format("0, 2 are", 7) + rf"(.*\n)*.*{rank_1}")
     job.process.send_signal(signum)
-    text = job.finish().err_text
+    job.finish()
+    text = errors.read_text()
     assert f"{signal.Signals(signum).name}: all 3 ranks have been ended, and had been at\n" in text
     assert "  ranks 0, 2: hang.py:7 dist.all_reduce(x)\n" in text
     assert "  rank 1: hang.py:5 time.sleep(300)\n" in text
@@ -206,7 +210,7 @@ def test_a_stopped_zygote_obeys_signals(launcher: Launcher) -> None:
     os.kill(zygote, signal.SIGSTOP)
     wait_for(lambda: state(zygote) == "T")
     job.process.send_signal(signal.SIGINT)
-    assert job.finish(30.0).code == 130
+    assert job.finish().code == 130
 
 
 def test_a_stopped_zygote_ends_with_a_killed_launcher(launcher: Launcher) -> None:

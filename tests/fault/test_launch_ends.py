@@ -1,4 +1,4 @@
-"""How a job ends: exit codes, the block that explains, kills of every process, signals; and nothing left."""
+"""How a job ends by itself: exit codes, the block that explains, what ranks leave behind; and nothing is left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ __all__ = ["launcher"]
 
 # Says that it runs, then waits for its end; a program, so that nothing waits for torch.
 WAIT = ["sh", "-c", "echo up; exec sleep 300"]
-PATIENT = """
-import os, signal, sys, time
-print("up", flush=True)
-while True:
-    time.sleep(300)
-"""
+# Far less than the 300 s for which the programs here would go on.
+SOON_S = 60.0
 
 
 def test_success_is_silent_but_for_the_table(launcher: Launcher) -> None:
@@ -56,7 +52,7 @@ def test_an_exception_is_shown_once_with_the_traceback_of_the_script(launcher: L
     assert "/launch/" not in text
     assert "exit code 1" in text
     assert "ranks 0, 2 ended by the launcher" in text
-    assert outcome.elapsed_s < 20
+    assert outcome.elapsed_s < SOON_S
 
 
 def test_torchs_exception_hook_does_not_show_it_a_second_time(launcher: Launcher) -> None:
@@ -206,7 +202,7 @@ def test_a_rank_that_failed_but_cannot_end_does_not_hold_the_job(launcher: Launc
     """)
     outcome = launcher.run("-n", "2", "-q", script)
     assert outcome.code == 1
-    assert outcome.elapsed_s < 20
+    assert outcome.elapsed_s < SOON_S
     assert "rank 1 of 2 failed: ValueError: stuck" in outcome.err_text
     assert "rank 0 ended by the launcher" in outcome.err_text
 
@@ -284,126 +280,6 @@ def test_mistakes_cost_one_line(launcher: Launcher, arguments: list[str], said: 
     assert said in outcome.err_text
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_ends_everything_within_two_seconds(launcher: Launcher, signum: int, code: int) -> None:
-    # A rank that ignores what it can, with a grandchild in a session of its own that does too.
-    grace = [] if signum == signal.SIGINT else ["--grace", "1"]
-    job = launcher.start(
-        "-n", "3", "-q", *grace, "sh", "-c", "trap '' INT TERM HUP; setsid sleep 300 & echo up; sleep 300; sleep 300"
-    )
-    job.read_lines(3)
-    job.process.send_signal(signum)
-    elapsed = job.wait_until_gone(2.0)
-    outcome = job.finish()
-    assert outcome.code == code
-    assert elapsed <= 2.0
-    assert outcome.err_text.splitlines() == [
-        f"phalanx: {signal.Signals(signum).name}: all 3 ranks have been ended",
-        "phalanx: ranks 0-2 did not end within 1 s and were killed; --grace gives ranks longer",
-    ]
-
-
-def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -> None:
-    script = launcher.script("""
-        import time
-        try:
-            print('up')
-            time.sleep(300)
-        finally:
-            print('cleaned up')
-    """)
-    job = launcher.start("-n", "3", "-q", script)
-    job.read_lines(3)
-    job.process.send_signal(signal.SIGINT)
-    outcome = job.finish()
-    assert outcome.code == 130
-    assert sorted(outcome.out_lines) == [f"[rank {rank}] cleaned up" for rank in range(3)]
-    assert outcome.err_text == "phalanx: SIGINT: all 3 ranks have been ended\n"
-
-
-def test_a_second_interrupt_kills_at_once(launcher: Launcher) -> None:
-    job = launcher.start(
-        "-n", "2", "-q", "--grace", "250", "sh", "-c", "trap 'echo asked' INT; echo up; while :; do sleep 1; done"
-    )
-    job.read_lines(2)
-    job.process.send_signal(signal.SIGINT)
-    job.read_lines(2)
-    job.process.send_signal(signal.SIGINT)
-    assert job.finish(10.0).code == 130
-
-
-def test_an_interrupt_while_torch_is_imported_starts_nothing(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", launcher.script("print('hello')"))
-    assert job.process.stderr is not None
-    job.process.stderr.readline()  # The table's title: the supervisor is up, the zygote imports.
-    job.process.send_signal(signal.SIGINT)
-    outcome = job.finish()
-    assert outcome.code == 130
-    assert outcome.out == b""
-    assert "nothing had been started" in outcome.err_text
-
-
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_sigkill_of_the_launcher_ends_everything_within_a_second(launcher: Launcher, world: int) -> None:
-    job = launcher.start("-n", str(world), "-q", "sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
-    job.read_lines(world)
-    # The launcher, the zygote, and two a rank; a process in the middle of an exec shows no environment.
-    wait_for(lambda: len(job.processes()) == 2 * world + 2, 5.0)
-    job.process.kill()
-    job.process.wait()
-    job.wait_until_gone(1.0)
-
-
-def test_sigkill_of_the_launcher_while_torch_is_imported(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", launcher.script(PATIENT))
-    assert job.process.stderr is not None
-    job.process.stderr.readline()
-    job.process.kill()
-    job.process.wait()
-    job.wait_until_gone(1.0)
-
-
-def test_sigkill_of_the_launcher_ends_python_ranks_and_the_store(launcher: Launcher) -> None:
-    job = launcher.start("-n", "3", "-q", launcher.script(PATIENT))
-    job.read_lines(3)
-    assert job.named("phalanx-store")
-    assert len(job.ranks()) == 3
-    job.process.kill()
-    job.process.wait()
-    job.wait_until_gone(1.0)
-
-
-def test_sigkill_of_the_zygote_ends_everything_and_is_reported(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", "-q", "sh", "-c", "setsid sleep 300 & echo up; exec sleep 300")
-    job.read_lines(2)
-    os.kill(job.named("phalanx-zygote"), signal.SIGKILL)
-    outcome = job.finish(5.0)
-    assert outcome.code == 137
-    assert "SIGKILL" in outcome.err_text
-    job.wait_until_gone(1.0)
-
-
-def test_sigkill_of_a_rank_names_it_and_ends_the_others(launcher: Launcher) -> None:
-    job = launcher.start("-n", "3", "-q", launcher.script(PATIENT))
-    job.read_lines(3)
-    victim = job.ranks()[1]
-    os.kill(victim, signal.SIGKILL)
-    outcome = job.finish(5.0)
-    assert outcome.code == 137
-    assert "rank 1 of 3 failed" in outcome.err_text
-    assert f"pid {victim}" in outcome.err_text
-    assert "ranks 0, 2 ended by the launcher" in outcome.err_text
-
-
-def test_a_stopped_rank_is_ended_too(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", "-q", *WAIT)
-    job.read_lines(2)
-    stopped = next(pid for pid in job.processes() if Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
-    os.kill(stopped, signal.SIGSTOP)
-    job.process.send_signal(signal.SIGTERM)
-    assert job.finish(5.0).code == 143
-
-
 @pytest.mark.parametrize(
     "leave",
     [
@@ -422,10 +298,10 @@ def test_a_grandchild_that_holds_the_output_is_ended_with_its_rank(launcher: Lau
     os.mkfifo(launcher.directory / "fifo")
     job.read_lines(2)
     # The supervisor, the zygote and rank 1.
-    wait_for(lambda: len(job.processes()) == 3, 5.0)
+    wait_for(lambda: len(job.processes()) == 3, SOON_S)
     with open(launcher.directory / "fifo", "w") as fifo:
         fifo.write("go\n")
-    assert job.finish(10.0).code == 0
+    assert job.finish(SOON_S).code == 0
 
 
 def test_children_that_the_launcher_inherited_are_left_alone(launcher: Launcher) -> None:
@@ -433,7 +309,7 @@ def test_children_that_the_launcher_inherited_are_left_alone(launcher: Launcher)
     with subprocess.Popen(["sh", "-c", shell], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         stranger = int(process.stdout.readline())
-        assert process.wait(30) == 0
+        assert process.wait(SOON_S) == 0
         os.kill(stranger, signal.SIGKILL)  # Raises if it has gone.
 
 
@@ -449,7 +325,7 @@ def test_a_forked_daemon_is_ended_with_its_rank(launcher: Launcher) -> None:
     """)
     outcome = launcher.run("-n", "2", "-q", script)
     assert outcome.code == 0
-    assert outcome.elapsed_s < 60
+    assert outcome.elapsed_s < SOON_S
 
 
 def test_a_child_that_the_script_forks_does_not_speak_for_the_rank(launcher: Launcher) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 
-from tests.launch_support import Launcher, launcher
+from tests.launch_support import Launcher, RunningJob, ask_until, launcher, time_for_stacks
 
 __all__ = ["launcher"]
 
 SCRIPT = """
-import os, signal, sys, time
+import sys, time
 import phalanx
 from phalanx import rpc
 
@@ -20,36 +21,39 @@ def slow(seconds):
 with phalanx.init() as world:
     rpc.init()
     if world.rank == 0:
-        future = rpc.start(1, slow, 100, timeout_s=100)
-        time.sleep(1.5)
-        if sys.argv[1] == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        print("it waits", flush=True)
-        future.wait()
-    time.sleep(100)
+        future = rpc.start(1, slow, 1000, timeout_s=1000)
+        print("asked", flush=True)
+        if sys.argv[1] == "waits":
+            future.wait()
+    time.sleep(1000)
 """
 WAITING = r"worker1 \(rank 1, pid \d+ on \S+\) in slow \(\S*script\.py:\d+\)"
 
 
+def started(launcher: Launcher, what: str) -> RunningJob:
+    """The job, as soon as it knows for what rank 0 waits; its standard error is in a file."""
+    errors = launcher.directory / "errors"
+    environment = time_for_stacks(launcher.directory / "site")
+    with open(errors, "wb") as file:
+        job = launcher.start("-n", "2", launcher.script(SCRIPT), what, stderr=file, environment=environment)
+    job.read_lines(1)
+    ask_until(job.process, errors.read_text, rf"rank 0 is at\n(  .*\n)*?  waiting for {WAITING}\n")
+    return job
+
+
 def test_the_failure_block_of_a_rank_that_was_killed_says_for_what_it_waited(launcher: Launcher) -> None:
-    ended = launcher.run("-n", "2", launcher.script(SCRIPT), "killed")
-    assert ended.code == 128 + signal.SIGKILL
-    assert re.search(rf"^  it was waiting for {WAITING}$", ended.err.decode(), re.MULTILINE), ended.err
+    job = started(launcher, "killed")
+    os.kill(job.ranks()[0], signal.SIGKILL)
+    assert job.finish().code == 128 + signal.SIGKILL
+    said = (launcher.directory / "errors").read_text()
+    assert re.search(rf"^  it was waiting for {WAITING}$", said, re.MULTILINE), said
 
 
 def test_sigquit_and_ctrl_c_say_it_too(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", launcher.script(SCRIPT), "waits")
-    job.read_lines(1)
-    job.process.send_signal(signal.SIGQUIT)
-    assert job.process.stderr is not None
-    said = ""
-    while "waiting for" not in said:
-        line = job.process.stderr.readline().decode()
-        assert line, said
-        said += line
-    assert re.search(rf"rank 0 is at\n(  .*\n)*?  waiting for {WAITING}\n", said), said
+    job = started(launcher, "waits")
     job.process.send_signal(signal.SIGINT)
-    said = job.finish().err.decode()
+    job.finish()
+    said = (launcher.directory / "errors").read_text()
     assert re.search(rf"^  rank 0: .*script\.py:\d+ future\.wait\(\); it waits for {WAITING}$", said, re.MULTILINE), (
         said
     )

@@ -129,7 +129,7 @@ def test_two_processes_that_claim_one_rank_are_both_named(monkeypatch: pytest.Mo
     def rank(member: Member) -> None:
         os.environ.update({"RANK": "0", "WORLD_SIZE": "2"})
         monkeypatch.setattr("phalanx.world.meet", lambda *_: member.store())
-        phalanx.init("phalanx", quiet=True, timeout_s=3)
+        phalanx.init("phalanx", quiet=True, timeout_s=20)
 
     outcomes = run_ranks(rank, 2)
     refused = [str(outcome.error) for outcome in outcomes if "two of rank 0" in str(outcome.error)]

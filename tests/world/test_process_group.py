@@ -238,12 +238,14 @@ def test_waiting_with_a_timeout_gives_up_and_can_be_resumed() -> None:
         place.join()
         dist.barrier()
         if place.rank == 0:
-            time.sleep(0.5)
+            while not (place.folder / "gave up").exists():
+                time.sleep(0.01)
             dist.all_reduce(torch.ones(1))
         else:
             work = dist.all_reduce(torch.ones(1), async_op=True)
             with pytest.raises(RuntimeError, match="still under way"):
                 work.wait(timedelta(milliseconds=50))
+            (place.folder / "gave up").touch()
             assert work.wait()
         dist.destroy_process_group()
         return True
