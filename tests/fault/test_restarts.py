@@ -45,7 +45,7 @@ def test_ranks_are_started_again_after_one_was_killed(launcher: Launcher, ranks:
         failed,
         "phalanx: attempt 2 of 4 failed; attempt 3 of 4 starts now",
     ]
-    assert outcome.err_text.count("ended by signal 9 (SIGKILL)") == 2
+    assert outcome.err_text.count(" after the start, ended by signal 9 (SIGKILL)") == 2
 
 
 def test_the_last_attempts_failure_is_the_jobs(launcher: Launcher) -> None:
