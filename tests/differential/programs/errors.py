@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.differential.program import program, raised
 from tests.support.ranks import Member
@@ -83,9 +84,17 @@ def after_the_end(member: Member) -> Any:
     return again, raised(lambda: dist.all_reduce(ones())), raised(dist.get_rank), dist.is_initialized()
 
 
+def all_in_a_group(member: Member, timeout_s: float) -> Any:
+    """A group that has its timeout once it is made, for which a busy machine may take longer."""
+    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=60))
+    dist.barrier(group=group)
+    _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return group
+
+
 @program(alone=True, long=(3, 5))
 def a_rank_that_does_not_come(member: Member) -> Any:
-    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=2))
+    group = all_in_a_group(member, 2)
     if member.rank == member.size - 1:
         return "elsewhere"
     return raised(lambda: dist.all_reduce(ones(), group=group), gives="summed")
@@ -93,7 +102,8 @@ def a_rank_that_does_not_come(member: Member) -> Any:
 
 @program(alone=True, long=(3, 5))
 def a_message_that_does_not_come(member: Member) -> Any:
-    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=2))
+    # Gloo keeps for its messages the timeout with which the group was made.
+    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=10))
     if member.rank:
         return "elsewhere"
     return raised(lambda: dist.recv(ones(), 1, group=group))
@@ -118,7 +128,7 @@ def a_timeout_of_the_call(member: Member) -> Any:
 
 @program(alone=True, long=(3, 5))
 def another_operation(member: Member) -> Any:
-    group = dist.new_group(list(range(member.size)), timeout=timedelta(seconds=3))
+    group = all_in_a_group(member, 3)
     tensor = ones()
     if member.rank == 0:
         return raised(lambda: dist.all_reduce(tensor, group=group), gives="done")
