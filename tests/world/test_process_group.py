@@ -443,5 +443,6 @@ def test_import_torch_loads_only_the_registration() -> None:
             "phalanx.rendezvous",
             "phalanx.rendezvous.launchers_port",
             "phalanx.settings",
+            "phalanx.words",
         ]
     )

@@ -13,8 +13,10 @@ import json
 import os
 import re
 from collections.abc import Collection, Container
+from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import Store
+if TYPE_CHECKING:  # the launcher imports this, and must not import torch
+    from torch._C._distributed_c10d import Store
 
 __all__ = ["ENDED", "SLASH", "EndsChannel", "is_vain", "meeting_prefix", "met_key", "ranks_that_ended"]
 
