@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 
 SCRIPT = """
-    import atexit, os, sys, threading
+    import atexit, os, sys, threading, time
     from datetime import timedelta
     import torch
     import torch.distributed as dist
@@ -33,7 +33,11 @@ SCRIPT = """
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [size] * 4
+    pid = torch.tensor([os.getpid()])
+    dist.broadcast(pid, size - 1)
     if rank == 0:  # nothing was sent before, so no way between the two is open
+        while sys.argv[4:] == ["gone"] and open(f"/proc/{pid.item()}/stat").read().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
         try:
             dist.recv(tensor, size - 1)
         except PeerLost as error:
@@ -64,9 +68,10 @@ def run_to_the_end(text: str, size: int, folder: Path, *arguments: str) -> list[
             rank.wait()
 
 
+@pytest.mark.parametrize("when", ["ends", "gone"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_script_that_comes_to_its_end_has_left(size: int, tmp_path: Path) -> None:
-    ends = run_to_the_end(SCRIPT, size, tmp_path)
+def test_a_script_that_comes_to_its_end_has_left(size: int, when: str, tmp_path: Path) -> None:
+    ends = run_to_the_end(SCRIPT, size, tmp_path, when)
     assert ends == [("left in order\n", "", 0), *[("", "", 0)] * (size - 1)]
 
 

@@ -142,6 +142,8 @@ class HostsMessages(Matching):
         failure: TransferFailed | None = None
         if way in self._opening:
             try:
+                if self._reason.left([way.peer]):  # Gloo would print that nobody answers there
+                    raise TransferFailed(way.peer, "it has left the group")
                 way.open()
             except TransferFailed as error:
                 failure = error
