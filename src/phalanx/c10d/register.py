@@ -100,10 +100,10 @@ def record_other_backends() -> None:
 
 
 def forget_failed_groups() -> None:
-    """Where there is no default group: have torch count groups from zero.
+    """Have torch count its groups from zero again. Call it only while this process has no default group.
 
-    torch names a group by how many it has made, and counts a default group that could not be made too. Ranks of which
-    only some have got as far would look for each other under different names at their next attempt.
+    torch names a group by how many groups it has made, and it also counts a default group that could not be made. If
+    only some ranks got as far as that, they would give their next group different names and not find each other.
     """
     from torch.distributed import distributed_c10d as c10d
 

@@ -79,8 +79,8 @@ def meet(
 def tell_meeting(store: Store, meeting: Store, rank: int, *, begins: bool) -> None:
     """Say that this rank begins to exchange with the others what they need to work together, or has all of it.
 
-    If it goes before, the others learn of it at once: from Phalanx's own store, which knows its clients, or from that
-    of ``phalanx run``, which is told of ranks that have ended (``store/ended.py``).
+    If this rank ends in between, the others learn of it at once. Phalanx's own store sees that the connection ends;
+    the launcher tells the store of ``phalanx run`` which ranks have ended (``store/ended.py``).
 
     Args:
         store: where the ranks have met.

@@ -6,9 +6,9 @@ share memory, and by the groups of :func:`tell_of_failure` to those of other hos
 from the process's exit code (``native/csrc/life.c``); a worker of ``multiprocessing`` that was forked does not pass
 there. Nothing tells an exit handler of Python the exit code, so the launcher says it before (:func:`tell_of_exit`).
 
-Often a script fails because another rank has left the group in order: a message for that one cannot be sent. The
-others are told of the rank that left then, and not only of the one that failed for it. An error that says so is noted
-(:func:`note_left`) when it is made.
+Often a script fails because another rank has left the group in order: a message for that one cannot be sent. Then the
+other ranks are told which rank left, because that is the cause of the failure. The error that reports a rank that left
+is noted (:func:`note_left`) when it is made.
 """
 
 from __future__ import annotations
