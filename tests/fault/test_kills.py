@@ -304,7 +304,11 @@ def test_a_rank_that_stands_still_is_named_at_the_timeout(
                 dist.barrier()
             return elapsed_s
         finally:
-            os.kill(pids[victim], signal.SIGKILL)
+            # Only when nobody looks at it any more: a rank that is still writing its error says how the victim is.
+            member.say(f"done-{member.rank}")
+            if member.rank == 0:
+                member.await_said(*[f"done-{survivor}" for survivor in range(victim)])
+                os.kill(pids[victim], signal.SIGKILL)
 
     # A third rank, which only waits for the first in a barrier, would rightly name that one.
     outcomes = run_ranks(body, 2 if operation in (send_to_victim, receive_from_victim) else 3)
