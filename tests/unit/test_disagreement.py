@@ -68,6 +68,15 @@ def test_a_rank_that_had_not_come_is_named_also_if_it_came_afterwards() -> None:
     assert disagreement(both() | {1: recorded()}, 0, AT_NS) == ["rank 1 had not come to all_reduce #2 at train.py:7"]
 
 
+def test_of_a_collective_found_late_nobody_is_said_not_to_have_come() -> None:
+    """Ranks that came to it a moment ago have no record yet."""
+    found = both() | {0: recorded(FIRST, replace(LAST, found_late=True)), 1: recorded(FIRST)}
+    assert disagreement(found, 0, AT_NS) == [
+        "rank 1 was not seen in all_reduce #2 at train.py:7; "
+        "its last operation was all_reduce #1 (float32, 16 B, sum) at train.py:5"
+    ]
+
+
 def test_nothing_is_said_of_a_rank_that_failed_in_no_operation_or_in_one_of_phalanx() -> None:
     differing = both(nbytes=32)
     assert disagreement(differing | {0: recorded(FIRST)}, 0, AT_NS) == []

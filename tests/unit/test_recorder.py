@@ -152,6 +152,58 @@ def test_a_death_before_the_operation_is_marked_as_ended_shows_it_under_way(file
     assert found.last.under_way
 
 
+def found_late(group: RecordedGroup) -> int:
+    """Record a collective that C++ called a while ago; its ticket."""
+    return recorder.begin_at(group, ALL_REDUCE, 64, line="train.py:42", entered_ns=time.monotonic_ns() - 10**9)
+
+
+def test_a_collective_found_late_takes_no_number_from_the_group(file: int) -> None:
+    def operations(group: RecordedGroup) -> None:
+        recorder.end(recorder.begin(addressof(group), BROADCAST, 1, 0), False)
+        found_late(group)
+        recorder.begin(addressof(group), BROADCAST, 2, 0)
+
+    first, late, second = record_in(file, operations).records
+    assert [first.in_group, late.in_group, second.in_group] == [1, 2, 2]
+    assert [first.found_late, late.found_late, second.found_late] == [False, True, False]
+    assert (late.kind, late.op, late.nbytes, late.site) == ("all_reduce", "", 64, "train.py:42")
+    assert late.under_way
+
+
+@pytest.mark.parametrize("dropped", [False, True], ids=["before", "after"])
+def test_a_death_right_before_or_after_a_record_is_dropped_leaves_it_whole_or_out(file: int, dropped: bool) -> None:
+    def operations(group: RecordedGroup) -> None:
+        recorder.end(recorder.begin(addressof(group), BROADCAST, 1, 0), False)
+        ticket = found_late(group)
+        recorder.end(recorder.begin(addressof(group), BROADCAST, 2, 0), False)
+        if dropped:
+            recorder.drop(ticket)
+
+    found = record_in(file, operations)
+    assert [record.number for record in found.records] == ([0, 2] if dropped else [0, 1, 2])
+    assert found.last is not None
+    assert found.last.number == (2 if dropped else 1)
+
+
+def test_a_record_dropped_late_leaves_the_operation_alone_that_has_its_place(file: int) -> None:
+    def operations(group: RecordedGroup) -> None:
+        ticket = found_late(group)
+        for size in range(RECORDS):
+            recorder.end(recorder.begin(addressof(group), BROADCAST, size, 0), False)
+        recorder.drop(ticket)
+
+    assert [record.nbytes for record in record_in(file, operations).records] == list(range(RECORDS))
+
+
+def test_the_place_of_a_dropped_record_is_used_again(file: int) -> None:
+    def operations(group: RecordedGroup) -> None:
+        recorder.drop(found_late(group))
+        for size in range(RECORDS):
+            recorder.end(recorder.begin(addressof(group), BROADCAST, size, 0), False)
+
+    assert [record.nbytes for record in record_in(file, operations).records] == list(range(RECORDS))
+
+
 def test_readers_never_see_a_half_written_record_while_threads_wrap_around(file: int) -> None:
     """Every field of a record follows from one number here, so a mixture of two operations shows."""
     core = library()

@@ -32,6 +32,7 @@ __all__ = [
     "ABI",
     "ANY_SOURCE",
     "BROKEN_FROM",
+    "FOUND_LATE",
     "NOBODY",
     "RECORDER_BYTES",
     "RECORDS",
@@ -123,6 +124,7 @@ class Crossing(Structure):
 RECORDS, RECORDS_AT = 4096, 4096
 STRINGS_AT = RECORDS_AT + RECORDS * 64
 RECORDER_BYTES = STRINGS_AT + 262144
+FOUND_LATE = 1 << 24  # PHX_FOUND_LATE, in what a record is of
 
 
 class RecordedGroup(Structure):

@@ -41,7 +41,9 @@ def disagreement(recordings: Mapping[int, Recording], rank: int, at_ns: float) -
                 *(f"  {format_named('rank', ranks)}: {calls[ranks[0]][number].text()}" for ranks in alike.values()),
             ]
     late = [other for other, records in calls.items() if max(records, default=0) < last.in_group]
-    return [f"rank {other} had not come to {last.name()}{last.where()}{_before(calls[other])}" for other in late[:4]]
+    # A rank that came to such a collective a moment ago has no record of it yet.
+    come = "was not seen in" if last.found_late else "had not come to"
+    return [f"rank {other} {come} {last.name()}{last.where()}{_before(calls[other])}" for other in late[:4]]
 
 
 def _counts(record: Record, failed: Record, at_ns: float) -> bool:

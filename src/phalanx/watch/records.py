@@ -14,21 +14,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from phalanx.native.core import RECORDER_BYTES, RECORDS, RECORDS_AT, STRINGS_AT, SeenRecord, library
+from phalanx.native.core import FOUND_LATE, RECORDER_BYTES, RECORDS, STRINGS_AT, SeenRecord, library
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.watch.recorder import MEMORY_NAME, ranks_in, spans
 from phalanx.words import format_bytes
 
 __all__ = [
     "KINDS",
-    "Glance",
     "Group",
     "Record",
     "RecorderCopy",
     "Recording",
     "copy_memory",
     "copy_recorder",
-    "glance",
     "is_message",
     "open_own_recorder",
     "read_memory",
@@ -91,6 +89,8 @@ class Record:
         entered_ns, left_ns: on the host's monotonic clock; ``left_ns`` is 0 while it is under way.
         failed: it has ended with an error.
         awaits: the group rank that it waits for, or waited for last; -1 if that is not known.
+        found_late: it was called by C++ and recorded only since it lasts (c10d/stalled_calls.py). So another rank may
+            be in the same collective without a record, and ``in_group`` is what the next counted one will have.
     """
 
     number: int
@@ -108,6 +108,7 @@ class Record:
     left_ns: int
     failed: bool
     awaits: int
+    found_late: bool = False
 
     @property
     def is_message(self) -> bool:
@@ -365,40 +366,6 @@ def _in_words(found: RecorderCopy | None) -> Recording | None:
     return Recording(found.pid, found.rank, found.size, found.step, found.label, found.begun, tuple(records))
 
 
-@dataclass(frozen=True)
-class Glance:
-    """How far a process has come, by a look that takes microseconds.
-
-    Attributes:
-        begun: how many operations have begun.
-        under_way_since_ns: since when the last of them is under way, on the host's monotonic clock; 0 if it is done.
-    """
-
-    begun: int
-    under_way_since_ns: int
-
-
-def glance(file: int, at: int) -> Glance | None:
-    """A :class:`Glance` at the recorder in a file; None if there is none, or if its last record is being written.
-
-    The two words that decide are read whole. Between the reads the process may go on; then the look is an old one.
-    """
-    header = os.pread(file, _GLANCED, at)
-    if len(header) < _GLANCED or not any(header[:8]):
-        return None
-    begun = int.from_bytes(header[_NEXT_AT:_GLANCED], "little")
-    if not begun:
-        return Glance(0, 0)
-    record = os.pread(file, 24, at + RECORDS_AT + (begun - 1) % RECORDS * _RECORD_BYTES)
-    word, left, entered = (int.from_bytes(record[i : i + 8], "little") for i in (0, 8, 16))
-    if word != 2 * begun:
-        return None
-    return Glance(begun, entered if left >> 63 else 0)
-
-
-_NEXT_AT, _GLANCED, _RECORD_BYTES = 64, 72, 64  # native/csrc/record.h
-
-
 def is_message(seen: SeenRecord) -> bool:
     """Whether an operation that the core has copied is a message."""
     return KINDS.get(seen.what & 0xFF) in _MESSAGES
@@ -422,6 +389,7 @@ def _record(seen: SeenRecord, texts: _Texts, dtypes: dict[str, Any]) -> Record:
         left_ns=seen.left_ns,
         failed=bool(seen.failed),
         awaits=seen.awaits,
+        found_late=bool(seen.what & FOUND_LATE),
     )
 
 

@@ -16,9 +16,9 @@
  *               record. Read by all, relaxed. Death before: nothing has happened. Death after: the record of that
  *               operation still is the one of PHX_RECORDS operations ago, whose number does not fit `next`; the
  *               readers show that one, or if it was never used nothing.
- *   word        2n + 1: operation n is being written; 2n + 2: it is there; 0: never used, or dropped. Exchanged for 2n + 1 by the
- *               thread of operation n (compare-and-exchange, acquire) if it is even and smaller; a release fence keeps
- *               the fields' stores behind that. Then stored as 2n + 2, release. Read by all, acquire, before the
+ *   word        2n + 1: operation n is being written; 2n + 2: it is there; 0: never used, or dropped. Exchanged for
+ *               2n + 1 by the thread of operation n (compare-and-exchange, acquire) if it is even and smaller; a
+ *               release fence keeps the fields' stores behind that. Then stored as 2n + 2, release. Read by all, acquire, before the
  *               fields, and again after them behind an acquire fence: a record counts if both are equal and even.
  *               Death before the exchange: as after `next`. Death between: readers leave the record out, and so does
  *               every later operation with that record leave it alone, if there is one (a thread that ends alone, by
@@ -38,9 +38,10 @@
  *               Written between the two stores of `word`, relaxed; read between the two loads, relaxed.
  *   step, label What the script has said last. Written by any thread of it, relaxed; read by all, relaxed, on their own.
  *   strings     Texts, each a length of four bytes and the bytes, one after the other, and before each the identity of
- *               the place that it names, of four bytes (0: none); records name them by where the length stands (watch/recorder.py writes them, under a lock of its own). A text is written before any record
- *               names it, by the same thread or one that has passed that lock on, so the release of `word` covers it;
- *               a reader that has acquired `word` may read it. Death in the middle of one: no record names it.
+ *               the place that it names, of four bytes (0: none); records name them by where the length stands
+ *               (watch/recorder.py writes them, under a lock of its own). A text is written before any record names it,
+ *               by the same thread or one that has passed that lock on, so the release of `word` covers it; a reader
+ *               that has acquired `word` may read it. Death in the middle of one: no record names it.
  *   lost        How many operations have no record because theirs was being written: added to by their threads, relaxed.
  */
 #ifndef PHALANX_RECORD_H
@@ -80,7 +81,7 @@ struct phx_record {
     _Alignas(64) _Atomic uint64_t word;
     _Atomic uint64_t left, entered_ns, nbytes;
     _Atomic uint32_t in_group; /* which collective of the group, or which message, counted from 1 */
-    _Atomic uint32_t what;     /* kind, dtype and operation, a byte each, from the lowest */
+    _Atomic uint32_t what;     /* kind, dtype and operation, a byte each, from the lowest; PHX_FOUND_LATE */
     _Atomic uint32_t group, site, label; /* texts */
     _Atomic int32_t peer;      /* the root, or the other end of a message; -1 for none or any */
     _Atomic int32_t awaits;
