@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from phalanx.launch.running.looking import Look, Watcher
+    from phalanx.launch.running.watching import Look, Watcher
 
 __all__ = ["top"]
 
@@ -21,6 +21,9 @@ __all__ = ["top"]
 _MOST_CORES = 0.0025
 # The first table comes after so long, if the interval is longer.
 _FIRST_S = 0.5
+# For how long other hosts' answers are waited for: by one look among many, and by the only one. A host that is off
+# answers after eight seconds that it cannot be reached.
+_PATIENCE_S, _PATIENCE_ONCE_S = 1.0, 12.0
 
 
 @click.command()
@@ -36,8 +39,9 @@ _FIRST_S = 0.5
     "of this host's cores.",
 )
 @click.option("--once", is_flag=True, help="Look for one interval, print that, and end.")
+@click.option("--here", is_flag=True, help="Show the ranks of this host only, and start nothing on others.")
 @click.option("--json", "as_json", is_flag=True, help="Print each look as a JSON object on a line of its own.")
-def top(job: str | None, interval_s: float, once: bool, as_json: bool) -> None:
+def top(job: str | None, interval_s: float, once: bool, here: bool, as_json: bool) -> None:
     """Show live how each rank of a running job is getting on. Ctrl-C ends this, and not the job.
 
     JOB is the id that phalanx list shows, or its beginning, or the process id of phalanx run; without it, the only job
@@ -56,36 +60,39 @@ def top(job: str | None, interval_s: float, once: bool, as_json: bool) -> None:
       steps/s     the mean over the last 20 steps
       data/s      the bytes of the operations that have ended, of this rank's tensors
       comm        the share of the time in operations. A rank that waits for a slow one has much, the slow one little
-      lag         how many collectives the rank is behind the first of its group's ranks on this host
+      lag         how many collectives the rank is behind the first of its group's ranks that are shown
       memory      in RAM, with what it shares with other ranks
       cores       how many it has kept busy; waiting for others keeps one busy for a while, too
       operation   which it is in, where the script calls it, which rank it waits for there, and since when; or the last
                   one (after ...)
 
     It reads /proc and the ranks' flight recorders, the memory in which they note their operations anyway: the job does
-    nothing for it. Of torch's own backends, such as gloo and nccl, they have what Python calls, and not what C++ does,
-    such as DDP's gradients. Ranks on other hosts are named and not shown.
+    nothing for it. Of torch's own backends, such as gloo and nccl, they have what Python calls, and of what C++ does,
+    such as DDP's gradients, what has lasted for two seconds.
 
-    The objects of --json have job (as of phalanx list --json), at, interval_s, ranks, elsewhere (ranks of other hosts,
-    by host), and notes. Each of ranks has rank, pid, state (waits, computes, sleeps, disk, stopped, debugged, ended),
-    operation (null if it is in none), last (the last one to begin), operations (how many have begun), operations_per_s,
-    bytes_per_s, steps_per_s, step, label, communication (from 0 to 1), lag, resident_bytes, cores, and asked (what it
-    waits for by RPC). What is not known is null.
+    Ranks on other hosts are looked at there, by a helper that is started as the job was: by ssh, or by the --starter of
+    phalanx run. A host that cannot be reached is named, with the reason; so are ranks that MPI has started elsewhere.
+
+    The objects of --json have job (as of phalanx list --json), at, interval_s, ranks, elsewhere (ranks on other hosts
+    that are not shown, by host), and notes. Each of ranks has rank, pid, host, state (waits, computes, sleeps, disk,
+    stopped, debugged, ended), operation (null if it is in none), last (the last one to begin), operations (how many
+    have begun), operations_per_s, bytes_per_s, steps_per_s, step, label, communication (from 0 to 1), lag,
+    resident_bytes, cores, and asked (what it waits for by RPC). What is not known is null.
 
     It ends when the job does. Exit codes: 0; 2 if there is no such job, or JOB fits several.
     """
     from phalanx.launch.running.jobs import find_job
-    from phalanx.launch.running.looking import Watcher
+    from phalanx.launch.running.watching import Watcher
 
     found = find_job(job)
     with contextlib.suppress(OSError):
         os.nice(10)  # where cores are scarce they are the ranks'
-    with Watcher(found) as watcher, contextlib.suppress(KeyboardInterrupt):
+    with Watcher(found, here=here) as watcher, contextlib.suppress(KeyboardInterrupt):
         try:
             if once:
-                watcher.look()
+                watcher.look(_PATIENCE_ONCE_S)
                 time.sleep(interval_s)
-                look = watcher.look()
+                look = watcher.look(_PATIENCE_ONCE_S)
                 if look is not None:
                     _print(look, as_json)
                     return
@@ -109,7 +116,7 @@ def _watch(watcher: Watcher, interval_s: float, as_json: bool) -> None:
         while True:
             time.sleep(pause_s)
             used_s = time.process_time()
-            look = watcher.look()
+            look = watcher.look(_PATIENCE_S)
             if look is None:
                 return
             last = look

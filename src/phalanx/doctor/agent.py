@@ -1,17 +1,15 @@
-"""The doctor's helper on a host: it answers questions on its standard input, one JSON object on each line.
+"""The doctor's helper on a host.
 
 It talks to the doctor through the pipe of the program that started it (ssh, for one), so that it can say what is wrong
-with the network between the hosts even where nothing else passes. It ends when its input does.
+with the network between the hosts even where nothing else passes.
 
 Questions, by their ``do``: ``examine`` (``directory``, ``ranks``), ``time``, ``listen``, and ``probe`` (``name``,
-``port``, ``token``, ``rate``). An answer that is an error has ``error`` alone.
+``port``, ``token``, ``rate``).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,26 +17,10 @@ from typing import Any
 
 from phalanx.doctor.local import examine
 from phalanx.doctor.probe import Listener, probe
+from phalanx.launch.remote.helping import serve
 from phalanx.system.host import this_host
 
-__all__ = ["READY", "serve"]
-
-READY = "phalanx-doctor-agent"  # its first line, so that what a login shell prints before it can be told apart
-
-
-def serve() -> None:
-    """Answer until there are no more questions."""
-    # Whatever a library prints must not be taken for an answer.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    print(READY, file=answers, flush=True)
-    for line in sys.stdin:
-        question = json.loads(line)
-        try:
-            answer = _ANSWERS[question.pop("do")](**question)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+__all__: list[str] = []
 
 
 def _examine(directory: str, ranks: int | None) -> dict[str, Any]:
@@ -75,4 +57,4 @@ _ANSWERS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    serve()
+    serve(_ANSWERS)

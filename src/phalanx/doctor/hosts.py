@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from phalanx.doctor.agents import Agent, Unanswered
 from phalanx.doctor.between import clocks, differences, in_order, paths, rates
 from phalanx.doctor.finding import Finding, Level
 from phalanx.doctor.probe import Reach
 from phalanx.doctor.rounds import rounds
+from phalanx.launch.remote.helpers import Helper, Unanswered
 
 __all__ = ["Examination", "examine_hosts"]
 
@@ -52,7 +52,7 @@ def examine_hosts(
 
     Args:
         hosts: each host, and how many ranks are to run there, if the user has said so.
-        starter: how a helper is started, as of :class:`~phalanx.doctor.agents.Agent`.
+        starter: how a helper is started, as of :class:`~phalanx.launch.remote.helpers.Helper`.
         rate: whether to measure rates, which uses each link for about a second.
         progress: called with what is done next, for people who wait.
     """
@@ -94,27 +94,27 @@ def _started(
     running: contextlib.ExitStack,
     pool: ThreadPoolExecutor,
     made: Examination,
-) -> dict[str, Agent]:
-    agents: dict[str, Agent] = {}
+) -> dict[str, Helper]:
+    agents: dict[str, Helper] = {}
     for name in hosts:
         try:
-            agents[name] = running.enter_context(Agent(name, starter))
+            agents[name] = running.enter_context(Helper(name, starter, "phalanx.doctor.agent"))
         except Unanswered as error:
             made.findings.append(Finding(Level.FAILURE, "start", str(error), error.remedy, name))
     ready = _each(pool, made, {name: partial(_ready, agent) for name, agent in agents.items()}, subject="start")
     return {name: agents[name] for name in ready}
 
 
-def _ready(agent: Agent) -> bool:
+def _ready(agent: Helper) -> bool:
     agent.wait_ready()
     return True
 
 
-def _examine(agent: Agent, directory: str, ranks: int | None) -> dict[str, Any]:
+def _examine(agent: Helper, directory: str, ranks: int | None) -> dict[str, Any]:
     return agent.ask("examine", directory=directory, ranks=ranks)
 
 
-def _clock(agent: Agent) -> float:
+def _clock(agent: Helper) -> float:
     """How far its clock is ahead: by the quickest of some questions, half of whose way is taken for each direction."""
     asked = []
     for _ in range(CLOCK_ASKS):

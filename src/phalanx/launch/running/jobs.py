@@ -48,6 +48,7 @@ class RankProcess:
         start: when it was started (:func:`phalanx.system.process_use.start_of`); 0 if it runs on another host.
         host: the name of its host.
         part: its part of the trace of its host (``launch/rank/trace.py``).
+        reach: the name by which the launcher reaches its host; empty if it need not, or MPI has started the rank.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class RankProcess:
     start: int
     host: str
     part: int
+    reach: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class RunningJob:
         directory: where the launcher runs.
         host: this host's name.
         hosts: the hosts that were asked for, if there are others; empty if all ranks run here, or if MPI chooses.
+        starter: the program that starts a command on another host, and its arguments; empty for ssh.
         mpi: the MPI launcher that starts the ranks; empty for none.
         is_python: whether the target is a script, a module or a function of Python.
         end_s: how long its ranks may take to end after SIGTERM.
@@ -89,6 +92,7 @@ class RunningJob:
     directory: str
     host: str
     hosts: tuple[str, ...]
+    starter: tuple[str, ...]
     mpi: str
     is_python: bool
     end_s: float
@@ -138,6 +142,7 @@ class Description:
                 directory=own_folder(),
                 host=job.host,
                 hosts=tuple(host.name for host in job.hosts),
+                starter=job.starter,
                 mpi=job.mpi.title if job.mpi is not None else "",
                 is_python=job.target.is_python,
                 end_s=job.patience_s(signal.SIGTERM),
@@ -154,13 +159,16 @@ class Description:
             trace: this process's descriptor of the trace of the ranks that its own zygote has forked.
         """
         job, here = self._job, machine_name()
+        by_agents = job.hosts and not job.is_local and job.mpi is None
+        reach = [host.name for host in job.hosts for _ in range(host.slots or 1)] if by_agents else [""] * len(pids)
         parts: dict[str, int] = {}
         ranks = []
         for rank, (pid, host) in enumerate(zip(pids, hosts, strict=True)):
             where = job.host if job.is_local else host  # rehearsed hosts are this one
             part = parts[where] = parts.get(where, -1) + 1
             start = start_of(pid) if job.is_local or host == here else 0
-            ranks.append(asdict(RankProcess(rank, pid, start, where, 0 if job.mpi is not None else part)))
+            own = 0 if job.mpi is not None else part
+            ranks.append(asdict(RankProcess(rank, pid, start, where, own, reach[rank])))
         with contextlib.suppress(OSError):
             self._write({"processes": ranks, "trace": trace if job.is_local else -1})
 
@@ -214,7 +222,7 @@ def _read(path: str) -> RunningJob | None:
             if line.endswith(b"\n"):
                 values |= read_json(line)
         values["processes"] = tuple(checked(RankProcess, rank) for rank in values.get("processes", ()))
-        for name in ("arguments", "hosts"):
+        for name in ("arguments", "hosts", "starter"):
             values[name] = tuple(values[name])
         return checked(RunningJob, values)
     except (ValueError, TypeError, KeyError, AttributeError):

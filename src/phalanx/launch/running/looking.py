@@ -10,137 +10,71 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 
 from phalanx.launch.rank.trace import Trace, trace_name
-from phalanx.launch.running.jobs import RankProcess, RunningJob
-from phalanx.system import processes
+from phalanx.launch.running.jobs import RankProcess
+from phalanx.launch.running.rank_look import RankLook
 from phalanx.system.process_use import ProcessUse, process_use
-from phalanx.watch.pace import GroupKey, Pace, PaceOfRank
+from phalanx.watch.pace import Pace, PaceOfRank
 from phalanx.watch.records import open_own_recorder
 
-__all__ = ["Look", "RankLook", "Watcher"]
+__all__ = ["RanksHere"]
 
 # A rank in no operation that has had less of a core than this does not compute.
 _COMPUTES_CORES = 0.02
 _STATES = {"T": "stopped", "t": "debugged", "D": "disk"}
 
 
-@dataclass(frozen=True)
-class RankLook:
-    """What a look has found of one rank, of this moment or since the look before.
-
-    Attributes:
-        rank, pid: its number in the world, and its process.
-        state: ``waits`` (in an operation, or for the answer to a call by RPC), ``computes``, ``sleeps`` (in no
-            operation, and on no core), ``disk`` (it waits for a disk or a driver), ``stopped``, ``debugged``, or
-            ``ended``.
-        pace: what its recorder says; None if it has none, or no group yet.
-        asked: what it has asked another process for, and waits for; empty for nothing.
-        lag: how many collectives it is behind the first rank of a group; None if that is not known.
-        cores: how many cores its threads have used on average; None at the first look, and of a rank that has ended.
-        resident_bytes: its memory in RAM, with what it shares with others; None of a rank that has ended.
-    """
-
-    rank: int
-    pid: int
-    state: str
-    pace: Pace | None
-    asked: str
-    lag: int | None
-    cores: float | None
-    resident_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Look:
-    """A look at all ranks of a job on this host.
-
-    Attributes:
-        job: the job, as its launcher describes it now.
-        at: the time, in seconds since 1970.
-        interval_s: the time since the look before; 0 at the first.
-        ranks: those that can be seen, by rank.
-        elsewhere: the ranks on other hosts, by host.
-        hidden: the ranks that should be here, and that this process does not see, as in another container.
-        launcher: the state of the launcher, as the kernel names it.
-    """
-
-    job: RunningJob
-    at: float
-    interval_s: float
-    ranks: Sequence[RankLook]
-    elsewhere: dict[str, list[int]]
-    hidden: Sequence[int]
-    launcher: str
-
-
-class Watcher:
-    """One who looks at a job again and again. Use as a context manager, or call :meth:`close`.
+class RanksHere:
+    """Looks at ranks of a job on this host, again and again. Call :meth:`close` in the end.
 
     Args:
-        job: the job.
+        run_id: the job.
+        launcher: the process of the launcher, and its descriptor of the trace of the ranks that it has forked itself;
+            None if it has forked none.
     """
 
-    def __init__(self, job: RunningJob) -> None:
-        self.job = job
-        self._ranks: dict[RankProcess, _Watched | None] = {}
+    def __init__(self, run_id: str, launcher: tuple[int, int] | None = None) -> None:
+        self._run_id = run_id
+        self._launcher = launcher
+        self._ranks: dict[RankProcess, _Watched] = {}
         self._traces: dict[tuple[int, int], Trace] = {}
-        self._before_ns = 0
 
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def look(self, ranks: Sequence[RankProcess]) -> tuple[list[RankLook], list[RankProcess]]:
+        """A look at each of these ranks that is seen here, and the ranks that are not."""
+        for gone in self._ranks.keys() - set(ranks):
+            self._ranks.pop(gone).close()
+        now_ns = time.monotonic_ns()
+        looks: list[RankLook] = []
+        unseen: list[RankProcess] = []
+        for rank in ranks:
+            watched = self._ranks.get(rank) or self._attach(rank)
+            if watched is None:
+                unseen.append(rank)
+            else:
+                self._ranks[rank] = watched
+                looks.append(watched.look(now_ns))
+        return looks, unseen
 
     def close(self) -> None:
         """Close what is open of the job."""
         for watched in self._ranks.values():
-            if watched is not None:
-                watched.close()
+            watched.close()
         for trace in self._traces.values():
             os.close(trace.descriptor)
         self._ranks, self._traces = {}, {}
 
-    def look(self) -> Look | None:
-        """Look at the job; None if it has ended."""
-        job = self.job.again()
-        if job is None:
-            return None
-        if job.processes != self.job.processes:  # the ranks have been started, or started anew
-            self.close()
-            self.job = job
-        now_ns = time.monotonic_ns()
-        looks: list[RankLook] = []
-        elsewhere: dict[str, list[int]] = {}
-        hidden: list[int] = []
-        for process in job.processes:
-            if process not in self._ranks:
-                self._ranks[process] = self._attach(process)
-            watched = self._ranks[process]
-            if watched is not None:
-                looks.append(watched.look(now_ns))
-            elif process.host != job.host:
-                elsewhere.setdefault(process.host, []).append(process.rank)
-            else:
-                hidden.append(process.rank)
-        interval_s = (now_ns - self._before_ns) / 1e9 if self._before_ns else 0.0
-        self._before_ns = now_ns
-        return Look(job, time.time(), interval_s, _with_lags(looks), elsewhere, hidden, processes.state_of(job.pid))
-
-    def _attach(self, process: RankProcess) -> _Watched | None:
+    def _attach(self, rank: RankProcess) -> _Watched | None:
         """Find a rank's recorder; None if the rank is not a process that can be seen here."""
-        if not process.start:
+        if not rank.start:
             return None
-        if self.job.trace >= 0:
-            trace = self._open_trace(self.job.pid, self.job.trace)
-        else:
-            trace = self._trace_of(process.pid)
-            if trace is None:
-                return None  # a process of another container with that id, or one that has ended already
-        return _Watched(process, trace)
+        if self._launcher is not None:
+            return _Watched(rank, self._open_trace(*self._launcher))
+        trace = self._trace_of(rank.pid)
+        if trace is None and not self._is_jobs(rank.pid):
+            return None  # a process of another container with that id, or one that has ended already
+        return _Watched(rank, trace)
 
     def _trace_of(self, pid: int) -> Trace | None:
         with contextlib.suppress(OSError):
@@ -150,14 +84,20 @@ class Watcher:
                     return found
         return None
 
+    def _is_jobs(self, pid: int) -> bool:
+        """Whether a process was started as one of the job's: a program that is not Python does not keep the trace."""
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+            return f"PHALANX_RUN_ID={self._run_id}".encode() in file.read().split(b"\0")
+        return False
+
     def _open_trace(self, pid: int, number: int) -> Trace | None:
         key = pid, number
         if key not in self._traces:
             path = f"/proc/{pid}/fd/{number}"
             try:
-                if not os.readlink(path).startswith(f"/memfd:{trace_name(self.job.run_id)} "):
+                if not os.readlink(path).startswith(f"/memfd:{trace_name(self._run_id)} "):
                     return None
-                self._traces[key] = Trace(os.open(path, os.O_RDONLY | os.O_CLOEXEC), self.job.run_id)
+                self._traces[key] = Trace(os.open(path, os.O_RDONLY | os.O_CLOEXEC), self._run_id)
             except OSError:
                 return None
         return self._traces[key]
@@ -198,6 +138,7 @@ class _Watched:
         return RankLook(
             rank=process.rank,
             pid=process.pid,
+            host=process.host,
             state=_state(use, pace, asked, cores),
             pace=pace,
             asked=asked,
@@ -225,25 +166,3 @@ def _state(use: ProcessUse | None, pace: Pace | None, asked: str, cores: float |
     if cores is None:
         return "computes" if use.state == "R" else "sleeps"
     return "computes" if cores >= _COMPUTES_CORES else "sleeps"
-
-
-def _with_lags(looks: Iterable[RankLook]) -> list[RankLook]:
-    """The same looks, each with how far the rank is behind the first one of a group that it is in."""
-    looks = list(looks)
-    furthest: dict[GroupKey, int] = {}
-    for look in looks:
-        for group, count in (look.pace.collectives if look.pace is not None else {}).items():
-            furthest[group] = max(furthest.get(group, 0), count)
-    groups: dict[int, list[GroupKey]] = {}
-    for group in furthest:
-        for rank in group[1]:
-            groups.setdefault(rank, []).append(group)
-    return [replace(look, lag=_lag(look.pace, groups.get(look.rank, ()), furthest)) for look in looks]
-
-
-def _lag(pace: Pace | None, groups: Iterable[GroupKey], furthest: Mapping[GroupKey, int]) -> int | None:
-    if pace is None:
-        return max((furthest[group] for group in groups), default=None)
-    # A recorder that does not go back to the first operation may have written over a group that is seldom used.
-    known = [group for group in groups if group in pace.collectives or pace.complete]
-    return max((furthest[group] - pace.collectives.get(group, 0) for group in known), default=None)

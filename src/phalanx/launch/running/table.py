@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.launch.running.jobs import RunningJob
-from phalanx.launch.running.looking import Look, RankLook
+from phalanx.launch.running.rank_look import RankLook
+from phalanx.launch.running.watching import Look
 from phalanx.topology.table import format_table
 from phalanx.watch.records import Record, world_rank
-from phalanx.words import format_bytes, format_count, format_list, format_named
+from phalanx.words import format_bytes, format_count, format_named
 
 __all__ = ["described_job", "format_age", "format_jobs", "format_look", "look_values"]
 
@@ -25,7 +26,7 @@ _STATES = {
     "debugged": "in a debugger",
     "ended": "ended",
 }
-_TEXT_COLUMNS = ("state", "operation", "job", "since", "script", "directory")
+_TEXT_COLUMNS = ("host", "state", "operation", "job", "since", "script", "directory")
 _SHORTEST_OPERATION, _WHOLE_OPERATION = 24, 56
 _LESS_TELLING = ("pid", "data/s", "cores", "memory")  # what a narrow terminal does without, in this order
 
@@ -36,7 +37,7 @@ _LESS_TELLING = ("pid", "data/s", "cores", "memory")  # what a narrow terminal d
 def described_job(job: RunningJob) -> dict[str, Any]:
     """A job as plain values."""
     values = dataclasses.asdict(job)
-    for own in ("start", "trace", "descriptor", "processes", "end_s", "run_id"):
+    for own in ("start", "trace", "descriptor", "processes", "end_s", "run_id", "starter"):
         del values[own]
     return {
         "id": job.id,
@@ -114,14 +115,29 @@ def look_values(look: Look) -> dict[str, Any]:
         "at": _iso(look.at),
         "interval_s": round(look.interval_s, 3),
         "ranks": [_rank_values(rank, look.job) for rank in look.ranks],
-        "elsewhere": look.elsewhere,
+        "elsewhere": _elsewhere(look),
         "notes": _notes(look),
     }
 
 
+def _elsewhere(look: Look) -> dict[str, list[int]]:
+    """The ranks on other hosts that are not shown, by host."""
+    found: dict[str, list[int]] = {}
+    for rank, (host, _) in sorted(look.hidden.items()):
+        if host != look.job.host:
+            found.setdefault(host, []).append(rank)
+    return found
+
+
 def _rank_values(rank: RankLook, job: RunningJob) -> dict[str, Any]:
     pace = rank.pace
-    values: dict[str, Any] = {"rank": rank.rank, "pid": rank.pid, "state": rank.state, "asked": rank.asked}
+    values: dict[str, Any] = {
+        "rank": rank.rank,
+        "pid": rank.pid,
+        "host": rank.host,
+        "state": rank.state,
+        "asked": rank.asked,
+    }
     values |= {"operation": None, "last": None, "operations": None, "step": None, "label": ""}
     values |= {"operations_per_s": None, "bytes_per_s": None, "steps_per_s": None, "communication": None}
     if pace is not None:
@@ -174,7 +190,8 @@ def format_look(look: Look, *, width: int | None = None, height: int | None = No
         color: whether to write ANSI colours.
     """
     job = look.job
-    where = f", on {job.host}" if job.hosts or job.mpi else ""
+    hosts = list(dict.fromkeys(process.host for process in job.processes))
+    where = f" on {format_count(len(hosts), 'host')}" if job.hosts or job.mpi else ""
     age = format_age(max(0.0, look.at - job.since))
     title = f"phalanx top: {_printable(job.target)}, {format_count(job.ranks, 'rank')}{where}, job {job.id}, for {age}"
     notes = [f"note: {note}" for note in _notes(look)]
@@ -183,7 +200,8 @@ def format_look(look: Look, *, width: int | None = None, height: int | None = No
     shown = list(look.ranks)
     if height is not None:
         shown = _most_telling(shown, max(1, height - len(notes) - 4))
-    lines = [_line(rank, job) for rank in shown]
+    several = bool(job.hosts or job.mpi)
+    lines = [_line(rank, job, with_host=several) for rank in shown]
     if width is not None:
         lines = _fit(lines, width)
     if len(shown) < len(look.ranks):
@@ -204,13 +222,14 @@ def _fit(lines: list[dict[str, str]], width: int) -> list[dict[str, str]]:
     return [{**line, "operation": _start_of(line["operation"], room)} for line in lines]
 
 
-def _line(rank: RankLook, job: RunningJob) -> dict[str, str]:
+def _line(rank: RankLook, job: RunningJob, *, with_host: bool) -> dict[str, str]:
     pace = rank.pace
     step = "" if pace is None or pace.step < 0 else str(pace.step)
     if pace is not None and pace.label:
         step = f'{step} "{_printable(pace.label)}"'.strip()
     return {
         "rank": str(rank.rank),
+        **({"host": _printable(rank.host)} if with_host else {}),
         "pid": str(rank.pid),
         "state": _STATES[rank.state],
         "step": step,
@@ -259,11 +278,12 @@ def _notes(look: Look) -> list[str]:
         notes.append(f"the launcher (pid {job.pid}) is stopped; the ranks go on, but nobody reads what they print")
     if not job.processes:
         notes.append("the ranks have not been started yet")
-    if look.elsewhere:
-        hosts = format_list([f"{format_named('rank', ranks)} on {host}" for host, ranks in look.elsewhere.items()])
-        notes.append(f"{hosts}: not shown, since phalanx top sees the ranks of this host alone")
-    if look.hidden:
-        notes.append(f"{format_named('rank', look.hidden)}: not shown, ended, or in another container")
+    reasons: dict[tuple[str, str], list[int]] = {}
+    for rank, reason in sorted(look.hidden.items()):
+        reasons.setdefault(reason, []).append(rank)
+    for (host, why), ranks in reasons.items():
+        where = "" if host == job.host else f" on {host}"
+        notes.append(f"{format_named('rank', ranks)}{where}: not shown, since {why}")
     silent = [rank.rank for rank in look.ranks if rank.pace is None and rank.state != "ended"]
     if silent:
         who = format_named("rank", silent)

@@ -1,4 +1,4 @@
-"""The doctor's helpers on the hosts, as the doctor holds them: started, asked, ended."""
+"""Helpers on other hosts, for a command that a user runs here: started, asked, ended."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from phalanx.doctor.agent import READY
 from phalanx.errors import LaunchError
+from phalanx.launch.remote.helping import READY
 from phalanx.launch.remote.starter import command_for
 
-__all__ = ["Agent", "Unanswered"]
+__all__ = ["Helper", "Unanswered"]
 
 START_S = 10.0
 LAST_WORDS_S = 1.0
@@ -49,18 +49,22 @@ class Unanswered(Exception):
         self.remedy = remedy
 
 
-class Agent:
+class Helper:
     """The helper on one host. It ends when this is closed.
 
     Args:
         host: the host, as the user calls it.
         starter: the user's starter and its arguments, as of ``phalanx run --starter``; empty for ssh.
+        module: what the helper runs; it calls :func:`~phalanx.launch.remote.helping.serve`.
+
+    Raises:
+        Unanswered: the starter cannot be run.
     """
 
-    def __init__(self, host: str, starter: Sequence[str] = ()) -> None:
+    def __init__(self, host: str, starter: Sequence[str], module: str) -> None:
         self.host = host
         try:
-            command = command_for(host, starter, (sys.executable, "-m", "phalanx.doctor.agent"))
+            command = command_for(host, starter, (sys.executable, "-m", module))
         except LaunchError as error:
             raise Unanswered(str(error), "correct the name, or call the host by its address") from error
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - until close()
@@ -71,7 +75,7 @@ class Agent:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                start_new_session=True,  # Ctrl-C reaches the doctor, which then closes what it has started
+                start_new_session=True,  # Ctrl-C reaches the command, which then closes what it has started
             )
         except OSError as error:
             self._errors.close()
@@ -81,7 +85,7 @@ class Agent:
             ) from error
         self._until_ready = time.monotonic() + START_S
 
-    def __enter__(self) -> Agent:
+    def __enter__(self) -> Helper:
         return self
 
     def __exit__(
@@ -99,7 +103,7 @@ class Agent:
             pass  # what a login shell prints
 
     def ask(self, do: str, timeout_s: float = 30.0, **details: Any) -> dict[str, Any]:
-        """The answer to a question (``agent.py``).
+        """The answer to a question of the helper's module.
 
         Raises:
             Unanswered: none came, or it was an error.
@@ -112,6 +116,10 @@ class Agent:
         if answer.keys() == {"error"}:
             raise Unanswered(f"its helper failed: {answer['error']}", "please report this")
         return answer
+
+    def stop(self) -> None:
+        """Have a question that another thread has asked end with :class:`Unanswered`; :meth:`close` comes next."""
+        self._process.kill()
 
     def close(self) -> None:
         """End the helper, and wait for the program that started it."""

@@ -1,0 +1,179 @@
+"""``phalanx top`` of a job on several hosts: every rank is shown, wherever it is, and what cannot be seen is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.hosts import why_no_hosts
+from tests.support.remote import PATIENCE_S, RemoteJob, RemoteLauncher, hosts, remote
+
+__all__ = ["hosts", "remote"]  # fixtures
+
+pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+
+WAITING = """
+    import os, time
+    import torch, phalanx
+    world = phalanx.init()
+    x = torch.ones(256)
+    for step in range(3):
+        world.step(step)
+        world.all_reduce(x)
+    print("ready", flush=True)
+    if world.rank == 2:
+        while not os.path.exists("over"):
+            sum(range(1000))
+    world.all_reduce(x)  # WAIT
+"""
+
+
+def top(job: RemoteJob, *options: str) -> str:
+    command = [sys.executable, "-m", "phalanx", "top", str(job.process.pid), "--once", "--interval", "0.3", *options]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
+
+
+def look(job: RemoteJob, *options: str) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(top(job, "--json", *options))
+    return shown
+
+
+def look_until(job: RemoteJob, seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Look again and again until this is seen."""
+    until = time.monotonic() + PATIENCE_S
+    while not seen(shown := look(job)):
+        assert time.monotonic() < until, shown
+    return shown
+
+
+def start(remote: RemoteLauncher, hosts_and_ranks: str, ranks: int) -> RemoteJob:
+    job = remote.start("-q", "-H", hosts_and_ranks, remote.script(WAITING))
+    job.wait_for_lines(ranks, "ready")
+    return job
+
+
+def end(remote: RemoteLauncher, job: RemoteJob) -> None:
+    (remote.folder / "over").touch()
+    assert job.finish() == 0, job.said()
+
+
+def states(shown: dict[str, Any]) -> list[str]:
+    return [rank["state"] for rank in shown["ranks"]]
+
+
+@pytest.mark.parametrize(
+    ("where", "host_of"), [("h0:1,h1:2", ["h0", "h1", "h1"]), ("h1:3,h0:2", ["h1"] * 3 + ["h0"] * 2)]
+)
+def test_the_ranks_of_all_hosts_are_shown(remote: RemoteLauncher, where: str, host_of: list[str]) -> None:
+    size = len(host_of)
+    job = start(remote, where, size)
+    others = [rank for rank in range(size) if rank != 2]
+    expected = ["computes" if rank == 2 else "waits" for rank in range(size)]
+    shown = look_until(job, lambda shown: states(shown) == expected)
+    assert [rank["rank"] for rank in shown["ranks"]] == list(range(size))
+    assert [rank["host"] for rank in shown["ranks"]] == host_of
+    assert shown["elsewhere"] == {}
+    line = 1 + [("# WAIT" in text) for text in (remote.folder / "script.py").read_text().splitlines()].index(True)
+    for rank in others:
+        operation = shown["ranks"][rank]["operation"]
+        assert (operation["kind"], operation["in_group"], operation["site"]) == ("all_reduce", 4, f"script.py:{line}")
+        assert 0 < operation["for_s"] < PATIENCE_S  # by this host's clock
+        assert shown["ranks"][rank]["lag"] == 0
+    assert shown["ranks"][2]["lag"] == 1
+    assert {rank["step"] for rank in shown["ranks"]} == {2}
+    assert all(rank["resident_bytes"] > 1 << 20 for rank in shown["ranks"])
+    assert shown["ranks"][2]["cores"] > 0
+
+    table = top(job).splitlines()
+    assert f"{size} ranks on 2 hosts" in table[0]
+    assert [words.split()[:2] for words in table[2 : 2 + size]] == [[str(n), host] for n, host in enumerate(host_of)]
+    end(remote, job)
+
+
+def test_of_the_ranks_on_other_hosts_none_is_looked_at_unasked(remote: RemoteLauncher) -> None:
+    job = start(remote, "h0:1,h1:2", 3)
+    shown = look(job, "--here")
+    assert shown["ranks"] == []
+    assert shown["elsewhere"] == {"h0": [0], "h1": [1, 2]}
+    assert shown["notes"][-2:] == [
+        "rank 0 on h0: not shown, since only this host was to be looked at",
+        "ranks 1-2 on h1: not shown, since only this host was to be looked at",
+    ]
+    end(remote, job)
+
+
+def test_a_stopped_rank_and_one_that_has_ended_are_told_apart_on_another_host(remote: RemoteLauncher) -> None:
+    script = remote.script("""
+        import os, sys, time
+        import torch, phalanx
+        world = phalanx.init()
+        world.all_reduce(torch.ones(4))
+        print("ready", flush=True)
+        if world.rank != 1:
+            while not os.path.exists("over"):
+                time.sleep(0.01)
+    """)
+    job = remote.start("-q", "-H", "h0:1,h1:2", script)
+    job.wait_for_lines(3, "ready")
+    stopped = remote.wait_for_process(1, "rank-2")
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        shown = look_until(job, lambda shown: states(shown)[-1:] == ["stopped"] and 1 not in ranks_of(shown))
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert shown["elsewhere"] == {"h1": [1]}
+    assert "rank 1 on h1: not shown, since it has ended, or is in another container" in shown["notes"]
+    end(remote, job)
+
+
+def ranks_of(shown: dict[str, Any]) -> list[int]:
+    return [rank["rank"] for rank in shown["ranks"]]
+
+
+def test_a_program_that_is_not_python_is_shown_as_a_process(remote: RemoteLauncher) -> None:
+    job = remote.start("-q", "-H", "h0:1,h1:1", "sh", "-c", "echo ready; until [ -e over ]; do sleep 0.05; done")
+    job.wait_for_lines(2, "ready")
+    shown = look(job)
+    assert [(rank["host"], rank["operation"]) for rank in shown["ranks"]] == [("h0", None), ("h1", None)]
+    end(remote, job)
+
+
+def test_a_host_that_cannot_be_reached_any_more_is_named_and_the_others_are_shown(remote: RemoteLauncher) -> None:
+    starter = Path(remote.starter[0].partition("=")[2])
+    job = start(remote, "h0:1,h1:2", 3)
+    found = starter.resolve()
+    starter.unlink()
+    starter.write_text(f'#!/bin/sh\n[ "$1" = h1 ] && {{ echo "no way to h1" >&2; exit 255; }}\nexec {found} "$@"\n')
+    starter.chmod(0o755)
+    shown = look(job)
+    assert ranks_of(shown) == [0]
+    assert shown["elsewhere"] == {"h1": [1, 2]}
+    note = next(note for note in shown["notes"] if note.startswith("ranks 1-2 on h1: not shown, since"))
+    assert "no way to h1" in note
+    end(remote, job)
+
+
+def test_the_helpers_end_with_the_command(remote: RemoteLauncher) -> None:
+    job = start(remote, "h0:1,h1:2", 3)
+    before = {pid for host in (0, 1) for pid in remote.hosts.processes(host)}
+    command = [sys.executable, "-m", "phalanx", "top", str(job.process.pid), "--json", "--interval", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        while len(json.loads(watching.stdout.readline())["ranks"]) < 3:
+            pass
+        watching.send_signal(signal.SIGINT)
+        _, said = watching.communicate(timeout=PATIENCE_S)
+        assert (watching.returncode, said) == (0, b"")
+    until = time.monotonic() + PATIENCE_S
+    while left := {pid for host in (0, 1) for pid in remote.hosts.processes(host)} - before:
+        assert time.monotonic() < until, left
+        time.sleep(0.02)
+    end(remote, job)
