@@ -98,6 +98,28 @@ def test_the_ranks_of_all_hosts_are_shown(remote: RemoteLauncher, where: str, ho
     end(remote, job)
 
 
+def test_a_job_of_another_host_is_shown_from_here(remote: RemoteLauncher) -> None:
+    """The other host is this one, as for ssh to the own name: a helper must see what is seen directly."""
+    starter = remote.script("import os, sys\nos.execvp(sys.argv[2], sys.argv[2:])\n", "starter.py")
+    job = start(remote, "h0:1,h1:2", 3)
+    from_elsewhere = ("-H", "login1", "--starter", f"{sys.executable} {starter}")
+    shown = look_until(job, lambda shown: states(shown) == ["waits", "waits", "computes"])
+    same = look(job, *from_elsewhere)
+    assert [(rank["pid"], rank["host"], rank["state"], rank["lag"]) for rank in same["ranks"]] == [
+        (rank["pid"], rank["host"], rank["state"], rank["lag"]) for rank in shown["ranks"]
+    ]
+    assert same["job"] == shown["job"]
+    operation = same["ranks"][0]["operation"]
+    assert (operation["kind"], operation["in_group"]) == ("all_reduce", 4)
+    assert 0 < operation["for_s"] < PATIENCE_S
+    assert "3 ranks on 2 hosts" in top(job, *from_elsewhere)
+    command = [sys.executable, "-m", "phalanx", "top", "no-such-job", *from_elsewhere]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert refused.returncode == 2
+    assert "login1: no job no-such-job of yours runs on this host" in refused.stderr
+    end(remote, job)
+
+
 def test_of_the_ranks_on_other_hosts_none_is_looked_at_unasked(remote: RemoteLauncher) -> None:
     job = start(remote, "h0:1,h1:2", 3)
     shown = look(job, "--here")
@@ -141,7 +163,7 @@ def ranks_of(shown: dict[str, Any]) -> list[int]:
 def test_a_program_that_is_not_python_is_shown_as_a_process(remote: RemoteLauncher) -> None:
     job = remote.start("-q", "-H", "h0:1,h1:1", "sh", "-c", "echo ready; until [ -e over ]; do sleep 0.05; done")
     job.wait_for_lines(2, "ready")
-    shown = look(job)
+    shown = look_until(job, lambda shown: len(shown["ranks"]) == 2)
     assert [(rank["host"], rank["operation"]) for rank in shown["ranks"]] == [("h0", None), ("h1", None)]
     end(remote, job)
 

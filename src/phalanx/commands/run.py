@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 from dataclasses import replace as replace_in
 from typing import TYPE_CHECKING
 
@@ -24,6 +22,7 @@ from phalanx.launch.job.rank_count import COUNTED_HERE, count_ranks
 from phalanx.launch.job.rehearsal import Placement, parse_rehearsal
 from phalanx.launch.job.run_words import RunCommand
 from phalanx.launch.job.target import find_target
+from phalanx.launch.remote.starter import parse_starter
 from phalanx.system.limits import check_limits, machine_limits, raise_file_limit
 from phalanx.words import format_count, tell
 
@@ -308,7 +307,7 @@ def run(
             tell(f"note: {note}")
     launcher = _mpi_launcher(mpi)
     count = count_ranks(ranks) if ranks is not None else None
-    where, start_by = _hosts(hosts, hostfile), _starter(starter)
+    where, start_by = _hosts(hosts, hostfile), parse_starter(starter)
     if where and ranks in COUNTED_HERE:
         raise LaunchError(
             f"-n {ranks}: counts what this host has; say how many ranks each host takes: -H h1:4,h2:4, or --ppn 4"
@@ -403,19 +402,6 @@ def _allotted(ranks: int | None, ppn: int | None, *, quiet: bool) -> tuple[list[
         where = f"{format_count(len(hosts), 'host')} of {allocation.title}"
         tell(f"note: ranks run on {where}; with -H localhost:N on this one alone")
     return hosts, list(allocation.starter)
-
-
-def _starter(command: str | None) -> list[str]:
-    if command is None:
-        return []
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise LaunchError(f"--starter {command!r}: {error}") from None
-    if not words or shutil.which(words[0]) is None:
-        named = f"this host has no program {words[0]}" if words else "it names no program"
-        raise LaunchError(f"--starter {command!r}: {named}")
-    return words
 
 
 def _save_config(path: str, ctx: click.Context) -> None:

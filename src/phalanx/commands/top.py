@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from phalanx.launch.running.other_host import WatcherElsewhere
     from phalanx.launch.running.watching import Look, Watcher
 
 __all__ = ["top"]
@@ -39,9 +40,23 @@ _PATIENCE_S, _PATIENCE_ONCE_S = 1.0, 12.0
     "of this host's cores.",
 )
 @click.option("--once", is_flag=True, help="Look for one interval, print that, and end.")
-@click.option("--here", is_flag=True, help="Show the ranks of this host only, and start nothing on others.")
+@click.option("-H", "--host", metavar="HOST", help="The host on which phalanx run was called, if that is not this one.")
+@click.option(
+    "--starter",
+    metavar="COMMAND",
+    help="With -H, in place of ssh: start a program on that host by this one, called as COMMAND HOST PROGRAM ARGS...",
+)
+@click.option("--here", is_flag=True, help="Show only the ranks of the host of phalanx run; start nothing on others.")
 @click.option("--json", "as_json", is_flag=True, help="Print each look as a JSON object on a line of its own.")
-def top(job: str | None, interval_s: float, once: bool, here: bool, as_json: bool) -> None:
+def top(
+    job: str | None,
+    interval_s: float,
+    once: bool,
+    host: str | None,
+    starter: str | None,
+    here: bool,
+    as_json: bool,
+) -> None:
     """Show live how each rank of a running job is getting on. Ctrl-C ends this, and not the job.
 
     JOB is the id that phalanx list shows, or its beginning, or the process id of phalanx run; without it, the only job
@@ -52,6 +67,7 @@ def top(job: str | None, interval_s: float, once: bool, here: bool, as_json: boo
       phalanx top 3f2a --interval 5
       phalanx top --once         one table, as for a log
       phalanx top --json         for programs
+      phalanx top -H login1      a job that was started on another host
 
     \b
       state       waits: in an operation, or for the answer to a call by RPC. computes, sleeps: in none, on a core or
@@ -72,6 +88,7 @@ def top(job: str | None, interval_s: float, once: bool, here: bool, as_json: boo
 
     Ranks on other hosts are looked at there, by a helper that is started as the job was: by ssh, or by the --starter of
     phalanx run. A host that cannot be reached is named, with the reason; so are ranks that MPI has started elsewhere.
+    With -H such a helper looks at a job that was started on that host; JOB is its id there.
 
     The objects of --json have job (as of phalanx list --json), at, interval_s, ranks, elsewhere (ranks on other hosts
     that are not shown, by host), and notes. Each of ranks has rank, pid, host, state (waits, computes, sleeps, disk,
@@ -81,13 +98,11 @@ def top(job: str | None, interval_s: float, once: bool, here: bool, as_json: boo
 
     It ends when the job does. Exit codes: 0; 2 if there is no such job, or JOB fits several.
     """
-    from phalanx.launch.running.jobs import find_job
-    from phalanx.launch.running.watching import Watcher
-
-    found = find_job(job)
+    if starter is not None and host is None:
+        raise click.UsageError("--starter says how another host is reached; name that with -H")
     with contextlib.suppress(OSError):
         os.nice(10)  # where cores are scarce they are the ranks'
-    with Watcher(found, here=here) as watcher, contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), _watcher(job, host, starter, here) as watcher:
         try:
             if once:
                 watcher.look(_PATIENCE_ONCE_S)
@@ -98,12 +113,23 @@ def top(job: str | None, interval_s: float, once: bool, here: bool, as_json: boo
                     return
             else:
                 _watch(watcher, interval_s, as_json)
-            click.echo(f"job {found.id} has ended", err=as_json)
+            click.echo(f"job {watcher.id} has ended", err=as_json)
         except BrokenPipeError:  # nobody reads any more, as behind head
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter writes when it ends
 
 
-def _watch(watcher: Watcher, interval_s: float, as_json: bool) -> None:
+def _watcher(job: str | None, host: str | None, starter: str | None, here: bool) -> Watcher | WatcherElsewhere:
+    from phalanx.launch.remote.starter import parse_starter
+    from phalanx.launch.running.jobs import find_job
+    from phalanx.launch.running.other_host import WatcherElsewhere
+    from phalanx.launch.running.watching import Watcher
+
+    if host is not None:
+        return WatcherElsewhere(host, parse_starter(starter), job, here=here)
+    return Watcher(find_job(job), here=here)
+
+
+def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool) -> None:
     """Look at a job until it has ended."""
     screen = sys.stdout.isatty() and not as_json and os.environ.get("TERM", "dumb") != "dumb"
     show = _show if screen else lambda look: _print(look, as_json)

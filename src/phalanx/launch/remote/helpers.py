@@ -138,22 +138,24 @@ class Helper:
     def _line(self, until: float) -> str:
         assert self._process.stdout is not None
         while b"\n" not in self._buffer:
+            began = time.monotonic()
             readable, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
             more = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
             if not more:
-                raise self._why(in_time=bool(readable))
+                raise self._why(0.0 if readable else time.monotonic() - began)
             self._buffer += more
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode("utf-8", "replace").strip()
 
-    def _why(self, *, in_time: bool) -> Unanswered:
-        if in_time:
+    def _why(self, waited_s: float) -> Unanswered:
+        """Why there is no answer: the helper has ended, or has been waited for in vain."""
+        if not waited_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LAST_WORDS_S)
         self._errors.seek(0)
         lines = [line for line in self._errors.read().decode("utf-8", "replace").splitlines() if line.strip()]
         words = " / ".join(lines[-3:])
-        said = "its helper ended" if in_time else f"its helper did not answer in {START_S:g} s"
+        said = f"its helper did not answer in {waited_s:.0f} s" if waited_s else "its helper ended"
         remedy = next((hint for sign, hint in _HINTS if sign in words), "run the same command by hand: {command}")
         command = shlex.join(map(str, self._process.args)) if isinstance(self._process.args, list) else ""
         return Unanswered(said + f": {words}" * bool(words), remedy.format(host=self.host, command=command))

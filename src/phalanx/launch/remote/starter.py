@@ -13,16 +13,18 @@ import errno
 import fcntl
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
 
+from phalanx.errors import LaunchError
 from phalanx.launch.job.reach import is_here
 from phalanx.launch.output.failure import signal_name
 from phalanx.launch.relay.program import Program
 from phalanx.launch.remote.protocol import OTHER_VERSION, UNREACHABLE, Invitation
 
-__all__ = ["AgentProgram", "command_for"]
+__all__ = ["AgentProgram", "command_for", "parse_starter"]
 
 PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "start_agent.py")
 # ConnectTimeout covers the connection and its banner; a host that is switched off is reported after that.
@@ -55,6 +57,24 @@ def command_for(name: str, starter: Sequence[str], program: Sequence[str] = _AGE
         return [*starter, name, *program]
     # The other side is a shell, which takes one line.
     return [*_SSH, "--", name, f"exec {shlex.join(program)}"]
+
+
+def parse_starter(command: str | None) -> list[str]:
+    """The words of ``--starter``; none if it was not given.
+
+    Raises:
+        LaunchError: it is no command of a shell, or this host has no such program.
+    """
+    if command is None:
+        return []
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise LaunchError(f"--starter {command!r}: {error}") from None
+    if not words or shutil.which(words[0]) is None:
+        named = f"this host has no program {words[0]}" if words else "it names no program"
+        raise LaunchError(f"--starter {command!r}: {named}")
+    return words
 
 
 class AgentProgram(Program):

@@ -115,7 +115,7 @@ class _Host:
             except Unanswered as error:
                 why = self._fail(error)
             except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-                why = self._failed = "the helper there does not answer as this version of Phalanx does"
+                why = self._failed = "another version of Phalanx answers there; install this one"
             self.answer = None
         for rank in ranks:
             look = seen.get(rank.rank)

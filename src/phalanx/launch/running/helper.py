@@ -1,8 +1,13 @@
-"""The helper of ``phalanx top`` on a host: it looks at the ranks there, for who asks from another host.
+"""The helper of ``phalanx top`` on a host: it looks there, for who asks from another host.
 
-Its question is ``look``: of which job (``run_id``), and at which ranks (``ranks``: of each its number, its process and
-its part of the host's trace). It answers with when it looked (``at_ns``, on the host's monotonic clock), with what it
-has found (``looks``), and with the ranks that it does not see (``unseen``).
+- ``look`` asks for ranks of a job whose launcher is elsewhere: which job (``run_id``), and which ranks (``ranks``: of
+  each its number, its process and its part of the host's trace). It is answered with what was found (``looks``).
+- ``find`` asks for a job whose launcher is here, by its name (``name``). It is answered with the launcher's process
+  (``pid``) and the job's id (``id``), or with why there is no such job (``refused``).
+- ``watch`` asks for a look at that job (``pid``), with its ranks on other hosts unless ``here`` says otherwise. It is
+  answered with the look (``look``), which is null if the job has ended.
+
+An answer to ``look`` and ``watch`` says when that was, on the host's monotonic clock (``at_ns``).
 """
 
 from __future__ import annotations
@@ -13,15 +18,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from phalanx.errors import LaunchError
 from phalanx.launch.remote.helping import serve
-from phalanx.launch.running.jobs import RankProcess
+from phalanx.launch.running.jobs import RankProcess, find_job
 from phalanx.launch.running.looking import RanksHere
+from phalanx.launch.running.watching import Watcher
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import start_of
 
 __all__: list[str] = []
 
 _watched: dict[str, RanksHere] = {}
+_watchers: dict[int, Watcher] = {}
 _starts: dict[tuple[str, int], int] = {}  # of the processes that have been seen, so that one that ends is known
 
 
@@ -32,15 +40,31 @@ def _look(run_id: str, ranks: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
         if _starts.get((run_id, pid), 0) == 0:
             _starts[run_id, pid] = start_of(pid)
     processes = [RankProcess(rank, pid, _starts[run_id, pid], host, part) for rank, pid, part in ranks]
-    looks, unseen = here.look(processes)
+    looks, _ = here.look(processes)
     return {
         "at_ns": time.monotonic_ns(),
         "looks": [look.to_json() for look in looks],
-        "unseen": [process.rank for process in unseen],
     }
+
+
+def _find(name: str | None) -> dict[str, Any]:
+    try:
+        job = find_job(name)
+        return {"pid": job.pid, "id": job.id}
+    except LaunchError as error:
+        return {"refused": str(error)}
+
+
+def _watch(pid: int, here: bool, patience_s: float) -> dict[str, Any]:
+    if pid not in _watchers:
+        _watchers[pid] = Watcher(find_job(str(pid)), here=here)
+    look = _watchers[pid].look(patience_s)
+    return {"at_ns": time.monotonic_ns(), "look": None if look is None else look.to_json()}
 
 
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
         os.nice(10)  # where cores are scarce they are the ranks'
-    serve({"look": _look})
+    serve({"look": _look, "find": _find, "watch": _watch})
+    for watcher in _watchers.values():
+        watcher.close()

@@ -19,7 +19,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -109,6 +109,19 @@ class RunningJob:
     def runs(self) -> bool:
         """Whether its launcher still runs."""
         return start_of(self.pid) == self.start
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RunningJob:
+        """The job of which ``dataclasses.asdict`` has made these values.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it has not.
+        """
+        found = dict(values)
+        found["processes"] = tuple(checked(RankProcess, rank) for rank in found.get("processes", ()))
+        for name in ("arguments", "hosts", "starter"):
+            found[name] = tuple(found[name])
+        return checked(cls, found)
 
     def again(self) -> RunningJob | None:
         """The same job, as its launcher describes it now; None if it has ended."""
@@ -221,10 +234,7 @@ def _read(path: str) -> RunningJob | None:
         for line in lines:
             if line.endswith(b"\n"):
                 values |= read_json(line)
-        values["processes"] = tuple(checked(RankProcess, rank) for rank in values.get("processes", ()))
-        for name in ("arguments", "hosts", "starter"):
-            values[name] = tuple(values[name])
-        return checked(RunningJob, values)
+        return RunningJob.from_json(values)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None  # of another version of Phalanx, or no description
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from phalanx.launch.running.elsewhere import Elsewhere, RanksElsewhere
 from phalanx.launch.running.jobs import RankProcess, RunningJob
 from phalanx.launch.running.looking import RanksHere
 from phalanx.launch.running.rank_look import RankLook
 from phalanx.system import processes
+from phalanx.system.foreign_values import checked
 from phalanx.watch.pace import GroupKey, Pace
 
 __all__ = ["Look", "Watcher"]
@@ -36,6 +38,35 @@ class Look:
     hidden: Mapping[int, tuple[str, str]]
     launcher: str
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, from which :meth:`from_json` makes the same look."""
+        return {
+            "job": asdict(self.job),
+            "at": self.at,
+            "interval_s": self.interval_s,
+            "ranks": [look.to_json() for look in self.ranks],
+            "hidden": [[rank, host, why] for rank, (host, why) in self.hidden.items()],
+            "launcher": self.launcher,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], later_ns: int) -> Look:
+        """See :meth:`to_json`.
+
+        Args:
+            values: the plain values.
+            later_ns: how much this host's monotonic clock is ahead of that of the host where the look was taken.
+
+        Raises:
+            ValueError, TypeError, KeyError, IndexError, AttributeError: they were not made by :meth:`to_json`.
+        """
+        made = {
+            "job": RunningJob.from_json(values["job"]),
+            "ranks": _with_lags([RankLook.from_json(look, later_ns) for look in values["ranks"]]),
+            "hidden": {int(rank): (str(host), str(why)) for rank, host, why in values["hidden"]},
+        }
+        return checked(cls, {**values, **made})
+
 
 class Watcher:
     """One who looks at a job again and again. Use as a context manager, or call :meth:`close`.
@@ -55,6 +86,11 @@ class Watcher:
         job = self.job
         self._ranks = RanksHere(job.run_id, (job.pid, job.trace) if job.trace >= 0 else None)
         self._others = RanksElsewhere(job.run_id, job.starter, len(job.hosts))
+
+    @property
+    def id(self) -> str:
+        """The name by which users call the job."""
+        return self.job.id
 
     def __enter__(self) -> Watcher:
         return self
