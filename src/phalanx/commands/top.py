@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["top"]
 
-# The share of this host's cores that looking may use, so that the job does not notice.
-_MOST_CORES = 0.0025
 # The first table comes after so long, if the interval is longer.
 _FIRST_S = 0.5
 # For how long other hosts' answers are waited for: by one look among many, and by the only one. A host that is off
@@ -37,7 +35,7 @@ _PATIENCE_S, _PATIENCE_ONCE_S = 1.0, 12.0
     show_default=True,
     metavar="S",
     help="The time between two looks, over which rates are measured. It grows if looking would need more than 0.25 % "
-    "of this host's cores.",
+    "of a host's cores.",
 )
 @click.option("--once", is_flag=True, help="Look for one interval, print that, and end.")
 @click.option("-H", "--host", metavar="HOST", help="The host on which phalanx run was called, if that is not this one.")
@@ -131,6 +129,8 @@ def _watcher(job: str | None, host: str | None, starter: str | None, here: bool)
 
 def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool) -> None:
     """Look at a job until it has ended."""
+    from phalanx.launch.running.looking import pause_after_s
+
     screen = sys.stdout.isatty() and not as_json and os.environ.get("TERM", "dumb") != "dumb"
     show = _show if screen else lambda look: _print(look, as_json)
     last: Look | None = None
@@ -148,7 +148,7 @@ def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool
             last = look
             show(look)
             used_s = time.process_time() - used_s
-            pause_s = max(interval_s, used_s / (_MOST_CORES * (os.cpu_count() or 1)))
+            pause_s = max(interval_s, pause_after_s(used_s), watcher.pause_s)
     finally:
         if screen:
             sys.stdout.write("\x1b[?25h\x1b[?1049l")

@@ -25,10 +25,12 @@ class Elsewhere:
     Attributes:
         looks: at the ranks that they see.
         why: of each rank that is not seen, why.
+        pause_s: how long those hosts are to be left alone before the next look.
     """
 
     looks: list[RankLook] = field(default_factory=list)
     why: dict[int, str] = field(default_factory=dict)
+    pause_s: float = 0.0
 
 
 class RanksElsewhere:
@@ -111,6 +113,7 @@ class _Host:
                 said = self.answer.result()
                 looks = [RankLook.from_json(look, said["later_ns"]) for look in said["looks"]]
                 seen = {look.rank: look for look in looks}
+                found.pause_s = max(found.pause_s, float(said["pause_s"]))
                 why = "it has ended, or is in another container"
             except Unanswered as error:
                 why = self._fail(error)

@@ -7,7 +7,8 @@
 - ``watch`` asks for a look at that job (``pid``), with its ranks on other hosts unless ``here`` says otherwise. It is
   answered with the look (``look``), which is null if the job has ended.
 
-An answer to ``look`` and ``watch`` says when that was, on the host's monotonic clock (``at_ns``).
+An answer to ``look`` and ``watch`` says when that was, on the host's monotonic clock (``at_ns``), and how long to wait
+before the next one (``pause_s``), so that looking takes little of the host's time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from phalanx.errors import LaunchError
 from phalanx.launch.remote.helping import serve
 from phalanx.launch.running.jobs import RankProcess, find_job
-from phalanx.launch.running.looking import RanksHere
+from phalanx.launch.running.looking import RanksHere, pause_after_s
 from phalanx.launch.running.watching import Watcher
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import start_of
@@ -34,6 +35,7 @@ _starts: dict[tuple[str, int], int] = {}  # of the processes that have been seen
 
 
 def _look(run_id: str, ranks: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    began_s = time.process_time()
     here = _watched.setdefault(run_id, RanksHere(run_id))
     host = machine_name()
     for _, pid, _ in ranks:
@@ -41,10 +43,9 @@ def _look(run_id: str, ranks: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
             _starts[run_id, pid] = start_of(pid)
     processes = [RankProcess(rank, pid, _starts[run_id, pid], host, part) for rank, pid, part in ranks]
     looks, _ = here.look(processes)
-    return {
-        "at_ns": time.monotonic_ns(),
-        "looks": [look.to_json() for look in looks],
-    }
+    values = [look.to_json() for look in looks]
+    pause_s = pause_after_s(time.process_time() - began_s)
+    return {"at_ns": time.monotonic_ns(), "pause_s": pause_s, "looks": values}
 
 
 def _find(name: str | None) -> dict[str, Any]:
@@ -58,8 +59,11 @@ def _find(name: str | None) -> dict[str, Any]:
 def _watch(pid: int, here: bool, patience_s: float) -> dict[str, Any]:
     if pid not in _watchers:
         _watchers[pid] = Watcher(find_job(str(pid)), here=here)
-    look = _watchers[pid].look(patience_s)
-    return {"at_ns": time.monotonic_ns(), "look": None if look is None else look.to_json()}
+    watcher, began_s = _watchers[pid], time.process_time()
+    look = watcher.look(patience_s)
+    values = None if look is None else look.to_json()
+    pause_s = max(watcher.pause_s, pause_after_s(time.process_time() - began_s))
+    return {"at_ns": time.monotonic_ns(), "pause_s": pause_s, "look": values}
 
 
 if __name__ == "__main__":

@@ -19,11 +19,18 @@ from phalanx.system.process_use import ProcessUse, process_use
 from phalanx.watch.pace import Pace, PaceOfRank
 from phalanx.watch.records import open_own_recorder
 
-__all__ = ["RanksHere"]
+__all__ = ["RanksHere", "pause_after_s"]
 
 # A rank in no operation that has had less of a core than this does not compute.
 _COMPUTES_CORES = 0.02
+# The share of a host's cores that looking may use, so that the job does not notice.
+_MOST_CORES = 0.0025
 _STATES = {"T": "stopped", "t": "debugged", "D": "disk"}
+
+
+def pause_after_s(used_s: float) -> float:
+    """How long to wait before the next look, if one has taken so much time on a core of this host."""
+    return used_s / (_MOST_CORES * (os.cpu_count() or 1))
 
 
 class RanksHere:

@@ -27,6 +27,7 @@ class WatcherElsewhere:
 
     Attributes:
         id: the name by which users call the job.
+        pause_s: how long the job's hosts are to be left alone before the next look.
 
     Raises:
         LaunchError: the host cannot be reached, or has no such job.
@@ -34,6 +35,7 @@ class WatcherElsewhere:
 
     def __init__(self, host: str, starter: Sequence[str], name: str | None, *, here: bool) -> None:
         self._host, self._only_there = host, here
+        self.pause_s = 0.0
         try:
             self._helper = Helper(host, starter, _HELPER)
         except Unanswered as error:
@@ -74,6 +76,7 @@ class WatcherElsewhere:
             said: dict[str, Any] = self._helper.ask(
                 "watch", patience_s + _ANSWER_S, pid=self._pid, here=self._only_there, patience_s=patience_s
             )
+            self.pause_s = float(said["pause_s"])
             # Its way here is not known, so what it found seems to be as old as it was when it was sent.
             later_ns = time.monotonic_ns() - int(said["at_ns"])
             return None if said["look"] is None else Look.from_json(said["look"], later_ns)

@@ -74,10 +74,14 @@ class Watcher:
     Args:
         job: the job.
         here: look at the ranks of this host only.
+
+    Attributes:
+        pause_s: how long the other hosts are to be left alone before the next look.
     """
 
     def __init__(self, job: RunningJob, *, here: bool = False) -> None:
         self.job = job
+        self.pause_s = 0.0
         self._here = here
         self._before_ns = 0
         self._open()
@@ -119,6 +123,7 @@ class Watcher:
         looks, unseen = self._ranks.look(job.processes)
         asked = [] if self._here else [rank for rank in unseen if rank.host != job.host and rank.reach]
         others = self._others.look(asked, patience_s) if asked else Elsewhere()
+        self.pause_s = others.pause_s
         looks = sorted([*looks, *others.looks], key=lambda look: look.rank)
         seen = {look.rank for look in looks}
         hidden = {
