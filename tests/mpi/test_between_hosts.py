@@ -121,3 +121,25 @@ def test_a_rank_that_is_killed_ends_the_job(hosts: TestHosts, mpi: MpiEnvironmen
     code, out = run(hosts, mpi, tmp_path, "killed", PHALANX_ENGINE="mpi")
     assert code != 0
     assert "is done" not in out
+
+
+def sent(hosts: TestHosts, interface: str) -> list[int]:
+    """The bytes that each host with ranks has sent over an interface."""
+    counters = [Path(f"/proc/{hosts.holder(host)}/net/dev").read_text().splitlines() for host in COMPUTE]
+    return [int(line.split()[9]) for lines in counters for line in lines if line.split()[0] == f"{interface}:"]
+
+
+def test_mpi_keeps_to_the_interface_that_the_user_chose(hosts: TestHosts, mpi: MpiEnvironment, tmp_path: Path) -> None:
+    """MPI's messages go over the second network, and what starts the ranks over the first."""
+    hosts.add_network("fast0", "10.213.78")
+    try:
+        before = sent(hosts, "fast0")
+        # By libfabric: UCX reads /sys, in which these hosts see this machine's interfaces.
+        own = {"MPIR_CVAR_CH4_NETMOD": "ofi", "PHALANX_ENGINE": "mpi", "PHALANX_INTERFACE": "fast0"}
+        code, out = run(hosts, mpi, tmp_path, "done", **own)
+        assert code == 0, out
+        # Each host's half of the result of the largest all_reduce has to reach the other one.
+        for now, then in zip(sent(hosts, "fast0"), before, strict=True):
+            assert now - then > 3_000_000 * 4 / 2, out
+    finally:
+        hosts.remove_network("fast0")

@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 from phalanx import settings
 from phalanx.errors import InitializationError, LaunchError
@@ -83,6 +84,13 @@ def interface_speed_mbit(name: str) -> int:
 def describe_interfaces() -> str:
     """This host's interfaces and their addresses, for people: ``lo 127.0.0.1, eth0 10.0.0.3``."""
     return ", ".join(f"{name} {' '.join(addresses) or '-'}" for name, addresses in interface_addresses().items())
+
+
+def ucx_devices(interface: str) -> str:
+    """An interface as UCX_NET_DEVICES names it: its InfiniBand or RoCE adapters if it has any, and itself, for TCP."""
+    adapters = Path("/sys/class/net") / interface / "device" / "infiniband"
+    fast = [f"{adapter.name}:1" for adapter in sorted(adapters.iterdir())] if adapters.is_dir() else []
+    return ",".join([*fast, interface])
 
 
 def chosen_interface(environment: Mapping[str, str] | None = None) -> tuple[str, list[str]] | None:

@@ -29,7 +29,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-from phalanx.system.interfaces import chosen_interface, interface_addresses, outward_address
+from phalanx.system.interfaces import chosen_interface, interface_addresses, outward_address, ucx_devices
 
 __all__ = [
     "BUSY",
@@ -291,10 +291,7 @@ def _variables_at_loading() -> Iterator[None]:
 def devices() -> str:
     """The devices that UCX may use, as UCX_NET_DEVICES has them: those of the interface over which the ranks talk."""
     chosen = chosen_interface()
-    name = chosen[0] if chosen is not None else _interface_of(outward_address())
-    adapters = Path("/sys/class/net") / name / "device" / "infiniband"
-    fast = [f"{adapter.name}:1" for adapter in sorted(adapters.iterdir())] if adapters.is_dir() else []
-    return ",".join([*fast, name])
+    return ucx_devices(chosen[0] if chosen is not None else _interface_of(outward_address()))
 
 
 def _interface_of(address: str) -> str:

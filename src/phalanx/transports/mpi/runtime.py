@@ -26,6 +26,7 @@ from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.native.core import library
 from phalanx.place.launchers import MPI_SIZES
+from phalanx.transports.mpi.interface import tell_libraries
 from phalanx.transports.mpi.notices import Notices
 
 __all__ = ["MISSING", "Runtime", "running", "start"]
@@ -59,6 +60,7 @@ class Runtime:
         self._pid = os.getpid()
         self._owned = not mpi.Is_initialized()
         if self._owned:
+            tell_libraries(os.environ)
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
         self._require_threads()
         self._core = library()
