@@ -54,7 +54,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 18
+ABI = 19
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -236,6 +236,11 @@ def library() -> ctypes.CDLL:
         ("phx_crossing", None, [comm, POINTER(Crossing)]),
         ("phx_tells_crossing", c_int, [comm]),
         ("phx_break_crossed", None, [comm]),
+        ("phx_pairs_open", c_void_p, []),
+        ("phx_pairs_close", None, [c_void_p]),
+        ("phx_line_now", c_uint32, [c_uint64]),
+        ("phx_pairs_meet", c_int, [c_void_p, c_uint32, c_uint32, POINTER(Crossing)]),
+        ("phx_pairs_settled", c_int, [c_void_p]),
         ("phx_recorder_open", c_void_p, [c_int, c_uint64, c_uint32, c_int32, c_uint32]),
         ("phx_recorder_names", None, [c_uint32, c_int32, c_uint32]),
         ("phx_recorder_mark", None, [c_int32, c_uint32]),

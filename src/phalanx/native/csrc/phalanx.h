@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 18
+#define PHX_ABI 19
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -186,6 +186,23 @@ PHX_API int phx_tells_crossing(phx_comm *comm);
 
 /* Break the group with PHX_MISMATCH at the call that this rank has made last, because of what phx_crossing() said. */
 PHX_API void phx_break_crossed(phx_comm *comm);
+
+/* The same for two ranks that share no memory, and tell each other their lines: what has met in the calls of this rank
+ * and one other. One thread at a time uses it. NULL if there is no memory. */
+typedef struct phx_line_pairs phx_line_pairs;
+PHX_API phx_line_pairs *phx_pairs_open(void);
+PHX_API void phx_pairs_close(phx_line_pairs *pairs);
+
+/* From which line the collective was called that this thread is in, in 16 bits that every process of this program counts
+ * alike; 0 if that is not known. `call` is the same number on all ranks that make the same call. */
+PHX_API uint32_t phx_line_now(uint64_t call);
+
+/* Note that this thread's collective has met one of the other rank, from these lines; neither is 0. Returns PHX_CROSSED
+ * if two lines are crossed now, and says in `out` which, but for the peer; else PHX_OK. */
+PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out);
+
+/* Whether calls from equal lines need not be noted. */
+PHX_API int phx_pairs_settled(const phx_line_pairs *pairs);
 
 /* -- heartbeat ---------------------------------------------------------------------------------------------------- */
 

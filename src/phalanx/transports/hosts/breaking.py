@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.asking import Questions, aside
+from phalanx.transports.hosts.crossing import Crossed
 from phalanx.transports.hosts.guard import Guard, Messages
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
@@ -231,7 +232,7 @@ class Reason:
     def _found(self, error: BaseException, of_message: bool) -> Fact | None:
         """The reason that an error of this rank is; None if it may be a consequence of what another has found."""
         where = self._layout.name(self._rank)
-        if isinstance(error, (Differs, CollectiveMismatch)):
+        if isinstance(error, (Differs, Crossed, CollectiveMismatch)):
             at = -1 if of_message else self._guard.calls - self.history.is_late()
             return {**self._fact("differs", "", -1), "at": at}
         if isinstance(error, CollectiveTimeout) and of_message:

@@ -26,6 +26,7 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.hosts.breaking import Differs, Reason
 from phalanx.transports.hosts.bulk import Bulk
+from phalanx.transports.hosts.crossing import Crossed, Lines
 from phalanx.transports.hosts.early_receives import EarlyReceives
 from phalanx.transports.hosts.exchanging import Exchanging
 from phalanx.transports.hosts.frames import Frames
@@ -79,7 +80,7 @@ class HostsCommunicator(Communicator):
         self._local = local
         self._engine = engine
         sizes = sizes or Sizes.among(len(layout.hosts))
-        frames = Frames(engine, layout.hosts, layout.host, sizes.frame_bytes) if layout.leader else None
+        frames = self._frames(sizes.frame_bytes) if layout.leader else None
         self._frame_bytes = sizes.frame_bytes
         self._small = Small(layout, local, frames)
         early = EarlyReceives(engine)
@@ -111,6 +112,13 @@ class HostsCommunicator(Communicator):
         except BaseException:
             reason.close()
             raise
+
+    def _frames(self, nbytes: int) -> Frames:
+        layout, local = self._layout, self._local
+        tells = local.tells_crossing if isinstance(local, SharedMemoryCommunicator) else lambda: True
+        others = {host: members[0] for host, members in enumerate(layout.hosts) if host != layout.host}
+        lines = Lines(self.rank, {} if layout.host else others, tells)
+        return Frames(self._engine, layout.hosts, layout.host, nbytes, lines)
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
         return reducible(dtype, op)
@@ -331,7 +339,9 @@ class _Call:
         if error is None or error is self._error:
             self._reason.end()
             return
-        self._error = self._reason.error(error, self.text(), self.timeout_s)
+        crossed = str(error) if isinstance(error, Crossed) else self._local.crossed if self._local is not None else ""
+        text = f"{self.text()} ({crossed})" if crossed else self.text()
+        self._error = self._reason.error(error, text, self.timeout_s)
         self._reason.end()
         if self._error is not error:
-            raise self._error from (None if isinstance(error, (Differs, TransferFailed)) else error)
+            raise self._error from (None if isinstance(error, (Crossed, Differs, TransferFailed)) else error)

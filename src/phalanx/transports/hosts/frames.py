@@ -1,4 +1,4 @@
-"""What the leaders of the hosts tell each other in each collective: which call it is, and a little of its data.
+"""What the leaders of the hosts tell each other in each collective: the call, its line, and a little of its data.
 
 A frame is a number that is equal for equal calls, followed by data for the other host if that is small. A leader tells
 the engine where the next frame of another leader goes before it sends its own, which that one needs before it can go
@@ -17,11 +17,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from phalanx.transports.hosts.crossing import Lines
 from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer
 
 __all__ = ["Data", "Frames"]
 
-_HEAD = struct.Struct("<QqQ")  # the number of the frame, that of the call, and the bytes of data
+# The number of the frame, that of the call, the bytes of data, and the line of the program that makes the call.
+_HEAD = struct.Struct("<QqQH")
 _HEAD_BYTES = 64  # so that the data is aligned
 _TAG = 0
 _TAIL_TAG = 4  # and the next ones, for each further piece of a long frame
@@ -53,9 +55,10 @@ class Frames:
         hosts: the group ranks of each host, of which the first is the leader.
         host: this leader's host.
         nbytes: the most data that one host sends another in a frame.
+        lines: compares the lines of calls.
     """
 
-    def __init__(self, engine: Engine, hosts: Sequence[Sequence[int]], host: int, nbytes: int) -> None:
+    def __init__(self, engine: Engine, hosts: Sequence[Sequence[int]], host: int, nbytes: int, lines: Lines) -> None:
         self._engine = engine
         self._peers = {number: members[0] for number, members in enumerate(hosts) if number != host}
         # Before the data of an all_to_all there are the sizes of all its parts. All hosts cut frames into equal pieces.
@@ -67,7 +70,8 @@ class Frames:
         self._coming: list[list[Transfer]] = []  # of the frames to come, in their order
         self._tails: dict[tuple[int, int], tuple[torch.Tensor, Transfer]] = {}  # by host, and where they belong
         self._sent: list[Transfer] = []
-        self._count = self._call = 0
+        self._lines = lines
+        self._count = self._call = self._line = 0
 
     def exchange(self, call: int, data: Mapping[int, Data]) -> tuple[bool, dict[int, int]]:
         """:meth:`begin`, and what :meth:`end` returns."""
@@ -81,6 +85,7 @@ class Frames:
             call: a number that is equal for equal calls.
             data: for other hosts, by their numbers, at most ``nbytes`` each. The same may be for several.
         """
+        self._line = self._lines.own(call)
         frames: dict[Data, tuple[_Memory, int]] = {}
         while len(self._coming) < 2:
             self._listen()
@@ -97,18 +102,23 @@ class Frames:
         Returns:
             Whether all have made the same call; and of each other host the address of what it sent. That is valid
             until the next exchange, and what follows after the data is undefined.
+
+        Raises:
+            Crossed: the calls are the same, and their lines show that they do not belong together.
         """
         for transfer in (*self._coming.pop(0), *self._sent):
             transfer.wait()
         self._sent.clear()
-        same, parts = True, {}
+        same, parts, lines = True, {}, {}
         for number, memory in self._incoming[self._count % 2].items():
-            count, call, nbytes = _HEAD.unpack_from(memory.head)
+            count, call, nbytes, lines[number] = _HEAD.unpack_from(memory.head)
             if count != self._count or call != self._call:
                 same = False  # a count out of step only a mistake of this file could bring about
             self._join(number, memory, _HEAD_BYTES + nbytes)
             parts[number] = memory.address + _HEAD_BYTES
         self._count += 1
+        if same:
+            self._lines.meet(self._line, lines)
         return same, parts
 
     def _memory(self) -> _Memory:
@@ -120,7 +130,7 @@ class Frames:
             self._outgoing.append(self._memory())
         memory = self._outgoing[number]
         address, nbytes = data
-        _HEAD.pack_into(memory.head, 0, self._count, call, nbytes)
+        _HEAD.pack_into(memory.head, 0, self._count, call, nbytes, self._line)
         if nbytes:
             ctypes.memmove(memory.address + _HEAD_BYTES, address, nbytes)
         return memory, _HEAD_BYTES + nbytes

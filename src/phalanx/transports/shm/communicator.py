@@ -16,7 +16,7 @@ from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import COLLECTIVES, Communicator, Message
 from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
-from phalanx.transports.shm.crossing import begin_to_compare, judge
+from phalanx.transports.shm.crossing import begin_to_compare, judge, tells
 from phalanx.transports.shm.explanation import explain, left_text
 from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
 from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
@@ -68,6 +68,7 @@ class SharedMemoryCommunicator(Communicator):
             are the user's own.
         outer_error: makes the error of a message of what this group knows of its end, and of the message with its line,
             where the group is a part of a larger one; else None.
+        crossed: which lines this rank has found crossed, if that is an error that the user wants.
         meeting: the name of the meeting at which the ranks made it: equal on every rank, and of no other meeting.
 
     Raises:
@@ -105,6 +106,7 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox = Mailbox(self._comm, self._signals, self._explain_message, self._names)
         self.set_timeout(timeout)
         tell_how_the_script_ends()
+        self.crossed = ""
         self.part_of: Callable[[], str] | None = None
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
@@ -131,6 +133,10 @@ class SharedMemoryCommunicator(Communicator):
                 if len(text.encode()) < TEXT_BYTES:
                     self._core.phx_describe(comm, text.encode())
                 self._core.phx_abort(comm)
+
+    def tells_crossing(self) -> bool:
+        """Whether this rank is to tell the user of crossed lines: the first one that asks."""
+        return tells(self._comm)
 
     def breakage(self) -> str | None:
         """None while the group is whole; then what a rank has given to :meth:`abort_because`, empty if none has."""
@@ -375,10 +381,10 @@ class SharedMemoryCommunicator(Communicator):
 
     def _raise(self, status: int, name: str, text: str) -> None:
         if status == Status.CROSSED:
-            crossed = judge(self._comm, self.rank, self._names)
-            if not crossed:
+            self.crossed = judge(self._comm, self.rank, self._names)
+            if not self.crossed:
                 return
-            self._core.phx_describe(self._comm, f"{text} at {call_site()} ({crossed})".encode()[: TEXT_BYTES - 1])
+            self._core.phx_describe(self._comm, f"{text} at {call_site()} ({self.crossed})".encode()[: TEXT_BYTES - 1])
         elif status < BROKEN_FROM:
             raise BackendError(
                 f"the core refused {name} on rank {self.rank} (status {status}): a rank that the group does not have, "

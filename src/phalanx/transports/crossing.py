@@ -1,0 +1,97 @@
+"""Two ranks of a group that have called two lines in different orders: a mistake that equal calls hide.
+
+The core notices it (``native/csrc/line_pairs.h`` has the rule). What is left to decide is whether the two lines are two
+arms of one branch, which ranks may well take in turns; and whether the user wants a warning or an error.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from phalanx import settings
+from phalanx.errors import InitializationError
+from phalanx.native.core import Crossing
+from phalanx.watch.call_site import CallSite, text_of
+from phalanx.watch.program_text import are_alternatives, call_text_at
+from phalanx.watch.recorder import place_of
+from phalanx.words import tell
+
+__all__ = ["MOST_JUDGED", "CrossedLines", "Wish", "crossed_lines"]
+
+# Crossed lines of a group that turn out to be arms of one branch: how many are judged where a warning is all that could
+# come of it.
+MOST_JUDGED = 64
+_REMEDY = "An `if` that depends on the rank, or loops of different lengths?"
+
+
+class Wish:
+    """What the user wants to happen: a value of ``PHALANX_CALL_SITES``."""
+
+    IGNORE, WARN, ERROR = "ignore", "warn", "error"
+
+    @staticmethod
+    def read() -> str:
+        """The user's.
+
+        Raises:
+            InitializationError: the variable has another value.
+        """
+        said = os.environ.get(settings.CALL_SITES, "").lower() or Wish.WARN
+        if said not in (Wish.IGNORE, Wish.WARN, Wish.ERROR):
+            raise InitializationError(
+                f"{settings.CALL_SITES}={os.environ[settings.CALL_SITES]} is none of {Wish.WARN}, {Wish.ERROR} and "
+                f"{Wish.IGNORE}"
+            )
+        return said
+
+
+@dataclass(frozen=True)
+class CrossedLines:
+    """What two ranks have called in different orders, in words that are the same on both.
+
+    Attributes:
+        low, high: the ranks.
+        calls: the two lines, each with which call of either rank it was.
+    """
+
+    low: int
+    high: int
+    calls: tuple[tuple[CallSite | None, str], ...]
+
+    def briefly(self) -> str:
+        """``train.py:12 was call #7 of rank 0 and #8 of rank 1, train.py:14 was call #8 of …``."""
+        return ", ".join(sorted(f"{os.path.basename(text_of(site))} {call}" for site, call in self.calls))
+
+    def warn(self) -> None:
+        """Tell the user, once for a group."""
+        tell(
+            f"warning: ranks {self.low} and {self.high} of a group make the same calls in different orders, or one has "
+            "left out a call, so tensors may meet that do not belong together:\n"
+            + "\n".join(sorted(f"  {_place(site)} {call}" for site, call in self.calls))
+            + f"\n{_REMEDY} {settings.CALL_SITES}=error (phalanx run --strict) makes this an error; if it is meant, "
+            f"{settings.CALL_SITES}=ignore says nothing"
+        )
+
+
+def crossed_lines(found: Crossing, own: int, peer: int) -> CrossedLines | None:
+    """What the core has found; None if the lines are two arms of one branch.
+
+    Args:
+        found: what that is; its ``peer`` is not read.
+        own, peer: what to call this rank and the other one.
+    """
+    sites = [place_of(line) for line in found.lines]
+    if sites[0] is not None and sites[1] is not None and are_alternatives(sites[0], sites[1]):
+        return None
+    (low, of_low), (high, of_high) = sorted(((own, found.mine), (peer, found.theirs)))
+    calls = (
+        f"was call #{first} of rank {low} and #{second} of rank {high}"
+        for first, second in zip(of_low, of_high, strict=True)
+    )
+    return CrossedLines(low, high, tuple(zip(sites, calls, strict=True)))
+
+
+def _place(site: CallSite | None) -> str:
+    text = call_text_at(site) if site is not None else ""
+    return f"{text} at {text_of(site)}" if text else text_of(site)
