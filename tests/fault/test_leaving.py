@@ -272,7 +272,7 @@ def test_a_rank_that_execs_is_named(size: int) -> None:
 
 # -- the last call -----------------------------------------------------------------------------------------------------
 
-LAST_CALLS_S = 100.0  # a rank that leaves would wait a second for the others, which a busy machine may hold up for longer
+LAST_CALLS_S = 100.0  # a rank that leaves would wait a second for the others, and a busy machine holds them up longer
 
 
 def wait_long_for_last_calls() -> None:

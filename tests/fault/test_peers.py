@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.waiting import when_waiting
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, InitializationError, PeerLost
@@ -291,10 +292,9 @@ def test_an_interrupt_ends_a_collective_that_waits(asynchronous: bool) -> None:
             with pytest.raises(PeerLost, match="was interrupted"):
                 dist.all_reduce(torch.ones(1))
             return True
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
             if asynchronous:
                 dist.all_reduce(torch.ones(1), async_op=True).wait()
             else:
