@@ -49,8 +49,8 @@ SCRIPT = """
         os.kill(pid, signal.SIGSTOP)
 
     def hold():
-        ended = f"touch {folder}/answers_nothing; n=0; while [ ! -e {folder}/go_on -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
-        ctypes.PyDLL(None).system(ended.encode())
+        ended = f"n=0; while [ ! -e {folder}/go_on -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
+        ctypes.PyDLL(None).system(f"touch {folder}/answers_nothing; {ended}".encode())
 
     def number(tensor):
         return tensor.numel()
