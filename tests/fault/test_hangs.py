@@ -90,10 +90,16 @@ HANGS = {
     ),
     "stopped in the operation": (
         """
+        from phalanx.watch import recorder, records
+        pids = world.all_gather_object(os.getpid())
+        def stop_in_it():
+            while not any(record.under_way for record in records.read_memory(recorder.own_memory()).records):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGSTOP)
         if rank == 1:
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
-        if rank == 0:
-            time.sleep(1.5)
+            threading.Thread(target=stop_in_it).start()
+        while rank == 0 and open(f"/proc/{pids[1]}/stat").read().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
         world.all_reduce(torch.ones(1 << 20))  # WAIT
         """,
         r"rank 1 is stopped \(state T\), in all_reduce #\d+ at WAIT; ranks 0, 2 wait for it in all_reduce #\d+ at WAIT",
@@ -292,7 +298,8 @@ def interrupted_after(job: RunningJob, folder: Path, expected: str, errors: Path
     """
 
     def verdicts() -> list[str]:
-        return [json.loads(path.read_text())["verdict"] for path in sorted(folder.glob("hang-*.json"))]
+        files = sorted(folder.glob("hang-*.json"), key=lambda path: int(path.stem.split("-")[1]))
+        return [json.loads(path.read_text())["verdict"] for path in files]
 
     def is_there() -> bool:
         found = any(re.match(expected, verdict) for verdict in verdicts())

@@ -119,7 +119,8 @@ def test_a_call_of_cpp_that_stalls_is_named_and_counts_for_no_later_call(
         rf"{others} for it in all_reduce #3 at {place(script, 'WAIT')}"
     )
     wait_for(lambda: says(first), complaint=lambda: str([report["verdict"] for report in reports()]))
-    recording = next(rank["recording"] for rank in reports()[-1]["ranks"] if rank["rank"] == 0)
+    report = next(report for report in reports() if re.fullmatch(first, report["verdict"]))
+    recording = next(rank["recording"] for rank in report["ranks"] if rank["rank"] == 0)
     assert recording["records"][-1][recording["fields"].index("nbytes")] == nbytes
     go_on.touch()
     second = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, run_ranks
+from tests.support.waiting import await_end, when_waiting
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import phalanx
@@ -26,7 +26,7 @@ def killed_after_a_call() -> None:
 
 
 def killed_in_a_call() -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0.3)  # SIGALRM ends the process
+    when_waiting(lambda: os.kill(os.getpid(), signal.SIGKILL))
     with phalanx.label("evaluation"):
         dist.all_reduce(torch.ones(8))
 
@@ -50,11 +50,14 @@ def test_a_lost_rank_is_said_with_its_last_operation(size: int, end: Callable[[]
         member.join()
         dist.all_reduce(torch.ones(3))
         if member.rank == 1:
+            (member.folder / "pid.part").write_text(str(os.getpid()))
+            (member.folder / "pid.part").rename(member.folder / "pid")
             end()
         if end is killed_after_a_call:
             dist.broadcast(torch.ones(4), 0)
         else:
-            time.sleep(1)  # the other is in its call by now, and has put its part in
+            member.await_said("pid")
+            await_end(int((member.folder / "pid").read_text()))  # in its call, into which it had put its part
             dist.all_reduce(torch.ones(8))
         with pytest.raises(PeerLost) as caught:
             dist.all_reduce(torch.ones(8))

@@ -103,9 +103,13 @@ def test_a_death_is_the_cause_although_its_consequence_is_known_before(launcher:
     script = launcher.script("""
         import os, signal, time
         from phalanx.errors import PeerLost
+        ready = os.path.join(os.path.dirname(__file__), 'ready')
         if os.environ['RANK'] == '0':
+            while not os.path.exists(ready):
+                time.sleep(0.01)
             raise PeerLost('rank 1 of the group (pid 7) has ended')
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as is every signal to a process that is being taken apart
+        open(ready, 'w').close()
         time.sleep(0.4)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
@@ -143,9 +147,13 @@ def test_exit_codes(launcher: Launcher, statement: str, code: int, said: str) ->
 def test_the_interpreter_ends_as_it_always_does(launcher: Launcher) -> None:
     script = launcher.script("""
         import atexit, sys, threading, time
+        hooked = threading.Event()
         atexit.register(print, 'exit handler')
-        threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()
-        sys.excepthook = lambda kind, error, trace: print('own hook', error, trace.tb_frame.f_code.co_filename)
+        threading.Thread(target=lambda: (hooked.wait(), time.sleep(0.1), print('thread'))).start()
+        def hook(kind, error, trace):
+            print('own hook', error, trace.tb_frame.f_code.co_filename)
+            hooked.set()
+        sys.excepthook = hook
         raise ValueError('x')
     """)
     outcome = launcher.run("-n", "1", "-q", script)
@@ -290,12 +298,12 @@ def test_mistakes_cost_one_line(launcher: Launcher, arguments: list[str], said: 
 )
 def test_a_grandchild_that_holds_the_output_is_ended_with_its_rank(launcher: Launcher, leave: str) -> None:
     # Rank 1 stays until rank 0's grandchildren have gone, so it is the rank's end that ends them, not the job's.
+    os.mkfifo(launcher.directory / "fifo")
     job = launcher.start(
         "-n", "2", "-q", "sh", "-c",
         f'if [ $RANK = 0 ]; then {leave} echo left; else echo waits; read line < $FIFO; fi',
         environment={"FIFO": str(launcher.directory / "fifo")},
     )  # fmt: skip
-    os.mkfifo(launcher.directory / "fifo")
     job.read_lines(2)
     # The supervisor, the zygote and rank 1.
     wait_for(lambda: len(job.processes()) == 3, SOON_S)

@@ -50,7 +50,8 @@ def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -
         finally:
             print('cleaned up')
     """)
-    job = launcher.start("-n", "3", "-q", script)
+    # By default ranks have one second after Ctrl-C, which a busy machine may let pass.
+    job = launcher.start("-n", "3", "-q", "--grace", "250", script)
     job.read_lines(3)
     job.process.send_signal(signal.SIGINT)
     outcome = job.finish()
@@ -71,7 +72,21 @@ def test_a_second_interrupt_kills_at_once(launcher: Launcher) -> None:
 
 
 def test_an_interrupt_while_torch_is_imported_starts_nothing(launcher: Launcher) -> None:
-    job = launcher.start("-n", "2", launcher.script("print('hello')"))
+    # Its import lasts until the job is ended.
+    launcher.script(
+        """
+        import sys, time
+        class Slow:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name == "torch":
+                    time.sleep(300)
+        sys.meta_path.insert(0, Slow)
+        """,
+        "site/sitecustomize.py",
+    )
+    environment = {"PYTHONPATH": str(launcher.directory / "site")}
+    job = launcher.start("-n", "2", launcher.script("print('hello')"), environment=environment)
     assert job.process.stderr is not None
     job.process.stderr.readline()  # The table's title: the supervisor is up, the zygote imports.
     job.process.send_signal(signal.SIGINT)

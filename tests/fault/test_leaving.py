@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks, run_ranks, values
+from tests.support.waiting import await_stop
 
+from phalanx.c10d import base
 from phalanx.errors import CollectiveMismatch, PeerLost, PhalanxError
 
 
@@ -270,6 +272,12 @@ def test_a_rank_that_execs_is_named(size: int) -> None:
 
 # -- the last call -----------------------------------------------------------------------------------------------------
 
+LAST_CALLS_S = 100.0  # a rank that leaves would wait a second for the others, and a busy machine holds them up longer
+
+
+def wait_long_for_last_calls() -> None:
+    vars(base)["LAST_CALLS_S"] = LAST_CALLS_S
+
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_mismatch_in_the_last_call_is_raised_when_the_group_is_destroyed(size: int) -> None:
@@ -277,6 +285,7 @@ def test_a_mismatch_in_the_last_call_is_raised_when_the_group_is_destroyed(size:
 
     def body(member: Member) -> str:
         member.join()
+        wait_long_for_last_calls()
         if member.rank:
             time.sleep(0.2)
         with pytest.raises(CollectiveMismatch) as caught:
@@ -293,6 +302,7 @@ def test_a_mismatch_in_the_last_call_is_raised_when_the_group_is_destroyed(size:
 def test_a_rank_that_leaves_without_the_last_call_is_named() -> None:
     def body(member: Member) -> str:
         member.join()
+        wait_long_for_last_calls()
         if member.rank:
             dist.destroy_process_group()
             return ""
@@ -308,7 +318,9 @@ def test_a_rank_that_leaves_without_the_last_call_is_named() -> None:
 
 
 def test_a_program_that_ends_right_after_a_mismatch_prints_it(tmp_path: Path) -> None:
-    root, reader = run_pair(tmp_path, "dist.broadcast(torch.ones(5), 0)", "dist.broadcast(torch.ones(4), 0)")
+    patient = f"from phalanx.c10d import leaving; leaving.LAST_CALLS_S = {LAST_CALLS_S}\n"
+    calls = [f"{patient}dist.broadcast(torch.ones({count}), 0)" for count in (5, 4)]
+    root, reader = run_pair(tmp_path, *calls)
     assert root.returncode == 0
     assert "CollectiveMismatch: the ranks of a group called different operations" in root.stderr
     assert reader.returncode == 1
@@ -321,21 +333,24 @@ def test_destroying_a_group_does_not_wait_for_a_rank_that_does_not_come(how: str
         member.join()
         dist.barrier()
         done = member.folder / "done"
+        pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(pids, torch.tensor([os.getpid()]))
+        pid = int(pids[1].item())
         if member.rank == 1:
-            (member.folder / "pid").write_text(str(os.getpid()))
             if how != "late":
                 os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
             until(done)
             dist.broadcast(torch.ones(1), 0)
             return 0.0
-        until(member.folder / "pid")
+        if how == "stopped":
+            await_stop(pid)  # else it may stop when it has been told to go on
         dist.broadcast(torch.ones(1), 0)
         started = time.monotonic()
         dist.destroy_process_group()
         took_s = time.monotonic() - started
         done.touch()
         if how == "stopped":
-            os.kill(int((member.folder / "pid").read_text()), signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         return took_s
 
     outcomes = run_ranks(body, 2)

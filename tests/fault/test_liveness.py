@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks
 from tests.support.ranks import _collect as collect
-from tests.support.waiting import soon
+from tests.support.waiting import await_stop, soon
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -241,12 +241,14 @@ def test_a_rank_that_is_stopped_alone_is_named_at_the_timeout() -> None:
             (member.folder / "pid.part").rename(member.folder / "pid")
             os.kill(os.getpid(), signal.SIGSTOP)
             return ""
+        member.await_said("pid")
+        pid = int((member.folder / "pid").read_text())
+        await_stop(pid)  # else it may stop when it has been told to go on
         try:
             with pytest.raises(CollectiveTimeout) as caught:
                 dist.all_reduce(torch.ones(1))
         finally:
-            member.await_said("pid")
-            os.kill(int((member.folder / "pid").read_text()), signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         return str(caught.value)
 
     assert "rank 1 of the group" in run_ranks(body, 2)[0].value

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.waiting import when_waiting
 
 from phalanx.errors import CollectiveTimeout, PeerLost
 
@@ -89,12 +90,14 @@ def test_a_long_message_that_keeps_moving_is_not_late() -> None:
             if os.fork() == 0:
                 for _ in range(8):
                     os.kill(sender, signal.SIGSTOP)
+                    member.say("stopped")
                     time.sleep(0.4)
                     before = cpu_ns(sender)
                     os.kill(sender, signal.SIGCONT)
                     while cpu_ns(sender) < before + 500_000:  # a busy machine may let the sender wait
                         time.sleep(0.0005)
                 os._exit(0)
+            member.await_said("stopped")  # else it may be done before it is stopped at all
             dist.send(tensor, 1)
             return 0.0
         communicator.set_timeout(timedelta(seconds=1.5))
@@ -115,18 +118,18 @@ def test_a_message_that_ctrl_c_ended_stays_failed() -> None:
     def body(member: Member) -> bool:
         member.join()
         if member.rank == 1:
-            time.sleep(1)
+            member.await_said("told")
             return True
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
         work = dist.irecv(torch.zeros(4), 1)
         assert work is not None
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
+            when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
             work.wait()
         for _ in range(2):
             with pytest.raises(PeerLost, match="was interrupted"):
                 work.wait()
             assert not work.is_success()
+        member.say("told")
         return True
 
     assert on_ranks(body, 2) == [True, True]

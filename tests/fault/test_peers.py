@@ -9,14 +9,17 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.waiting import when_waiting
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, InitializationError, PeerLost
+from phalanx.transports.shm import communicator, explanation
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 
@@ -115,6 +118,33 @@ def test_different_calls_raise_on_every_rank(
     for text in on_ranks(body, size):
         assert words[0] in text
         assert words[1] in text
+
+
+def test_ranks_that_are_slow_to_say_their_calls_are_waited_for() -> None:
+    """They were in the call with the others, and a busy machine lets them find only later that the group broke."""
+
+    def body(member: Member) -> str:
+        member.join()
+        vars(explanation)["NOTICED_PATIENCE_S"] = 60.0
+        if member.rank:
+            # One of them may be the first that notices, for which all wait in any case.
+            explain = vars(communicator)["explain"]
+
+            def explain_late(*of_call: Any) -> Any:
+                time.sleep(0.8 * (member.rank - 1))
+                return explain(*of_call)
+
+            vars(communicator)["explain"] = explain_late
+            when_waiting(lambda: member.say(f"waits-{member.rank}"))
+        else:
+            member.await_said("waits-1", "waits-2", "waits-3")
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.all_reduce(torch.ones(4 if member.rank else 8))
+        return str(caught.value)
+
+    for text in on_ranks(body, 4):
+        assert "rank 0: all_reduce(float32[8], sum) at" in text
+        assert "ranks 1-3: all_reduce(float32[4], sum) at" in text
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -291,10 +321,9 @@ def test_an_interrupt_ends_a_collective_that_waits(asynchronous: bool) -> None:
             with pytest.raises(PeerLost, match="was interrupted"):
                 dist.all_reduce(torch.ones(1))
             return True
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            when_waiting(lambda: os.kill(os.getpid(), signal.SIGINT))
             if asynchronous:
                 dist.all_reduce(torch.ones(1), async_op=True).wait()
             else:

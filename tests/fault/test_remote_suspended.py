@@ -9,12 +9,13 @@ import subprocess
 import pytest
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteJob, RemoteLauncher, hosts, remote
+from tests.support.waiting import stop
 
 __all__ = ["hosts", "remote"]  # fixtures
 
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
-PLAIN = ("--no-preload", "-q")
+PLAIN = ("--no-preload", "-q", "--grace", "60")
 SCRIPT = """
     import os, signal, sys, time
     def asked(*_):
@@ -33,7 +34,7 @@ def stopped(remote: RemoteLauncher) -> tuple[RemoteJob, int]:
     job = remote.start(*PLAIN, "-H", "h0,h1", remote.script(SCRIPT), str(remote.folder / "go-on"))
     job.wait_for_lines(2, "ready")
     agent = remote.wait_for_process(1, "phalanx-agent")
-    os.kill(agent, signal.SIGSTOP)
+    stop(agent)
     return job, agent
 
 

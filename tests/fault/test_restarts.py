@@ -25,6 +25,7 @@ def test_ranks_are_started_again_after_one_was_killed(launcher: Launcher, ranks:
         total = torch.ones(())
         world.all_reduce(total)
         print(world.attempt, world.rank, int(total), os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        world.barrier()  # all have printed, before the launcher ends them
         if world.attempt < 2 and world.rank == world.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         world.barrier()
@@ -225,9 +226,13 @@ def test_the_end_of_the_zygote_is_the_end_of_the_job(launcher: Launcher) -> None
 
 def test_each_attempt_has_its_own_files(launcher: Launcher) -> None:
     script = launcher.script("""
-        import os, sys
-        print("this is", os.environ["PHALANX_ATTEMPT"])
-        sys.exit(os.environ["PHALANX_ATTEMPT"] == "0" and "some reason")
+        import os, sys, time
+        attempt = os.environ["PHALANX_ATTEMPT"]
+        print("this is", attempt)
+        open(f"printed-{attempt}-{os.environ['RANK']}", "w").close()
+        while not all(os.path.exists(f"printed-{attempt}-{rank}") for rank in range(2)):
+            time.sleep(0.01)  # the launcher ends the other when the first has failed
+        sys.exit(attempt == "0" and "some reason")
     """)
     outcome = launcher.run("-n", "2", "--no-preload", "--restarts", "1", "--log-dir", "logs", script)
     assert outcome.code == 0, outcome.err_text
@@ -243,9 +248,12 @@ def test_each_attempt_has_its_own_files(launcher: Launcher) -> None:
 
 
 def test_a_program_that_is_not_python_is_started_again(launcher: Launcher) -> None:
-    outcome = launcher.run(
-        "-n", "2", *PLAIN, "--restarts", "2", "sh", "-c", "echo $PHALANX_ATTEMPT; test $PHALANX_ATTEMPT = 1"
+    # The launcher ends the other rank when the first has failed, so each waits until both have printed.
+    program = (
+        "echo $PHALANX_ATTEMPT; touch printed-$PHALANX_ATTEMPT-$RANK; "
+        "while [ $(ls | grep -c printed-$PHALANX_ATTEMPT-) -lt 2 ]; do sleep 0.05; done; test $PHALANX_ATTEMPT = 1"
     )
+    outcome = launcher.run("-n", "2", *PLAIN, "--restarts", "2", "sh", "-c", program)
     assert outcome.code == 0, outcome.err_text
     assert sorted(outcome.out_lines) == ["0", "0", "1", "1"]
 

@@ -18,6 +18,7 @@ def test_ranks_of_two_hosts_are_started_again_after_one_was_killed(remote: Remot
         total = torch.tensor([1.0 + world.rank])
         world.all_reduce(total)
         print(world.attempt, world.rank, world.node_rank, total.item(), flush=True)
+        world.barrier()  # all have printed, before the launcher ends them
         if (world.attempt, world.rank) == (0, 1):
             os.kill(os.getpid(), signal.SIGKILL)
         world.barrier()

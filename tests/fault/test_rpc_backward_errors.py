@@ -145,10 +145,11 @@ def test_others_forget_the_contexts_of_a_worker_that_dies() -> None:
                 workers.remote(1, passes_through, workers.remote, [2], torch.ones(3, requires_grad=True), "works")
                 assert workers.remote(1, alive, None) == (1, 0)
                 assert workers.remote(2, alive, None) == (1, 0)
+                member.await_said("begun-1", "begun-2")
                 os.kill(os.getpid(), signal.SIGKILL)
         else:
-            assert soon(lambda: (member.folder / "begun").exists() or bool(contexts.all()))
-            (member.folder / "begun").touch()
+            assert soon(lambda: bool(contexts.all()))
+            member.say(f"begun-{member.rank}")
             assert soon(lambda: not contexts.all())
         rpc.shutdown()
 

@@ -38,15 +38,19 @@ SCRIPT = """
             time.sleep(0.01)
 
     def stop():
+        pid = os.getpid()
         if os.fork() == 0:
+            while open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "T":
+                time.sleep(0.01)
+            (folder / "answers_nothing").touch()
             wait_for("go_on")
-            os.kill(os.getppid(), signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             os._exit(0)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
 
     def hold():
         ended = f"n=0; while [ ! -e {folder}/go_on -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
-        ctypes.PyDLL(None).system(ended.encode())
+        ctypes.PyDLL(None).system(f"touch {folder}/answers_nothing; {ended}".encode())
 
     def number(tensor):
         return tensor.numel()
@@ -68,7 +72,7 @@ SCRIPT = """
 
     def keep(last, how):
         future = rpc.start(last, how, timeout_s=80)
-        time.sleep(1)
+        wait_for("answers_nothing")
         try:
             rpc.call(last, number, torch.ones(3), timeout_s=2)
         except CallTimeout as error:

@@ -19,7 +19,7 @@ import pytest
 from tests.support.leaks import Holdings
 from tests.support.ranks import Member, run_ranks, values
 from tests.support.shared_links import PATIENCE_S, Peer, finish, mappings, read, write
-from tests.support.waiting import stop
+from tests.support.waiting import soon, stop
 
 from phalanx.rpc.links.contract import LinkEnded
 from phalanx.rpc.links.shared import SharedHub
@@ -79,9 +79,9 @@ def test_a_process_killed_at_any_moment_is_noticed_and_leaves_nothing(killed: in
             peer.links.clear()
             peer.answers.clear()
             del peer
-            assert not holdings.left_by(Holdings.now())
+            assert soon(lambda: not holdings.left_by(Holdings.now())), holdings.left_by(Holdings.now())
         gc.collect()
-        assert mappings() == 0
+        assert soon(lambda: mappings() == 0)
 
     values(run_ranks(rank, 1))
 
@@ -137,17 +137,19 @@ def test_a_process_whose_interpreter_is_held_is_told_from_a_stopped_one() -> Non
         peer = Peer(SLAB)
         peer.meet(member)
         if member.rank == 0:
-            write(member.folder / "ready", b"")
-            until = time.monotonic() + 20
-            state = peer.links[1].state()
-            while float(state["python_s_ago"]) < 1.0 and time.monotonic() < until:
-                time.sleep(0.01)
+            read(member.folder / "holds")
+
+            def is_told() -> bool:
                 state = peer.links[1].state()
-            assert float(state["python_s_ago"]) >= 1.0
-            assert float(state["alive_s_ago"]) < 0.9
+                return float(state["python_s_ago"]) >= 1.0 and float(state["alive_s_ago"]) < 0.9
+
+            told = soon(is_told)
+            write(member.folder / "seen", b"")
+            assert told, peer.links[1].state()
         else:
-            read(member.folder / "ready")
-            ctypes.PyDLL(None).sleep(3)  # keeps the interpreter's lock
+            until_seen = f"n=0; while [ ! -e {member.folder}/seen -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
+            until_seen = f"touch {member.folder}/holds; {until_seen}"
+            ctypes.PyDLL(None).system(until_seen.encode())  # keeps the interpreter's lock
         assert not peer.ends
         finish(member, peer)
 
@@ -159,10 +161,14 @@ def test_a_process_that_becomes_another_program_has_gone() -> None:
         peer = Peer(SLAB)
         peer.meet(member)
         if member.rank == 1:
+            write(member.folder / "pid", b"%d" % os.getpid())
             read(member.folder / "met")
-            os.execv("/bin/sleep", ["sleep", "3"])
+            os.execv("/bin/sleep", ["sleep", "600"])
         write(member.folder / "met", b"")
-        assert peer.wait_for_end() == "its process has become another program"
+        try:
+            assert peer.wait_for_end() == "its process has become another program"
+        finally:
+            os.kill(int(read(member.folder / "pid")), signal.SIGKILL)
         peer.hub.close()
 
     values(run_ranks(rank, 2)[:1])
@@ -213,9 +219,9 @@ def test_ctrl_c_ends_a_wait(waits: str) -> None:
         )
         peer.meet(member)
         if member.rank == 0:
-            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             began = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
+                threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
                 if waits == "for an answer":
                     peer.call(peer.links[1], service="stuck")
                 while True:
@@ -266,8 +272,8 @@ def test_offers_that_lead_nowhere_are_refused_and_leave_nothing() -> None:
             one.hub.close()
         del peer, other, link, one
         gc.collect()
-        assert not holdings.left_by(Holdings.now())
-        assert mappings() == 0
+        assert soon(lambda: not holdings.left_by(Holdings.now())), holdings.left_by(Holdings.now())
+        assert soon(lambda: mappings() == 0)
 
     values(run_ranks(rank, 1))
 
@@ -382,7 +388,7 @@ def test_whatever_the_other_process_writes_into_shared_memory_ends_the_link_at_m
             assert len(peer.ends) <= 1
         del peer, thread
         gc.collect()
-        assert not holdings.left_by(Holdings.now())
-        assert mappings() == 0
+        assert soon(lambda: not holdings.left_by(Holdings.now())), holdings.left_by(Holdings.now())
+        assert soon(lambda: mappings() == 0)
 
     values(run_ranks(rank, 2))

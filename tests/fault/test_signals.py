@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.support.ranks import Member, on_ranks
+from tests.support.waiting import when_waiting
 
 from phalanx.errors import ClosedError, PhalanxError, ReentryError
 
@@ -25,9 +26,9 @@ def wait_for(member: Member, name: str) -> None:
         time.sleep(0.005)
 
 
-def interrupt_after(seconds: float, handler: object) -> None:
+def interrupt_when_waiting(handler: object) -> None:
     signal.signal(signal.SIGALRM, handler)  # type: ignore[arg-type]
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    when_waiting(lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -43,7 +44,7 @@ def test_a_handler_may_destroy_the_group_whose_operation_it_interrupts(size: int
             with pytest.raises(PhalanxError):
                 dist.all_reduce(torch.ones(4))
             return True
-        interrupt_after(0.1, lambda *_: dist.destroy_process_group())
+        interrupt_when_waiting(lambda *_: dist.destroy_process_group())
         with pytest.raises(PhalanxError):
             dist.all_reduce(torch.ones(4))
         (member.folder / "ended").touch()
@@ -87,7 +88,7 @@ def test_a_handler_that_calls_the_group_it_interrupts_is_told(call: str, size: i
         if member.rank:
             wait_for(member, "told")
         else:
-            interrupt_after(0.1, handler)
+            interrupt_when_waiting(handler)
         dist.all_reduce(tensor)
         assert tensor.tolist() == [float(size)] * 4
         if call == "async":  # queued behind the interrupted one
@@ -112,7 +113,7 @@ def test_an_interrupt_in_a_queued_operation_is_raised_by_the_call_that_ran_it(le
         # What submit() does, without the thread that might be first.
         group._progress._start_thread = lambda: None
         work = dist.all_reduce(torch.ones(4), async_op=True)
-        interrupt_after(0.1, signal.default_int_handler)
+        interrupt_when_waiting(signal.default_int_handler)
         with pytest.raises(KeyboardInterrupt):
             (dist.destroy_process_group if leave else dist.barrier)()
         (member.folder / "ended").touch()
@@ -131,7 +132,7 @@ def test_a_message_waits_on_another_thread_while_a_handler_runs(size: int) -> No
         if member.rank == 0:
             inbox = torch.zeros(1)
             request = dist.irecv(inbox, src=1)
-            interrupt_after(0.1, lambda *_: time.sleep(0.4))
+            interrupt_when_waiting(lambda *_: time.sleep(0.4))
             dist.all_reduce(torch.ones(1))
             assert request is not None
             request.wait()

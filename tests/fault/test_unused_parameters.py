@@ -63,7 +63,9 @@ def test_unused_parameters_that_the_script_expects_are_no_error() -> None:
 
 
 SCRIPT = """
+import signal
 import torch, torch.distributed as dist
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
 dist.init_process_group("phalanx")
 class TwoHeads(torch.nn.Module):
     def __init__(self):
@@ -85,7 +87,7 @@ except Exception as error:
 
 def test_the_ranks_that_wait_for_them_are_told_the_rank_and_the_names(launcher: Launcher, tmp_path: Path) -> None:
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}  # which torch makes with DDP, else where nothing may stay
-    done = launcher.run("-n", "3", launcher.script(SCRIPT), environment=cache)
+    done = launcher.run("-n", "3", "--grace", "250", launcher.script(SCRIPT), environment=cache)
     assert done.code != 0
     told = [line for line in done.out_lines if "PeerLost on rank" in line]
     assert len(told) == 2, done.out_lines

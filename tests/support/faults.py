@@ -96,6 +96,8 @@ MISTAKES = _BEGIN + dedent("""
             if row == "late":
                 dist.barrier(group=group)  # joined
                 group.set_timeout(timedelta(seconds=3))  # now: connecting the ranks takes longer on a busy machine
+            (folder / f"made-{row}-{rank}").touch()
+            wait_for(*[f"made-{row}-{other}" for other in range(size)])  # one that comes later would be left out
             mistake(group)
             dist.barrier(group=group)  # after
         except Exception as error:
@@ -137,9 +139,9 @@ ENDS = _JOINED_BY_TORCH + dedent("""
     if sys.argv[3] == "late":
         dist.group.WORLD.set_timeout(timedelta(seconds=1))
     (folder / f"done-{rank}").touch()
+    wait_for(*[f"done-{other}" for other in range(size)])  # none is in the call before any more
     try:
         if rank == 1:
-            wait_for(*[f"done-{other}" for other in range(size)])  # none is in the call before any more
             if sys.argv[3] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if sys.argv[3] == "raises":

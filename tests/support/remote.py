@@ -46,9 +46,12 @@ class RemoteJob:
     def wait_for_lines(self, count: int, word: str = "") -> None:
         """Wait until so many lines with this word in them have been printed."""
         until = time.monotonic() + PATIENCE_S
-        while sum(word in line for line in self.out.splitlines()) < count:
+        while True:
+            has_ended = self.process.poll() is not None  # before what it has printed is counted, which is all then
+            if sum(word in line for line in self.out.splitlines()) >= count:
+                return
             assert time.monotonic() < until, self.said()
-            assert self.process.poll() is None, self.said()
+            assert not has_ended, self.said()
             time.sleep(0.005)
 
     def finish(self) -> int:

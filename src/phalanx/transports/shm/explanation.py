@@ -23,8 +23,8 @@ __all__ = ["explain", "left_text"]
 # How long to wait for other ranks' calls. Ranks that wait in the group are woken by the break and write their call down
 # within a millisecond or two, unless the machine is busy; a rank that computes is in no call.
 PATIENCE_S = 0.3
-# The same for the rank that broke the group. It is about to write its call down, so only a busy machine or its end can
-# delay that.
+# The same for the rank that broke the group, and for those that are in a call of it. They are about to write their
+# calls down, so only a busy machine or their end can delay that.
 NOTICED_PATIENCE_S = 2.0
 
 
@@ -44,6 +44,7 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
     core.phx_breakage(comm, ctypes.byref(why))
     if why.status == Status.MISMATCH:
         calls = _calls(comm, [why.rank], NOTICED_PATIENCE_S) | _calls(comm, range(len(names)), PATIENCE_S)
+        calls |= _calls(comm, [each for each in range(len(names)) if _is_about_to_say(comm, each)], NOTICED_PATIENCE_S)
         named = {names[rank]: text for rank, text in calls.items()}
         return CollectiveMismatch.of_calls(listed(named, names), named)
     if why.rank == NOBODY:
@@ -134,6 +135,16 @@ def _facts(comm: int, why: Breakage) -> dict[str, Any]:
             facts["last_operation"], facts["last_line"] = recording.last.text(), recording.last.site
             facts["was_in_it"] = recording.last.under_way
     return facts
+
+
+def _is_about_to_say(comm: int, rank: int) -> bool:
+    """Whether a rank that runs is in a call of the group, or was when the group broke, by its flight recorder."""
+    memory = library().phx_recorder_of(comm, rank)
+    recording = read_memory(memory) if memory else None
+    last = recording.last if recording is not None else None
+    if recording is None or last is None or not (last.under_way or last.failed) or last.group.own != rank:
+        return False
+    return processes.state_of(recording.pid) in ("R", "S", "D")
 
 
 def _calls(comm: int, ranks: range | list[int], patience_s: float) -> dict[int, str]:
