@@ -219,8 +219,8 @@ def test_options_change_and_what_cannot_be_is_refused() -> None:
 
 
 # Workers that are no ranks, so that one can be killed and come back: its second life is a process of its own, which
-# begins when a file says that the first one is over. Files also say when one is to end: a worker that is told so by a call
-# may have ended before it has answered.
+# begins when a file says that the first one is over. Files also say when one is to end: a worker that is told so by a
+# call may have ended before it has answered.
 
 
 def as_worker(member: Member, name: str) -> None:
