@@ -276,7 +276,9 @@ def test_ranks_meet_at_the_first_free_port_and_pass_by_what_listens_on_the_other
 def test_a_stranger_on_the_first_port_learns_no_key_and_holds_up_the_search_for_less_than_a_second(
     monkeypatch: pytest.MonkeyPatch, meetings: Meetings, greeting: bytes
 ) -> None:
-    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports(f"a stranger's {OWN}"))
+    monkeypatch.setattr(
+        "phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports(f"a stranger's {OWN}")
+    )
     monkeypatch.setenv("PHALANX_KEY", "the key of this very job")
     ports = derived_ports(f"a stranger's {OWN}")
     asked: list[tuple[int, float]] = []
