@@ -40,9 +40,14 @@ def remove_what_a_bare_mpiexec_leaves() -> Iterator[None]:
     before = set(os.listdir(SHARED_MEMORY))
     yield
     for name in set(os.listdir(SHARED_MEMORY)) - before:
-        if LIBRARIES_NAMES.match(name) and not _is_mapped(name):
+        if LIBRARIES_NAMES.match(name) and not _is_mapped(name) and not _names_a_process(name):
             with contextlib.suppress(OSError):
                 (SHARED_MEMORY / name).unlink()
+
+
+def _names_a_process(name: str) -> bool:
+    """Whether a number in a name is the id of a process that runs, such as another test's, whose file it is."""
+    return any(Path("/proc", number).exists() for number in re.findall(r"\d+", name))
 
 
 def _is_mapped(name: str) -> bool:

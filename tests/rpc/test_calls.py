@@ -121,12 +121,13 @@ def test_a_call_that_takes_too_long_says_who_was_asked_what_and_where() -> None:
         if member.rank:
             return ""
         with pytest.raises(CallTimeout) as caught:
-            rpc.call("worker1", workers.sleep, 1.0, timeout_s=0.1)
+            rpc.call("worker1", workers.wait_for_gate, timeout_s=0.1)
+        rpc.call("worker1", workers.open_gate)
         return str(caught.value)
 
     text = with_workers(body, 2)[0]
     assert "worker1 (rank 1" in text
-    assert "sleep" in text
+    assert "wait_for_gate" in text
     assert "test_calls.py:" in text
 
 
@@ -134,11 +135,12 @@ def test_a_cancelled_call_that_has_not_begun_does_not_begin() -> None:
     def body(member: Member) -> Any:
         if member.rank:
             return None
-        future = rpc.start("worker1", workers.sleep, 0.2)
+        future = rpc.start("worker1", workers.wait_for_gate)
         assert future.cancel()
         assert not future.cancel()
         with pytest.raises(rpc.Cancelled):
             future.wait()
+        rpc.call("worker1", workers.open_gate)
         return rpc.call("worker1", workers.add, 1, 1)
 
     assert with_workers(body, 2)[0] == 2

@@ -219,7 +219,8 @@ def test_options_change_and_what_cannot_be_is_refused() -> None:
 
 
 # Workers that are no ranks, so that one can be killed and come back: its second life is a process of its own, which
-# begins when a file says that the first one is over.
+# begins when a file says that the first one is over. Files also say when one is to end: a worker that is told so by a
+# call may have ended before it has answered.
 
 
 def as_worker(member: Member, name: str) -> None:
@@ -266,8 +267,8 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
             until_there(member.folder / "died")
         as_worker(member, name)
         if name == "server":
-            wait_for("survivor")
-            wait_for("mortal")
+            until_there(member.folder / "survivor")
+            until_there(member.folder / "mortal")
             return "served"
         model = model_of(0)
         trained = rpc.parameters(model, on=["server"], **settings)
@@ -277,7 +278,7 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
             until_there(member.folder / "back")
             train(trained, model, 3, 0)
             trained.close()
-            rpc.call("server", say, "survivor")
+            (member.folder / "survivor").touch()
             return trained.steps
         if member.rank == 2:
             train(trained, model, 1, 1)  # no more: the survivor may have ended its steps before
@@ -285,7 +286,7 @@ def test_a_trainer_that_is_killed_holds_nobody_back_and_joins_again(mode: str) -
         (member.folder / "back").touch()
         train(trained, model, 3, 1)
         trained.close()
-        rpc.call("server", say, "mortal")
+        (member.folder / "mortal").touch()
         return trained.steps
 
     served, survivor, killed, back = run_ranks(body, 4)
@@ -305,10 +306,11 @@ def test_a_server_that_comes_back_restores_its_shard(kept: bool, tmp_path: Path)
         if member.rank == 3:
             until_there(member.folder / "died")
         as_worker(member, name)
+        if member.rank == 2:
+            until_there(member.folder / "die")
+            die(member)
         if member.rank:
-            wait_for("over")
-            if member.rank == 2:
-                die(member)
+            until_there(member.folder / "over")
             return "served"
         model = model_of(0)
         options: dict[str, Any] = {"optimizer": optimizer, "lr": 0.05}
@@ -318,7 +320,7 @@ def test_a_server_that_comes_back_restores_its_shard(kept: bool, tmp_path: Path)
         optimizing = optimizer(plain.parameters(), lr=0.05)
         for step in range(6):
             if step == 3:
-                rpc.call("mortal", say, "over")
+                (member.folder / "die").touch()
                 until_there(member.folder / "died")
             for one in (model, plain):
                 one.zero_grad()
@@ -327,8 +329,7 @@ def test_a_server_that_comes_back_restores_its_shard(kept: bool, tmp_path: Path)
             trained.step()
             optimizing.step()
         trained.close()
-        for server in ("other", "mortal"):
-            rpc.call(server, say, "over")
+        (member.folder / "over").touch()
         return same(model, [parameter.detach() for parameter in plain.parameters()])
 
     outcomes = run_ranks(body, 4)
@@ -340,11 +341,11 @@ def test_a_server_that_does_not_come_back_is_named() -> None:
     def body(member: Member) -> Any:
         as_worker(member, ("trainer", "server")[member.rank])
         if member.rank:
-            wait_for("over")
+            until_there(member.folder / "die")
             die(member)
         model = model_of(0)
         trained = rpc.parameters(model, on=["server"], optimizer=torch.optim.SGD, lr=0.1, restore_s=0.5)
-        rpc.call("server", say, "over")
+        (member.folder / "die").touch()
         until_there(member.folder / "died")
         with pytest.raises(WorkerLost, match="server"):
             train(trained, model, 1, 0)
@@ -382,10 +383,11 @@ def test_sparse_rows_outlive_their_server_in_its_checkpoint(tmp_path: Path) -> N
         if member.rank == 2:
             until_there(member.folder / "died")
         as_worker(member, ("trainer", "server", "server")[member.rank])
+        if member.rank == 1:
+            until_there(member.folder / "die")
+            die(member)
         if member.rank:
-            wait_for("over")
-            if member.rank == 1:
-                die(member)
+            until_there(member.folder / "over")
             return None
         model, plain = Lookup(1), Lookup(1)
         options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 0.1, "sparse_optimizer": torch.optim.SparseAdam}
@@ -398,7 +400,7 @@ def test_sparse_rows_outlive_their_server_in_its_checkpoint(tmp_path: Path) -> N
             for step in range(6):
                 if step == 3:
                     trained.save()
-                    rpc.call("server", say, "over")
+                    (member.folder / "die").touch()
                     until_there(member.folder / "died")
                 for one in (model, plain):
                     one.zero_grad()
@@ -410,7 +412,7 @@ def test_sparse_rows_outlive_their_server_in_its_checkpoint(tmp_path: Path) -> N
             other = nn.Linear(2, 2)
             with pytest.raises(ArgumentError, match="another number of servers"):
                 rpc.parameters(other, on=["server"], optimizer=torch.optim.SGD, name="b", checkpoint=tmp_path / "shard")
-        rpc.call("server", say, "over")
+        (member.folder / "over").touch()
         return same(model, [parameter.detach() for parameter in plain.parameters()])
 
     outcomes = run_ranks(body, 3)

@@ -62,11 +62,12 @@ def test_a_wait_without_limit_may_be_said_so() -> None:
 
 def test_giving_up_what_follows_gives_up_the_call() -> None:
     def body(member: Member) -> str:
-        call = rpc.start(next_of(member), workers.sleep, 0.5)
+        call = rpc.start(next_of(member), workers.wait_for_gate)
         following = call.then(lambda value: value + 1)
         assert following.cancel()
         with pytest.raises(rpc.Cancelled):
             call.wait(PATIENCE_S)
+        rpc.call(next_of(member), workers.open_gate)
         return "done"
 
     assert with_workers(body, 2) == ["done"] * 2
@@ -116,22 +117,23 @@ def test_a_large_call_that_is_given_up_before_it_has_come_does_not_run() -> None
 def test_timeouts_go_on_after_a_callback_that_raises_or_waits() -> None:
     def body(member: Member) -> int:
         to = next_of(member)
-        first = rpc.start(to, workers.sleep, 1.5, timeout_s=0.1)
+        first = rpc.start(to, workers.wait_for_gate, timeout_s=0.1)
         first.add_done_callback(raises)
-        second = rpc.start(to, workers.sleep, 1.5, timeout_s=0.15)
+        second = rpc.start(to, workers.wait_for_gate, timeout_s=0.15)
         waited: list[Any] = []
 
         def wait_too(_: Any) -> None:
             try:
-                rpc.call(to, workers.sleep, 1.5, timeout_s=0.1)
+                rpc.call(to, workers.wait_for_gate, timeout_s=0.1)
             except CallTimeout as error:
                 waited.append(error)
 
         second.add_done_callback(wait_too)
-        for future in (first, second, rpc.start(to, workers.sleep, 1.5, timeout_s=0.3)):
+        for future in (first, second, rpc.start(to, workers.wait_for_gate, timeout_s=0.3)):
             with pytest.raises(CallTimeout):
                 future.wait(PATIENCE_S)
         assert soon(lambda: len(waited) == 1)
+        rpc.call(to, workers.open_gate)
         return 1
 
     assert with_workers(body, 2) == [1, 1]
@@ -208,6 +210,7 @@ def test_generators_end_when_nobody_wants_them() -> None:
         late = rpc.start(to, slow_offer, timeout_s=0.05)
         with pytest.raises(CallTimeout):
             late.wait()
+        rpc.call(to, workers.open_gate)
         for _ in range(20):
             rpc.start(to, tell_me_the_end, 10, "cancelled").cancel()
         gc.collect()
@@ -219,7 +222,7 @@ def test_generators_end_when_nobody_wants_them() -> None:
 
 
 def slow_offer() -> Iterator[int]:
-    time.sleep(0.3)
+    workers.wait_for_gate()
     return workers.count_to(10)
 
 
@@ -305,7 +308,7 @@ def test_thousands_of_calls_of_every_kind_leave_nothing() -> None:
 
 def test_a_future_is_awaited_on_several_loops_and_outlives_one_that_was_closed() -> None:
     def body(member: Member) -> Any:
-        future = rpc.start(next_of(member), workers.sleep, 0.5)
+        future = rpc.start(next_of(member), workers.wait_for_gate)
 
         async def give_up_soon() -> None:
             with pytest.raises(asyncio.TimeoutError):
@@ -315,14 +318,15 @@ def test_a_future_is_awaited_on_several_loops_and_outlives_one_that_was_closed()
             return await future
 
         asyncio.run(give_up_soon())
+        rpc.call(next_of(member), workers.open_gate)
         return asyncio.run(wrapped(future)), future.wait()
 
-    assert with_workers(body, 2) == [(0.5, 0.5)] * 2
+    assert with_workers(body, 2) == [("open", "open")] * 2
 
 
 def test_a_child_does_not_wait_for_its_parents_calls() -> None:
     def body(member: Member) -> int:
-        future = rpc.start(next_of(member), workers.sleep, 1)
+        future = rpc.start(next_of(member), workers.wait_for_gate)
         child = os.fork()
         if child == 0:
             try:
@@ -331,6 +335,7 @@ def test_a_child_does_not_wait_for_its_parents_calls() -> None:
                 os._exit(5)
             os._exit(6)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        rpc.call(next_of(member), workers.open_gate)
         future.wait()
         return code
 
@@ -347,8 +352,8 @@ phalanx.init()
 rpc.init()
 """
 INTERRUPTED = """
-threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
 try:
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
     rpc.call(0, endless, timeout_s=1000)
 except KeyboardInterrupt:
     print(rpc.call(0, divmod, 7, 3), flush=True)
@@ -361,7 +366,7 @@ future = rpc.start(0, endless, timeout_s=1000)
 print("end", flush=True)
 """
 CLOSED = """
-future = rpc.start(0, time.sleep, 3, timeout_s=1000)
+future = rpc.start(0, endless, timeout_s=1000)
 rpc.shutdown(wait=False)
 try:
     future.wait()

@@ -264,12 +264,13 @@ def test_shutdown_ends_on_all_that_are_left_when_a_worker_is_killed(victim: int)
 
 def slow_calls(member: Member) -> str:
     rpc = started(member, timeout_s=60)
+    go = member.folder / f"go{member.rank}"  # its own: the call of a rank that is quicker may be over before
     to = f"worker{(member.rank + 1) % member.size}"
     try:
-        rpc.rpc_sync(to, wait_for_file, args=(str(member.folder / "go"),), timeout=0.2)
+        rpc.rpc_sync(to, wait_for_file, args=(str(go),), timeout=0.2)
     except RuntimeError as error:
         text = str(error)
-    (member.folder / "go").touch()
+    go.touch()
     assert rpc.rpc_sync(to, add_rank, args=(1,), timeout=0) == 2
     rpc.shutdown()
     return text

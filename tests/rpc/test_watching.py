@@ -73,15 +73,14 @@ def test_those_who_leave_come_back_and_die_are_told_once_each() -> None:
             rpc.call("worker0", workers.pid)
             time.sleep(2 * PATIENCE_S)
         if member.rank == 2:
-            while not workers.kept:
-                time.sleep(0.01)
+            member.await_said("leave")  # not by a call, which it may leave unanswered
             rpc.shutdown(wait=False)
             return True
         log, of_one = Log(), Log()
         rpc.watch(log)
         rpc.watch(of_one, "worker1")
         log.wait_for(("worker1", "came"), ("worker2", "came"))
-        rpc.call("worker2", workers.keep, "leave")
+        member.say("leave")
         log.wait_for(("worker2", "left"))
         victim = session.agent().member("worker1")
         os.kill(rpc.call("worker1", workers.pid), signal.SIGKILL)

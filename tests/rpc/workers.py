@@ -79,6 +79,19 @@ def sleep(seconds: float) -> float:
     return seconds
 
 
+_gate = threading.Event()
+
+
+def wait_for_gate(*_: Any) -> str:
+    """Return when :func:`open_gate` has been called in this process: later than anything that a caller does before."""
+    assert _gate.wait(300.0)
+    return "open"
+
+
+def open_gate() -> None:
+    _gate.set()
+
+
 async def add_later(a: Any, b: Any) -> Any:
     return a + b
 

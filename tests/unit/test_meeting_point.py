@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import socket
 import threading
 import time
@@ -42,7 +43,9 @@ SLURM = {
 }
 RECORDINGS = Path(__file__).parents[1] / "data" / "launchers"
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
-HERE = Place("slurm", 0, 2, 0, 2, 0, 1, master_addr="127.0.0.1", job="job 1")
+# The ports of a job follow from its name: those of another process of these tests are other jobs.
+OWN = f"of process {os.getpid()}"
+HERE = Place("slurm", 0, 2, 0, 2, 0, 1, master_addr="127.0.0.1", job=f"job 1 {OWN}")
 
 
 class Meetings:
@@ -250,11 +253,11 @@ def test_ranks_meet_at_the_first_free_port_and_pass_by_what_listens_on_the_other
 ) -> None:
     monkeypatch.setattr("phalanx.rendezvous.search.ANSWER_S", 0.3)
     monkeypatch.setattr("phalanx.rendezvous.opening.ANSWER_S", 0.3)
-    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports("the same"))
-    ports = derived_ports("the same")
+    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports(f"the same {OWN}"))
+    ports = derived_ports(f"the same {OWN}")
     # A server that says nothing, and rank 0 of another job that comes to the same ports, and waits for its rank 1.
     with socket.create_server(("127.0.0.1", ports[0])):
-        other = replace(HERE, job="job 2")
+        other = replace(HERE, job=f"job 2 {OWN}")
         meetings.start(other, "other 0")
         until = time.monotonic() + 20
         while not _listens(ports[1]) and time.monotonic() < until:
@@ -273,9 +276,11 @@ def test_ranks_meet_at_the_first_free_port_and_pass_by_what_listens_on_the_other
 def test_a_stranger_on_the_first_port_learns_no_key_and_holds_up_the_search_for_less_than_a_second(
     monkeypatch: pytest.MonkeyPatch, meetings: Meetings, greeting: bytes
 ) -> None:
-    monkeypatch.setattr("phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports("a stranger's"))
+    monkeypatch.setattr(
+        "phalanx.rendezvous.meeting_point.derived_ports", lambda _: derived_ports(f"a stranger's {OWN}")
+    )
     monkeypatch.setenv("PHALANX_KEY", "the key of this very job")
-    ports = derived_ports("a stranger's")
+    ports = derived_ports(f"a stranger's {OWN}")
     asked: list[tuple[int, float]] = []
     heard: list[bytes] = []
 
@@ -324,12 +329,12 @@ def _listens(port: int) -> bool:
 
 def test_a_rank_that_finds_no_rank_0_says_where_it_looked() -> None:
     with pytest.raises(InitializationError, match=r"rank 1 on .* waited 0 s for rank 0 at 127\.0\.0\.1"):
-        meet(replace(HERE, rank=1, job="nobody's"), 0.2, 0)
+        meet(replace(HERE, rank=1, job=f"nobody's {OWN}"), 0.2, 0)
 
 
 def test_rank_0_names_the_ranks_that_did_not_come() -> None:
     with pytest.raises(InitializationError, match="after 0 s ranks 1-2 of 3 had not come to rank 0"):
-        meet(replace(HERE, world_size=3, local_world_size=3, job="a lonely one's"), 0.2, 0)
+        meet(replace(HERE, world_size=3, local_world_size=3, job=f"a lonely one's {OWN}"), 0.2, 0)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +353,7 @@ def test_a_rank_that_cannot_be_is_refused_and_the_others_still_meet(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("phalanx.rendezvous.opening.REMIND_S", 0.1)
-    place = replace(HERE, world_size=3, local_world_size=3, job="with a stranger")
+    place = replace(HERE, world_size=3, local_world_size=3, job=f"with a stranger {OWN}")
     meetings.start(place)
     meetings.start(replace(place, rank=1))
     # Both must have come before a second one can be told from the first.
@@ -383,7 +388,7 @@ def test_a_rank_that_got_no_answer_in_time_joins_all_the_same(
         return judge(seats, claim)
 
     monkeypatch.setattr(Seats, "judge", judge_late)
-    place = replace(HERE, world_size=size, local_world_size=size, job="a busy one's")
+    place = replace(HERE, world_size=size, local_world_size=size, job=f"a busy one's {OWN}")
     for rank in range(size):
         meetings.start(replace(place, rank=rank))
     stores = meetings.join()

@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch_support import MARK, marked
+from tests.launch_support import MARK, marked, wait_for
 
 from phalanx.bench.mpi import installed_mpi
 from phalanx.bench.operations import OPERATIONS
@@ -39,10 +38,7 @@ def finish(process: subprocess.Popen[str], temporary: Path) -> tuple[int, str, s
         process.kill()
         process.communicate()
         raise
-    deadline = time.monotonic() + 2
-    while marked(str(temporary)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert marked(str(temporary)) == []
+    wait_for(lambda: not marked(str(temporary)))
     assert list(temporary.iterdir()) == []
     return process.returncode, out, err
 

@@ -16,7 +16,7 @@ from phalanx.errors import ClosedError, CollectiveMismatch, RankError
 SIZES = [2, 3]
 
 
-def until(condition: object, seconds: float = 5.0) -> bool:
+def until(condition: object, seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:  # type: ignore[operator]
         time.sleep(0.005)

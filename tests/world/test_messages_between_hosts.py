@@ -55,11 +55,12 @@ def until_exists(*paths: Path) -> None:
         time.sleep(0.005)
 
 
-def met_group(ranks: list[int], timeout_s: float) -> Any:
-    """A group whose ranks have met: the timeout counts from then on."""
-    group: Any = dist.new_group(ranks)
+def met_group(place: Member, timeout_s: float) -> Any:
+    """A group of all ranks, which have met: the timeout counts from then on."""
+    group: Any = dist.new_group()
     dist.barrier(group)
     group.set_timeout(timedelta(seconds=timeout_s))
+    place.meet("in the group")  # one that is still in the barrier would hear of the first timeout there
     return group
 
 
@@ -221,7 +222,7 @@ def test_a_message_inside_a_host_waits_as_long_as_the_timeout_says(
 
     def body(place: Member) -> str:
         place.join()
-        group, told = met_group([0, 1, 2], timeout_s=1), place.folder / "told"
+        group, told = met_group(place, timeout_s=1), place.folder / "told"
         text = ""
         if place.rank == 0:
             with pytest.raises(CollectiveTimeout) as caught:
@@ -280,6 +281,7 @@ def test_a_timeout_that_torch_sets_later_holds(how: str) -> None:
         group = dist.new_group()
         dist.barrier(group=group)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+        place.meet("set")
         if place.rank == 1:
             with pytest.raises(CollectiveTimeout, match="within 1 s"):
                 dist.recv(torch.ones(1), 0, group=group) if how == "message" else dist.barrier(group=group)
@@ -338,7 +340,7 @@ def test_a_message_that_is_late_is_named_by_every_rank_that_waits(over_hosts: st
 
     def body(place: Member) -> tuple[int, str]:
         place.join()
-        group = met_group([0, 1, 2], timeout_s=1 if place.rank == 0 else 600)
+        group = met_group(place, timeout_s=1 if place.rank == 0 else 600)
         told = -1, ""
         if place.rank == late:
             time.sleep(3)

@@ -6,8 +6,10 @@ import json
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+from tests.launch_support import wait_for
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteLauncher, hosts, remote
 
@@ -35,6 +37,12 @@ def test_the_ranks_of_this_host_are_shown_and_those_of_others_named_and_stop_end
     job.wait_for_lines(3, "ready")
     described = next(one for one in running_jobs() if one.target == script)
     assert described.hosts == ("localhost", "h1")
+
+    def operations() -> list[Any]:
+        shown = json.loads(phalanx("top", described.id, "--once", "--json"))
+        return [rank["operation"] for rank in shown["ranks"]]
+
+    wait_for(lambda: all(operations()))  # what they have printed comes before their last call
     shown = json.loads(phalanx("top", described.id, "--once", "--json"))
     assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
     assert [rank["operation"]["kind"] for rank in shown["ranks"]] == ["barrier", "barrier"]
