@@ -251,6 +251,7 @@ def test_a_rank_that_goes_while_the_ranks_meet_is_told_to_the_others_at_once(
 ) -> None:
     """After all have joined the store, and before the group is made: as when a device cannot be opened."""
     lost = 0 if victim == "first" else size - 1
+    told = [f"told-{rank}" for rank in range(size) if rank != lost]
 
     def body(member: Member) -> tuple[str, float]:
         for name, value in {"RANK": member.rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}.items():
@@ -266,14 +267,15 @@ def test_a_rank_that_goes_while_the_ranks_meet_is_told_to_the_others_at_once(
             monkeypatch.setattr("phalanx.topology.device.open_device", fail)
             with contextlib.suppress(RuntimeError):
                 phalanx.init(timeout_s=100, device="cpu", quiet=True)
-            while not (member.folder / "told").exists():  # its process goes on
-                time.sleep(0.01)
+            member.await_said(*told)  # its process goes on
             return "", 0.0
         started = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
             phalanx.init(timeout_s=100, device="cpu", quiet=True)
-        (member.folder / "told").touch()
-        return str(caught.value), time.monotonic() - started
+        took_s = time.monotonic() - started
+        member.say(f"told-{member.rank}")
+        member.await_said(*told)  # a rank that comes later would find this one gone
+        return str(caught.value), took_s
 
     for outcome in run_ranks(body, size):
         if outcome.rank != lost:
