@@ -214,7 +214,7 @@ SCRIPT = """
 """
 SAID = {
     "raises": "has failed (ValueError: this batch is empty at ",
-    "exits with 3": "has failed",
+    "exits with 3": "has failed (exit code 3)",
     "killed": "has ended",
     "ends": "has left in order",
 }
@@ -226,9 +226,7 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHosts]:
         yield hosts
 
 
-CASES = [(3, 1, 1, way) for way in SAID] + [
-    (5, 2, rank, way) for rank in (0, 4) for way in ("raises", "killed", "ends")
-]
+CASES = [(3, 1, 1, way) for way in SAID] + [(5, 2, rank, way) for rank in (0, 4) for way in SAID]
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
