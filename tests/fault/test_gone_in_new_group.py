@@ -180,6 +180,32 @@ def test_a_rank_that_is_late_is_waited_for(hosts: int) -> None:
     assert [outcome.value for outcome in run_ranks(body, 3)] == [""] * 3
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_rank_that_has_left_another_group_or_an_earlier_world_is_waited_for(hosts: int) -> None:
+    def body(member: Member) -> list[str]:
+        if hosts > 1:
+            pretend_host(member.rank * hosts // 3)
+        join(member, "file")
+        kept = dist.group.WORLD, dist.new_group()
+        if member.rank == 1:
+            dist.destroy_process_group(kept[1])
+        first = late(member, "first")
+        member.meet("over")
+        dist.destroy_process_group()
+        member.join(timeout_s=TIMEOUT_S, name="again")
+        return [first, late(member, "second")]
+
+    def late(member: Member, name: str) -> str:
+        if member.rank == 1:
+            member.await_said(*[f"{name}-{rank}" for rank in (0, 2)])
+            time.sleep(2.5)
+        member.say(f"{name}-{member.rank}")
+        return made(range(3))
+
+    for outcome in run_ranks(body, 3):
+        assert outcome.value == ["", ""], outcome.traceback
+
+
 SCRIPT = """
     import os, signal, sys, time
     from datetime import timedelta

@@ -58,8 +58,8 @@ def create_process_group(
     says why as a warning.
 
     Raises:
-        InitializationError: a rank did not come, or has gone; the latter is known at once if this process has a group
-            with that rank already.
+        InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of
+            this package.
     """
     own = MeetingStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store, ranks)
 
@@ -112,7 +112,8 @@ def create_process_group(
         )
         made.callback(chosen.engine.close)
         way = engine(messages, UNLIMITED, awaits_what_came=True)
-        hosts = HostsCommunicator(layout, rank, local, chosen.engine, way, met.part("broken"), timeout)
+        reasons = met.part("broken")
+        hosts = HostsCommunicator(layout, rank, local, chosen.engine, way, reasons, timeout, world=not ranks)
         made.pop_all()
         made.callback(gloo.release)
         made.callback(hosts.close)
@@ -121,7 +122,8 @@ def create_process_group(
         group = group_of(hosts, gloo)
         if hosts.messages.inside is not None:
             quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
-        call_witness(hosts, ranks or range(size))
+        if not ranks:
+            call_witness(hosts)
         return group
 
     open_recorder()  # before the ranks meet, because then they begin to hold each other's
@@ -144,7 +146,8 @@ def create_process_group(
         group = group_of(communicator, gloo)
         quicken(group, communicator)
         tell_of_failure(communicator)
-        call_witness(communicator, ranks or range(size))
+        if not ranks:
+            call_witness(communicator)
         return group
     except BaseException:
         communicator.close()

@@ -1,13 +1,13 @@
-"""Ranks that have gone, as the groups know that this process has: told to those who wait for them elsewhere.
+"""Ranks that have gone, as the world's group knows: told to those who wait for them in order to make another group.
 
-A store cannot know that a rank will never write a key. But whoever makes a further group has a group already, the
-world's at least, and that looks after its ranks, whichever store they met in.
+A store cannot know that a rank will never write a key. But a process that makes a further group has the world's, and
+that looks after its ranks, whichever store they met in.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -68,40 +68,30 @@ class Gone:
 
 
 class Witness(Protocol):
-    """A communicator that knows of its ranks' ends."""
+    """The communicator of the world, which knows of its ranks' ends."""
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
-        """Those of these ranks of the group that have gone. It may take a second, and waits for no rank."""
+        """Those of these ranks that have gone; none if this rank has closed it. It may take a second."""
         ...
 
 
-# By identity: unlike a WeakSet it can be listed in one step, while other threads make groups. The thread that makes a
-# group adds to both; an entry of the second one without the first is not read.
-_witnesses: weakref.WeakValueDictionary[int, Witness] = weakref.WeakValueDictionary()
-_ranks_of: dict[int, dict[int, int]] = {}
+# The world's communicator, as long as it exists. Written by the thread that makes the world, and read by those that
+# make further groups; it is one reference, replaced whole.
+_witness: weakref.ref[Witness] | None = None
 
 
-def call_witness(witness: Witness, ranks: Sequence[int]) -> None:
-    """Ask this one as well from now on, as long as it exists; ``ranks`` are its ranks in the world."""
-    for gone in _ranks_of.keys() - _witnesses.keys():
-        _ranks_of.pop(gone, None)
-    _ranks_of[id(witness)] = {rank: place for place, rank in enumerate(ranks)}
-    _witnesses[id(witness)] = witness
+def call_witness(world: Witness) -> None:
+    """Ask this one from now on. A group of some ranks knows less: one that has left it may be there for another."""
+    global _witness
+    _witness = weakref.ref(world)
 
 
 def has_witness() -> bool:
-    """Whether this process has a group that could know."""
-    return bool(_witnesses)
+    """Whether this process has a world that could know."""
+    return _witness is not None and _witness() is not None
 
 
 def gone_ranks(ranks: Collection[int]) -> dict[int, Gone]:
-    """Those of these ranks of the world that have gone, as far as any group of this process knows."""
-    found: dict[int, Gone] = {}
-    for reference in _witnesses.valuerefs():
-        if (witness := reference()) is None:
-            continue
-        place_of = _ranks_of.get(id(witness), {})
-        wanted = {place_of[rank]: rank for rank in ranks if rank in place_of and rank not in found}
-        if wanted:
-            found |= {wanted[place]: gone for place, gone in witness.gone(wanted).items()}
-    return found
+    """Those of these ranks of the world that have gone, as far as its group knows."""
+    world = None if _witness is None else _witness()
+    return {} if world is None else world.gone(ranks)

@@ -1,7 +1,7 @@
 """The part of the job's store in which the ranks of a new group meet: a wait there ends when one of them has gone.
 
-A group that this process has already tells which ranks have gone (``gone.py``). Where there is none, as for the world
-itself, a wait lasts as long as in any other store.
+The world's group tells which ranks have gone (``gone.py``). Where there is none, as for the world itself, a wait lasts
+as long as in any other store.
 
 Who writes, who reads, and when the writer dies. A key of a meeting is written by one rank, and read by ranks that wait
 for it. If its writer dies right before it has written, the wait ends at the next look, which finds the writer gone. If

@@ -74,6 +74,7 @@ class Reason:
         abort: wakes the ranks that wait for this one, and this one's waits for others; a method, kept weakly as well.
         aborted: whether a rank of this host has done so.
         timeout: for all ranks to come.
+        world: the group is the world, so the store is to say which ranks have gone.
 
     Attributes:
         history: this rank's last collectives; set once, before :meth:`watch`.
@@ -91,7 +92,10 @@ class Reason:
         abort: Callable[[], None],
         aborted: Callable[[], bool],
         timeout: timedelta,
+        *,
+        world: bool = False,
     ) -> None:
+        self._world = world
         self._store, self._rank, self._layout, self._abort, self._aborted = store, rank, layout, abort, aborted
         self._local = local
         self.fails = False
@@ -194,7 +198,8 @@ class Reason:
         known = self._guard.reason
         if known is None or known is self._found_at_end:
             self._tell(known or {**self._fact("lost", cause, self._rank), "what": "raised"})
-        self._questions.say(lambda: self._write_gone(self._rank, FAILED, cause))
+        if self._world:
+            self._questions.say(lambda: self._write_gone(self._rank, FAILED, cause))
 
     def is_told(self) -> bool:
         """Whether a rank has broken the group, as far as this one can know."""
@@ -212,7 +217,8 @@ class Reason:
 
         def tell() -> None:
             self._store.set(key, value)
-            self._store.set(_AWAY, "")
+            if self._world:
+                self._store.set(_AWAY, "")
 
         # A store that is late is told as well, since others may wait for this rank when it answers again.
         self._questions.ask(tell, anyway=True)
@@ -238,8 +244,11 @@ class Reason:
         A rank that leaves, or whose script fails, writes so into the store before it ends; if it dies before it could,
         it has ended. That it has ended is written by each rank that watches it, of which there is one on every other
         host, so one that dies before it has written it is not missed. ``_AWAY`` is written after any of these, so that
-        one question is enough while all are there.
+        one question is enough while all are there. Only the world's ranks write these keys, and the keys stay as long
+        as the other keys of the world. A rank that has closed the world knows nothing of it any more.
         """
+        if self._guard.ended:
+            return {}
         away = self._guard.away
         found = {rank: (away[rank], "") for rank in ranks if rank in away}
 
@@ -272,7 +281,8 @@ class Reason:
                 for rank in ranks:
                     self._write_gone(rank, ENDED, "")
 
-        aside(tell)
+        if self._world:
+            aside(tell)
 
     def _but_for(self, rank: int) -> list[int]:
         ranks: list[int] = json.loads(self._store.get(f"left/{rank}"))

@@ -59,6 +59,7 @@ class HostsCommunicator(Communicator):
         store: the group's own part of the job's store, for the reason why it broke.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
+        world: this is the world, which is asked for ranks that have gone.
     """
 
     rank_order_sums = False
@@ -73,6 +74,8 @@ class HostsCommunicator(Communicator):
         store: Store,
         timeout: timedelta,
         sizes: Sizes | None = None,
+        *,
+        world: bool = False,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
@@ -95,6 +98,7 @@ class HostsCommunicator(Communicator):
             abort=self._wake,
             aborted=lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted,
             timeout=timeout,
+            world=world,
         )
         self._reason = reason
         try:

@@ -213,6 +213,11 @@ class Guard:
         """A rank has left in order; any thread may say so."""
         self._left.add(rank)  # in one step of Python's
 
+    @property
+    def ended(self) -> bool:
+        """Whether this rank has left the group."""
+        return self._ended
+
     def is_here(self, rank: int) -> bool:
         """Whether a rank of another host was there a moment ago; False also for one that is not watched."""
         return rank in self._here
