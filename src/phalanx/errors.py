@@ -53,8 +53,17 @@ class InitializationError(PhalanxError):
     """The world could not be joined, or was joined already.
 
     Raised by ``phalanx.init()`` when it is called twice, when the script has called
-    ``torch.distributed.init_process_group`` itself, or when the ranks cannot meet. The message says which.
+    ``torch.distributed.init_process_group`` itself, or when the ranks cannot meet. The message says which. Making a
+    further group raises it as well, if the ranks cannot meet for that.
+
+    Attributes:
+        rank: the rank for which they cannot, in the world; -1 if that is not known, or is not why.
+        pid, host: its process id and the name of its host; 0 and empty if they are not known.
+        was_refused: rank 0 did not let this process join, so it may come again as another one.
     """
+
+    rank, pid, host = -1, 0, ""
+    was_refused = False
 
     @classmethod
     def ranks_missing(cls, missing: str, timeout_s: float, *, at: str = "", before: str = "") -> InitializationError:
@@ -79,9 +88,24 @@ class InitializationError(PhalanxError):
         )
 
     @classmethod
+    def rank_gone(cls, rank: int, pid: int, host: str, how: str, remedy: str, group: str) -> InitializationError:
+        """A rank has gone that is needed to make a group, which is ``group``, as ``ranks 0-2``; ``how`` says how."""
+        text = f"rank {rank} (pid {pid} on {host}) {how} while a group of {group} was being made. {remedy}"
+        return cls.of_rank(text, rank, pid, host)
+
+    @classmethod
+    def of_rank(cls, text: str, rank: int, pid: int, host: str) -> InitializationError:
+        """An error with this text, and the rank that it is about."""
+        error = cls(text)
+        error.rank, error.pid, error.host = rank, pid, host
+        return error
+
+    @classmethod
     def rank_refused(cls, rank: int, reason: str) -> InitializationError:
         """Rank 0 refused a process that joined as this rank; the reason is rank 0's."""
-        return cls(f"rank {rank} was refused: {reason}. Start each rank once, with one world size")
+        error = cls(f"rank {rank} was refused: {reason}. Start each rank once, with one world size")
+        error.was_refused = True
+        return error
 
 
 class LauncherEnvironmentError(InitializationError):

@@ -38,7 +38,8 @@ __all__ = ["World", "close", "init"]
 
 _world: World | None = None
 # How many worlds this process has opened. The number is part of this world's keys in the store, as the attempt is,
-# because a launcher's store keeps the keys of earlier worlds and attempts.
+# because a launcher's store keeps the keys of earlier worlds and attempts. A world that refused this process is not
+# counted, since the other ranks go on waiting in it.
 _openings = 0
 # The store in which the ranks of the open world met. torch keeps only the C++ part of a store written in Python alive.
 _store: Store | None = None
@@ -270,6 +271,8 @@ def init(
         tell_meeting(_store, store, place.rank, begins=False)
     except BaseException as error:
         reason = why_failed(error, _store, store)
+        if isinstance(error, InitializationError) and error.was_refused:
+            _openings -= 1
         # The caller gets no world, so nothing may remain that would prevent another attempt.
         if _world is not None:
             withdraw(_world._changed)

@@ -119,6 +119,66 @@ def test_a_script_that_fails_has_not_left(size: int, call: str, tmp_path: Path) 
         assert f"has failed (ValueError: this batch is empty at {tmp_path / 'script.py'}:" in out, out
 
 
+EXITS = """
+    import os, sys
+    from datetime import timedelta
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from tests.support.islands import pretend_host
+    from phalanx.errors import PeerLost
+
+    rank, size, file, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    pretend_host(rank * 2 // size)
+    store = FileStore(file, size)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100))
+    tensor = torch.ones(4)
+
+    def main():
+        with open(os.devnull):
+            try:
+                sys.exit({"with nothing": None, "with 0": 0, "with text": "this batch is empty"}.get(how, 3))
+            finally:
+                tensor.zero_()
+
+    dist.all_reduce(tensor)
+    if rank == size - 1:
+        try:
+            main()
+        except SystemExit as error:
+            if how != "and is caught":
+                raise
+            assert type(error).__name__ == "SystemExit" and error.code == 3
+        dist.all_reduce(tensor)
+    else:
+        try:
+            dist.all_reduce(tensor)
+            dist.recv(tensor, size - 1)
+        except PeerLost as error:
+            print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("with 3", 3, "has failed (exit code 3)"),
+        ("with text", 1, "has failed (exit code 1)"),
+        ("with 0", 0, "in order"),
+        ("with nothing", 0, "in order"),
+        ("and is caught", 0, "in order"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 3])
+def test_how_a_script_exits_is_told(size: int, how: str, code: int, said: str, tmp_path: Path) -> None:
+    """By the one that is alone on its host: if it exits by itself, no launcher sees its exit code."""
+    ends = run_to_the_end(EXITS, size, tmp_path, how)
+    assert [end[2] for end in ends] == [0] * (size - 1) + [code], ends
+    for out, err, _ in ends[:-1]:
+        assert f"rank {size - 1} of the group" in out, out + err
+        assert said in out, out + err
+
+
 FORKS = """
     import os, sys, time
     from datetime import timedelta

@@ -163,7 +163,7 @@ def test_a_script_that_exits_with_a_code_has_failed(tmp_path: Path) -> None:
     waits, exits = run_pair(tmp_path, RECEIVES, "sys.exit(3)")
     assert exits.returncode == 3
     assert "PeerLost rank 1 of the group" in waits.stdout, waits.stderr
-    assert "has failed while rank 0 was in recv from any rank" in waits.stdout
+    assert "has failed (exit code 3) while rank 0 was in recv from any rank" in waits.stdout
 
 
 # The handler stands for all that may keep a process alive long after its script has failed.

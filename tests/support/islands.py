@@ -11,12 +11,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from phalanx.c10d import create
 from phalanx.settings import BACKEND
 from phalanx.system.host import Host
 from phalanx.transports.hosts import islands
+from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from tests.support.ranks import Member
@@ -49,7 +50,7 @@ def pretend_host(number: int) -> None:
 def _meeting(store: Store, rank: int, size: int, timeout: timedelta, name: str) -> str:
     """The name of a meeting of ranks of several hosts; empty for ranks of one."""
     number = store.add(f"pretended/{rank}", 1)
-    own = PrefixStore(f"pretended/{number}", store)
+    own = part_of(store, f"pretended/{number}")
     own.set(str(rank), name)
     own.wait([str(other) for other in range(size)], timeout)
     names: Sequence[bytes] = [own.get(str(other)) for other in range(size)]

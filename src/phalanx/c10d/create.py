@@ -17,10 +17,12 @@ from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
+from phalanx.transports.gone import call_witness
 from phalanx.transports.hosts.choosing import choose_engine
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.islands import join_islands
+from phalanx.transports.meeting_store import MeetingStore
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
@@ -56,9 +58,10 @@ def create_process_group(
     says why as a warning.
 
     Raises:
-        InitializationError: a rank did not come.
+        InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of
+            this package.
     """
-    own = PrefixStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store)
+    own = MeetingStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store, ranks)
 
     def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
         world_ranks = [ranks[member] if ranks else member for member in members]
@@ -82,8 +85,8 @@ def create_process_group(
 
     def over_hosts(reason: NotOneHost, made: contextlib.ExitStack) -> PhalanxProcessGroup:
         """The group of ranks that do not all share memory; ``made`` gets what is closed if that fails."""
-        met = PrefixStore(reason.meeting, own)
-        layout, local, one_machine = join_islands(PrefixStore("hosts", met), rank, size, timeout)
+        met = own.part(reason.meeting)
+        layout, local, one_machine = join_islands(met.part("hosts"), rank, size, timeout)
         made.callback(local.close)
         if one_machine and rank == 0:
             who = (
@@ -105,11 +108,12 @@ def create_process_group(
             return GlooEngine(gloo, limit, awaits_what_came)
 
         chosen = choose_engine(
-            PrefixStore("engine", met), layout, rank, lambda: engine(lanes, timeout), timeout, world=not ranks
+            met.part("engine"), layout, rank, lambda: engine(lanes, timeout), timeout, world=not ranks
         )
         made.callback(chosen.engine.close)
         way = engine(messages, UNLIMITED, awaits_what_came=True)
-        hosts = HostsCommunicator(layout, rank, local, chosen.engine, way, PrefixStore("broken", met), timeout)
+        reasons = met.part("broken")
+        hosts = HostsCommunicator(layout, rank, local, chosen.engine, way, reasons, timeout, world=not ranks)
         made.pop_all()
         made.callback(gloo.release)
         made.callback(hosts.close)
@@ -118,27 +122,32 @@ def create_process_group(
         group = group_of(hosts, gloo)
         if hosts.messages.inside is not None:
             quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
+        if not ranks:
+            call_witness(hosts)
         return group
 
     open_recorder()  # before the ranks meet, because then they begin to hold each other's
     communicator: Communicator
     if size == 1:
         return group_of(SoloCommunicator(), gloo_in(HashStore()))
-    # Gloo's keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or by
-    # a failed attempt to make one.
-    try:
-        communicator = SharedMemoryCommunicator(PrefixStore("shm", own), rank, size, timeout)
-    except NotOneHost as reason:
-        with contextlib.ExitStack() as made:
-            group = over_hosts(reason, made)
-            made.pop_all()
-            return group
+    with own.explaining():
+        # Gloo's keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or
+        # by a failed attempt to make one.
+        try:
+            communicator = SharedMemoryCommunicator(own.part("shm"), rank, size, timeout)
+        except NotOneHost as reason:
+            with contextlib.ExitStack() as made:
+                group = over_hosts(reason, made)
+                made.pop_all()
+                return group
     try:
         gloo = gloo_in(PrefixStore(f"gloo/{communicator.meeting}", own))
         gloo.on_timeout = communicator.set_timeout
         group = group_of(communicator, gloo)
         quicken(group, communicator)
         tell_of_failure(communicator)
+        if not ranks:
+            call_witness(communicator)
         return group
     except BaseException:
         communicator.close()

@@ -54,7 +54,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 19
+ABI = 20
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -223,6 +223,7 @@ def library() -> ctypes.CDLL:
         ("phx_look", None, [comm, c_int]),
         ("phx_all_seen", c_int, [comm, POINTER(c_uint32), POINTER(c_uint32)]),
         ("phx_sees", c_int, [comm, c_uint32]),
+        ("phx_going", c_int, [comm, c_uint32, POINTER(c_uint32)]),
         ("phx_compare_rest", c_int, [comm, c_uint64]),
         ("phx_process_leaves", None, []),
         ("phx_process_fails", None, [c_char_p]),

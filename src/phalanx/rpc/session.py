@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -33,6 +33,7 @@ _LOOKS_PER_S = 1000
 _MOST_LOOKS_PER_S = 50
 _TELL_S = 5.0  # after which the user is told who is missing
 _STORE_S = 5.0  # for the job's store, beside what the others may take
+_SILENT_S = 1.0  # a store that owes an answer for so long has not answered
 # When one who waits in shutdown() makes links to those who are late, to how many of them at a time, and in what time.
 _LINK_AFTER_S = 0.1
 _LINKS_AT_ONCE = 4
@@ -40,6 +41,8 @@ _REACH_S = 2.0
 _ATTEMPT_S = 5.0  # for one attempt to connect to the store of a job that this process is no rank of
 JOIN_S = 60.0  # for connecting to a launcher's store
 _NEWEST = "phalanx/rpc/newest"  # where the workers of the job meet now, for those that are no rank
+
+T = TypeVar("T")
 
 _agent: Agent | None = None
 _openings = 0  # how often this process has become a worker of its world
@@ -205,44 +208,61 @@ def shutdown(*, wait: bool = True, timeout_s: float = 300.0) -> None:
 
 
 def _wait_for_others(made: Agent, timeout_s: float) -> None:
+    # Written by the thread that waits, and read once that has taken too long: who is missing, and since when the store
+    # has owed an answer, which is empty while something else takes the time.
+    waited_for: list[Member] = []
+    asked_at: list[float] = []
+
+    def of_store(question: Callable[[], T]) -> T:
+        asked_at.append(time.monotonic())
+        try:
+            return question()
+        finally:
+            asked_at.clear()
+
     def wait() -> None:
         # Those that are here now: a rank that comes back meanwhile as a new worker waits for this one.
-        others = [member for member in made.members() if member.rank >= 0]
-        made.say_done()
+        others = [member for member in of_store(made.members) if member.rank >= 0]
+        of_store(made.say_done)
         since = time.monotonic()
 
         def missing() -> list[int]:
-            waited_for[:] = _late(made, others, since, since + timeout_s)
+            waited_for[:] = of_store(lambda: made.not_done(others))
+            _reach_late(made, waited_for, since, since + timeout_s)
             return [member.rank for member in waited_for]
 
         wait_for(
             missing, timeout_s, "for rpc.shutdown() of", len(others), lambda: made.inquiries.why_not_done(waited_for)
         )
 
-    waited_for: list[Member] = []
     try:
         within(timeout_s + _STORE_S, wait)
     except TimeoutError:
-        ranks = f" It last knew that {format_named('rank', [one.rank for one in waited_for])} had not come." * bool(
-            waited_for
-        )
-        tell(f"warning: rpc.shutdown() ends without the others: the job's store has not answered.{ranks}")
+        silent_s = max((time.monotonic() - since for since in asked_at[:1]), default=0.0)
+        ranks = format_named("rank", [one.rank for one in waited_for])
+        if silent_s >= _SILENT_S:
+            last = f" It last knew that {ranks} had not come." if waited_for else ""
+            tell(f"warning: rpc.shutdown() ends without the others: the job's store has not answered.{last}")
+        else:
+            whom = f" of {ranks}" if waited_for else ""
+            tell(
+                f"warning: rpc.shutdown() ends without the others: waited {timeout_s:g} s for rpc.shutdown(){whom}. "
+                f"What keeps them could not be found out within {_STORE_S:g} s more"
+            )
     except (InitializationError, dist.DistError, RuntimeError) as error:  # the store may be gone with its host
         tell(f"warning: rpc.shutdown() ends without the others: {error}")
 
 
-def _late(made: Agent, others: list[Member], since: float, until: float) -> list[Member]:
-    """Those who are there and have not called ``shutdown``.
+def _reach_late(made: Agent, late: list[Member], since: float, until: float) -> None:
+    """Have links to some of those who are there and have not called ``shutdown``.
 
     Nobody may have a link to one that is killed meanwhile, and so nobody would notice. So each who waits has links to
     those whom it waits for, a few at a time, which are all of them before the end. They begin after its own rank, so
     that those who wait have the others shared out among them.
     """
-    late = made.not_done(others)
     if time.monotonic() - since >= _LINK_AFTER_S:
         for member in sorted(late, key=lambda member: (member.rank < made.me.rank, member.rank))[:_LINKS_AT_ONCE]:
             made.reach(member, max(0.0, min(_REACH_S, until - time.monotonic())))
-    return late
 
 
 def own_address(*, one_host: bool) -> str:

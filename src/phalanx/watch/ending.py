@@ -4,7 +4,10 @@ A process takes seconds to end once torch is loaded, and the others may wait for
 nobody caught is told from the exception hook, before the interpreter begins to finalise: by the core to the ranks that
 share memory, and by the groups of :func:`tell_of_failure` to those of other hosts. An exit is told by the core,
 from the process's exit code (``native/csrc/life.c``); a worker of ``multiprocessing`` that was forked does not pass
-there. Nothing tells an exit handler of Python the exit code, so the launcher says it before (:func:`tell_of_exit`).
+there. Nothing tells an exit handler of Python the exit code, so it is told before (:func:`tell_of_exit`): by the
+launcher, which runs the script, or else once the interpreter has dropped the exception of ``sys.exit()``. It drops that
+where no function runs any more, and right before it exits; a program that catches the exception drops it inside of one.
+A script that raises ``SystemExit`` by itself is seen to fail only by the ranks that share memory with it.
 
 Often a script fails because another rank has left the group in order: a message for that one cannot be sent. Then the
 other ranks are told which rank left, because that is the cause of the failure. The error that reports a rank that left
@@ -17,10 +20,12 @@ import contextlib
 import multiprocessing
 import os
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing import util
 from types import TracebackType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from phalanx.exception import PhalanxError, chain
 from phalanx.native.core import TEXT_BYTES, library
@@ -49,6 +54,27 @@ class Teller(Protocol):
         ...
 
 
+class _ScriptExit(SystemExit):
+    """What ``sys.exit()`` raises on the main thread of a process that has a group; its name is ``SystemExit``."""
+
+    def __init__(self, *status: object) -> None:
+        super().__init__(*status)
+        self._pid = os.getpid()
+
+    def __del__(self) -> None:
+        # This frame has a caller unless the interpreter is about to exit. After a fork the exception is the parent's.
+        if sys._getframe().f_back is None and not _interactive() and os.getpid() == self._pid:
+            code = _exit_code(self.code)
+            if code:
+                tell_of_exit(self, code)
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[object, ...]]:
+        return SystemExit, self.args
+
+
+_ScriptExit.__name__ = _ScriptExit.__qualname__ = "SystemExit"
+_ScriptExit.__module__ = "builtins"
+
 _installed = False
 _exits_badly = False
 # Of errors that say that a rank has left a group in order: what made the error for the group, and the rank there.
@@ -72,6 +98,7 @@ def tell_how_the_script_ends() -> None:
     if not _installed:
         _installed = True
         _wrap_excepthook()
+        _wrap_exit()
     if multiprocessing.parent_process() is not None:
         _watch_worker()
 
@@ -127,6 +154,25 @@ def _wrap_excepthook() -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _wrap_exit() -> None:
+    before: Callable[[object], NoReturn] = sys.exit  # type: ignore[assignment]
+
+    def exit(status: object = None, /) -> NoReturn:
+        """Exit the interpreter by raising SystemExit(status)."""
+        if threading.current_thread() is threading.main_thread():
+            raise _ScriptExit(status)
+        before(status)
+
+    sys.exit = exit
+
+
+def _exit_code(status: object) -> int:
+    """The code with which a process exits for this status."""
+    if status is None:
+        return 0
+    return status & 0xFF if isinstance(status, int) else 1
 
 
 def _interactive() -> bool:

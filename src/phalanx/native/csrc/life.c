@@ -88,6 +88,14 @@ enum phx_going phx_peer_life(const phx_comm *comm, uint32_t peer)
     return told != PHX_HERE ? (enum phx_going)told : another ? PHX_ENDED : PHX_REPLACED;
 }
 
+int phx_going(const phx_comm *comm, uint32_t rank, uint32_t *pid)
+{
+    if (rank >= comm->size)
+        return PHX_HERE;
+    *pid = comm->places[rank].pid;
+    return phx_peer_life(comm, rank);
+}
+
 void phx_tell(phx_comm *comm, enum phx_going how)
 {
     struct phx_place *place = &comm->places[comm->rank];

@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 19
+#define PHX_ABI 20
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -127,6 +127,10 @@ PHX_API int phx_all_seen(const phx_comm *comm, uint32_t *by, uint32_t *whom);
 
 /* Returns whether phx_look() has found the process of `rank`. */
 PHX_API int phx_sees(const phx_comm *comm, uint32_t rank);
+
+/* Returns how `rank` stands to the group (enum phx_going), also once the group is broken, and its pid. It writes nothing.
+ * Any thread may call it. */
+PHX_API int phx_going(const phx_comm *comm, uint32_t rank, uint32_t *pid);
 
 /* Compare this rank's last calls with those of the others, which no later call of this rank will. Called by all ranks
  * before they close the group, by a thread that is alone in it. Waits at most `patience_ns` for ranks that are behind.

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from phalanx.transports.contract import Communicator
+from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
 from phalanx.transports.hosts.asking import Questions, aside
 from phalanx.transports.hosts.crossing import Crossed
 from phalanx.transports.hosts.guard import Guard, Messages
@@ -40,6 +41,7 @@ PROMPT_S = 0.3
 LOOK_S = 0.02
 # In characters, each of which is up to 12 bytes of JSON; a lookout's message has at most 64 KiB.
 _LONGEST_TEXT = 4000
+_AWAY = "away"  # the key that is there once a rank has gone
 
 Note = tuple[
     int, str, str
@@ -73,6 +75,7 @@ class Reason:
         abort: wakes the ranks that wait for this one, and this one's waits for others; a method, kept weakly as well.
         aborted: whether a rank of this host has done so.
         timeout: for all ranks to come.
+        world: the group is the world, so the store is to say which ranks have gone.
 
     Attributes:
         history: this rank's last collectives; set once, before :meth:`watch`.
@@ -90,14 +93,19 @@ class Reason:
         abort: Callable[[], None],
         aborted: Callable[[], bool],
         timeout: timedelta,
+        *,
+        world: bool = False,
     ) -> None:
+        self._world = world
         self._store, self._rank, self._layout, self._abort, self._aborted = store, rank, layout, abort, aborted
         self._local = local
         self.fails = False
         self._found_at_end: Fact | None = None
         self._size = sum(map(len, layout.hosts))
         self._questions = Questions()
-        self._guard = Guard(store, layout, rank, local, abort, self._read_store, self._tell_place, timeout)
+        self._guard = Guard(
+            store, layout, rank, local, abort, self._read_store, self._tell_ended, self._tell_place, timeout
+        )
 
     def attend(self, messages: Messages) -> None:
         """Judge the ranks that messages wait for as well, and tell the others which message this rank is in."""
@@ -191,6 +199,8 @@ class Reason:
         known = self._guard.reason
         if known is None or known is self._found_at_end:
             self._tell(known or {**self._fact("lost", cause, self._rank), "what": "raised"})
+        if self._world:
+            self._questions.say(lambda: self._write_gone(self._rank, FAILED, cause))
 
     def is_told(self) -> bool:
         """Whether a rank has broken the group, as far as this one can know."""
@@ -205,8 +215,14 @@ class Reason:
         if self.fails:
             return
         key, value = f"left/{self._rank}", json.dumps([*but_for])
+
+        def tell() -> None:
+            self._store.set(key, value)
+            if self._world:
+                self._store.set(_AWAY, "")
+
         # A store that is late is told as well, since others may wait for this rank when it answers again.
-        self._questions.ask(lambda: self._store.set(key, value), anyway=True)
+        self._questions.ask(tell, anyway=True)
 
     def left(self, ranks: Collection[int]) -> list[int]:
         """Those of these ranks that have left, and whose messages for this one have come, as far as the store says."""
@@ -222,6 +238,52 @@ class Reason:
 
     def _leaving(self, ranks: Collection[int]) -> list[int]:
         return [rank for rank in ranks if self._store.check([f"left/{rank}"])]
+
+    def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
+        """Those of these ranks that have gone, as far as this rank sees it, or another one or the store says it.
+
+        A rank that leaves, or whose script fails, writes so into the store before it ends; if it dies before it could,
+        it has ended. That it has ended is written by each rank that watches it, of which there is one on every other
+        host, so one that dies before it has written it is not missed. ``_AWAY`` is written after any of these, so that
+        one question is enough while all are there. Only the world's ranks write these keys, and the keys stay as long
+        as the other keys of the world. A rank that has closed the world knows nothing of it any more.
+        """
+        if self._guard.ended:
+            return {}
+        away = self._guard.away
+        found = {rank: (away[rank], "") for rank in ranks if rank in away}
+
+        def look() -> None:
+            if not self._store.check([_AWAY]):
+                return
+            for rank in self._leaving(ranks):
+                found[rank] = LEFT, ""
+            for rank in ranks:
+                if self._store.check([f"gone/{rank}"]):
+                    way, text = json.loads(self._store.get(f"gone/{rank}"))
+                    if way == FAILED or rank not in found:
+                        found[rank] = way, text
+
+        self._questions.ask(look)
+        self._guard.read_segment()
+        reason = self._guard.reason or {}
+        if reason.get("what") == "raised" and reason["group_rank"] in ranks:
+            found[reason["group_rank"]] = FAILED, reason["text"]
+        pids = self._guard.pids
+        return {rank: Gone(pids[rank], self._layout.name(rank), *found[rank]) for rank in ranks if rank in found}
+
+    def _write_gone(self, rank: int, way: str, text: str) -> None:
+        self._store.compare_set(f"gone/{rank}", "", json.dumps([way, text[:_LONGEST_TEXT]]))
+        self._store.set(_AWAY, "")
+
+    def _tell_ended(self, ranks: Collection[int]) -> None:
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the store has gone with rank 0
+                for rank in ranks:
+                    self._write_gone(rank, ENDED, "")
+
+        if self._world:
+            aside(tell)
 
     def _but_for(self, rank: int) -> list[int]:
         ranks: list[int] = json.loads(self._store.get(f"left/{rank}"))

@@ -27,6 +27,7 @@ from phalanx.transports.hosts.mpi_lane import MpiEngine
 from phalanx.transports.hosts.said import said_by_all
 from phalanx.transports.hosts.ucx_lane import UcxEngine
 from phalanx.transports.hosts.ucx_library import UcxFailed, open_library
+from phalanx.transports.meeting_store import part_of
 from phalanx.transports.mpi.runtime import MISSING, running, start
 from phalanx.words import format_named
 
@@ -110,7 +111,7 @@ def choose_engine(
         return Chosen(makers[names[0]](), named)
     engines = {name: makers[name]() for name in names}
     try:
-        times = measured(PrefixStore("times", store), layout, rank, engines, timeout)
+        times = measured(part_of(store, "times"), layout, rank, engines, timeout)
     except BaseException:
         for engine in engines.values():
             engine.abort()

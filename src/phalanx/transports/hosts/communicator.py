@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.fingerprints import fingerprint
+from phalanx.transports.gone import Gone
 from phalanx.transports.hosts.breaking import Differs, Reason
 from phalanx.transports.hosts.bulk import Bulk
 from phalanx.transports.hosts.crossing import Crossed, Lines
@@ -59,6 +60,7 @@ class HostsCommunicator(Communicator):
         store: the group's own part of the job's store, for the reason why it broke.
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
+        world: this is the world, which is asked for ranks that have gone.
     """
 
     rank_order_sums = False
@@ -73,6 +75,8 @@ class HostsCommunicator(Communicator):
         store: Store,
         timeout: timedelta,
         sizes: Sizes | None = None,
+        *,
+        world: bool = False,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
@@ -95,6 +99,7 @@ class HostsCommunicator(Communicator):
             abort=self._wake,
             aborted=lambda: isinstance(local, SharedMemoryCommunicator) and local.aborted,
             timeout=timeout,
+            world=world,
         )
         self._reason = reason
         try:
@@ -227,6 +232,14 @@ class HostsCommunicator(Communicator):
 
     def end_messages(self) -> None:
         self.messages.end()
+
+    def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
+        """See ``transports/gone.py``."""
+        found = self._reason.gone([rank for rank in ranks if rank not in self._layout.here])
+        if isinstance(self._local, SharedMemoryCommunicator):
+            places = [place for place, rank in enumerate(self._layout.here) if rank in ranks]
+            found |= {self._layout.here[place]: gone for place, gone in self._local.gone(places).items()}
+        return found
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._set_local_timeout(timeout)

@@ -18,7 +18,7 @@ import secrets
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.native.core import TEXT_BYTES
 from phalanx.transports.contract import Communicator
+from phalanx.transports.gone import ENDED, LEFT
 from phalanx.transports.hosts.contact import Sign
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.lookout import Lookout, lookout
@@ -76,10 +77,11 @@ class Guard:
     Two threads use it: the one that makes the group's collectives, and the lookout's, which calls :meth:`look`,
     :meth:`told` and :meth:`says`. A third one asks the store. ``reason`` is written once, by any of these or by one
     that waits for a message, under ``_lock``; ``_known`` is set then. ``calls``, ``inside`` and ``failed_peer`` are
-    written by the first thread and read by the second, and ``_here`` is written by the second and read by the first;
-    each is one reference, replaced whole. To ``_left`` the second and the third add, in one step of Python's, and the
-    second looks whether a rank is in it. The rest belongs to the second. If that one dies, ``_here`` stays what it was,
-    and costs one wait of ``PATIENCE_S`` (``breaking.py``).
+    written by the first thread and read by the second, and ``_here`` and ``away`` are written by the second and read by
+    others; each is one reference, replaced whole. To ``_left`` the second and the third add, in one step of Python's,
+    and the second looks whether a rank is in it. The rest belongs to the second. If that one dies, ``_here`` stays what
+    it was, and costs one wait of ``PATIENCE_S`` (``breaking.py``); so does ``away``, and who has gone is then learned
+    from the store, into which the other ranks that watch write it.
 
     Args:
         store: a part of the job's store where nobody has met before.
@@ -89,11 +91,14 @@ class Guard:
         wake: ends this rank's waits for others; kept weakly.
         read_store: asks the job's store, without waiting for it, why the group broke, and which of these ranks have
             left, and calls :meth:`know` or :meth:`know_left`; kept weakly.
+        tell_ended: is called with ranks that have ended and have not said that they leave, whoever waits for them; it
+            must not wait; kept weakly.
         tell_place: is called with where this rank is, and with the message that it is in, if the group breaks while
             this rank is in no collective; it must not wait; kept weakly.
         timeout: for all ranks to come.
 
     Attributes:
+        away: the ranks of other hosts that have gone, each with how, of those that this one watches.
         has_told: this rank has written down in which collective it found the group broken. As ``inside``.
         pids: the process id of each rank.
         reason: why the group broke; None if it has not, or the rank that broke it has not said.
@@ -110,6 +115,7 @@ class Guard:
         local: Communicator,
         wake: Callable[[], None],
         read_store: Callable[[Collection[int]], None],
+        tell_ended: Callable[[Collection[int]], None],
         tell_place: Callable[[str, str], None],
         timeout: timedelta,
     ) -> None:
@@ -118,9 +124,10 @@ class Guard:
         self.calls = 0
         self.failed_peer: int | None = None
         self.has_told = False
+        self.away: Mapping[int, str] = {}
         self._rank, self._layout = rank, layout
         self._wake, self._tell_place = weakref.WeakMethod(wake), weakref.WeakMethod(tell_place)
-        self._read_store = weakref.WeakMethod(read_store)
+        self._read_store, self._tell_ended = weakref.WeakMethod(read_store), weakref.WeakMethod(tell_ended)
         self._asked_about: set[int] = set()
         self._local = local if isinstance(local, SharedMemoryCommunicator) else None
         self._lock = threading.Lock()
@@ -206,6 +213,11 @@ class Guard:
         """A rank has left in order; any thread may say so."""
         self._left.add(rank)  # in one step of Python's
 
+    @property
+    def ended(self) -> bool:
+        """Whether this rank has left the group."""
+        return self._ended
+
     def is_here(self, rank: int) -> bool:
         """Whether a rank of another host was there a moment ago; False also for one that is not watched."""
         return rank in self._here
@@ -236,6 +248,7 @@ class Guard:
 
     def look(self, now: float, sign_of: Callable[[Endpoint], tuple[Sign | None, float]]) -> None:
         """Judge what is known of the others."""
+        self._notice(sign_of)
         if self._waits_ended and self.reason is not None:
             return
         said = None if self._local is None else self._local.breakage()
@@ -248,6 +261,21 @@ class Guard:
             known = self._judge(now, sign_of)
         if known is not None:
             self._break(known)
+
+    def _notice(self, sign_of: Callable[[Endpoint], tuple[Sign | None, float]]) -> None:
+        """Learn who has gone, also while this rank waits for nobody: ranks that watch others may wait for them."""
+        away = {}
+        for watched in self._watched.values():
+            for rank, endpoint in watched.items():
+                sign, _ = sign_of(endpoint)
+                if sign is Sign.LEFT or rank in self._left:
+                    away[rank] = LEFT
+                elif sign is Sign.GONE:
+                    away[rank] = ENDED
+        ended = {rank for rank, way in away.items() if way == ENDED and self.away.get(rank) != ENDED}
+        self.away = away
+        if ended and (tell := self._tell_ended()) is not None:
+            tell(ended)
 
     def _judge(self, now: float, sign_of: Callable[[Endpoint], tuple[Sign | None, float]]) -> Fact | None:
         waits = self._waits(now)

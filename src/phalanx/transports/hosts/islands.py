@@ -10,12 +10,13 @@ import json
 from dataclasses import asdict
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from phalanx.system.host import this_host
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.said import said_by_all
+from phalanx.transports.meeting_store import part_of
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
@@ -42,7 +43,7 @@ def join_islands(store: Store, rank: int, size: int, timeout: timedelta) -> tupl
     local: Communicator = SoloCommunicator()
     found = f"rank {rank}"
     if len(here) > 1:
-        own = PrefixStore(f"memory/{here[0]}", store)
+        own = part_of(store, f"memory/{here[0]}")
         try:
             local = SharedMemoryCommunicator(own, here.index(rank), len(here), timeout, names=here)
             found = f"island {here[0]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +15,10 @@ from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import COLLECTIVES, Communicator, Message
+from phalanx.transports.gone import Gone
 from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
 from phalanx.transports.shm.crossing import begin_to_compare, judge, tells
+from phalanx.transports.shm.departures import departed
 from phalanx.transports.shm.explanation import explain, left_text
 from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
 from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
@@ -170,6 +172,10 @@ class SharedMemoryCommunicator(Communicator):
 
     def script_fails(self, cause: str) -> None:
         """See ``watch/ending.py``: the core has told the others."""
+
+    def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
+        """See ``transports/gone.py``."""
+        return departed(self._mailbox, ranks)
 
     @property
     def last_call(self) -> int:

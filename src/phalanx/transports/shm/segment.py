@@ -29,11 +29,12 @@ from torch._C._distributed_c10d import Store
 from phalanx.errors import InitializationError
 from phalanx.native.core import NOBODY, Status, library
 from phalanx.system.awake import AwakeClock
+from phalanx.transports.meeting_store import error_of
 from phalanx.transports.shm.tuning import Tuning
 
 __all__ = ["NotOneHost", "join_segment"]
 
-_Outcome = tuple[str, str]
+_Outcome = tuple[str, str, tuple[int, int, str] | tuple[()]]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
 
 OUTCOME_GRACE = timedelta(seconds=5)
@@ -87,7 +88,7 @@ def join_segment(
             descriptor, reason = _make_segment(size, tuning, cookie)
             if not reason:
                 comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            missing, apart = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
+            missing, apart, blamed = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
         else:
             _wait(store, "offer", timeout, f"rank 0 did not come to a group of {size} ranks")
             pid, number, name = json.loads(store.get("offer"))
@@ -100,14 +101,16 @@ def join_segment(
             # Wait longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
             outcome = f"{name}/outcome"
             _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
-            missing, apart = json.loads(store.get(outcome))
+            missing, apart, blamed = json.loads(store.get(outcome))
+        if blamed:
+            raise InitializationError.of_rank(missing, *blamed)
         if missing:
             raise InitializationError(f"rank {rank}: {missing}")
         if apart:
             raise NotOneHost(apart, cookie.hex())
         if comm is None:
             raise InitializationError(f"rank {rank} came to a group of {size} ranks that had been made ({reason})")
-        apart = _see_each_other(comm, descriptor, rank, timeout.total_seconds())
+        apart = _see_each_other(store, comm, descriptor, rank, timeout.total_seconds())
         if rank == 0:
             store.delete_key(f"{cookie.hex()}/outcome")  # all have read it, else they would not have looked
         if apart:
@@ -133,8 +136,8 @@ def _offer(
     """Rank 0's part: offer the segment, or none if ``reason`` says why there is none, and publish the outcome.
 
     Returns:
-        The outcome: why the group was not made (ranks did not come, or rank 0 gave up), and which ranks came but could
-        not attach; both empty when all is well.
+        The outcome: why the group was not made (ranks did not come, or rank 0 gave up); which ranks came but could not
+        attach; and the rank that has gone, if one has, with its pid and host. All empty when all is well.
     """
     try:
         store.set("offer", json.dumps([_own_pid(), descriptor, name]))
@@ -142,8 +145,11 @@ def _offer(
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
         # reach, they find that themselves.
+        outcome = f"rank 0 gave up ({type(error).__name__}: {error})", "", ()
+        if isinstance(error, InitializationError) and error.rank >= 0:
+            outcome = str(error), "", (error.rank, error.pid, error.host)
         with contextlib.suppress(RuntimeError):
-            _publish(store, name, (f"rank 0 gave up ({type(error).__name__}: {error})", ""))
+            _publish(store, name, outcome)
         raise
     _publish(store, name, outcome)
     return outcome
@@ -191,7 +197,7 @@ def _reach(pid: int, number: int) -> tuple[int, str]:
         return -1, f"{error.strerror} (/proc/{pid}/fd)"
 
 
-def _see_each_other(comm: int, descriptor: int, rank: int, timeout_s: float) -> str:
+def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout_s: float) -> str:
     """Look at the other ranks' processes, and wait until all ranks have looked.
 
     Returns:
@@ -207,7 +213,7 @@ def _see_each_other(comm: int, descriptor: int, rank: int, timeout_s: float) -> 
         waited_s = clock.now()
         unseen = core.phx_sees(comm, by.value) == 0
         if status == Status.PEER_LOST or waited_s > (min(SIGHT_S, timeout_s) if unseen else timeout_s):
-            raise InitializationError(f"rank {rank}: rank {by.value} of the group ended while the ranks met")
+            raise error_of(store, f"rank {rank}: rank {by.value} of the group ended while the ranks met")
         time.sleep(NAP_S)
     if whom.value == NOBODY:
         return ""
@@ -232,12 +238,12 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
                 f"{names} did not come within {timeout.total_seconds():.0f} s. Was each rank started, and does each "
                 f"create the same groups in the same order?"
             )
-            return late, ""
+            return late, "", ()
     answers = [answer, *(json.loads(store.get(key)) for key in keys.values())]
     for key in keys.values():
         store.delete_key(key)
     apart = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(answers) if text)
-    return "", apart
+    return "", apart, ()
 
 
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:

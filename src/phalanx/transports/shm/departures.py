@@ -1,0 +1,44 @@
+"""Which ranks of a group of one host have gone, and how, whether the group is broken or not."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+
+from phalanx.native.core import TEXT_BYTES, Going, library
+from phalanx.system.host import machine_name
+from phalanx.transports.gone import ENDED, FAILED, LEFT, REPLACED, Gone
+from phalanx.transports.shm.mailbox import Mailbox
+from phalanx.watch.ends import how_ended
+
+__all__ = ["departed"]
+
+_WAYS = {Going.LEFT: LEFT, Going.FAILED: FAILED, Going.ENDED: ENDED, Going.REPLACED: REPLACED}
+
+
+def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:
+    """Those of these ranks that have gone; it writes nothing, and waits for nobody. Any thread may ask.
+
+    Args:
+        mailbox: of the group; of one that this rank has closed nothing is known.
+        ranks: in the group.
+    """
+    found: dict[int, Gone] = {}
+    pid = ctypes.c_uint32()
+    with mailbox.handle() as comm:
+        for rank in ranks if comm else ():
+            how = library().phx_going(comm, rank, ctypes.byref(pid))
+            if how != Going.HERE:
+                found[rank] = _in_words(comm, rank, how, pid.value)
+    return found
+
+
+def _in_words(comm: int, rank: int, how: int, pid: int) -> Gone:
+    way, text = _WAYS[how], ""
+    if way == ENDED:
+        text = how_ended(pid)
+    elif way == FAILED:
+        said = ctypes.create_string_buffer(TEXT_BYTES)
+        if library().phx_description(comm, rank, said) and not said.value.startswith(b"{"):
+            text = said.value.decode(errors="replace")
+    return Gone(pid, machine_name(), way, text)

@@ -1,0 +1,38 @@
+"""A process that rank 0 has refused, and that comes again as it should have come at first: the world opens with it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from tests.support.ranks import Member, on_ranks
+
+import phalanx
+from phalanx.errors import InitializationError
+
+TIMEOUT_S = 120.0
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_rank_that_was_refused_joins_when_it_comes_as_it_should(times: int, size: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+    def init(rank: int, world_size: int) -> phalanx.World:
+        return phalanx.init(timeout_s=TIMEOUT_S, quiet=True, init_method=where, rank=rank, world_size=world_size)
+
+    def body(member: Member) -> list[int]:
+        if member.rank == size - 1:
+            for _ in range(times):
+                with pytest.raises(InitializationError, match="was refused"):
+                    init(member.rank, size + 1)
+        met = []
+        for _ in range(2):  # and every rank counts its worlds alike afterwards
+            world = init(member.rank, size)
+            met.append(world.all_gather_object(member.rank))
+            phalanx.close()
+        assert met[0] == met[1]
+        return list(met[0])
+
+    assert on_ranks(body, size) == [list(range(size))] * size
