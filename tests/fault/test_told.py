@@ -9,7 +9,7 @@ import signal
 import pytest
 from tests.launch_support import Launcher, launcher, wait_for
 from tests.support.faults import ENDS, LATE, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
-from tests.support.golden import FOLDER, MOST_LINES, check_told, is_told
+from tests.support.golden import FOLDER, MOST_LINES, block_of, check_told, is_told
 
 __all__ = ["launcher"]  # a fixture
 
@@ -21,11 +21,6 @@ def known(launcher: Launcher, script: str, text: str, size: int) -> dict[str, ob
 def test_no_error_is_longer_than_a_user_reads() -> None:
     texts = {path.name: path.read_text() for path in FOLDER.glob("*.txt")}
     assert {name: text for name, text in texts.items() if len(text.splitlines()) > MOST_LINES} == {}
-
-
-def block_of(err: str) -> str:
-    """What the launcher says of a failure, without what comes before it."""
-    return err[err.index("phalanx: rank ") :]
 
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from tests.support.faults import CUT, ENDS, MISTAKES, MISTAKES_FOR_ALL, known_of, told_by
-from tests.support.golden import check_told
+from tests.support.golden import block_of, check_told
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import PATIENCE_S, RemoteLauncher, hosts, remote
 
@@ -40,7 +40,7 @@ def test_every_survivor_names_the_rank_that_ended(remote: RemoteLauncher, how: s
     job = remote.run("-H", HOSTS, "--grace", "60", script, str(remote.folder), "phalanx", how)
     assert job.process.returncode != 0
     facts = known(remote, script, ENDS)
-    check_told(f"{how}.hosts.launcher", job.err[job.err.index("phalanx: rank ") :], facts)
+    check_told(f"{how}.hosts.launcher", block_of(job.err), facts)
     for rank in (0, 2):
         (told,) = told_by(remote.folder, how, [rank])
         check_told(f"{how}.hosts", told, {**facts, "rank": rank})

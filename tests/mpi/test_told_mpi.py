@@ -7,7 +7,7 @@ import platform
 import pytest
 from tests.launch_support import Launcher
 from tests.support.faults import ENDS, MISTAKES, MISTAKES_FOR_ALL, known_of, told_by
-from tests.support.golden import check_told
+from tests.support.golden import block_of, check_told
 
 MISTAKES_OVER_MPI = MISTAKES.replace("phalanx.init()", 'phalanx.init(backend="mpi")')
 
@@ -30,4 +30,4 @@ def test_the_launcher_names_the_rank_that_ended(launcher: Launcher, how: str) ->
     done = launcher.run("-n", "3", script, str(launcher.directory), "mpi", how)
     assert done.code != 0
     facts = {**known_of(launcher.directory, script, ENDS, 3), "host": platform.node()}
-    check_told(f"{how}.mpi.launcher", done.err_text[done.err_text.index("phalanx: rank ") :], facts)
+    check_told(f"{how}.mpi.launcher", block_of(done.err_text), facts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-__all__ = ["CUT", "ENDS", "LATE", "MISTAKES", "MISTAKES_FOR_ALL", "UNUSED", "known_of", "others", "told_by"]
+__all__ = ["CUT", "ENDS", "LATE", "MISSING", "MISTAKES", "MISTAKES_FOR_ALL", "UNUSED", "known_of", "others", "told_by"]
 
 _BEGIN = dedent("""
     import os, select, signal, sys, time
@@ -170,6 +170,33 @@ LATE = _JOINED_BY_TORCH + dedent("""
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(x)  # last call
+""")
+
+
+# Rank 2 does not join while there is no file "go". The second argument is how the others join: "init", or by which
+# backend; the third is their timeout in seconds.
+MISSING = _BEGIN.replace(
+    "world = phalanx.init()\nrank, size = world.rank, world.world_size",
+    'rank = int(os.environ["RANK"])',
+) + dedent("""
+    from functools import partial
+
+    timeout_s = float(sys.argv[3])
+    join = partial(phalanx.init, timeout_s=timeout_s)
+    if sys.argv[2] != "init":
+        join = partial(dist.init_process_group, sys.argv[2], timeout=timedelta(seconds=timeout_s))
+    if rank != 2:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see above
+    wait_for("pid-0", "pid-1")  # of two that come none is late
+    if rank == 2:  # branch
+        while not (folder / "go").exists():  # looks
+            time.sleep(0.02)  # here
+    try:
+        # join:
+        join()
+    except Exception as error:
+        tell("missing", error)
+        raise
 """)
 
 

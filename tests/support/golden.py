@@ -5,8 +5,8 @@ A golden text is a file in ``tests/fault/told``. It is compared whole. In it sta
 - ``<name>``: what the test knows under this name, such as ``<pid 1>``, the process id of rank 1;
 - ``<seconds>``: any time in seconds;
 - ``<explanation of torch's>``: the rest of a text, which has torch's own;
-- ``<error of torch's>``, ``<frames of torch's>``, ``<others over torch's>``: what Gloo says, where it raised that, and
-  lines on the two other ranks, which depend on what Gloo says to each;
+- ``<error of torch's>``, ``<others over torch's>``: what Gloo or torch's store says, and lines on the two other ranks,
+  which depend on what Gloo says to each;
 - ``{one way|another}``: either of these, where both are right and the moment decides which it is.
 
 All else, also ``<module>`` of a traceback, is literal.
@@ -19,18 +19,24 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["FOLDER", "MOST_LINES", "check_told", "is_told"]
+__all__ = ["FOLDER", "MOST_LINES", "block_of", "check_told", "is_told"]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
 _ANY = {
     "seconds": r"\d+(?:\.\d+)?",
-    "error of torch's": r"RuntimeError: \[.*",
+    "error of torch's": r"(?:RuntimeError: \[|torch\.distributed\.DistStoreError: wait timeout).*",
     "explanation of torch's": r"(?:.+\n?)+",
-    "frames of torch's": r"(?:  .*\n)*",
     "others over torch's": r"  ranks? [\d, -]+ then failed: .*(?:\n  rank \d then failed: .*)?",
 }
 _PART = re.compile(r"<(?P<name>[^<>\n]+)>|\{(?P<ways>[^{}\n]*\|[^{}\n]*)\}")
+
+
+def block_of(err: str) -> str:
+    """What the launcher says of a failure, without what comes before it."""
+    found = re.search(r"^phalanx: rank \d+ of \d+ failed", err, re.MULTILINE)
+    assert found, err
+    return err[found.start() :]
 
 
 def check_told(name: str, text: str, known: Mapping[str, object]) -> None:

@@ -50,6 +50,7 @@ KINDS = {
     9: "all_to_all",
     10: "send",
     11: "recv",
+    12: "init",
 }
 _MESSAGES = ("send", "recv")
 _OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
@@ -119,7 +120,7 @@ class Record:
 
     def name(self) -> str:
         """``all_reduce #118``; in a group that is not the world ``all_reduce #118 of group 3``."""
-        text = f"{self.kind} #{self.in_group}"
+        text = self.kind + (f" #{self.in_group}" if self.kind != "init" else "")
         if self.is_message:
             text = f"{self.kind} {'to' if self.kind == 'send' else 'from'} {self._peer_text()}"
         return text if self.group.name in ("", "0") else f"{text} of group {self.group.name!r}"
@@ -127,7 +128,7 @@ class Record:
     def text(self) -> str:
         """``all_reduce #118 (float32, 4.0 KiB, sum) at train.py:42 in step 7, "evaluation"``."""
         about = [self.dtype] if self.dtype else []
-        if self.kind != "barrier":
+        if self.kind not in ("barrier", "init"):
             about.append(format_bytes(self.nbytes))
         if self.op:
             about.append(self.op)
@@ -386,8 +387,7 @@ def glance(file: int, at: int) -> Glance | None:
     header = os.pread(file, _GLANCED, at)
     if len(header) < _GLANCED or not any(header[:8]):
         return None
-    begun = int.from_bytes(header[_NEXT_AT:_GLANCED], "little")
-    if not begun:
+    if not (begun := int.from_bytes(header[_NEXT_AT:_GLANCED], "little")):
         return Glance(0, 0)
     record = os.pread(file, 24, at + RECORDS_AT + (begun - 1) % RECORDS * _RECORD_BYTES)
     word, left, entered = (int.from_bytes(record[i : i + 8], "little") for i in (0, 8, 16))

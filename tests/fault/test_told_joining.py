@@ -1,0 +1,85 @@
+"""What ``phalanx run`` and its ranks say of a rank that does not join, held word for word against golden texts."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.launch_support import Launcher, launcher, wait_for
+from tests.support.faults import MISSING, known_of, told_by
+from tests.support.golden import block_of, check_told, is_told
+from tests.support.hosts import why_no_hosts
+from tests.support.remote import RemoteLauncher, hosts, remote
+
+__all__ = ["hosts", "launcher", "remote"]  # fixtures
+
+WAYS = ["init", "phalanx", "gloo"]
+HOSTS = "h0:1,h1:2"
+GIVEN_UP_S = 20  # the ranks that come must have come by then
+PATIENCE_S = 300
+needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
+
+
+def known(folder: Path, script: str, on_host: str = "") -> dict[str, object]:
+    return {**known_of(folder, script, MISSING, 3), "on host": on_host, "host": platform.node(), "timeout": GIVEN_UP_S}
+
+
+def await_line(folder: Path, script: str, err: Callable[[], str], has_ended: Callable[[], bool], on_host: str) -> None:
+    """Other lines may come before it, of ranks that have not come to where the text has them."""
+
+    def is_said() -> bool:
+        facts = known(folder, script, on_host)
+        return any(is_told("waits-join", line, facts) for line in err().splitlines())
+
+    wait_for(lambda: is_said() or has_ended(), complaint=err)
+    assert is_said(), err()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_rank_is_named_with_its_place_while_the_others_wait(launcher: Launcher, way: str) -> None:
+    script = launcher.script(MISSING)
+    said = launcher.directory / "said"
+    arguments = ("--warn-after", "0.5", script, str(launcher.directory), way, str(PATIENCE_S))
+    with open(said, "wb") as err:
+        job = launcher.start("-n", "3", "-q", *arguments, stderr=err)
+    await_line(launcher.directory, script, said.read_text, lambda: job.process.poll() is not None, "")
+    (launcher.directory / "go").touch()
+    assert job.finish().code == 0, said.read_text()
+
+
+@needs_hosts
+@pytest.mark.parametrize("way", WAYS)
+def test_over_hosts_it_is_named_with_its_host_too(remote: RemoteLauncher, way: str) -> None:
+    script = remote.script(MISSING)
+    job = remote.start("-H", HOSTS, "-q", "--warn-after", "0.5", script, str(remote.folder), way, str(PATIENCE_S))
+    await_line(remote.folder, script, lambda: job.err, lambda: job.process.poll() is not None, " on h1")
+    (remote.folder / "go").touch()
+    assert job.finish() == 0, job.said()
+
+
+def test_at_the_timeout_every_rank_that_came_names_it(launcher: Launcher) -> None:
+    script = launcher.script(MISSING)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "init", str(GIVEN_UP_S))
+    assert done.code == 1
+    facts = known(launcher.directory, script)
+    for told in told_by(launcher.directory, "missing", [0, 1]):
+        check_told("missing.run", told, facts)
+    check_told("missing.run.launcher", block_of(done.err_text), facts)
+
+
+@needs_hosts
+def test_at_the_timeout_ranks_of_other_hosts_name_it_too(remote: RemoteLauncher) -> None:
+    script = remote.script(MISSING)
+    job = remote.run("-H", HOSTS, "--grace", "60", script, str(remote.folder), "init", str(GIVEN_UP_S))
+    assert job.process.returncode == 1, job.said()
+    for told in told_by(remote.folder, "missing", [0, 1]):
+        check_told("missing.run", told, known(remote.folder, script))
+
+
+def test_the_launcher_names_it_when_torch_gives_up(launcher: Launcher) -> None:
+    script = launcher.script(MISSING)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "gloo", str(GIVEN_UP_S))
+    assert done.code == 1
+    check_told("missing.gloo.launcher", block_of(done.err_text), known(launcher.directory, script))
