@@ -17,7 +17,7 @@ import os, signal, sys, threading, time
 import torch
 import phalanx
 from phalanx.launch.rank import trace
-from phalanx.watch.records import glance
+from phalanx.watch.glance import glance
 
 def kill_in_a_call():
     seen = None

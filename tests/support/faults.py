@@ -9,7 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-__all__ = ["CUT", "ENDS", "LATE", "MISSING", "MISTAKES", "MISTAKES_FOR_ALL", "UNUSED", "known_of", "others", "told_by"]
+__all__ = [
+    "CUT",
+    "ENDS",
+    "LATE",
+    "MISSING",
+    "MISTAKES",
+    "MISTAKES_FOR_ALL",
+    "PASSES",
+    "UNUSED",
+    "known_of",
+    "others",
+    "told_by",
+]
 
 _BEGIN = dedent("""
     import os, select, signal, sys, time
@@ -197,6 +209,44 @@ MISSING = _BEGIN.replace(
     except Exception as error:
         tell("missing", error)
         raise
+""")
+
+
+# The second argument is the backend; the third says what rank 1 does otherwise than the others. Gloo notices nothing.
+PASSES = _JOINED_BY_TORCH + dedent("""
+    four = torch.ones(4)
+    odd = rank == 1
+    dist.all_reduce(four)  # before
+
+    def first(tensor):
+        dist.all_reduce(tensor)  # first
+
+    def second(tensor):
+        dist.all_reduce(tensor)  # second
+
+    match sys.argv[3]:
+        case "dtype":
+            dist.all_reduce(four.int() if odd else four)  # dtype
+        case "operation":
+            dist.all_reduce(four, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)  # operation
+        case "swapped":
+            for task in (second, first) if odd else (first, second):
+                task(four)
+        case "skipped":
+            for step in range(4):
+                if step != 2 or not odd:
+                    dist.all_reduce(four)  # often
+                dist.all_reduce(four)  # always
+            if odd:
+                dist.all_reduce(four)  # once
+        case "root":
+            dist.broadcast(four, 1 if odd else 0)  # root
+        case "kind":
+            if odd:  # branch of kinds
+                dist.broadcast(four, 0)  # kind of rank 1
+            else:
+                dist.all_reduce(four)  # kind
+    dist.barrier()  # last
 """)
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["FOLDER", "MOST_LINES", "block_of", "check_told", "is_told"]
+__all__ = ["FOLDER", "MOST_LINES", "block_of", "check_told", "is_told", "is_told_within"]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
@@ -62,6 +62,12 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
 def is_told(name: str, text: str, known: Mapping[str, object]) -> bool:
     """Whether :func:`check_told` would find nothing: for texts before which others may come."""
     return any(re.fullmatch(_pattern(golden, known), text.rstrip("\n")) for golden in _ways(name).values())
+
+
+def is_told_within(name: str, text: str, known: Mapping[str, object]) -> bool:
+    """The same, of whole lines that stand somewhere in a text."""
+    patterns = (_pattern(golden, known) for golden in _ways(name).values())
+    return any(re.search(f"^(?:{pattern})$", text, re.MULTILINE) for pattern in patterns)
 
 
 def _ways(name: str) -> dict[Path, str]:

@@ -14,21 +14,19 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from phalanx.native.core import RECORDER_BYTES, RECORDS, RECORDS_AT, STRINGS_AT, SeenRecord, library
+from phalanx.native.core import RECORDER_BYTES, RECORDS, STRINGS_AT, SeenRecord, library
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.watch.recorder import MEMORY_NAME, ranks_in, spans
 from phalanx.words import format_bytes
 
 __all__ = [
     "KINDS",
-    "Glance",
     "Group",
     "Record",
     "RecorderCopy",
     "Recording",
     "copy_memory",
     "copy_recorder",
-    "glance",
     "is_message",
     "open_own_recorder",
     "read_memory",
@@ -275,6 +273,9 @@ class _Texts:
         length = int.from_bytes(self._data[at : at + 4], "little")
         return self._data[at + 4 : at + 4 + length].decode(errors="replace") if length < 1 << 16 else ""
 
+    def identity(self, at: int) -> int:
+        return int.from_bytes(self._data[at - 4 : at], "little") if 4 <= at < len(self._data) else 0
+
     def values(self, at: int) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             found = read_json(self.text(at))
@@ -312,6 +313,10 @@ class RecorderCopy:
     def record(self, index: int) -> Record:
         """One of the operations that were seen."""
         return _record(self.seen[index], self._texts, self._dtypes)
+
+    def place(self, number: int) -> tuple[str, int]:
+        """A line of the program by the number that ``seen`` has of it, and what names it on all ranks; 0 if nothing."""
+        return self._texts.text(number), self._texts.identity(number)
 
     def group(self, number: int) -> Group:
         """The group with this number, by which ``seen`` names it."""
@@ -364,39 +369,6 @@ def _in_words(found: RecorderCopy | None) -> Recording | None:
         return None
     records = sorted(map(found.record, range(len(found.seen))), key=lambda record: record.number)
     return Recording(found.pid, found.rank, found.size, found.step, found.label, found.begun, tuple(records))
-
-
-@dataclass(frozen=True)
-class Glance:
-    """How far a process has come, by a look that takes microseconds.
-
-    Attributes:
-        begun: how many operations have begun.
-        under_way_since_ns: since when the last of them is under way, on the host's monotonic clock; 0 if it is done.
-    """
-
-    begun: int
-    under_way_since_ns: int
-
-
-def glance(file: int, at: int) -> Glance | None:
-    """A :class:`Glance` at the recorder in a file; None if there is none, or if its last record is being written.
-
-    The two words that decide are read whole. Between the reads the process may go on; then the look is an old one.
-    """
-    header = os.pread(file, _GLANCED, at)
-    if len(header) < _GLANCED or not any(header[:8]):
-        return None
-    if not (begun := int.from_bytes(header[_NEXT_AT:_GLANCED], "little")):
-        return Glance(0, 0)
-    record = os.pread(file, 24, at + RECORDS_AT + (begun - 1) % RECORDS * _RECORD_BYTES)
-    word, left, entered = (int.from_bytes(record[i : i + 8], "little") for i in (0, 8, 16))
-    if word != 2 * begun:
-        return None
-    return Glance(begun, entered if left >> 63 else 0)
-
-
-_NEXT_AT, _GLANCED, _RECORD_BYTES = 64, 72, 64  # native/csrc/record.h
 
 
 def is_message(seen: SeenRecord) -> bool:

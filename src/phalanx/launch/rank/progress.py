@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from phalanx.launch.rank.trace import Trace
-from phalanx.watch.records import Glance, glance
+from phalanx.watch.glance import Glance, glance
 
 __all__ = ["Progress"]
 

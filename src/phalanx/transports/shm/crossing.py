@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 
 from phalanx import settings
-from phalanx.errors import InitializationError
+from phalanx.errors import CollectiveMismatch, InitializationError
 from phalanx.native.core import Crossing, library
 from phalanx.watch.call_site import CallSite, text_of
 from phalanx.watch.program_text import are_alternatives, call_text_at
@@ -25,7 +25,6 @@ _IGNORED, _WARNS, _ERROR = "ignore", "warn", "error"
 # come of it.
 _MOST_JUDGED = 64
 _ALL = (1 << 32) - 1
-_REMEDY = "An `if` that depends on the rank, or loops of different lengths?"
 
 
 def begin_to_compare(comm: int) -> None:
@@ -75,10 +74,8 @@ def judge(comm: int, rank: int, names: Sequence[int]) -> str:
     if core.phx_tells_crossing(comm):
         lines = sorted(f"  {_place(site)} {call}" for site, call in zip(sites, calls, strict=True))
         tell(
-            f"warning: ranks {low} and {high} of a group make the same calls in different orders, or one has left out "
-            "a call, so tensors may meet that do not belong together:\n"
-            + "\n".join(lines)
-            + f"\n{_REMEDY} {settings.CALL_SITES}=error (phalanx run --strict) makes this an error; if it is meant, "
+            CollectiveMismatch.in_different_orders(low, high, "\n".join(lines))
+            + f" {settings.CALL_SITES}=error (phalanx run --strict) makes this an error; if it is meant, "
             f"{settings.CALL_SITES}=ignore says nothing"
         )
     return ""

@@ -1,0 +1,43 @@
+"""How far a process has come, by a look at its flight recorder that takes microseconds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from phalanx.native.core import RECORDS, RECORDS_AT
+
+__all__ = ["Glance", "glance"]
+
+
+@dataclass(frozen=True)
+class Glance:
+    """How far a process has come, by a look that takes microseconds.
+
+    Attributes:
+        begun: how many operations have begun.
+        under_way_since_ns: since when the last of them is under way, on the host's monotonic clock; 0 if it is done.
+    """
+
+    begun: int
+    under_way_since_ns: int
+
+
+def glance(file: int, at: int) -> Glance | None:
+    """A :class:`Glance` at the recorder in a file; None if there is none, or if its last record is being written.
+
+    The two words that decide are read whole. Between the reads the process may go on; then the look is an old one.
+    """
+    header = os.pread(file, _GLANCED, at)
+    if len(header) < _GLANCED or not any(header[:8]):
+        return None
+    if not (begun := int.from_bytes(header[_NEXT_AT:_GLANCED], "little")):
+        return Glance(0, 0)
+    record = os.pread(file, 24, at + RECORDS_AT + (begun - 1) % RECORDS * _RECORD_BYTES)
+    word, left, entered = (int.from_bytes(record[i : i + 8], "little") for i in (0, 8, 16))
+    if word != 2 * begun:
+        return None
+    return Glance(begun, entered if left >> 63 else 0)
+
+
+_NEXT_AT, _GLANCED, _RECORD_BYTES = 64, 72, 64  # native/csrc/record.h

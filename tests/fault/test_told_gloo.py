@@ -1,0 +1,47 @@
+"""What ``phalanx run`` says of mistakes that Gloo lets pass, or waits in, held word for word against golden texts."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from tests.launch_support import Launcher, launcher, wait_for
+from tests.support.faults import PASSES, known_of
+from tests.support.golden import check_told, is_told_within
+
+__all__ = ["launcher"]  # a fixture
+
+
+@pytest.mark.parametrize("row", ["dtype", "operation", "swapped", "skipped"])
+def test_a_mistake_that_passes_is_said_once(launcher: Launcher, row: str) -> None:
+    script = launcher.script(PASSES)
+    done = launcher.run("-n", "3", "-q", "--warn-after", "0", script, str(launcher.directory), "gloo", row)
+    assert done.code == 0, done.err_text
+    facts = known_of(launcher.directory, script, PASSES, 3)
+    check_told(f"{row}.gloo", done.err_text[done.err_text.index("phalanx: ") :], facts)
+
+
+def test_nothing_is_said_of_lines_if_the_user_wants_that(launcher: Launcher) -> None:
+    script = launcher.script(PASSES)
+    arguments = ("-n", "3", "-q", "--warn-after", "0", script, str(launcher.directory), "gloo", "swapped")
+    done = launcher.run(*arguments, environment={"PHALANX_CALL_SITES": "ignore"})
+    assert (done.code, "phalanx: " in done.err_text) == (0, False), done.err_text
+
+
+@pytest.mark.parametrize("row", ["root", "kind"])
+def test_calls_that_differ_are_listed_while_the_ranks_wait(launcher: Launcher, row: str) -> None:
+    script = launcher.script(PASSES)
+    said = launcher.directory / "said"
+    with open(said, "wb") as err:
+        arguments = ("--warn-after", "0.5", script, str(launcher.directory), "gloo", row)
+        job = launcher.start("-n", "3", "-q", *arguments, stderr=err)
+
+    def is_said() -> bool:
+        facts = known_of(launcher.directory, script, PASSES, 3)
+        return is_told_within(f"waits-{row}.gloo", said.read_text(), facts)
+
+    # On a busy machine other lines come before it, of ranks that are not yet where the text has them.
+    wait_for(lambda: is_said() or job.process.poll() is not None, complaint=said.read_text)
+    assert is_said(), said.read_text()
+    job.process.send_signal(signal.SIGINT)
+    job.finish()
