@@ -50,6 +50,14 @@ def test_every_survivor_names_the_rank_that_ended(launcher: Launcher, how: str, 
     check_told(f"{how}.launcher", block_of(done.err_text), facts)
 
 
+def test_every_survivor_says_at_the_timeout_that_a_rank_is_stopped(launcher: Launcher) -> None:
+    script = launcher.script(ENDS)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "phalanx", "stopped")
+    assert done.code == 1
+    for told in told_by(launcher.directory, "stopped", [0, 2]):
+        check_told("stopped", told, known(launcher, script, ENDS, 3))
+
+
 def test_parameters_that_a_rank_leaves_unused_are_named_on_every_rank(launcher: Launcher) -> None:
     script = launcher.script(UNUSED)
     done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "phalanx")
@@ -91,7 +99,7 @@ def test_a_rank_that_does_not_come_is_named_while_the_others_wait(launcher: Laun
         """On a busy machine others come before it, of ranks that are not yet where the text has them."""
 
         def told() -> bool:
-            facts = known(launcher, script, LATE, 3)
+            facts = {**known(launcher, script, LATE, 3), "on host": ""}
             return any(is_told(golden, line, facts) for line in said.read_text().splitlines())
 
         wait_for(lambda: told() or job.process.poll() is not None, complaint=said.read_text)

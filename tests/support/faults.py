@@ -13,6 +13,7 @@ __all__ = [
     "CUT",
     "ENDS",
     "LATE",
+    "LEAVES",
     "MISSING",
     "MISTAKES",
     "MISTAKES_FOR_ALL",
@@ -146,14 +147,16 @@ ENDS = _JOINED_BY_TORCH + dedent("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
     x = torch.ones(4)
     dist.all_reduce(x)  # before
-    if sys.argv[3] == "late":
-        dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    if sys.argv[3] in ("late", "stopped"):
+        dist.group.WORLD.set_timeout(timedelta(seconds=1 if sys.argv[3] == "late" else 5))
     (folder / f"done-{rank}").touch()
     try:
         if rank == 1:
             wait_for(*[f"done-{other}" for other in range(size)])  # none is in the call before any more
             if sys.argv[3] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if sys.argv[3] == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if sys.argv[3] == "raises":
                 # raise:
                 raise ValueError("no item 12 in data.bin")
@@ -248,6 +251,29 @@ PASSES = _JOINED_BY_TORCH + dedent("""
                 dist.all_reduce(four)  # kind
     dist.barrier()  # last
 """)
+
+
+# Rank 1 ends and leaves a process of a session of its own, which holds its output.
+LEAVES = dedent("""
+    import os, signal, sys, time
+    from pathlib import Path
+
+    folder = Path(sys.argv[1])
+    if os.environ["RANK"] == "1":
+        ready, done = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                Path("/proc/self/comm").write_text("left-behind")
+                os.write(done, b"x")
+                signal.pause()
+            os._exit(0)
+        os.wait()
+        os.read(ready, 1)
+        (folder / "left").touch()
+    while os.environ["RANK"] == "0" and not (folder / "gone").exists():
+        time.sleep(0.02)
+""").removeprefix("\n")
 
 
 # All ranks are in one operation after another when the link between their hosts is cut.
