@@ -7,9 +7,9 @@ import platform
 import signal
 
 import pytest
-from tests.launch_support import Launcher, launcher, wait_for
+from tests.launch_support import Launcher, launcher
 from tests.support.faults import ENDS, LATE, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
-from tests.support.golden import FOLDER, MOST_LINES, block_of, check_told, is_told
+from tests.support.golden import FOLDER, MOST_LINES, await_told, block_of, check_told
 
 __all__ = ["launcher"]  # a fixture
 
@@ -95,18 +95,12 @@ def test_a_rank_that_does_not_come_is_named_while_the_others_wait(launcher: Laun
             "-n", "3", "-q", "--warn-after", "0.5", script, str(launcher.directory), backend, stderr=err
         )
 
-    def await_told(golden: str) -> None:
-        """On a busy machine others come before it, of ranks that are not yet where the text has them."""
+    def await_line(golden: str) -> None:
+        facts = lambda: {**known(launcher, script, LATE, 3), "on host": ""}  # noqa: E731
+        await_told(golden, said.read_text, facts, lambda: job.process.poll() is not None)
 
-        def told() -> bool:
-            facts = {**known(launcher, script, LATE, 3), "on host": ""}
-            return any(is_told(golden, line, facts) for line in said.read_text().splitlines())
-
-        wait_for(lambda: told() or job.process.poll() is not None, complaint=said.read_text)
-        assert told(), said.read_text()
-
-    await_told("waits-computes")
+    await_line("waits-computes")
     (launcher.directory / "go").touch()
-    await_told("waits-stopped")
+    await_line("waits-stopped")
     os.kill(int(str(known(launcher, script, LATE, 3)["pid 1"])), signal.SIGCONT)
     assert job.finish().code == 0, said.read_text()

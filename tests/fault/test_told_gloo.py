@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-from tests.launch_support import Launcher, launcher, wait_for
+from tests.launch_support import Launcher, launcher
 from tests.support.faults import PASSES, known_of
-from tests.support.golden import check_told, is_told_within
+from tests.support.golden import await_told, check_told
 
 __all__ = ["launcher"]  # a fixture
 
@@ -28,7 +28,7 @@ def test_nothing_is_said_of_lines_if_the_user_wants_that(launcher: Launcher) -> 
     assert (done.code, "phalanx: " in done.err_text) == (0, False), done.err_text
 
 
-@pytest.mark.parametrize("row", ["root", "kind"])
+@pytest.mark.parametrize("row", ["root", "kind", "batches"])
 def test_calls_that_differ_are_listed_while_the_ranks_wait(launcher: Launcher, row: str) -> None:
     script = launcher.script(PASSES)
     said = launcher.directory / "said"
@@ -36,12 +36,11 @@ def test_calls_that_differ_are_listed_while_the_ranks_wait(launcher: Launcher, r
         arguments = ("--warn-after", "0.5", script, str(launcher.directory), "gloo", row)
         job = launcher.start("-n", "3", "-q", *arguments, stderr=err)
 
-    def is_said() -> bool:
-        facts = known_of(launcher.directory, script, PASSES, 3)
-        return is_told_within(f"waits-{row}.gloo", said.read_text(), facts)
-
-    # On a busy machine other lines come before it, of ranks that are not yet where the text has them.
-    wait_for(lambda: is_said() or job.process.poll() is not None, complaint=said.read_text)
-    assert is_said(), said.read_text()
+    await_told(
+        f"waits-{row}.gloo",
+        said.read_text,
+        lambda: known_of(launcher.directory, script, PASSES, 3),
+        lambda: job.process.poll() is not None,
+    )
     job.process.send_signal(signal.SIGINT)
     job.finish()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import wait_for
-from tests.support.faults import CUT, ENDS, LATE, LEAVES, MISTAKES, MISTAKES_FOR_ALL, known_of, told_by
-from tests.support.golden import block_of, check_told, is_told
+from tests.support.faults import CUT, ENDS, LATE, LEAVES, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
+from tests.support.golden import await_told, block_of, check_told
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import PATIENCE_S, RemoteLauncher, hosts, remote
 
@@ -71,24 +71,29 @@ def test_every_survivor_says_at_the_timeout_that_a_rank_is_stopped(remote: Remot
         check_told("stopped.hosts", told, {**known(remote, script, ENDS), "rank": rank})
 
 
+def test_parameters_that_a_rank_leaves_unused_are_named_on_every_rank(remote: RemoteLauncher) -> None:
+    script = remote.script(UNUSED)
+    job = remote.run("-H", HOSTS, "--grace", "60", script, str(remote.folder), "phalanx")
+    assert job.process.returncode == 1, job.said()
+    facts = known(remote, script, UNUSED)
+    for rank in (0, 2):
+        (told,) = told_by(remote.folder, "unused", [rank])
+        check_told("unused.hosts", told, {**facts, "rank": rank})
+    check_told("unused.rank-1", told_by(remote.folder, "unused", [1])[0], facts)
+
+
 @pytest.mark.parametrize("backend", ["phalanx", "gloo"])
 def test_a_rank_that_computes_or_is_stopped_is_named_with_its_host(remote: RemoteLauncher, backend: str) -> None:
     script = remote.script(LATE)
     job = remote.start("-H", HOSTS, "-q", "--warn-after", "0.5", script, str(remote.folder), backend)
 
-    def await_told(golden: str) -> None:
-        """On a busy machine others come before it, of ranks that are not yet where the text has them."""
+    def await_line(golden: str) -> None:
+        facts = lambda: {**known(remote, script, LATE), "on host": " on h1"}  # noqa: E731
+        await_told(golden, lambda: job.err, facts, lambda: job.process.poll() is not None)
 
-        def told() -> bool:
-            facts = {**known(remote, script, LATE), "on host": " on h1"}
-            return any(is_told(golden, line, facts) for line in job.err.splitlines())
-
-        wait_for(lambda: told() or job.process.poll() is not None, complaint=job.said)
-        assert told(), job.said()
-
-    await_told("waits-computes")
+    await_line("waits-computes")
     (remote.folder / "go").touch()
-    await_told("waits-stopped")
+    await_line("waits-stopped")
     (stopped,) = [pid for pid in remote.hosts.processes(1) if state_of(pid) == "T"]
     os.kill(stopped, signal.SIGCONT)
     assert job.finish() == 0, job.said()

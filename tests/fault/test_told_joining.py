@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Launcher, launcher, wait_for
+from tests.launch_support import Launcher, launcher
 from tests.support.faults import MISSING, known_of, told_by
-from tests.support.golden import block_of, check_told, is_told
+from tests.support.golden import await_told, block_of, check_told
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteLauncher, hosts, remote
 
@@ -26,17 +25,6 @@ def known(folder: Path, script: str, on_host: str = "") -> dict[str, object]:
     return {**known_of(folder, script, MISSING, 3), "on host": on_host, "host": platform.node(), "timeout": GIVEN_UP_S}
 
 
-def await_line(folder: Path, script: str, err: Callable[[], str], has_ended: Callable[[], bool], on_host: str) -> None:
-    """Other lines may come before it, of ranks that have not come to where the text has them."""
-
-    def is_said() -> bool:
-        facts = known(folder, script, on_host)
-        return any(is_told("waits-join", line, facts) for line in err().splitlines())
-
-    wait_for(lambda: is_said() or has_ended(), complaint=err)
-    assert is_said(), err()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_the_rank_is_named_with_its_place_while_the_others_wait(launcher: Launcher, way: str) -> None:
     script = launcher.script(MISSING)
@@ -44,7 +32,9 @@ def test_the_rank_is_named_with_its_place_while_the_others_wait(launcher: Launch
     arguments = ("--warn-after", "0.5", script, str(launcher.directory), way, str(PATIENCE_S))
     with open(said, "wb") as err:
         job = launcher.start("-n", "3", "-q", *arguments, stderr=err)
-    await_line(launcher.directory, script, said.read_text, lambda: job.process.poll() is not None, "")
+    await_told(
+        "waits-join", said.read_text, lambda: known(launcher.directory, script), lambda: job.process.poll() is not None
+    )
     (launcher.directory / "go").touch()
     assert job.finish().code == 0, said.read_text()
 
@@ -54,7 +44,12 @@ def test_the_rank_is_named_with_its_place_while_the_others_wait(launcher: Launch
 def test_over_hosts_it_is_named_with_its_host_too(remote: RemoteLauncher, way: str) -> None:
     script = remote.script(MISSING)
     job = remote.start("-H", HOSTS, "-q", "--warn-after", "0.5", script, str(remote.folder), way, str(PATIENCE_S))
-    await_line(remote.folder, script, lambda: job.err, lambda: job.process.poll() is not None, " on h1")
+    await_told(
+        "waits-join",
+        lambda: job.err,
+        lambda: known(remote.folder, script, " on h1"),
+        lambda: job.process.poll() is not None,
+    )
     (remote.folder / "go").touch()
     assert job.finish() == 0, job.said()
 

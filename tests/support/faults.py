@@ -249,6 +249,11 @@ PASSES = _JOINED_BY_TORCH + dedent("""
                 dist.broadcast(four, 0)  # kind of rank 1
             else:
                 dist.all_reduce(four)  # kind
+        case "batches":
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")  # which torch makes with DDP
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+            for _ in range(3 if odd else 2):  # steps
+                model(torch.ones(8, 4)).sum().backward()  # batches
     dist.barrier()  # last
 """)
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["FOLDER", "MOST_LINES", "block_of", "check_told", "is_told", "is_told_within"]
+from tests.launch_support import wait_for
+
+__all__ = ["FOLDER", "MOST_LINES", "await_told", "block_of", "check_told"]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
@@ -48,7 +50,7 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
         text: what the user reads.
         known: what the placeholders stand for.
     """
-    if is_told(name, text, known):
+    if any(re.fullmatch(_pattern(golden, known), text.rstrip("\n")) for golden in _ways(name).values()):
         return
     told = text.rstrip("\n")
     complaint = []
@@ -59,15 +61,27 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
     raise AssertionError("\n".join(complaint))
 
 
-def is_told(name: str, text: str, known: Mapping[str, object]) -> bool:
-    """Whether :func:`check_told` would find nothing: for texts before which others may come."""
-    return any(re.fullmatch(_pattern(golden, known), text.rstrip("\n")) for golden in _ways(name).values())
+def await_told(
+    name: str, said: Callable[[], str], known: Callable[[], Mapping[str, object]], has_ended: Callable[[], bool]
+) -> None:
+    """Wait until a job that runs has said this, in whole lines.
 
+    On a busy machine it says other things before, of ranks that are not yet where the text has them.
 
-def is_told_within(name: str, text: str, known: Mapping[str, object]) -> bool:
-    """The same, of whole lines that stand somewhere in a text."""
-    patterns = (_pattern(golden, known) for golden in _ways(name).values())
-    return any(re.search(f"^(?:{pattern})$", text, re.MULTILINE) for pattern in patterns)
+    Args:
+        name: see :func:`check_told`.
+        said: gives what it has said so far.
+        known: gives what is known so far.
+        has_ended: whether the job has ended.
+    """
+
+    def is_told() -> bool:
+        patterns = (_pattern(golden, known()) for golden in _ways(name).values())
+        return any(re.search(f"^(?:{pattern})$", said(), re.MULTILINE) for pattern in patterns)
+
+    wait_for(lambda: is_told() or has_ended(), complaint=said)
+    if not is_told():
+        check_told(name, said(), known())
 
 
 def _ways(name: str) -> dict[Path, str]:
