@@ -106,6 +106,8 @@ def _joining(arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[No
         from phalanx.watch.joining import Joining
 
         size, rank, ranks, backend, _, name = arguments[:6]
+        if rank == size == -1:  # of MPI, which says by itself who is who
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if rank >= 0:
             return Joining(name if ranks else "", str(backend), ranks or range(size), rank)
     return contextlib.nullcontext()
