@@ -39,6 +39,27 @@ def test_the_rank_is_named_with_its_place_while_the_others_wait(launcher: Launch
     assert job.finish().code == 0, said.read_text()
 
 
+JOINED = """
+    import sys
+    import torch, torch.distributed as dist
+    import phalanx
+    from phalanx.watch import recorder, records
+
+    if sys.argv[1] == "init":
+        phalanx.init()
+    else:
+        dist.init_process_group(sys.argv[1])
+    dist.all_reduce(torch.ones(4))
+    print([record.name() for record in records.read_memory(recorder.own_memory()).records])
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_when_all_have_joined_it_was_no_operation(launcher: Launcher, way: str) -> None:
+    done = launcher.run("-n", "3", "-q", "--no-prefix", launcher.script(JOINED), way)
+    assert done.out_lines == ["['all_reduce #1']"] * 3, done.err_text
+
+
 @needs_hosts
 @pytest.mark.parametrize("way", WAYS)
 def test_over_hosts_it_is_named_with_its_host_too(remote: RemoteLauncher, way: str) -> None:

@@ -23,7 +23,7 @@ __all__ = ["MistakeWatch"]
 _EVERY_S = 2.0
 _PAUSE = 400
 _MOST_RANKS = 128
-_NEWEST, _NEWEST_OF_ALL = 4096, 1 << 16  # operations, of a rank and of all together
+_NEWEST, _NEWEST_OF_ALL = 4096, 1 << 15  # operations, of a rank and of all together
 
 
 class MistakeWatch:

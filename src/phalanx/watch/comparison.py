@@ -142,7 +142,7 @@ class Comparison:
         for rank, copy in copies.items():
             for number, calls in self._calls(copy).items():
                 group = copy.group(number)
-                if group.backend != settings.BACKEND and rank in group.ranks:
+                if rank in group.ranks:
                     key = group.name, group.ranks
                     names[key] = group
                     found.setdefault(key, {})[rank] = calls
@@ -157,12 +157,23 @@ class Comparison:
         """The collectives in a recorder, by the number of their group there."""
         after = copy.begun - self._newest
         found: dict[int, _Calls] = {}
+        skipped: set[int] = set()
+        compared: dict[int, int] = {}
         for index, row in enumerate(_ROW.iter_unpack(memoryview(copy.seen).cast("B"))):
             number, _, left_ns, nbytes, in_group, what, group, site, _, peer, _, _, failed, _ = row
             kind = what & 0xFF
-            if kind in _NOT_COMPARED or number < after:
+            if number < after or kind in _NOT_COMPARED or group in skipped:
                 continue
-            calls = found.setdefault(group, _Calls())
+            calls = found.get(group)
+            if calls is None:
+                about = copy.group(group)
+                known = self._groups.get((about.name, about.ranks), _Compared())
+                if about.backend == settings.BACKEND or known.differed:
+                    skipped.add(group)  # Phalanx compares its calls by itself
+                    continue
+                calls, compared[group] = found.setdefault(group, _Calls()), known.until
+            if in_group <= compared[group] and left_ns:
+                continue
             if left_ns and not failed:
                 size = 0 if kind in _ANY_SIZE else nbytes
                 calls.done[in_group] = _Call(index, (what, size, -1 if kind == _BARRIER else peer), site)
