@@ -243,6 +243,12 @@ class BackendError(PhalanxError):
     """The native core could not be loaded, or met something it cannot work with on this machine."""
 
 
+_SAME_CALLS = (
+    "Every rank of a group must make the same calls in the same order, with the same shapes. Look for an `if` that "
+    "depends on the rank, or data of different sizes"
+)
+
+
 class CollectiveMismatch(PhalanxError):
     """Two ranks of a group called different collectives, or the same one with different arguments.
 
@@ -261,11 +267,23 @@ class CollectiveMismatch(PhalanxError):
     @classmethod
     def of_calls(cls, listed: str, calls: dict[int, str] | None = None) -> CollectiveMismatch:
         """The ranks' calls differ; ``listed`` has a line for each, and ``calls`` those of each rank."""
-        return cls(
-            f"the ranks of a group called different operations:\n{listed}\n"
-            f"Every rank of a group must make the same calls in the same order, with the same shapes. Look for an `if` "
-            f"that depends on the rank, or data of different sizes",
-            calls=calls,
+        return cls(f"the ranks of a group called different operations:\n{listed}\n{_SAME_CALLS}", calls=calls)
+
+    @staticmethod
+    def let_pass(backend: str, listed: str) -> str:
+        """The warning that calls of ranks differed, and their backend has done them nevertheless."""
+        return (
+            f"warning: the ranks called different operations, and the backend {backend} has let that pass, so their "
+            f"tensors hold wrong values:\n{listed}\n{_SAME_CALLS}"
+        )
+
+    @staticmethod
+    def in_different_orders(low: int, high: int, listed: str) -> str:
+        """The warning that two ranks make equal calls in different orders; ``listed`` has a line for each call."""
+        return (
+            f"warning: ranks {low} and {high} of a group make the same calls in different orders, or one has left out "
+            f"a call, so tensors may meet that do not belong together:\n{listed}\n"
+            "An `if` that depends on the rank, or loops of different lengths?"
         )
 
 

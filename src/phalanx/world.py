@@ -32,6 +32,7 @@ from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 from phalanx.training.calls import TrainingCalls
 from phalanx.transports.mpi.broadcast import mpi_broadcast
+from phalanx.watch.joining import Joining
 from phalanx.words import format_count, tell
 
 __all__ = ["World", "close", "init"]
@@ -241,7 +242,8 @@ def init(
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
         store = PrefixStore(meeting_prefix(place.attempt, _openings), _store)
         tell_meeting(_store, store, place.rank, begins=True)
-        topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
+        with Joining("", settings.BACKEND, range(place.world_size), place.rank):
+            topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
         neighbours = topology.node_of(place.rank).ranks
         chosen = devices.choose_device(place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator)
         devices.open_device(chosen, place.rank)

@@ -142,11 +142,16 @@ def test_attempts_do_not_pile_up_descriptors(launcher: Launcher) -> None:
         import os, sys, time
         def links(pid):
             return [f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd")]
+        def name(entry):
+            try:
+                return os.readlink(entry)
+            except FileNotFoundError:  # it has been closed meanwhile
+                return ""
         attempt = int(os.environ["PHALANX_ATTEMPT"])
         if os.environ["RANK"] == "0":
             zygote = os.getppid()
             # It closes its copies of the ranks' ends when it has forked the last one.
-            while any("-rank-" in os.readlink(entry) for entry in links(zygote)):
+            while any("-rank-" in name(entry) for entry in links(zygote)):
                 time.sleep(0.01)
             supervisor = int(open(f"/proc/{zygote}/stat").read().rpartition(")")[2].split()[1])
             print(*(len(links(pid)) for pid in (os.getpid(), zygote, supervisor)), flush=True)

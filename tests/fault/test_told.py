@@ -7,9 +7,9 @@ import platform
 import signal
 
 import pytest
-from tests.launch_support import Launcher, launcher, wait_for
+from tests.launch_support import Launcher, launcher
 from tests.support.faults import ENDS, LATE, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
-from tests.support.golden import FOLDER, MOST_LINES, check_told, is_told
+from tests.support.golden import FOLDER, MOST_LINES, await_told, block_of, check_told
 
 __all__ = ["launcher"]  # a fixture
 
@@ -21,11 +21,6 @@ def known(launcher: Launcher, script: str, text: str, size: int) -> dict[str, ob
 def test_no_error_is_longer_than_a_user_reads() -> None:
     texts = {path.name: path.read_text() for path in FOLDER.glob("*.txt")}
     assert {name: text for name, text in texts.items() if len(text.splitlines()) > MOST_LINES} == {}
-
-
-def block_of(err: str) -> str:
-    """What the launcher says of a failure, without what comes before it."""
-    return err[err.index("phalanx: rank ") :]
 
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 5))])
@@ -53,6 +48,14 @@ def test_every_survivor_names_the_rank_that_ended(launcher: Launcher, how: str, 
     for told in told_by(launcher.directory, how, [rank for rank in range(size) if rank != 1]):
         check_told(how, told, facts)
     check_told(f"{how}.launcher", block_of(done.err_text), facts)
+
+
+def test_every_survivor_says_at_the_timeout_that_a_rank_is_stopped(launcher: Launcher) -> None:
+    script = launcher.script(ENDS)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "phalanx", "stopped")
+    assert done.code == 1
+    for told in told_by(launcher.directory, "stopped", [0, 2]):
+        check_told("stopped", told, known(launcher, script, ENDS, 3))
 
 
 def test_parameters_that_a_rank_leaves_unused_are_named_on_every_rank(launcher: Launcher) -> None:
@@ -92,18 +95,12 @@ def test_a_rank_that_does_not_come_is_named_while_the_others_wait(launcher: Laun
             "-n", "3", "-q", "--warn-after", "0.5", script, str(launcher.directory), backend, stderr=err
         )
 
-    def await_told(golden: str) -> None:
-        """On a busy machine others come before it, of ranks that are not yet where the text has them."""
+    def await_line(golden: str) -> None:
+        facts = lambda: {**known(launcher, script, LATE, 3), "on host": ""}  # noqa: E731
+        await_told(golden, said.read_text, facts, lambda: job.process.poll() is not None)
 
-        def told() -> bool:
-            facts = known(launcher, script, LATE, 3)
-            return any(is_told(golden, line, facts) for line in said.read_text().splitlines())
-
-        wait_for(lambda: told() or job.process.poll() is not None, complaint=said.read_text)
-        assert told(), said.read_text()
-
-    await_told("waits-computes")
+    await_line("waits-computes")
     (launcher.directory / "go").touch()
-    await_told("waits-stopped")
+    await_line("waits-stopped")
     os.kill(int(str(known(launcher, script, LATE, 3)["pid 1"])), signal.SIGCONT)
     assert job.finish().code == 0, said.read_text()

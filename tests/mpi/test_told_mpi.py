@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import signal
 
 import pytest
 from tests.launch_support import Launcher
-from tests.support.faults import ENDS, MISTAKES, MISTAKES_FOR_ALL, known_of, told_by
-from tests.support.golden import check_told
+from tests.support.faults import ENDS, LATE, MISSING, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
+from tests.support.golden import await_told, block_of, check_told
 
 MISTAKES_OVER_MPI = MISTAKES.replace("phalanx.init()", 'phalanx.init(backend="mpi")')
 
@@ -24,10 +26,53 @@ def test_every_rank_says_which_calls_differ_or_who_did_not_come(launcher: Launch
         check_told("late.mpi", told, facts)
 
 
+def test_parameters_that_a_rank_leaves_unused_are_named(launcher: Launcher) -> None:
+    script = launcher.script(UNUSED)
+    done = launcher.run("-n", "3", script, str(launcher.directory), "mpi")
+    assert done.code == 1
+    facts = {**known_of(launcher.directory, script, UNUSED, 3), "host": platform.node()}
+    check_told("unused.rank-1", told_by(launcher.directory, "unused", [1])[0], facts)
+
+
+def test_a_rank_that_computes_or_is_stopped_is_named_while_the_others_wait(launcher: Launcher) -> None:
+    script = launcher.script(LATE)
+    said = launcher.directory / "said"
+    with open(said, "wb") as err:
+        arguments = ("--warn-after", "0.5", script, str(launcher.directory), "mpi")
+        job = launcher.start("-n", "3", "-q", *arguments, stderr=err)
+
+    def await_line(golden: str) -> None:
+        facts = lambda: {**known_of(launcher.directory, script, LATE, 3), "on host": ""}  # noqa: E731
+        await_told(golden, said.read_text, facts, lambda: job.process.poll() is not None)
+
+    await_line("waits-computes")
+    (launcher.directory / "go").touch()
+    await_line("waits-stopped")
+    os.kill(int((launcher.directory / "pid-1").read_text()), signal.SIGCONT)
+    assert job.finish().code == 0, said.read_text()
+
+
+@pytest.mark.parametrize("way", ["init", "mpi"])
+def test_a_rank_that_does_not_join_is_named_while_the_others_wait(launcher: Launcher, way: str) -> None:
+    script = launcher.script(MISSING)
+    said = launcher.directory / "said"
+    with open(said, "wb") as err:
+        arguments = ("--warn-after", "0.5", script, str(launcher.directory), way, "300")
+        job = launcher.start("-n", "3", "-q", *arguments, stderr=err)
+    await_told(
+        "waits-join",
+        said.read_text,
+        lambda: {**known_of(launcher.directory, script, MISSING, 3), "on host": ""},
+        lambda: job.process.poll() is not None,
+    )
+    (launcher.directory / "go").touch()
+    assert job.finish().code == 0, said.read_text()
+
+
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_the_launcher_names_the_rank_that_ended(launcher: Launcher, how: str) -> None:
     script = launcher.script(ENDS)
     done = launcher.run("-n", "3", script, str(launcher.directory), "mpi", how)
     assert done.code != 0
     facts = {**known_of(launcher.directory, script, ENDS, 3), "host": platform.node()}
-    check_told(f"{how}.mpi.launcher", done.err_text[done.err_text.index("phalanx: rank ") :], facts)
+    check_told(f"{how}.mpi.launcher", block_of(done.err_text), facts)

@@ -9,7 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-__all__ = ["CUT", "ENDS", "LATE", "MISTAKES", "MISTAKES_FOR_ALL", "UNUSED", "known_of", "others", "told_by"]
+__all__ = [
+    "CUT",
+    "ENDS",
+    "LATE",
+    "LEAVES",
+    "MISSING",
+    "MISTAKES",
+    "MISTAKES_FOR_ALL",
+    "PASSES",
+    "UNUSED",
+    "known_of",
+    "others",
+    "told_by",
+]
 
 _BEGIN = dedent("""
     import os, select, signal, sys, time
@@ -119,7 +132,8 @@ UNUSED = _JOINED_BY_TORCH + dedent("""
             x = self.body(x)
             return (self.head(x) + self.other_head(x)).sum() if both else self.head(x).sum()
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.argv[2] != "mpi":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see below
     model = torch.nn.parallel.DistributedDataParallel(TwoHeads())  # model
     try:
         for step in range(2):
@@ -136,14 +150,16 @@ ENDS = _JOINED_BY_TORCH + dedent("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
     x = torch.ones(4)
     dist.all_reduce(x)  # before
-    if sys.argv[3] == "late":
-        dist.group.WORLD.set_timeout(timedelta(seconds=1))
+    if sys.argv[3] in ("late", "stopped"):
+        dist.group.WORLD.set_timeout(timedelta(seconds=1 if sys.argv[3] == "late" else 5))
     (folder / f"done-{rank}").touch()
     wait_for(*[f"done-{other}" for other in range(size)])  # none is in the call before any more
     try:
         if rank == 1:
             if sys.argv[3] == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if sys.argv[3] == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if sys.argv[3] == "raises":
                 # raise:
                 raise ValueError("no item 12 in data.bin")
@@ -173,6 +189,99 @@ LATE = _JOINED_BY_TORCH + dedent("""
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(x)  # last call
 """)
+
+
+# Rank 2 does not join while there is no file "go". The second argument is how the others join: "init", or by which
+# backend; the third is their timeout in seconds.
+MISSING = _BEGIN.replace(
+    "world = phalanx.init()\nrank, size = world.rank, world.world_size",
+    'rank = int(os.environ["RANK"])',
+) + dedent("""
+    from functools import partial
+
+    timeout_s = float(sys.argv[3])
+    join = partial(phalanx.init, timeout_s=timeout_s)
+    if sys.argv[2] != "init":
+        join = partial(dist.init_process_group, sys.argv[2], timeout=timedelta(seconds=timeout_s))
+    if rank != 2:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see above
+    wait_for("pid-0", "pid-1")  # of two that come none is late
+    if rank == 2:  # branch
+        while not (folder / "go").exists():  # looks
+            time.sleep(0.02)  # here
+    try:
+        # join:
+        join()
+    except Exception as error:
+        tell("missing", error)
+        raise
+""")
+
+
+# The second argument is the backend; the third says what rank 1 does otherwise than the others. Gloo notices nothing.
+PASSES = _JOINED_BY_TORCH + dedent("""
+    four = torch.ones(4)
+    odd = rank == 1
+    dist.all_reduce(four)  # before
+
+    def first(tensor):
+        dist.all_reduce(tensor)  # first
+
+    def second(tensor):
+        dist.all_reduce(tensor)  # second
+
+    match sys.argv[3]:
+        case "dtype":
+            dist.all_reduce(four.int() if odd else four)  # dtype
+        case "operation":
+            dist.all_reduce(four, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)  # operation
+        case "swapped":
+            for task in (second, first) if odd else (first, second):
+                task(four)
+        case "skipped":
+            for step in range(4):
+                if step != 2 or not odd:
+                    dist.all_reduce(four)  # often
+                dist.all_reduce(four)  # always
+            if odd:
+                dist.all_reduce(four)  # once
+        case "root":
+            dist.broadcast(four, 1 if odd else 0)  # root
+        case "kind":
+            if odd:  # branch of kinds
+                dist.broadcast(four, 0)  # kind of rank 1
+            else:
+                dist.all_reduce(four)  # kind
+        case "batches":
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")  # which torch makes with DDP
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+            for _ in range(3 if odd else 2):  # steps
+                model(torch.ones(8, 4)).sum().backward()  # batches
+    dist.barrier()  # last
+""")
+
+
+# Rank 1 ends and leaves a process of a session of its own, which holds its output.
+LEAVES = dedent("""
+    import os, signal, sys, time
+    from pathlib import Path
+
+    folder = Path(sys.argv[1])
+    if os.environ["RANK"] == "1":
+        ready, done = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                Path("/proc/self/comm").write_text("left-behind")
+                os.write(done, b"x")
+                signal.pause()
+            os._exit(0)
+        os.wait()
+        os.read(ready, 1)
+        (folder / "left").touch()
+    while os.environ["RANK"] == "0" and not (folder / "gone").exists():
+        time.sleep(0.02)
+""").removeprefix("\n")
 
 
 # All ranks are in one operation after another when the link between their hosts is cut.

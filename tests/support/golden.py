@@ -5,8 +5,8 @@ A golden text is a file in ``tests/fault/told``. It is compared whole. In it sta
 - ``<name>``: what the test knows under this name, such as ``<pid 1>``, the process id of rank 1;
 - ``<seconds>``: any time in seconds;
 - ``<explanation of torch's>``: the rest of a text, which has torch's own;
-- ``<error of torch's>``, ``<frames of torch's>``, ``<others over torch's>``: what Gloo says, where it raised that, and
-  lines on the two other ranks, which depend on what Gloo says to each;
+- ``<error of torch's>``, ``<others over torch's>``: what Gloo or torch's store says, and lines on the two other ranks,
+  which depend on what Gloo says to each;
 - ``{one way|another}``: either of these, where both are right and the moment decides which it is.
 
 All else, also ``<module>`` of a traceback, is literal.
@@ -16,21 +16,29 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-__all__ = ["FOLDER", "MOST_LINES", "check_told", "is_told"]
+from tests.launch_support import wait_for
+
+__all__ = ["FOLDER", "MOST_LINES", "await_told", "block_of", "check_told"]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
 _ANY = {
     "seconds": r"\d+(?:\.\d+)?",
-    "error of torch's": r"RuntimeError: \[.*",
+    "error of torch's": r"(?:RuntimeError: \[|torch\.distributed\.DistStoreError: wait timeout).*",
     "explanation of torch's": r"(?:.+\n?)+",
-    "frames of torch's": r"(?:  .*\n)*",
     "others over torch's": r"  ranks? [\d, -]+ then failed: .*(?:\n  rank \d then failed: .*)?",
 }
 _PART = re.compile(r"<(?P<name>[^<>\n]+)>|\{(?P<ways>[^{}\n]*\|[^{}\n]*)\}")
+
+
+def block_of(err: str) -> str:
+    """What the launcher says of a failure, without what comes before it."""
+    found = re.search(r"^phalanx: rank \d+ of \d+ failed", err, re.MULTILINE)
+    assert found, err
+    return err[found.start() :]
 
 
 def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
@@ -42,7 +50,7 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
         text: what the user reads.
         known: what the placeholders stand for.
     """
-    if is_told(name, text, known):
+    if any(re.fullmatch(_pattern(golden, known), text.rstrip("\n")) for golden in _ways(name).values()):
         return
     told = text.rstrip("\n")
     complaint = []
@@ -53,9 +61,27 @@ def check_told(name: str, text: str, known: Mapping[str, object]) -> None:
     raise AssertionError("\n".join(complaint))
 
 
-def is_told(name: str, text: str, known: Mapping[str, object]) -> bool:
-    """Whether :func:`check_told` would find nothing: for texts before which others may come."""
-    return any(re.fullmatch(_pattern(golden, known), text.rstrip("\n")) for golden in _ways(name).values())
+def await_told(
+    name: str, said: Callable[[], str], known: Callable[[], Mapping[str, object]], has_ended: Callable[[], bool]
+) -> None:
+    """Wait until a job that runs has said this, in whole lines.
+
+    On a busy machine it says other things before, of ranks that are not yet where the text has them.
+
+    Args:
+        name: see :func:`check_told`.
+        said: gives what it has said so far.
+        known: gives what is known so far.
+        has_ended: whether the job has ended.
+    """
+
+    def is_told() -> bool:
+        patterns = (_pattern(golden, known()) for golden in _ways(name).values())
+        return any(re.search(f"^(?:{pattern})$", said(), re.MULTILINE) for pattern in patterns)
+
+    wait_for(lambda: is_told() or has_ended(), complaint=said)
+    if not is_told():
+        check_told(name, said(), known())
 
 
 def _ways(name: str) -> dict[Path, str]:

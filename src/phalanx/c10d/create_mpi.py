@@ -8,6 +8,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, Store
 
+from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
@@ -82,4 +83,5 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
     if not ranks:
         group.runtime = runtime
     group.record(ranks)
+    name_parameters()
     return group

@@ -15,7 +15,7 @@ import torch
 
 from phalanx.native.core import RecordedGroup, quick_entry
 from phalanx.transports.contract import SENT, Communicator, Message
-from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 from phalanx.watch import call_site, recorder
 from phalanx.watch.calls import dtype_name
 from phalanx.watch.records import KINDS

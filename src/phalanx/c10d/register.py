@@ -85,7 +85,8 @@ def record_other_backends() -> None:
         own: Any = c10d._new_process_group_helper
 
         def new_group(*arguments: Any, **named: Any) -> Any:
-            made = own(*arguments, **named)
+            with _joining(arguments):
+                made = own(*arguments, **named)
             with contextlib.suppress(Exception):
                 group = made[0] if isinstance(made, tuple) else made
                 if isinstance(group, c10d.ProcessGroup) and not type(group).__module__.startswith("phalanx."):
@@ -97,6 +98,19 @@ def record_other_backends() -> None:
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010
+
+
+def _joining(arguments: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
+    """What lets the launcher see that a group is being made, from the arguments of ``_new_process_group_helper``."""
+    with contextlib.suppress(Exception):
+        from phalanx.watch.joining import Joining
+
+        size, rank, ranks, backend, _, name = arguments[:6]
+        if rank == size == -1:  # of MPI, which says by itself who is who
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if rank >= 0:
+            return Joining(name if ranks else "", str(backend), ranks or range(size), rank)
+    return contextlib.nullcontext()
 
 
 def forget_failed_groups() -> None:

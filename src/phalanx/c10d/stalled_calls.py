@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from phalanx.native.core import RecordedGroup
-from phalanx.transports.shm.communicator import DTYPE_NUMBERS
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 from phalanx.watch import recorder
 from phalanx.watch.records import KINDS
 from phalanx.watch.stack_text import Frame

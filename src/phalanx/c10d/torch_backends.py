@@ -35,7 +35,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.c10d.base import BaseProcessGroup
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.native.core import RecordedGroup
-from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 from phalanx.watch import recorder
 from phalanx.watch.records import KINDS
 

@@ -23,6 +23,7 @@ from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
 from phalanx.launch.sight import Examination, Sight
 from phalanx.system.folder import own_folder
+from phalanx.watch.disagreement import calls_that_differ
 from phalanx.watch.parting import parting
 from phalanx.watch.verdict import Seen, Verdict, judge
 
@@ -142,10 +143,14 @@ class HangWatch:
         verdict = judge(seen)
         if verdict is None or found.waited_s < self._wanted.warn_after_s:
             return  # they went on meanwhile
-        verdict = replace(verdict, hint=parting(verdict, seen, own_folder(), self._begun_at))
+        differing = _differing(verdict, seen)
+        if not differing or set(verdict.awaited) <= set(verdict.waiting):
+            # Else the ranks are at different lines because their calls differed.
+            verdict = replace(verdict, hint=parting(verdict, seen, own_folder(), self._begun_at))
         if found.waited_s >= self._warn_at_s:
             self._warn_at_s = found.waited_s * _AGAIN
-            self._say(f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}")
+            said = f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}"
+            self._say("\n  ".join([said, *differing]))
         if self._wants_report:
             self._reported = True
             if self._wanted.report_dir:
@@ -174,6 +179,14 @@ class HangWatch:
 
 def _placed(seen: Seen, stack: str) -> Seen:
     return replace(seen, place=place_in(stack), frames=frames_in(stack)) if stack else seen
+
+
+def _differing(verdict: Verdict, seen: Sequence[Seen]) -> list[str]:
+    """Lines on calls that differ, where the backend is not one that finds it; none if none do."""
+    recordings = {rank.rank: rank.recording for rank in seen if rank.recording is not None}
+    now_ns = time.monotonic_ns()
+    found = (calls_that_differ(recordings, rank, now_ns) for rank in (*verdict.awaited, *verdict.waiting))
+    return next(filter(None, found), [])
 
 
 def _one_for_each_line(verdict: Verdict, seen: Sequence[Seen]) -> list[int]:

@@ -37,6 +37,7 @@ from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attempt, failed
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
+from phalanx.launch.mistake_watch import MistakeWatch
 from phalanx.launch.output.failure import End, collect_failures, describe_status, lacks_cause, signal_name
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
@@ -128,6 +129,7 @@ class Supervisor:
         if not job.is_local:
             sight = SightElsewhere(lambda: self.ranks, lambda: [row.host for row in self.rows], self._tell)
         self.hangs = HangWatch(job, sight, self.console.say)
+        self.mistakes = MistakeWatch(job, descriptors.trace, self.console.say)
 
     def listen_to_signals(self) -> None:
         """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
@@ -179,6 +181,7 @@ class Supervisor:
         self.descriptors.supervisor.send(do="start")
         while self.zygote and not self.over:
             self._turn()
+        self.mistakes.look(ended=True)
         self.console.finish()
         ended = self._ended()
         if not self.job.attempt.is_last and failed(ended, self.console):
@@ -212,7 +215,7 @@ class Supervisor:
     # One turn of the event loop.
 
     def _turn(self) -> None:
-        timeouts = [self.console.redraw_in_s(), self.hangs.due_in_s()]
+        timeouts = [self.console.redraw_in_s(), self.hangs.due_in_s(), self.mistakes.due_in_s()]
         due = [when for when in (self.settle_until, self.give_up_at) if when is not None]
         if due:
             timeouts.append(max(0.0, min(due) - time.monotonic()))
@@ -225,6 +228,7 @@ class Supervisor:
         self.console.redraw()
         if self.started_at is not None and not self.ending:
             self.hangs.look()
+            self.mistakes.look()
         if self.give_up_at is not None and time.monotonic() >= self.give_up_at:
             # It is stopped, or hangs; without it the kernel ends the ranks.
             self.give_up_at = None

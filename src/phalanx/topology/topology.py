@@ -106,32 +106,36 @@ def gather(store: Store, place: Place, host: Host, timeout_s: float) -> Topology
             f"{other.host.name}. Start each rank once; if this job was started anew, give it another MASTER_PORT"
         )
     if place.rank == 0:
-        everyone = _collect(store, place.world_size, timeout_s)
+        everyone = _collect(store, place, timeout_s)
         store.set("reports", json.dumps(everyone))
         return arrange([_parse(entry) for entry in everyone])
-    try:
-        store.wait(["reports"], timedelta(seconds=timeout_s))
-    except InitializationError:
-        raise  # a rank has gone
-    except RuntimeError as error:
-        raise InitializationError(
-            f"rank {place.rank} did not learn from rank 0 within {timeout_s:.0f} s where all ranks are: {error}"
-        ) from error
+    _await(store, ["reports"], place, timeout_s)
     everyone = json.loads(store.get("reports"))
     return arrange([_parse(entry) for entry in everyone])
 
 
-def _collect(store: Store, world_size: int, timeout_s: float) -> list[str]:
-    keys = [f"report/{rank}" for rank in range(world_size)]
+def _collect(store: Store, place: Place, timeout_s: float) -> list[str]:
+    keys = _keys(place)
+    _await(store, keys, place, timeout_s)
+    return [store.get(key).decode() for key in keys]
+
+
+def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> None:
+    """Wait for these keys; if they do not come in time, say which ranks have not come."""
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except InitializationError:
         raise  # a rank has gone
-    except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        ranks = f"{format_named('rank', missing)} of {world_size}"
-        raise InitializationError.ranks_missing(ranks, timeout_s) from error
-    return [store.get(key).decode() for key in keys]
+    except RuntimeError:  # the error's class depends on the store, and all are of this kind
+        missing = [rank for rank, key in enumerate(_keys(place)) if not store.check([key])]
+        # All have come by now: rank 0 was about to say so.
+        ranks = f"{format_named('rank', missing or [0])} of {place.world_size}"
+        before = f"rank {place.rank} had joined, but" if place.rank else ""
+        raise InitializationError.ranks_missing(ranks, timeout_s, before=before) from None
+
+
+def _keys(place: Place) -> list[str]:
+    return [f"report/{rank}" for rank in range(place.world_size)]
 
 
 def _parse(entry: str) -> Whereabouts:

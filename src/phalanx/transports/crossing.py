@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 
 from phalanx import settings
-from phalanx.errors import InitializationError
+from phalanx.errors import CollectiveMismatch, InitializationError
 from phalanx.native.core import Crossing
 from phalanx.watch.call_site import CallSite, text_of
 from phalanx.watch.program_text import are_alternatives, call_text_at
@@ -22,7 +22,6 @@ __all__ = ["MOST_JUDGED", "CrossedLines", "Wish", "crossed_lines"]
 # Crossed lines of a group that turn out to be arms of one branch: how many are judged where a warning is all that could
 # come of it.
 MOST_JUDGED = 64
-_REMEDY = "An `if` that depends on the rank, or loops of different lengths?"
 
 
 class Wish:
@@ -65,11 +64,10 @@ class CrossedLines:
 
     def warn(self) -> None:
         """Tell the user, once for a group."""
+        listed = "\n".join(sorted(f"  {_place(site)} {call}" for site, call in self.calls))
         tell(
-            f"warning: ranks {self.low} and {self.high} of a group make the same calls in different orders, or one has "
-            "left out a call, so tensors may meet that do not belong together:\n"
-            + "\n".join(sorted(f"  {_place(site)} {call}" for site, call in self.calls))
-            + f"\n{_REMEDY} {settings.CALL_SITES}=error (phalanx run --strict) makes this an error; if it is meant, "
+            CollectiveMismatch.in_different_orders(self.low, self.high, listed)
+            + f" {settings.CALL_SITES}=error (phalanx run --strict) makes this an error; if it is meant, "
             f"{settings.CALL_SITES}=ignore says nothing"
         )
 

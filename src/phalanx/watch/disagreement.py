@@ -8,7 +8,7 @@ from phalanx.settings import BACKEND
 from phalanx.watch.records import Record, Recording
 from phalanx.words import format_named
 
-__all__ = ["disagreement"]
+__all__ = ["calls_that_differ", "disagreement", "has_own_size"]
 
 _RECENT = 64  # calls that ranks have done together are compared, the last of them only
 _OWN_SIZES = ("all_to_all", "gather", "scatter", "all_gather", "reduce_scatter")  # ranks may record other bytes in them
@@ -22,14 +22,42 @@ def disagreement(recordings: Mapping[int, Recording], rank: int, at_ns: float) -
         rank: the rank whose operation failed, or that ended in it.
         at_ns: when, on the host's monotonic clock.
     """
+    last = _last(recordings, rank)
+    if last is None:
+        return []
+    calls = _calls(recordings, last, at_ns)
+    late = [other for other, records in calls.items() if max(records, default=0) < last.in_group]
+    # A rank that came to such a collective a moment ago has no record of it yet.
+    come = "was not seen in" if last.found_late else "had not come to"
+    return _differing(calls, last) or [
+        f"rank {other} {come} {last.name()}{last.where()}{_before(calls[other])}" for other in late[:4]
+    ]
+
+
+def calls_that_differ(recordings: Mapping[int, Recording], rank: int, at_ns: float) -> list[str]:
+    """The first of these, also of a rank that is still in its operation. The arguments are the same."""
+    last = _last(recordings, rank)
+    return [] if last is None else _differing(_calls(recordings, last, at_ns), last)
+
+
+def _last(recordings: Mapping[int, Recording], rank: int) -> Record | None:
+    """The collective of another backend that a rank is in, or that has failed."""
     last = recordings[rank].last if rank in recordings else None
     if last is None or last.is_message or last.group.backend == BACKEND or not (last.failed or last.under_way):
-        return []
-    calls = {
+        return None
+    return last
+
+
+def _calls(recordings: Mapping[int, Recording], last: Record, at_ns: float) -> dict[int, dict[int, Record]]:
+    """The collectives of the group by rank and number."""
+    return {
         other: {record.in_group: record for record in recordings[other].records if _counts(record, last, at_ns)}
         for other in last.group.ranks
         if other in recordings
     }
+
+
+def _differing(calls: Mapping[int, Mapping[int, Record]], last: Record) -> list[str]:
     for number in range(max(1, last.in_group - _RECENT), last.in_group + 1):
         alike: dict[tuple[object, ...], list[int]] = {}
         for other, records in calls.items():
@@ -40,10 +68,12 @@ def disagreement(recordings: Mapping[int, Recording], rank: int, at_ns: float) -
                 "the ranks called different operations:",
                 *(f"  {format_named('rank', ranks)}: {calls[ranks[0]][number].text()}" for ranks in alike.values()),
             ]
-    late = [other for other, records in calls.items() if max(records, default=0) < last.in_group]
-    # A rank that came to such a collective a moment ago has no record of it yet.
-    come = "was not seen in" if last.found_late else "had not come to"
-    return [f"rank {other} {come} {last.name()}{last.where()}{_before(calls[other])}" for other in late[:4]]
+    return []
+
+
+def has_own_size(kind: str) -> bool:
+    """Whether ranks may record other bytes than the others in a collective of this kind."""
+    return kind in _OWN_SIZES
 
 
 def _counts(record: Record, failed: Record, at_ns: float) -> bool:
@@ -54,7 +84,7 @@ def _counts(record: Record, failed: Record, at_ns: float) -> bool:
 
 def _facts(record: Record) -> tuple[object, ...]:
     """In what the ranks' calls of one collective must agree, as far as a recorder has it."""
-    nbytes = 0 if record.kind in _OWN_SIZES else record.nbytes
+    nbytes = 0 if has_own_size(record.kind) else record.nbytes
     root = -1 if record.kind == "barrier" else record.peer
     return record.kind, record.dtype, record.op, root, nbytes
 

@@ -10,11 +10,13 @@ STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1f24; --faint: #5d6670; --line: #d5dae0; --box: #f4f6f8;
   --alert: #c4232b; --alert-box: #fdeeee; --row: #eceff2;
   --k0: #8b949e; --k1: #2f6fde; --k2: #1a8f5a; --k3: #4aa3a0; --k4: #7d8590; --k5: #7fa9f5; --k6: #123f9c;
-  --k7: #74b816; --k8: #2b6b4f; --k9: #8a4fd0; --k10: #d9730d; --k11: #eda84a; }
+  --k7: #74b816; --k8: #2b6b4f; --k9: #8a4fd0; --k10: #d9730d; --k11: #eda84a;
+  --k12: #a0522d; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --text: #e4e8ec; --faint: #9aa4af; --line: #333a43;
   --box: #1d2127; --alert: #ff7b7b; --alert-box: #3a1c1f; --row: #22272e;
   --k0: #7d8590; --k1: #5b94f7; --k2: #35b57c; --k3: #5cc4c0; --k4: #98a2ad; --k5: #a9c6ff; --k6: #3d6fd6;
-  --k7: #95d63c; --k8: #4d9b78; --k9: #b184ee; --k10: #f2913a; --k11: #f7c57c; } }
+  --k7: #95d63c; --k8: #4d9b78; --k9: #b184ee; --k10: #f2913a; --k11: #f7c57c;
+  --k12: #d08a64; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 84rem; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -60,6 +62,7 @@ pre { overflow-x: auto; font-size: .83rem; line-height: 1.45; overflow-wrap: nor
 .k0 { fill: var(--k0); } .k1 { fill: var(--k1); } .k2 { fill: var(--k2); } .k3 { fill: var(--k3); }
 .k4 { fill: var(--k4); } .k5 { fill: var(--k5); } .k6 { fill: var(--k6); } .k7 { fill: var(--k7); }
 .k8 { fill: var(--k8); } .k9 { fill: var(--k9); } .k10 { fill: var(--k10); } .k11 { fill: var(--k11); }
+.k12 { fill: var(--k12); }
 @media (max-width: 40rem) { body { padding: .6rem; } h1 { font-size: 1.05rem; padding: .6rem .75rem; }
   .ranks { display: block; width: 56rem; } .ranks > div { display: block; }
   .who { display: inline-block; margin-top: .45rem; position: sticky; left: 0; }

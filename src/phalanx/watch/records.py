@@ -48,6 +48,7 @@ KINDS = {
     9: "all_to_all",
     10: "send",
     11: "recv",
+    12: "init",
 }
 _MESSAGES = ("send", "recv")
 _OPS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
@@ -120,7 +121,7 @@ class Record:
 
     def name(self) -> str:
         """``all_reduce #118``; in a group that is not the world ``all_reduce #118 of group 3``."""
-        text = f"{self.kind} #{self.in_group}"
+        text = self.kind + (f" #{self.in_group}" if self.kind != "init" else "")
         if self.is_message:
             text = f"{self.kind} {'to' if self.kind == 'send' else 'from'} {self._peer_text()}"
         return text if self.group.name in ("", "0") else f"{text} of group {self.group.name!r}"
@@ -128,7 +129,7 @@ class Record:
     def text(self) -> str:
         """``all_reduce #118 (float32, 4.0 KiB, sum) at train.py:42 in step 7, "evaluation"``."""
         about = [self.dtype] if self.dtype else []
-        if self.kind != "barrier":
+        if self.kind not in ("barrier", "init"):
             about.append(format_bytes(self.nbytes))
         if self.op:
             about.append(self.op)
@@ -275,6 +276,9 @@ class _Texts:
         length = int.from_bytes(self._data[at : at + 4], "little")
         return self._data[at + 4 : at + 4 + length].decode(errors="replace") if length < 1 << 16 else ""
 
+    def identity(self, at: int) -> int:
+        return int.from_bytes(self._data[at - 4 : at], "little") if 4 <= at < len(self._data) else 0
+
     def values(self, at: int) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             found = read_json(self.text(at))
@@ -312,6 +316,10 @@ class RecorderCopy:
     def record(self, index: int) -> Record:
         """One of the operations that were seen."""
         return _record(self.seen[index], self._texts, self._dtypes)
+
+    def place(self, number: int) -> tuple[str, int]:
+        """A line of the program by the number that ``seen`` has of it, and what names it on all ranks; 0 if nothing."""
+        return self._texts.text(number), self._texts.identity(number)
 
     def group(self, number: int) -> Group:
         """The group with this number, by which ``seen`` names it."""

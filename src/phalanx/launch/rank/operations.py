@@ -52,8 +52,10 @@ def parted(trace: Trace, ranks: int, rank: int, at: float) -> list[str]:
     if _recording(trace, rank) is None:
         return []
     from phalanx.watch.disagreement import disagreement
+    from phalanx.watch.records import Recording
 
-    found = {part: recording.beside(own_folder()) for part in range(ranks) if (recording := _recording(trace, part))}
+    nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
+    found = {part: (_recording(trace, part) or nothing).beside(own_folder()) for part in range(ranks)}
     return disagreement(found, rank, at * 1e9)
 
 

@@ -45,6 +45,13 @@ from phalanx.watch.waiting import publish_by
 
 __all__ = ["RankStart", "become", "enter_rank", "leave_siblings", "reported"]
 
+_WAYS_INTO_TORCH = (
+    "torch.distributed.c10d_logger",
+    "torch.distributed.distributed_c10d",
+    "phalanx.c10d.register",
+    "phalanx.c10d.torch_backends",
+)
+
 
 @dataclass(frozen=True)
 class RankStart:
@@ -321,13 +328,21 @@ def traceback_of_script(error: BaseException) -> types.TracebackType | None:
 
 
 def _format_traceback(error: BaseException, own: types.TracebackType | None) -> str:
-    """The traceback as text; for an error of Phalanx's down to the script's own call, whose line says it all."""
+    """The traceback as text; for an error of an operation down to the script's own call, whose line says it all."""
     told = traceback.TracebackException(type(error), error, own)
-    if isinstance(error, PhalanxError):
-        modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(own)]
-        of_script = [at for at, name in enumerate(modules, 1) if name.partition(".")[0] not in ("torch", "phalanx")]
-        told.stack = traceback.StackSummary.from_list(told.stack[: max(of_script, default=len(modules))])
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(own)]
+    inside = [_is_inside(name, anywhere=isinstance(error, PhalanxError)) for name in modules]
+    length = max((at for at, is_inside in enumerate(inside, 1) if not is_inside), default=len(modules))
+    told.stack = traceback.StackSummary.from_list(told.stack[:length])
     return "".join(told.format())
+
+
+def _is_inside(module: str, *, anywhere: bool) -> bool:
+    """Whether a frame of this module, below the script's call, says nothing to a user.
+
+    Of torch's own errors these are the functions through which every operation goes; ``anywhere`` is for Phalanx's.
+    """
+    return module.partition(".")[0] in ("torch", "phalanx") if anywhere else module in _WAYS_INTO_TORCH
 
 
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:

@@ -19,6 +19,7 @@ from typing import Protocol
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from phalanx.system import processes
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
 from phalanx.transports.hosts.asking import Questions, aside
@@ -42,6 +43,9 @@ LOOK_S = 0.02
 # In characters, each of which is up to 12 bytes of JSON; a lookout's message has at most 64 KiB.
 _LONGEST_TEXT = 4000
 _AWAY = "away"  # the key that is there once a rank has gone
+
+# A process that is stopped writes nothing, so those of its host do; others see its state in no other way.
+_STANDS = {"T": "stopped (state T)", "t": "held by a debugger (state t)"}
 
 Note = tuple[
     int, str, str
@@ -100,6 +104,7 @@ class Reason:
         self._store, self._rank, self._layout, self._abort, self._aborted = store, rank, layout, abort, aborted
         self._local = local
         self.fails = False
+        self._standing: dict[int, str] = {}  # ranks that say nothing because they are stopped
         self._found_at_end: Fact | None = None
         self._size = sum(map(len, layout.hosts))
         self._questions = Questions()
@@ -406,7 +411,7 @@ class Reason:
                 if number < count:
                     missing[rank] = f"at {place}" if place else "in no collective"
             elif rank not in calls:
-                missing[rank] = ""
+                missing[rank] = self._standing.get(rank, "")
             elif calls[rank][0] < count:
                 missing[rank] = f"in {calls[rank][1]}"
         return missing
@@ -418,6 +423,10 @@ class Reason:
 
         def look() -> None:
             began = time.monotonic()
+            for rank in self._layout.here:
+                state = processes.state_of(self._guard.pids[rank]) if rank != self._rank else ""
+                if state in _STANDS:
+                    self._store.set(f"stands/{rank}", _STANDS[state])
             while time.monotonic() < began + PATIENCE_S:
                 for rank in set(range(self._size)) - calls.keys():
                     # A rank that is woken from a message of its own host has said its place before it says which.
@@ -426,7 +435,11 @@ class Reason:
                             number, text, before = json.loads(self._store.get(f"{kind}/{rank}"))
                             (places if kind == "place" else calls)[rank] = number, text, before
                             break
-                patience_s = PROMPT_S if len(calls.keys() | places.keys()) == self._size else PATIENCE_S
+                    else:
+                        if self._store.check([f"stands/{rank}"]):
+                            self._standing[rank] = self._store.get(f"stands/{rank}").decode()
+                known = calls.keys() | places.keys() | self._standing.keys()
+                patience_s = PROMPT_S if len(known) == self._size else PATIENCE_S
                 if len(calls) == self._size or time.monotonic() > began + patience_s:
                     return
                 time.sleep(0.01)

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.errors import BackendError
 from phalanx.native.core import library
-from phalanx.transports.shm.communicator import DTYPE_NUMBERS, OP_NUMBERS
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
 
 __all__ = ["combine", "combine_at"]
 

@@ -22,7 +22,8 @@ from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.message_ends import BrokenThere, PeerLeft, SizesDiffer
 from phalanx.transports.hosts.message_way import BROKEN, DONE, LARGE, LEFT, SMALL, STAGED, STAGED_BYTES, Arrival, Way
 from phalanx.transports.hosts.remote_message import RemoteMessage
-from phalanx.transports.shm.communicator import DTYPE_NUMBERS, SharedMemoryCommunicator
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 from phalanx.watch.calls import dtype_name
 
 __all__ = ["Matching"]

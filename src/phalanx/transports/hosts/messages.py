@@ -31,8 +31,9 @@ from phalanx.transports.hosts.message_matching import Matching
 from phalanx.transports.hosts.message_timeouts import Overdue
 from phalanx.transports.hosts.message_way import BROKEN, LEFT, STAGED_BYTES, Way
 from phalanx.transports.hosts.remote_message import RemoteMessage
-from phalanx.transports.shm.communicator import DTYPE_NUMBERS, SharedMemoryCommunicator
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.mailbox import WithdrawableReceive
+from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 
 __all__ = ["HostsMessages"]
 

@@ -16,11 +16,12 @@ from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import COLLECTIVES, Communicator, Message
 from phalanx.transports.gone import Gone
-from phalanx.transports.reductions import OP_NAMES, REDUCIBLE, reducible
+from phalanx.transports.reductions import reducible
 from phalanx.transports.shm.crossing import begin_to_compare, judge, tells
 from phalanx.transports.shm.departures import departed
 from phalanx.transports.shm.explanation import explain, left_text
 from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
+from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED
 from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
@@ -29,23 +30,7 @@ from phalanx.watch.calls import call_text, exchange_text, shape_word
 from phalanx.watch.ending import tell_how_the_script_ends, who_left
 from phalanx.watch.own_wait import with_own_wait
 
-__all__ = ["DTYPE_NUMBERS", "OP_NUMBERS", "SharedMemoryCommunicator", "text_of_call"]
-
-# The dtypes that the core's kernels reduce, by their numbers there (enum phx_dtype).
-_REDUCED = {dtype: number for number, dtype in enumerate(REDUCIBLE, start=1)}
-# The other dtypes are only copied; their numbers distinguish them.
-_COPIED = sorted(
-    (value for value in vars(torch).values() if isinstance(value, torch.dtype) and value not in _REDUCED), key=str
-)
-_DTYPES = _REDUCED | {dtype: 32 + index for index, dtype in enumerate(dict.fromkeys(_COPIED))}
-
-# The core numbers operations as torch's ReduceOp does in this order (enum phx_op).
-_OPS = {op: number for number, op in enumerate(OP_NAMES, start=1)}
-
-
-# The core's numbers of each dtype: for reductions (0: there are none) and for copies; and those of torch's operations.
-DTYPE_NUMBERS = {dtype: (_REDUCED.get(dtype, 0), number) for dtype, number in _DTYPES.items()}
-OP_NUMBERS = _OPS
+__all__ = ["SharedMemoryCommunicator", "text_of_call"]
 
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
@@ -195,7 +180,7 @@ class SharedMemoryCommunicator(Communicator):
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
         data = tensor.data_ptr()
         status = self._core.phx_all_reduce(
-            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], shape_word(tensor.shape)
+            self._comm, data, data, tensor.numel(), REDUCED[tensor.dtype], OP_NUMBERS[op], shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "all_reduce", tensor, op)
@@ -203,7 +188,14 @@ class SharedMemoryCommunicator(Communicator):
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
         data = tensor.data_ptr()
         status = self._core.phx_reduce(
-            self._comm, data, data, tensor.numel(), _REDUCED[tensor.dtype], _OPS[op], root, shape_word(tensor.shape)
+            self._comm,
+            data,
+            data,
+            tensor.numel(),
+            REDUCED[tensor.dtype],
+            OP_NUMBERS[op],
+            root,
+            shape_word(tensor.shape),
         )
         if status:
             self._fail(status, "reduce", tensor, op, root)
@@ -222,8 +214,8 @@ class SharedMemoryCommunicator(Communicator):
             inputs,
             output.data_ptr(),
             output.numel(),
-            _REDUCED[output.dtype],
-            _OPS[op],
+            REDUCED[output.dtype],
+            OP_NUMBERS[op],
             shape_word(output.shape),
         )
         if status:
@@ -231,7 +223,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         status = self._core.phx_broadcast(
-            self._comm, tensor.data_ptr(), tensor.nbytes, _DTYPES[tensor.dtype], root, shape_word(tensor.shape)
+            self._comm, tensor.data_ptr(), tensor.nbytes, DTYPES[tensor.dtype], root, shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "broadcast", tensor, root=root)
@@ -246,7 +238,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _all_gather(self, outputs: Pointers, tensor: torch.Tensor) -> None:
         status = self._core.phx_all_gather(
-            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, _DTYPES[tensor.dtype], shape_word(tensor.shape)
+            self._comm, tensor.data_ptr(), outputs, tensor.nbytes, DTYPES[tensor.dtype], shape_word(tensor.shape)
         )
         if status:
             self._fail(status, "all_gather", tensor)
@@ -263,7 +255,7 @@ class SharedMemoryCommunicator(Communicator):
             tensor.data_ptr(),
             outputs,
             tensor.nbytes,
-            _DTYPES[tensor.dtype],
+            DTYPES[tensor.dtype],
             root,
             shape_word(tensor.shape),
         )
@@ -278,7 +270,7 @@ class SharedMemoryCommunicator(Communicator):
             None if inputs is None else fill(self._pointers, inputs),
             output.data_ptr(),
             output.nbytes,
-            _DTYPES[output.dtype],
+            DTYPES[output.dtype],
             root,
             shape_word(output.shape),
         )
@@ -306,7 +298,7 @@ class SharedMemoryCommunicator(Communicator):
         )
 
     def _all_to_all(self, outputs: Pointers, inputs: Pointers, dtype: torch.dtype) -> None:
-        status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, _DTYPES[dtype])
+        status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, DTYPES[dtype])
         # The receiver alone compares the sizes of a pair.
         unheard = capture(2), _exchange_text, (dtype, bytes(self._sizes), bytes(self._other_sizes))
         if status:
@@ -321,10 +313,10 @@ class SharedMemoryCommunicator(Communicator):
     # -- point to point ----------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return self._mailbox.send(tensor, _DTYPES[tensor.dtype], peer, tag)
+        return self._mailbox.send(tensor, DTYPES[tensor.dtype], peer, tag)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        return self._mailbox.recv(tensor, _DTYPES[tensor.dtype], peer, tag)
+        return self._mailbox.recv(tensor, DTYPES[tensor.dtype], peer, tag)
 
     def rest(self) -> None:
         self._mailbox.rest()
@@ -428,7 +420,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def recv_for_now(self, tensor: torch.Tensor, tag: int) -> WithdrawableReceive:
         """Start receiving from any rank, as :meth:`recv`; it can be taken back as long as no message has come."""
-        return self._mailbox.recv_for_now(tensor, _DTYPES[tensor.dtype], tag)
+        return self._mailbox.recv_for_now(tensor, DTYPES[tensor.dtype], tag)
 
     def _last_unheard(self) -> _Unheard | None:
         return self._unheard() if callable(self._unheard) else self._unheard

@@ -1,0 +1,172 @@
+"""Calls that ranks have recorded on torch's own backends, compared from outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from ctypes import sizeof
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from phalanx.native.core import SeenRecord
+from phalanx.watch.comparison import Comparison
+from phalanx.watch.records import Group, Record, RecorderCopy
+
+ALL_REDUCE, BROADCAST, SEND, INIT = 1, 2, 10, 12
+FLOAT, INT, SUM = 1 << 8, 2 << 8, 1 << 16
+GLOO = Group("0", "gloo", (0, 1, 2), 0)
+SCRIPT = """\
+def step(x, late):
+    if late:
+        all_reduce(x)
+    else:
+        all_reduce(x)
+    all_reduce(x)
+    if late:
+        all_reduce(x)
+        return
+    all_reduce(x)
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    line: int = 3
+    what: int = ALL_REDUCE | FLOAT | SUM
+    nbytes: int = 16
+    root: int = -1
+    in_group: int = 0  # as it comes, if it is 0
+    is_done: bool = True
+    failed: bool = False
+
+
+class Copy:
+    """What :class:`RecorderCopy` gives of a recorder, of calls in place of one."""
+
+    def __init__(self, calls: Sequence[Call], file: str, group: Group = GLOO) -> None:
+        self.begun, self._file, self._group = len(calls), file, group
+        rows = [
+            SeenRecord(
+                number=number,
+                entered_ns=1,
+                left_ns=int(call.is_done),
+                nbytes=call.nbytes,
+                in_group=call.in_group or number + 1,
+                what=call.what,
+                group=7,
+                site=call.line,
+                peer=call.root,
+                failed=int(call.failed),
+            )
+            for number, call in enumerate(calls)
+        ]
+        self.seen = (SeenRecord * len(rows))(*rows)
+
+    def place(self, number: int) -> tuple[str, int]:
+        return f"{self._file}:{number}", number
+
+    def group(self, number: int) -> Group:
+        return self._group
+
+    def record(self, index: int) -> Record:
+        row = self.seen[index]
+        kind = {ALL_REDUCE: "all_reduce", BROADCAST: "broadcast"}[row.what & 0xFF]
+        dtype = {FLOAT: "float32", INT: "int32"}[row.what & 0xFF00]
+        about = (row.number, self._group, row.in_group, kind, row.nbytes, dtype, "", row.peer)
+        return Record(*about, f"{self._file}:{row.site}", "", -1, 1, 2, False, -1)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "program.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def compare(file: str, *ranks: Sequence[Call], group: Group = GLOO, lines: bool = True) -> list[str]:
+    comparison = Comparison(time.time() + 60, 4096, lines=lines)
+    copies = {rank: Copy(calls, file, group) for rank, calls in enumerate(ranks)}
+    return comparison.look(cast("dict[int, RecorderCopy]", copies))
+
+
+def test_a_row_is_as_long_as_the_cores() -> None:
+    from phalanx.watch import comparison
+
+    assert comparison._ROW.size == sizeof(SeenRecord)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [Call(what=ALL_REDUCE | INT | SUM), Call(what=ALL_REDUCE | FLOAT), Call(nbytes=32), Call(what=BROADCAST | FLOAT)],
+)
+def test_calls_that_differ_are_listed_once(file: str, odd: Call) -> None:
+    usual = [Call()] * 3
+    (told,) = compare(file, usual, [Call(), odd, odd], usual)
+    assert "  ranks 0, 2: all_reduce #2 (float32, 16 B) at " in told
+    assert "  rank 1: " in told
+    assert " #2 (" in told.partition("rank 1: ")[2]
+
+
+@pytest.mark.parametrize(
+    "odd", [Call(is_done=False, nbytes=32), Call(failed=True, nbytes=32), Call(what=SEND | INT, in_group=9)]
+)
+def test_what_is_not_done_has_failed_or_is_a_message_is_not_compared(file: str, odd: Call) -> None:
+    assert compare(file, [Call()] * 2, [Call(), odd], [Call()] * 2) == []
+
+
+def test_ranks_that_are_behind_and_groups_of_phalanx_are_left_alone(file: str) -> None:
+    ahead = [Call(), Call(nbytes=32)]
+    assert compare(file, ahead, [Call()], ahead) == []
+    own = Group("0", "phalanx", (0, 1, 2), 0)
+    assert compare(file, ahead, [Call(), Call()], ahead, group=own) == []
+
+
+def test_a_difference_is_found_when_the_last_rank_has_come_and_not_again(file: str) -> None:
+    comparison = Comparison(0.0, 4096, lines=True)
+
+    def look(*ranks: Sequence[Call]) -> list[str]:
+        copies: Any = {rank: Copy(calls, file) for rank, calls in enumerate(ranks)}
+        return comparison.look(copies)
+
+    usual, odd = [Call()] * 5, [Call(), Call(nbytes=32), Call()]
+    assert look(usual[:2], odd[:1], usual[:1]) == []
+    assert look(usual[:2], odd[:2], usual[:1]) == []
+    assert len(look(usual, odd[:2], usual)) == 1
+    assert look(usual, [*odd, Call(nbytes=64)], usual) == []
+
+
+def lines(*numbers: int) -> list[Call]:
+    return [Call(line=number) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1"),
+    [((3, 6), (6, 3)), ((3, 6, 3, 6, 3, 6), (3, 6, 6, 3, 6, 3)), ((3, 6, 8), (6, 8, 3)), ((6, 10), (10, 6))],
+)
+def test_lines_that_are_crossed_are_named(file: str, of_rank_0: Sequence[int], of_rank_1: Sequence[int]) -> None:
+    (told,) = compare(file, lines(*of_rank_0), lines(*of_rank_1), lines(*of_rank_0))
+    assert "ranks 0 and 1 of a group make the same calls in different orders" in told
+    assert compare(file, lines(*of_rank_0), lines(*of_rank_1), lines(*of_rank_0), lines=False) == []
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1"),
+    [
+        ((3, 6, 3, 6), (5, 6, 5, 6)),  # a branch by rank, whose arms no rank runs both
+        ((3, 6, 5, 6), (5, 6, 3, 6)),  # two arms, in turns
+        ((8, 10), (10, 8)),  # two arms, one of which ends with return
+        ((3, *[6] * 8, 6), (6, *[6] * 8, 3)),  # in step for long between
+    ],
+)
+def test_lines_of_a_program_that_is_right_are_not(
+    file: str, of_rank_0: Sequence[int], of_rank_1: Sequence[int]
+) -> None:
+    assert compare(file, lines(*of_rank_0), lines(*of_rank_1), lines(*of_rank_0)) == []
+
+
+def test_places_of_which_it_is_not_known_whether_they_exclude_each_other_are_not_named(file: str) -> None:
+    Path(file).unlink()
+    assert compare(file, lines(3, 6), lines(6, 3), lines(3, 6)) == []
