@@ -31,7 +31,7 @@ from phalanx.native.core import NOBODY, Status, library
 from phalanx.system.awake import AwakeClock
 from phalanx.transports.shm.tuning import Tuning
 
-__all__ = ["NotOneHost", "join_segment"]
+__all__ = ["NotOneHost", "join_segment", "own_pid"]
 
 _Outcome = tuple[str, str]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
@@ -137,7 +137,7 @@ def _offer(
         not attach; both empty when all is well.
     """
     try:
-        store.set("offer", json.dumps([_own_pid(), descriptor, name]))
+        store.set("offer", json.dumps([own_pid(), descriptor, name]))
         outcome = _collect_answers(store, size, timeout, name, reason)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
@@ -149,7 +149,7 @@ def _offer(
     return outcome
 
 
-def _own_pid() -> int:
+def own_pid() -> int:
     """This process's id as its /proc counts, in which the others look for it; getpid() counts in a namespace."""
     try:
         return int(os.readlink("/proc/self"))
