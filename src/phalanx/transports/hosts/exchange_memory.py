@@ -34,9 +34,9 @@ from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.shm.shared_memory import share_memory
 
-__all__ = ["ExchangeMemory", "Words"]
+__all__ = ["AREAS", "ExchangeMemory"]
 
-Words = ctypes.Array[ctypes.c_int64]
+AREAS = 3  # for what comes of a rank of another host: they take turns, and the engine has all but one
 _LINE_BYTES = 64  # areas begin at cache lines
 
 
@@ -64,16 +64,15 @@ class ExchangeMemory:
         most = max(map(len, layout.hosts))
         others = [number for number in range(len(layout.hosts)) if number != layout.host]
         self._end = 0
-        self.stream_bytes = (
-            most * middle_bytes
-        )  # the most that one rank sends to another host, or gets from a rank there
+        # The most that one rank sends to another host, which is as much as a rank there sends to this one.
+        self._stream_bytes = most * middle_bytes
         words_bytes = size * ctypes.sizeof(ctypes.c_int64)
         given, expected, places = [self._areas(here, words_bytes) for _ in range(3)]
         parts, news = [self._areas(here, small_bytes * (size - here)) for _ in range(2)]
         inside = [[self._areas(here, middle_bytes) for _ in range(here)] for _ in range(2)]
-        self.outgoing = [{number: self._areas(here, self.stream_bytes) for number in others} for _ in range(2)]
+        self.outgoing = [{number: self._areas(here, self._stream_bytes) for number in others} for _ in range(2)]
         self._incoming = {
-            (number, place): self._areas(2, self.stream_bytes)
+            (number, place): self._areas(AREAS, self._stream_bytes)
             for number in others
             for place in range(len(layout.hosts[number]))
         }
@@ -97,9 +96,9 @@ class ExchangeMemory:
         return self._whole[at : at + nbytes]
 
     def incoming_at(self, host: int, place: int, number: int) -> int:
-        """Where the first or second area begins for what comes of a rank of another host."""
+        """Where one of the areas begins for what comes of a rank of another host."""
         return self._incoming[host, place][number]
 
     def incoming(self, at: int) -> torch.Tensor:
         """The area that begins there."""
-        return self.part(at, self.stream_bytes)
+        return self.part(at, self._stream_bytes)

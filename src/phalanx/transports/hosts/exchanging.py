@@ -12,6 +12,7 @@ out with the frames, so small and middle-sized parts take one way, and large one
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -27,6 +28,7 @@ from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.hosts.streams import Streams, Waiting
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 __all__ = ["Exchanging"]
 
@@ -151,7 +153,11 @@ class Exchanging:
 
     def _end(self, call: int, memory: ExchangeMemory, parts: _Parts) -> None:
         """Hear the verdict, which the leader has written, and take what has come."""
-        self._local.broadcast(self._verdict, 0)
+        local = self._local
+        # While the leader moves what lies in the shared memory, a rank that waits for it would take the processor away.
+        waits = not self._layout.leader and any(map(self._goes_by_memory, (*parts.given, *parts.expected)))
+        with local.resting() if waits and isinstance(local, SharedMemoryCommunicator) else contextlib.nullcontext():
+            local.broadcast(self._verdict, 0)
         if self._verdict_words[0] != call:
             raise Differs
         self._take(memory, parts)
@@ -209,7 +215,6 @@ class Exchanging:
         self._verdict_words[:] = [~call, self._is_large_inside(given)]
         if not self._fit_inside(given, expected):
             self._end(call, memory, parts)
-        coming = self._begin_to_receive(streams, memory, expected)
         sent = []
         for number in self._hosts:
             for place, sizes in enumerate(given):
@@ -218,6 +223,7 @@ class Exchanging:
                     message = memory.part(memory.outgoing[self._turn][number][place], nbytes)
                     sent.append(streams.send(number, message, place))
         frames.begin(call, self._packed(memory, given))
+        coming = self._begin_to_receive(streams, memory, expected)
 
         def hear() -> None:
             same, arrived = frames.end()

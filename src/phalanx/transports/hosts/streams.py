@@ -5,8 +5,9 @@ can hold, so none is longer, whatever the calls of the two sides are.
 
 A leader sends its frame after the messages of a call, so when the frame has come they have come as well, and nobody
 waits for the half of a message, which might never end (``gloo_lane.py``). That is so if the other engine knew before
-that memory waits for the message: it was told before the frame of the call with the message before. Only the first
-message of a stream may come later than the frame.
+that memory waits for the message. It is told so in the call with the last message but one, and has to have heard of
+that, and of all that was sent before, when it has the frame of the call with the last one. Only the first two messages
+of a stream may come later than the frame.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from phalanx.transports.hosts.early_receives import wait_for
-from phalanx.transports.hosts.exchange_memory import ExchangeMemory
+from phalanx.transports.hosts.exchange_memory import AREAS, ExchangeMemory
 from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
 
@@ -26,10 +27,10 @@ _TAG = 1 << 12  # and the next ones, for each rank of a host
 
 
 class Waiting(NamedTuple):
-    """Memory that waits for a message: where it begins, and whether the message is the first of its stream."""
+    """Memory that waits for a message: where it begins, and whether the message may come later than the frame."""
 
     at: int
-    first: bool
+    late: bool
     transfer: Transfer
 
 
@@ -52,15 +53,16 @@ class Streams:
     def receive(self, host: int, place: int) -> Waiting:
         """Begin to receive the next message of the rank at a place of another host.
 
-        The memory of the message before waits for a later one from now on: nobody may read it any more.
+        The memory of the message before waits for a later one from now on: nobody may read it any more. It is called
+        when the frame of the call has been sent, since the other leader waits for that.
         """
         stream = host, place
         waiting = self._waiting.setdefault(stream, [])
-        while len(waiting) < 2:
+        while len(waiting) < AREAS:
             begun = self._begun.get(stream, 0)
-            at = self._memory.incoming_at(host, place, begun % 2)
+            at = self._memory.incoming_at(host, place, begun % AREAS)
             transfer = self._engine.recv(self._memory.incoming(at), self._leaders[host], _TAG + place)
-            waiting.append(Waiting(at, not begun, transfer))
+            waiting.append(Waiting(at, begun < AREAS - 1, transfer))
             self._begun[stream] = begun + 1
         return waiting.pop(0)
 
@@ -68,9 +70,9 @@ class Streams:
     def finish(messages: list[Waiting]) -> None:
         """Return when they have come, as the frames have that were sent after them."""
         for message in messages:
-            if not message.first:
+            if not message.late:
                 message.transfer.finish()
-        wait_for([message.transfer for message in messages if message.first])
+        wait_for([message.transfer for message in messages if message.late])
 
     def send(self, host: int, message: torch.Tensor, place: int) -> Transfer:
         """Send another host what the rank at a place of this host has for it."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -334,6 +335,16 @@ class SharedMemoryCommunicator(Communicator):
         with self._mailbox.handle() as comm:
             if comm:
                 self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9), int(self._message_timeout_s * 1e9))
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """In a ``with``: collectives whose waits are long, and leave the processor to those that they wait for."""
+        self._core.phx_set_rests(self._comm, True)
+        try:
+            yield
+        finally:
+            if self._comm:
+                self._core.phx_set_rests(self._comm, False)
 
     def abort(self) -> None:
         with self._mailbox.handle() as comm:
