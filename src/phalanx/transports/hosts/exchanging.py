@@ -12,7 +12,6 @@ out with the frames, so small and middle-sized parts take one way, and large one
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -86,6 +85,7 @@ class Exchanging:
         self._streams: Streams | None = None
         self._rooms: list[torch.Tensor] = []
         self._turn = 0
+        self._rests = local if isinstance(local, SharedMemoryCommunicator) and not layout.leader else None
         self._tick = torch.zeros(1, dtype=torch.int64)
         self._ticks = torch.zeros(len(layout.here), dtype=torch.int64) if layout.leader else None
         self._verdict = torch.zeros(2, dtype=torch.int64)
@@ -153,11 +153,13 @@ class Exchanging:
 
     def _end(self, call: int, memory: ExchangeMemory, parts: _Parts) -> None:
         """Hear the verdict, which the leader has written, and take what has come."""
-        local = self._local
         # While the leader moves what lies in the shared memory, a rank that waits for it would take the processor away.
-        waits = not self._layout.leader and any(map(self._goes_by_memory, (*parts.given, *parts.expected)))
-        with local.resting() if waits and isinstance(local, SharedMemoryCommunicator) else contextlib.nullcontext():
-            local.broadcast(self._verdict, 0)
+        if self._rests is not None and any(map(self._goes_by_memory, (*parts.given, *parts.expected))):
+            self._rests.set_rests(True)
+            self._local.broadcast(self._verdict, 0)
+            self._rests.set_rests(False)
+        else:
+            self._local.broadcast(self._verdict, 0)
         if self._verdict_words[0] != call:
             raise Differs
         self._take(memory, parts)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -336,15 +335,10 @@ class SharedMemoryCommunicator(Communicator):
             if comm:
                 self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9), int(self._message_timeout_s * 1e9))
 
-    @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
-        """In a ``with``: collectives whose waits are long, and leave the processor to those that they wait for."""
-        self._core.phx_set_rests(self._comm, True)
-        try:
-            yield
-        finally:
-            if self._comm:
-                self._core.phx_set_rests(self._comm, False)
+    def set_rests(self, rests: bool) -> None:
+        """Whether long waits are ahead, which leave the processor to those that they wait for."""
+        if self._comm:
+            self._core.phx_set_rests(self._comm, rests)
 
     def abort(self) -> None:
         with self._mailbox.handle() as comm:
