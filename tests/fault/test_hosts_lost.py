@@ -24,6 +24,7 @@ PATIENCE_S = 200.0
 SOON_S = 30.0  # five seconds on a quiet machine; the timeout of the groups is far from it
 MENDED_S = 2.0  # after a cut that was longer, TCP may send again only when the host counts as silent
 SMALL, LARGE = 8, 8_000_000
+EXCHANGE = ("all_to_all", 200_000)  # whose parts go by way of the memory that the ranks of a host share
 SCRIPT = """
     import ctypes, json, os, time
     from datetime import timedelta
@@ -202,7 +203,7 @@ OTHERS = [
     for count in (SMALL, LARGE)
     if (operation, count) not in SAMPLE
 ]
-STOPPED = [*SAMPLE[:2], pytest.param("barrier", SMALL, marks=pytest.mark.long), *OTHERS]
+STOPPED = [*SAMPLE[:2], EXCHANGE, pytest.param("barrier", SMALL, marks=pytest.mark.long), *OTHERS]
 # A job ends with each: all are drawn once in a while (make fault), and always the same few.
 EVERY_KILL = [
     (operation, count, host)
@@ -213,9 +214,10 @@ EVERY_KILL = [
 ]
 DRAWN = random.Random(12).sample(EVERY_KILL, 3)
 KILLED = [kill if kill in DRAWN else pytest.param(*kill, marks=pytest.mark.fault) for kill in EVERY_KILL]
+KILLED += [(*EXCHANGE, 1), pytest.param(*EXCHANGE, 0, marks=pytest.mark.fault)]
 
 
-@pytest.mark.parametrize(("operation", "count"), [*SAMPLE, *OTHERS])
+@pytest.mark.parametrize(("operation", "count"), [*SAMPLE, EXCHANGE, *OTHERS])
 def test_both_sides_of_a_cut_name_the_other_host(lasting_job: Job, operation: str, count: int) -> None:
     lasting_job.begin("go_on_until_it_breaks", operation=operation, count=count)
     since = time.time()
@@ -337,3 +339,17 @@ def test_a_host_that_vanishes_is_named(tmp_path: Path, host: int) -> None:
         since = time.time()
         job.hosts.end_host(host)
         check(job.outcomes(range(2 - 2 * host, 4 - 2 * host)), since, (2 * host, 2 * host + 1), f"h{host}")
+
+
+@pytest.mark.parametrize("lost", [2, 3, pytest.param(1, marks=pytest.mark.long)])
+def test_a_rank_that_is_killed_in_an_exchange_is_named(lasting_hosts: TestHosts, tmp_path: Path, lost: int) -> None:
+    """Whether it carries what its host sends, or has only put its parts where another rank finds them."""
+    try:
+        job = Job(lasting_hosts, tmp_path)
+        job.begin("go_on_until_it_breaks", operation=EXCHANGE[0], count=EXCHANGE[1])
+        since = time.time()
+        job.signal("KILL", range(lost, lost + 1))
+        outcomes = [job.outcomes(range(rank, rank + 1))[0] for rank in range(4) if rank != lost]
+    finally:
+        lasting_hosts.end_processes()
+    check(outcomes, since, (lost,), f"h{lost // 2}")

@@ -25,7 +25,8 @@ from phalanx.transports.solo import SoloCommunicator
 __all__ = ["ENGINES", "PLACEMENTS", "EngineOf", "gloo_engine", "needs_ucx", "over_hosts", "ucx_engine"]
 
 TIMEOUT = timedelta(seconds=60)
-SIZES = Sizes(frame_bytes=4_000, chunk_bytes=6_000)  # the large tensors of the tests go through a few chunks
+# The large tensors of the tests go through a few chunks, and past the memory that the ranks of a host share.
+SIZES = Sizes(frame_bytes=4_000, chunk_bytes=6_000, shared_bytes=30_000)
 
 
 def gloo_engine(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:

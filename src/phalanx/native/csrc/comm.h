@@ -20,6 +20,7 @@ struct phx_comm {
     uint64_t begun;      /* call_chunk + 1, or 0 before the first call */
     uint64_t chunk_bytes, small_bytes, stream_bytes;
     uint64_t timeout_ns, message_timeout_ns; /* of a collective, and of a message */
+    uint32_t rests;      /* a wait in a collective sleeps before it has yielded the core for a while */
     phx_poll poll;
     int32_t *names;      /* what the recorder calls the ranks, if that is not their number here; else NULL */
     struct phx_header *header;

@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ class HostsCommunicator(Communicator):
         early = EarlyReceives(engine)
         self._bulk = Bulk(layout, local, engine, early, sizes.chunk_bytes)
         self._reducing = Reducing(layout, local, engine, early, sizes.chunk_bytes)
-        self._exchanging = Exchanging(layout, local, engine, early, frames, sizes.frame_bytes)
+        self._exchanging = Exchanging(layout, local, engine, early, frames, sizes)
         reason = Reason(
             store,
             self.rank,
@@ -193,9 +193,10 @@ class HostsCommunicator(Communicator):
                 self._bulk.scatter(flat, parts, root, self._agree(call))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        with self._call.exchanging(outputs, inputs):
-            call = fingerprint("all_to_all", outputs[0].new_empty(0), -1, -1)
-            self._exchanging.all_to_all(call, _flat(outputs), _flat(inputs))
+        dtype, given, expected = outputs[0].dtype, [part.nbytes for part in inputs], [part.nbytes for part in outputs]
+        with self._call.exchanging(dtype, given, expected):
+            call = _fingerprint_of_exchange(dtype)
+            self._exchanging.all_to_all(call, outputs, inputs, given, expected)
 
     def barrier(self) -> None:
         with self._call.named("barrier", None):
@@ -279,6 +280,15 @@ def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.view(-1) for tensor in tensors]
 
 
+@cache
+def _fingerprint_of_exchange(dtype: torch.dtype) -> int:
+    return fingerprint("all_to_all", torch.empty(0, dtype=dtype), -1, -1)
+
+
+def _exchange_text(dtype: torch.dtype, *nbytes: Sequence[int]) -> str:
+    return exchange_text(dtype, *([each // dtype.itemsize for each in parts] for parts in nbytes))
+
+
 def _in_words(call: _Words | None) -> str:
     if call is None:
         return ""
@@ -311,10 +321,9 @@ class _Call:
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
         return self._next(text_of_call, (name, dtype, shape, op, root))
 
-    def exchanging(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> _Call:
-        """The call of an all_to_all."""
-        sizes = [[part.numel() for part in parts] for parts in (inputs, outputs)]
-        return self._next(exchange_text, (outputs[0].dtype, *sizes))
+    def exchanging(self, dtype: torch.dtype, given: Sequence[int], expected: Sequence[int]) -> _Call:
+        """The call of an all_to_all, by the bytes of its parts."""
+        return self._next(_exchange_text, (dtype, given, expected))
 
     def _next(self, make: Callable[..., str], arguments: tuple[Any, ...]) -> _Call:
         self._before, self._present = self._present, (make, arguments, capture(3))

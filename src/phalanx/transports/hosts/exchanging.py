@@ -1,35 +1,51 @@
-"""all_to_all over several hosts: small parts go with the leaders' frames, large ones straight to their receivers.
+"""all_to_all over several hosts: small parts go in the leaders' frames, larger ones by way of memory that the ranks of
+a host share, and large ones straight to their receivers.
 
-How much one rank sends to another is known to these two alone, and so both know how it goes. Each rank gives its leader
-its small parts, and tells it how much it sends to whom, and expects of whom. The leaders compare this before anything
-large moves. Only what belongs elsewhere leaves a host; small parts take one way, and large ones two.
+How much one rank sends to another is known to these two alone, and so both know how it goes. Each rank tells its leader
+how much it sends to whom, and expects of whom, and puts its small and middle-sized parts where the leader finds them.
+The leaders compare the sizes before anything large moves. Only what belongs elsewhere leaves a host.
 
-What a rank gives its leader, and gets from it, is as long in every call, though it may hold little: two collectives
-inside the host are then enough, and no tensor has to be made.
+A leader sends what the ranks of its host have for another one from where these have put it, one message for each rank,
+to where the ranks there read it. That costs the processors less than a message for each pair of ranks does. It goes
+out with the frames, so small and middle-sized parts take one way, and large ones two.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from phalanx.transports.contract import Communicator
 from phalanx.transports.hosts.breaking import Differs
 from phalanx.transports.hosts.early_receives import EarlyReceives, wait_for
+from phalanx.transports.hosts.exchange_memory import ExchangeMemory
 from phalanx.transports.hosts.frames import Data, Frames
 from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.sizes import Sizes
+from phalanx.transports.hosts.streams import Streams, Waiting
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 
 __all__ = ["Exchanging"]
 
-_CALL_BYTES = 8
 _SIZE_BYTES = 8
 _TAG = 1
 _copy = ctypes.memmove
 
-_Sizes = Sequence[int]
+_Nbytes = Sequence[int]
+_Tensors = Sequence[torch.Tensor]
+
+
+class _Parts(NamedTuple):
+    """What a rank sends to, and expects of, each rank of the group, and how many bytes that is."""
+
+    inputs: _Tensors
+    given: _Nbytes
+    outputs: _Tensors
+    expected: _Nbytes
 
 
 class Exchanging:
@@ -39,7 +55,7 @@ class Exchanging:
         layout, local, engine: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.
         early: begins receives; the group's other collectives use it as well.
         frames: the leader's; None on other ranks.
-        frame_bytes: the most data that one host sends another in a frame.
+        sizes: how much goes in a frame, and by way of shared memory.
     """
 
     def __init__(
@@ -49,7 +65,7 @@ class Exchanging:
         engine: Engine,
         early: EarlyReceives,
         frames: Frames | None,
-        frame_bytes: int,
+        sizes: Sizes,
     ) -> None:
         self._layout = layout
         self._local = local
@@ -58,148 +74,247 @@ class Exchanging:
         self._frames = frames
         self._hosts = [number for number in range(len(layout.hosts)) if number != layout.host]
         self._others = [rank for number in self._hosts for rank in layout.hosts[number]]
-        # Of one part: then a frame has room for those of all pairs of ranks.
-        self._small_bytes = frame_bytes // max(map(len, layout.hosts)) ** 2
-        self._size = sum(map(len, layout.hosts))
-        self._parts_bytes = self._small_bytes * len(self._others)
-        self._frame_bytes = frame_bytes + _SIZE_BYTES * len(layout.here) * len(self._others)
-        self._memory: _Memory | None = None  # made by the first exchange: most groups have none
+        self._rank = layout.here[layout.local]
+        # Of one part: then a frame, or the shared memory, has room for those of all pairs of ranks. Where each host has
+        # one rank, that has nobody to share memory with.
+        most = max(map(len, layout.hosts))
+        self._small_bytes = sizes.frame_bytes // most**2
+        self._middle_bytes = max(self._small_bytes, sizes.shared_bytes // most**2 if most > 1 else 0)
+        self._frame_bytes = sizes.frame_bytes + _SIZE_BYTES * len(layout.here) * len(self._others)
+        self._memory: ExchangeMemory | None = None  # made by the first exchange: most groups have none
+        self._streams: Streams | None = None
+        self._rooms: list[torch.Tensor] = []
+        self._turn = 0
+        self._rests = local if isinstance(local, SharedMemoryCommunicator) and not layout.leader else None
+        self._tick = torch.zeros(1, dtype=torch.int64)
+        self._ticks = torch.zeros(len(layout.here), dtype=torch.int64) if layout.leader else None
+        self._verdict = torch.zeros(2, dtype=torch.int64)
+        self._verdict_words = (ctypes.c_int64 * 2).from_address(self._verdict.data_ptr())
 
-    def all_to_all(self, call: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    def all_to_all(self, call: int, outputs: _Tensors, inputs: _Tensors, given: _Nbytes, expected: _Nbytes) -> None:
         """Copy ``inputs[r]`` into ``outputs[rank]`` of rank r.
 
         Args:
             call: a number that is equal for equal calls.
-            outputs, inputs: flat tensors, one for each rank.
+            outputs, inputs: contiguous tensors, one for each rank.
+            given, expected: how many bytes the inputs have, and the outputs.
 
         Raises:
             Differs: another rank makes another call, or sends another number of bytes than its peer expects.
         """
-        given, expected = [part.nbytes for part in inputs], [part.nbytes for part in outputs]
-        sources = [rank for rank in self._others if expected[rank] > self._small_bytes]
-        targets = [rank for rank in self._others if given[rank] > self._small_bytes]
+        parts, largest = _Parts(inputs, given, outputs, expected), self._middle_bytes
+        sources = [rank for rank in self._others if expected[rank] > largest]
+        targets = [rank for rank in self._others if given[rank] > largest]
 
         def expect() -> list[Transfer]:
-            return [self._engine.recv(outputs[rank], rank, _TAG) for rank in sources]
+            return [self._engine.recv(outputs[rank].view(-1), rank, _TAG) for rank in sources]
 
         def agree() -> None:
-            self._exchange_small(call, inputs, given, outputs, expected)
-
-        def exchange_here() -> None:
-            here = self._layout.here
-            self._local.all_to_all([outputs[rank] for rank in here], [inputs[rank] for rank in here])
+            self._exchange_smaller(call, parts)
 
         transfers = self._early.begin([*sources, *targets], agree, expect)
-        transfers += [self._engine.send(inputs[rank], rank, _TAG) for rank in targets]
-        wait_for(transfers, exchange_here)
+        transfers += [self._engine.send(inputs[rank].view(-1), rank, _TAG) for rank in targets]
+        wait_for(transfers, lambda: self._exchange_large_inside(parts))
 
-    def _small(self, nbytes: _Sizes) -> Iterator[int]:
+    def _exchange_large_inside(self, parts: _Parts) -> None:
+        """Exchange, inside this host, what is too large for the shared memory."""
+        here, largest = self._layout.here, self._middle_bytes
+        if parts.given[self._rank] > largest:
+            self._copy_own(parts)
+        if not self._verdict_words[1]:
+            return
+        outputs, inputs = (
+            [tensors[rank].view(-1)[: None if nbytes[rank] > largest and rank != self._rank else 0] for rank in here]
+            for tensors, nbytes in ((parts.outputs, parts.expected), (parts.inputs, parts.given))
+        )
+        self._local.all_to_all(outputs, inputs)
+
+    def _small(self, nbytes: _Nbytes) -> Iterator[int]:
         """The ranks of other hosts to or from which so many bytes go in frames, by rank."""
         return (rank for rank in self._others if 0 < nbytes[rank] <= self._small_bytes)
 
-    def _exchange_small(
-        self,
-        call: int,
-        inputs: Sequence[torch.Tensor],
-        given: _Sizes,
-        outputs: Sequence[torch.Tensor],
-        expected: _Sizes,
-    ) -> None:
-        """Exchange what goes in frames, by way of the leaders."""
+    def _goes_by_memory(self, nbytes: int) -> bool:
+        """Whether so much goes to another host, or comes from there, by way of the shared memory."""
+        return self._small_bytes < nbytes <= self._middle_bytes
+
+    def _exchange_smaller(self, call: int, parts: _Parts) -> None:
+        """Compare the calls and the sizes, and exchange what goes in frames or by way of the shared memory."""
         if self._memory is None:
-            tables = 2 * _SIZE_BYTES * self._size
-            self._memory = _Memory(self._layout, tables + self._parts_bytes, _CALL_BYTES + self._parts_bytes)
-        memory = self._memory
-        table = (ctypes.c_int64 * (2 * self._size)).from_address(memory.told.data_ptr())
-        table[:] = [*given, *expected]
-        at = memory.told.data_ptr() + ctypes.sizeof(table)
+            self._memory = ExchangeMemory(self._layout, self._local, self._small_bytes, self._middle_bytes)
+            if self._layout.leader:
+                self._streams = Streams(self._layout, self._engine, self._memory)
+        self._turn = 1 - self._turn
+        self._put(self._memory, parts)
+        self._local.gather_single(self._ticks, self._tick, 0)
+        if self._frames is None or self._streams is None:
+            self._end(call, self._memory, parts)
+        else:
+            self._lead(self._frames, self._streams, call, self._memory, parts)
+
+    def _end(self, call: int, memory: ExchangeMemory, parts: _Parts) -> None:
+        """Hear the verdict, which the leader has written, and take what has come."""
+        # While the leader moves what lies in the shared memory, a rank that waits for it would take the processor away.
+        if self._rests is not None and any(map(self._goes_by_memory, (*parts.given, *parts.expected))):
+            self._rests.set_rests(True)
+            self._local.broadcast(self._verdict, 0)
+            self._rests.set_rests(False)
+        else:
+            self._local.broadcast(self._verdict, 0)
+        if self._verdict_words[0] != call:
+            raise Differs
+        self._take(memory, parts)
+
+    def _put(self, memory: ExchangeMemory, parts: _Parts) -> None:
+        """Write down what this rank sends and expects, and put what it sends where others find it."""
+        inputs, given = parts.inputs, parts.given
+        place, hosts = self._layout.local, self._layout.hosts
+        memory.given[place][:] = [*given]
+        memory.expected[place][:] = [*parts.expected]
+        at = memory.parts[place]
         for rank in self._small(given):
             _copy(at, inputs[rank].data_ptr(), given[rank])
             at += given[rank]
-        self._local.gather(memory.all_told or None, memory.told, 0)
-        if self._frames is not None:
-            self._answer(self._frames, call, memory)
-        self._local.scatter(memory.news, memory.all_news or None, 0)
-        at = memory.news.data_ptr()
-        if ctypes.c_int64.from_address(at).value != call:
-            raise Differs
-        at += _CALL_BYTES
-        for rank in self._small(expected):
-            _copy(outputs[rank].data_ptr(), at, expected[rank])
-            at += expected[rank]
+        for number in self._hosts:
+            at = memory.address + memory.outgoing[self._turn][number][place]
+            for rank in hosts[number]:
+                if self._goes_by_memory(given[rank]):
+                    _copy(at, inputs[rank].data_ptr(), given[rank])
+                    at += given[rank]
+        for rank, to in zip(self._layout.here, memory.inside[self._turn][place], strict=True):
+            if rank != self._rank and 0 < given[rank] <= self._middle_bytes:
+                _copy(to, inputs[rank].data_ptr(), given[rank])
 
-    def _answer(self, frames: Frames, call: int, memory: _Memory) -> None:
-        """On the leader, exchange the frames, and write the news of each rank of this host."""
-        size, small = self._size, self._small
-        tables, parts = list[tuple[_Sizes, _Sizes]](), list[dict[int, int]]()
-        for told in memory.all_told:
-            at = told.data_ptr()
-            both = (ctypes.c_int64 * (2 * size)).from_address(at)[:]
-            tables.append((both[:size], both[size:]))
-            parts.append(_placed(small(both[:size]), both, at + 2 * _SIZE_BYTES * size))
-        data: dict[int, Data] = {}
+    def _take(self, memory: ExchangeMemory, parts: _Parts) -> None:
+        """Copy what has come for this rank into its tensors, and its own part as well."""
+        outputs, expected = parts.outputs, parts.expected
+        place, here = self._layout.local, self._layout.here
+        at, places = memory.news[place], memory.places[place]
+        for rank in self._others:
+            nbytes = expected[rank]
+            if self._goes_by_memory(nbytes):
+                _copy(outputs[rank].data_ptr(), memory.address + places[rank], nbytes)
+            elif 0 < nbytes <= self._small_bytes:
+                _copy(outputs[rank].data_ptr(), at, nbytes)
+                at += nbytes
+        for rank, inside in zip(here, memory.inside[self._turn], strict=True):
+            if expected[rank] > self._middle_bytes:
+                continue
+            if rank == self._rank:
+                self._copy_own(parts)
+            elif expected[rank]:
+                _copy(outputs[rank].data_ptr(), inside[place], expected[rank])
+
+    def _copy_own(self, parts: _Parts) -> None:
+        """Copy what this rank sends itself."""
+        rank = self._rank
+        _copy(parts.outputs[rank].data_ptr(), parts.inputs[rank].data_ptr(), parts.given[rank])
+
+    # -- the leader's part -------------------------------------------------------------------------
+
+    def _lead(self, frames: Frames, streams: Streams, call: int, memory: ExchangeMemory, parts: _Parts) -> None:
+        """Exchange the frames, and what goes by way of the shared memory; then end the exchange on this host."""
+        given, expected = [words[:] for words in memory.given], [words[:] for words in memory.expected]
+        self._verdict_words[:] = [~call, self._is_large_inside(given)]
+        if not self._fit_inside(given, expected):
+            self._end(call, memory, parts)
+        sent = []
+        for number in self._hosts:
+            for place, sizes in enumerate(given):
+                nbytes = sum(sizes[rank] for rank in self._layout.hosts[number] if self._goes_by_memory(sizes[rank]))
+                if nbytes:
+                    message = memory.part(memory.outgoing[self._turn][number][place], nbytes)
+                    sent.append(streams.send(number, message, place))
+        frames.begin(call, self._packed(memory, given))
+        coming = self._begin_to_receive(streams, memory, expected)
+
+        def hear() -> None:
+            same, arrived = frames.end()
+            if same and self._unpack(memory, arrived, expected):
+                streams.finish(coming)
+                self._verdict_words[0] = call
+            self._end(call, memory, parts)
+
+        wait_for(sent, hear)
+
+    def _fit_inside(self, given: Sequence[_Nbytes], expected: Sequence[_Nbytes]) -> bool:
+        """Whether all ranks of this host send each other what these expect."""
+        here = self._layout.here
+        return all(
+            sizes[to] == expected[n][rank] for rank, sizes in zip(here, given, strict=True) for n, to in enumerate(here)
+        )
+
+    def _begin_to_receive(self, streams: Streams, memory: ExchangeMemory, expected: Sequence[_Nbytes]) -> list[Waiting]:
+        """Receive what comes by way of the shared memory, and tell the ranks of this host where it will lie."""
+        coming = []
+        for number in self._hosts:
+            for place, rank in enumerate(self._layout.hosts[number]):
+                takers = [n for n, sizes in enumerate(expected) if self._goes_by_memory(sizes[rank])]
+                if not takers:
+                    continue
+                message = streams.receive(number, place)
+                coming.append(message)
+                at = message.at
+                for taker in takers:
+                    memory.places[taker][rank] = at
+                    at += expected[taker][rank]
+        return coming
+
+    def _packed(self, memory: ExchangeMemory, given: Sequence[_Nbytes]) -> dict[int, Data]:
+        """What the frames carry: how much each rank of this host sends each one of another, and the small parts."""
+        parts = list[dict[int, int]]()
+        for sizes, at in zip(given, memory.parts, strict=True):
+            parts.append(_placed(self._small(sizes), sizes, at))
+        data = dict[int, Data]()
         for turn, number in enumerate(self._hosts):
-            begin = at = memory.room(turn, self._frame_bytes)
+            begin = at = self._room(turn)
             there = self._layout.hosts[number]
-            sizes = [given[rank] for given, _ in tables for rank in there]
-            (ctypes.c_int64 * len(sizes)).from_address(at)[:] = sizes
-            at += _SIZE_BYTES * len(sizes)
-            for (given, _), placed in zip(tables, parts, strict=True):
+            all_sizes = [sizes[rank] for sizes in given for rank in there]
+            (ctypes.c_int64 * len(all_sizes)).from_address(at)[:] = all_sizes
+            at += _SIZE_BYTES * len(all_sizes)
+            for sizes, placed in zip(given, parts, strict=True):
                 for rank in there:
                     if rank in placed:
-                        _copy(at, placed[rank], given[rank])
-                        at += given[rank]
+                        _copy(at, placed[rank], sizes[rank])
+                        at += sizes[rank]
             data[number] = begin, at - begin
-        same, arrived = frames.exchange(call, data)
-        came: list[dict[int, int]] = [{} for _ in tables]
-        for number in self._hosts if same else ():
+        return data
+
+    def _unpack(self, memory: ExchangeMemory, arrived: Mapping[int, int], expected: Sequence[_Nbytes]) -> bool:
+        """Give each rank of this host the small parts that have come for it; whether all sizes are as expected."""
+        came: list[dict[int, int]] = [{} for _ in expected]
+        for number in self._hosts:
             there, at = self._layout.hosts[number], arrived[number]
-            wanted = [expected[rank] for rank in there for _, expected in tables]
+            wanted = [sizes[rank] for rank in there for sizes in expected]
             if (ctypes.c_int64 * len(wanted)).from_address(at)[:] != wanted:
-                same = False
-                break
+                return False
             at += _SIZE_BYTES * len(wanted)
             for rank in there:
-                for (_, expected), mine in zip(tables, came, strict=True):
-                    if 0 < expected[rank] <= self._small_bytes:
+                for sizes, mine in zip(expected, came, strict=True):
+                    if 0 < sizes[rank] <= self._small_bytes:
                         mine[rank] = at
-                        at += expected[rank]
-        for (_, expected), mine, news in zip(tables, came, memory.all_news, strict=True):
-            at = news.data_ptr()
-            ctypes.c_int64.from_address(at).value = call if same else ~call
-            at += _CALL_BYTES
-            for rank in small(expected) if same else ():
-                _copy(at, mine[rank], expected[rank])
-                at += expected[rank]
+                        at += sizes[rank]
+        for sizes, mine, at in zip(expected, came, memory.news, strict=True):
+            for rank in self._small(sizes):
+                _copy(at, mine[rank], sizes[rank])
+                at += sizes[rank]
+        return True
+
+    def _is_large_inside(self, given: Sequence[_Nbytes]) -> bool:
+        """Whether a rank of this host sends another one more than the shared memory has room for."""
+        here, largest = self._layout.here, self._middle_bytes
+        return any(sizes[to] > largest for rank, sizes in zip(here, given, strict=True) for to in here if to != rank)
+
+    def _room(self, number: int) -> int:
+        """The address of memory for what goes to another host in a frame."""
+        if number == len(self._rooms):
+            self._rooms.append(torch.empty(self._frame_bytes, dtype=torch.uint8))
+        return self._rooms[number].data_ptr()
 
 
-def _placed(ranks: Iterator[int], nbytes: _Sizes, at: int) -> dict[int, int]:
+def _placed(ranks: Iterator[int], nbytes: _Nbytes, at: int) -> dict[int, int]:
     """Where the part of each rank lies, one behind the other from an address on."""
     found = {}
     for rank in ranks:
         found[rank] = at
         at += nbytes[rank]
     return found
-
-
-class _Memory:
-    """What the ranks of a host tell their leader, and get from it, in one exchange after the other.
-
-    Attributes:
-        told, news: of this rank.
-        all_told, all_news: of all ranks of this host, on the leader.
-    """
-
-    def __init__(self, layout: Layout, told_bytes: int, news_bytes: int) -> None:
-        self.told = torch.zeros(told_bytes, dtype=torch.uint8)
-        self.news = torch.zeros(news_bytes, dtype=torch.uint8)
-        count = len(layout.here) if layout.leader else 0
-        self.all_told = [torch.zeros_like(self.told) for _ in range(count)]
-        self.all_news = [torch.zeros_like(self.news) for _ in range(count)]
-        self._rooms: list[torch.Tensor] = []
-
-    def room(self, number: int, nbytes: int) -> int:
-        """The address of memory for what goes to another host."""
-        if number == len(self._rooms):
-            self._rooms.append(torch.empty(nbytes, dtype=torch.uint8))
-        return self._rooms[number].data_ptr()

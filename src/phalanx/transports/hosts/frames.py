@@ -2,8 +2,9 @@
 
 A frame is a number that is equal for equal calls, followed by data for the other host if that is small. A leader tells
 the engine where the next frame of another leader goes before it sends its own, which that one needs before it can go
-on; so a frame takes one way and no answer. Nothing else of a call moves before its frames have been compared: an engine
-may end the process, as Gloo does, when what is sent is longer than the memory that waits for it.
+on; so a frame takes one way and no answer. What else a call moves is sent when its frames have been compared: an engine
+may end the process, as Gloo does, when what is sent is longer than the memory that waits for it. Only into memory that
+waits for the most that can be sent may it go before (``streams.py``).
 
 Frames are the larger part of what a small collective costs, so they are memory of the leader's that is kept, and data
 is copied by addresses: making a tensor of a part of another takes longer than to copy what is in it.

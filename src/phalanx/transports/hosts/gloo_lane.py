@@ -49,6 +49,12 @@ class _GlooTransfer(Transfer):
         except RuntimeError as error:
             raise engine.failure(self._peer, error) from error
 
+    def finish(self) -> None:
+        try:
+            self._work.wait(self._engine.timeout)
+        except RuntimeError as error:
+            raise self._engine.failure(self._peer, error) from error
+
     def wait_with(self, others: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
         # One wait for all: each wait that is made apart costs two switches of threads.
         if not others and meanwhile is None:

@@ -46,6 +46,16 @@ class Transfer(ABC):
             TransferFailed, TransferLate: it is not.
         """
 
+    def finish(self) -> None:
+        """Return when it is done, where a transfer from the same rank is done that was sent later, and on the same way.
+
+        The engine has been told where both go before they were sent, so the last byte of this one has come already.
+
+        Raises:
+            TransferFailed, TransferLate: it is not done.
+        """
+        self.wait()
+
     def wait_with(self, others: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
         """Return when it and other transfers of the same engine are done, which may be quicker than one by one.
 

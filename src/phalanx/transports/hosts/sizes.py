@@ -12,6 +12,9 @@ __all__ = ["Sizes", "in_chunks"]
 _FRAMES_BYTES = 64 * 1024
 _LEAST_FRAME_BYTES = 4 * 1024
 _CHUNK_BYTES = 4 << 20
+# What one host sends all others in an all_to_all by way of memory that its ranks share. The copies cost less than a
+# message for each pair of ranks up to about so much.
+_SHARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -22,15 +25,18 @@ class Sizes:
         frame_bytes: the most data that one host sends another in a frame.
         chunk_bytes: about how much of a larger tensor is moved at once, so that wire and memory work at the same time;
             see :func:`in_chunks`.
+        shared_bytes: the most that one host sends another in an all_to_all by way of memory that its ranks share.
     """
 
     frame_bytes: int
     chunk_bytes: int = _CHUNK_BYTES
+    shared_bytes: int = _SHARED_BYTES
 
     @staticmethod
     def among(hosts: int) -> Sizes:
         """Those of a group over so many hosts."""
-        return Sizes(max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // max(1, hosts - 1)))
+        others = max(1, hosts - 1)
+        return Sizes(max(_LEAST_FRAME_BYTES, _FRAMES_BYTES // others), shared_bytes=_SHARED_BYTES // others)
 
 
 def in_chunks(flat: torch.Tensor, chunk_bytes: int) -> list[torch.Tensor]:

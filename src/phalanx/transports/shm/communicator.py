@@ -339,6 +339,11 @@ class SharedMemoryCommunicator(Communicator):
             if comm:
                 self._core.phx_set_timeout(comm, int(self._timeout_s * 1e9), int(self._message_timeout_s * 1e9))
 
+    def set_rests(self, rests: bool) -> None:
+        """Whether long waits are ahead, which leave the processor to those that they wait for."""
+        if self._comm:
+            self._core.phx_set_rests(self._comm, rests)
+
     def abort(self) -> None:
         with self._mailbox.handle() as comm:
             if comm:

@@ -32,7 +32,7 @@ from phalanx.system.awake import AwakeClock
 from phalanx.transports.meeting_store import error_of
 from phalanx.transports.shm.tuning import Tuning
 
-__all__ = ["NotOneHost", "join_segment"]
+__all__ = ["NotOneHost", "join_segment", "own_pid"]
 
 _Outcome = tuple[str, str, tuple[int, int, str] | tuple[()]]
 _Attached = tuple[int | None, str]  # the core's handle, or why there is none
@@ -140,7 +140,7 @@ def _offer(
         attach; and the rank that has gone, if one has, with its pid and host. All empty when all is well.
     """
     try:
-        store.set("offer", json.dumps([_own_pid(), descriptor, name]))
+        store.set("offer", json.dumps([own_pid(), descriptor, name]))
         outcome = _collect_answers(store, size, timeout, name, reason)
     except BaseException as error:
         # The others must neither wait for an outcome nor find this offer at their next attempt. If the store is out of
@@ -155,7 +155,7 @@ def _offer(
     return outcome
 
 
-def _own_pid() -> int:
+def own_pid() -> int:
     """This process's id as its /proc counts, in which the others look for it; getpid() counts in a namespace."""
     try:
         return int(os.readlink("/proc/self"))

@@ -1,0 +1,129 @@
+"""Parts of an all_to_all that go from the memory of one host into that of another, beside smaller and larger ones.
+
+Some parts go in the leaders' frames, some by way of that memory, and some straight to their receivers. Every mixture of
+them brings each rank what the others have sent it, call after call, and every byte leaves a host once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+from tests.support.connecting import ENGINES, PLACEMENTS, SIZES, EngineOf, gloo_engine, over_hosts
+from tests.support.ranks import Member, run_ranks, values
+from torch._C._distributed_c10d import Store
+
+from phalanx.transports.hosts.lane import Engine, Transfer
+
+CALLS = 40
+# Elements of eight bytes: nothing, what a frame carries, what the memory has room for, with most 2 and 3 ranks on a
+# host, and what is too large for it.
+COUNTS = (0, 1, 30, 100, 200, 300, 410, 500, 900, 3000)
+
+
+def part(call: int, source: int, to: int) -> torch.Tensor:
+    """What a rank sends another one in a call."""
+    chance = random.Random(1_000_000 * call + 1000 * source + to)
+    count = chance.choice(COUNTS)
+    return torch.arange(count) * 7 + chance.randrange(1 << 40)
+
+
+def exchange(member: Member, host_of: Callable[[int, int], int], engine: EngineOf) -> list[str]:
+    communicator = over_hosts(member.store(), member.rank, member.size, host_of, engine=engine)
+    rank, ranks, wrong = member.rank, range(member.size), []
+    late = random.Random(rank)
+    for call in range(CALLS):
+        inputs = [part(call, rank, to) for to in ranks]
+        expected = [part(call, source, rank) for source in ranks]
+        outputs = [torch.full_like(each, -1) for each in expected]
+        communicator.all_to_all(outputs, inputs)
+        if not all(map(torch.equal, outputs, expected)):
+            wrong.append(f"call {call}")
+        if late.random() < 0.2:  # the others are in later calls when this one comes to the next
+            time.sleep(0.02)
+        if call % 3 == 0:  # in which nobody waits for the ranks that are not needed
+            told = torch.tensor([call])
+            communicator.broadcast(told, call % member.size)
+    communicator.barrier()  # nobody closes while another one still waits
+    communicator.close()
+    return wrong
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("size", [4, pytest.param(5, marks=pytest.mark.long), pytest.param(6, marks=pytest.mark.long)])
+def test_parts_of_all_sizes_arrive_in_call_after_call(size: int, placement: str, engine: EngineOf) -> None:
+    assert values(run_ranks(lambda member: exchange(member, PLACEMENTS[placement], engine), size)) == [[]] * size
+
+
+class Counting(Engine):
+    """An engine that counts what is sent: the bytes of every transfer."""
+
+    name = "counting"
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+        self.sent: list[int] = []
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        self.sent.append(tensor.nbytes)
+        return self._inner.send(tensor, peer, tag)
+
+    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        return self._inner.recv(tensor, peer, tag)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._inner.set_timeout(timeout)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def middle_counts(size: int, even: bool) -> Iterator[tuple[int, int, int]]:
+    """How many elements each rank sends each other one: more than a frame carries of a pair."""
+    for source in range(size):
+        for to in range(size):
+            yield source, to, 200 if even else 150 + 40 * source + 10 * to
+
+
+def count_sent(member: Member, even: bool) -> list[int]:
+    engines: list[Counting] = []
+
+    def counting(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
+        engines.append(Counting(gloo_engine(store, rank, size, timeout)))
+        return engines[0]
+
+    communicator = over_hosts(member.store(), member.rank, member.size, PLACEMENTS["two hosts"], engine=counting)
+    count = {(source, to): number for source, to, number in middle_counts(member.size, even)}
+    inputs = [torch.zeros(count[member.rank, to], dtype=torch.int64) for to in range(member.size)]
+    outputs = [torch.zeros(count[source, member.rank], dtype=torch.int64) for source in range(member.size)]
+    for _ in range(2):
+        communicator.barrier()
+        engines[0].sent.clear()
+        communicator.all_to_all(outputs, inputs)
+    sent = list(engines[0].sent)
+    communicator.barrier()
+    communicator.close()
+    return sent
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_leader_sends_one_message_for_each_rank_of_its_host_and_every_byte_once(even: bool) -> None:
+    size, host_of = 4, PLACEMENTS["two hosts"]
+    per_rank = [
+        8 * sum(n for s, to, n in middle_counts(size, even) if s == source and host_of(to, size) != host_of(s, size))
+        for source in range(size)
+    ]
+    sent = values(run_ranks(lambda member: count_sent(member, even), size))
+    for leader, beside in ((0, 1), (2, 3)):
+        *messages, frame = sent[leader]
+        assert messages == [per_rank[leader], per_rank[beside]]
+        assert frame < SIZES.frame_bytes // 4  # the sizes, and no part
+        assert sent[beside] == []
