@@ -38,7 +38,8 @@ from phalanx.transports.hosts.reducing import Reducing
 from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.hosts.small import Small
 from phalanx.transports.reductions import AVG, SUM, reducible
-from phalanx.transports.shm.communicator import SharedMemoryCommunicator, text_of_call
+from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.wording import text_of_call
 from phalanx.watch.call_site import CallSite, capture, text_of
 from phalanx.watch.calls import exchange_text
 from phalanx.watch.ending import tell_of_failure

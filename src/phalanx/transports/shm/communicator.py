@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.errors import BackendError, ClosedError, PhalanxError
 from phalanx.native.core import BROKEN_FROM, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.native.signals import SignalPoll
-from phalanx.transports.contract import COLLECTIVES, Communicator, Message
+from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.gone import Gone
 from phalanx.transports.reductions import reducible
 from phalanx.transports.shm.crossing import begin_to_compare, judge, tells
@@ -25,12 +25,13 @@ from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED
 from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_unevenly
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
+from phalanx.transports.shm.wording import exchanged, text_of_call
 from phalanx.watch.call_site import CallSite, call_site, capture, text_of
-from phalanx.watch.calls import call_text, exchange_text, shape_word
+from phalanx.watch.calls import shape_word
 from phalanx.watch.ending import tell_how_the_script_ends, who_left
 from phalanx.watch.own_wait import with_own_wait
 
-__all__ = ["SharedMemoryCommunicator", "text_of_call"]
+__all__ = ["SharedMemoryCommunicator"]
 
 _Unheard = tuple[CallSite | None, Callable[..., str], tuple[Any, ...]]
 
@@ -300,7 +301,7 @@ class SharedMemoryCommunicator(Communicator):
     def _all_to_all(self, outputs: Pointers, inputs: Pointers, dtype: torch.dtype) -> None:
         status = self._core.phx_all_to_all(self._comm, inputs, self._sizes, outputs, self._other_sizes, DTYPES[dtype])
         # The receiver alone compares the sizes of a pair.
-        unheard = capture(2), _exchange_text, (dtype, bytes(self._sizes), bytes(self._other_sizes))
+        unheard = capture(2), exchanged, (dtype, bytes(self._sizes), bytes(self._other_sizes))
         if status:
             self._raise(status, "all_to_all", unheard[1](*unheard[2]))
         self._unheard = unheard
@@ -437,17 +438,5 @@ class SharedMemoryCommunicator(Communicator):
         return with_own_wait(explain(comm, self.rank, self._names, what, own_timeout_s))
 
 
-def text_of_call(name: str, dtype: torch.dtype | None, shape: Sequence[int], op: int | None, root: int | None) -> str:
-    """A call of a collective in words; ``op`` is torch's number."""
-    return call_text(name, dtype, shape, op, **({} if root is None else {COLLECTIVES[name]: root}))
-
-
 def _leaving() -> str:
     return "leaving the group"
-
-
-def _exchange_text(dtype: torch.dtype, sent: bytes, expected: bytes) -> str:
-    """An all_to_all, given its sizes in bytes as the core takes them."""
-    return exchange_text(
-        dtype, *([n // dtype.itemsize for n in memoryview(sizes).cast("Q")] for sizes in (sent, expected))
-    )
