@@ -166,6 +166,13 @@ def test_a_script_that_exits_with_a_code_has_failed(tmp_path: Path) -> None:
     assert "has failed (exit code 3) while rank 0 was in recv from any rank" in waits.stdout
 
 
+def test_a_script_that_has_caught_an_exit_and_comes_to_its_end_has_left(tmp_path: Path) -> None:
+    caught = "try:\n    sys.exit(2)\nexcept SystemExit as error:\n    kept = error\n"
+    waits, ends = run_pair(tmp_path, RECEIVES, caught)
+    assert ends.returncode == 0
+    assert "PeerLost all other ranks of the group left the group in order" in waits.stdout, waits.stderr
+
+
 # The handler stands for all that may keep a process alive long after its script has failed.
 RAISES = """
 import atexit

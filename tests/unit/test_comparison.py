@@ -170,3 +170,30 @@ def test_lines_of_a_program_that_is_right_are_not(
 def test_places_of_which_it_is_not_known_whether_they_exclude_each_other_are_not_named(file: str) -> None:
     Path(file).unlink()
     assert compare(file, lines(3, 6), lines(6, 3), lines(3, 6)) == []
+
+
+def looks(file: str, *each: tuple[Sequence[Call], Sequence[Call]]) -> list[str]:
+    """What one comparison says in several looks at two ranks."""
+    comparison = Comparison(time.time() + 60, 4096, lines=True)
+    group = Group("0", "gloo", (0, 1), 0)
+    told: list[str] = []
+    for ranks in each:
+        copies = {rank: Copy(calls, file, group) for rank, calls in enumerate(ranks)}
+        told += comparison.look(cast("dict[int, RecorderCopy]", copies))
+    return told
+
+
+@pytest.mark.parametrize("gap", [0, 50])
+def test_lines_that_met_before_a_gap_say_nothing_about_those_behind_it(file: str, gap: int) -> None:
+    """Among the calls that have been written over, the ranks may have been in step for long."""
+    first = [Call(3, in_group=1)], [Call(6, in_group=1)]
+    behind = [Call(6, in_group=2 + gap)], [Call(3, in_group=2 + gap)]
+    assert bool(looks(file, first, behind)) == (gap == 0)
+
+
+def test_a_group_in_which_a_call_has_failed_is_compared_no_longer(file: str) -> None:
+    """A script that goes on from there may have its ranks count from different calls."""
+    failed = [Call(in_group=1, failed=True)], [Call(in_group=1, failed=True)]
+    behind = [Call(in_group=2), Call(in_group=3)], [Call(in_group=2, nbytes=32), Call(in_group=3)]
+    assert looks(file, failed, behind) == []
+    assert looks(file, behind) != []

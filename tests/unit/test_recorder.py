@@ -12,7 +12,7 @@ from ctypes import addressof
 
 import pytest
 
-from phalanx.native.core import RECORDER_BYTES, RECORDS, RecordedGroup, library
+from phalanx.native.core import FOUND_LATE, RECORDER_BYTES, RECORDS, RecordedGroup, library
 from phalanx.watch import recorder
 from phalanx.watch.records import Record, Recording, read_process, read_recording
 
@@ -154,7 +154,9 @@ def test_a_death_before_the_operation_is_marked_as_ended_shows_it_under_way(file
 
 def found_late(group: RecordedGroup) -> int:
     """Record a collective that C++ called a while ago; its ticket."""
-    return recorder.begin_at(group, ALL_REDUCE, 64, line="train.py:42", entered_ns=time.monotonic_ns() - 10**9)
+    return recorder.begin_at(
+        group, FOUND_LATE | ALL_REDUCE, 64, line="train.py:42", entered_ns=time.monotonic_ns() - 10**9
+    )
 
 
 def test_a_collective_found_late_takes_no_number_from_the_group(file: int) -> None:

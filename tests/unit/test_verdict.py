@@ -126,3 +126,12 @@ def test_without_a_culprit_it_says_that_all_have_come() -> None:
     waits = record("all_reduce", 1, "a.py:9")
     found = sentence(*(rank(r, waits) for r in range(4)))
     assert found == "ranks 0-3 are in all_reduce #1 at a.py:9: all have come, and none goes on"
+
+
+def test_a_join_that_has_failed_is_not_the_one_that_the_others_wait_in() -> None:
+    before = dataclasses.replace(record("init", 1, "train.py:3", done=True), failed=True)
+    join = record("init", 1, "train.py:3")
+    others = [rank(number, join) for number in (0, 2, 3)]
+    said = sentence(rank(1, before, place="train.py:9"), *others)
+    assert said.startswith("rank 1 is at train.py:9, in no operation"), said
+    assert "ranks 0, 2-3 wait for it in init" in said

@@ -18,6 +18,7 @@ from tests.launch_support import Launcher, RunningJob, launcher, wait_for
 from tests.support.strangers import NOBODY, as_another_user, needs_another_user
 
 from phalanx.launch.running.jobs import running_jobs
+from phalanx.launch.running.watching import Watcher
 from phalanx.system import processes
 from phalanx.system.process_use import start_of
 
@@ -209,6 +210,39 @@ def test_top_follows_a_job_to_its_end(launcher: Launcher) -> None:
     _, err = top.communicate(timeout=300)
     assert top.returncode == 0
     assert err.endswith("has ended\n")
+
+
+def test_top_goes_on_after_a_restart(launcher: Launcher) -> None:
+    """The new ranks record into another file, whose descriptor may have the same number in the launcher."""
+    script = launcher.script("""
+        import os, signal, time
+        import torch, phalanx
+        world = phalanx.init()
+        world.all_reduce(torch.ones(256))
+        print("ready", flush=True)
+        while not os.path.exists(f"over-{world.attempt}"):
+            time.sleep(0.01)
+        if world.attempt == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    job = launcher.start("-q", "-n", "2", "--restarts", "1", script)
+    job.read_lines(2)
+    (described,) = [one for one in running_jobs() if one.pid == job.pid]
+    with Watcher(described) as watcher:
+        before = watcher.look()
+        assert before is not None
+        (launcher.directory / "over-0").touch()
+        job.read_lines(2)
+        wait_for(lambda: (seen := watcher.look()) is not None and seen.job.processes != before.job.processes)
+        after = watcher.look()
+        assert after is not None
+        for look in (before, after):
+            assert [rank.pace.begun for rank in look.ranks if rank.pace is not None] == [
+                rank.pace.begun for rank in before.ranks if rank.pace is not None
+            ]
+            assert [rank.pace is not None for rank in look.ranks] == [True, True]
+        (launcher.directory / "over-1").touch()
+        assert job.finish().code == 0
 
 
 WAITS_FOR_INPUT = """

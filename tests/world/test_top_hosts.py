@@ -126,8 +126,8 @@ def test_of_the_ranks_on_other_hosts_none_is_looked_at_unasked(remote: RemoteLau
     assert shown["ranks"] == []
     assert shown["elsewhere"] == {"h0": [0], "h1": [1, 2]}
     assert shown["notes"][-2:] == [
-        "rank 0 on h0: not shown, since only this host was to be looked at",
-        "ranks 1-2 on h1: not shown, since only this host was to be looked at",
+        "rank 0 on h0: not shown, since only login was to be looked at",
+        "ranks 1-2 on h1: not shown, since only login was to be looked at",
     ]
     end(remote, job)
 

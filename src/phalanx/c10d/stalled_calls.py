@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from phalanx.native.core import RecordedGroup
+from phalanx.native.core import FOUND_LATE, RecordedGroup
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS
 from phalanx.watch import recorder
 from phalanx.watch.records import KINDS
@@ -143,7 +143,7 @@ class StalledCalls:
             return
         dtype, nbytes = _data(entry)
         entered_ns = time.monotonic_ns() - max(0, time.time_ns() - int(entry["time_created_ns"]))
-        what = kind | (DTYPE_NUMBERS[dtype][1] << 8 if dtype in DTYPE_NUMBERS else 0)
+        what = FOUND_LATE | kind | (DTYPE_NUMBERS[dtype][1] << 8 if dtype in DTYPE_NUMBERS else 0)
         ticket = recorder.begin_at(group, what, nbytes, line=_line(entry.get("frames", ())), entered_ns=entered_ns)
         if ticket:
             self._stalled[key] = _Stalled(int(entry["collective_seq_id"]), ticket)

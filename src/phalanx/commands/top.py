@@ -121,7 +121,9 @@ def _watcher(job: str | None, host: str | None, starter: str | None, here: bool)
     from phalanx.launch.running.jobs import find_job
     from phalanx.launch.running.other_host import WatcherElsewhere
     from phalanx.launch.running.watching import Watcher
+    from phalanx.system.limits import raise_file_limit
 
+    raise_file_limit()  # each host takes three descriptors
     if host is not None:
         return WatcherElsewhere(host, parse_starter(starter), job, here=here)
     return Watcher(find_job(job), here=here)

@@ -126,8 +126,11 @@ def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> Non
         store.wait(keys, timedelta(seconds=timeout_s))
     except InitializationError:
         raise  # a rank has gone
-    except RuntimeError:  # the error's class depends on the store, and all are of this kind
-        missing = [rank for rank, key in enumerate(_keys(place)) if not store.check([key])]
+    except RuntimeError as error:  # the error's class depends on the store, and all are of this kind
+        try:
+            missing = [rank for rank, key in enumerate(_keys(place)) if not store.check([key])]
+        except RuntimeError:
+            raise InitializationError(f"the store in which the ranks were meeting has gone: {error}") from error
         # All have come by now: rank 0 was about to say so.
         ranks = f"{format_named('rank', missing or [0])} of {place.world_size}"
         before = f"rank {place.rank} had joined, but" if place.rank else ""

@@ -34,6 +34,10 @@ _ENDING_S = 10.0
 _PAUSE_S = 0.02
 
 
+class _Late(DistStoreError):
+    """Keys did not come in time, although the store answers."""
+
+
 class MeetingStore(PrefixStore):
     """A part of the job's store, as torch's ``PrefixStore``; C++ that is given it waits as in any other.
 
@@ -79,13 +83,15 @@ class MeetingStore(PrefixStore):
             self._refuse_gone(keys)
             if clock.now() >= total_s:
                 named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
-                raise DistStoreError(f"wait timeout after {total_s:g} s, keys: {named}")
+                raise _Late(f"wait timeout after {total_s:g} s, keys: {named}")
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
         """Raise why the store cannot be asked any more, if that is so, in place of what the store raises."""
         try:
             yield
+        except _Late as error:
+            raise InitializationError(f"not all of {self._group} came as far as this one in time: {error}") from error
         except DistError as error:
             if not self._ranks:
                 raise

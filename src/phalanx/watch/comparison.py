@@ -43,10 +43,17 @@ class _Call:
 
 @dataclass
 class _Calls:
-    """One rank's collectives of a group by their numbers, and the last one up to which all are done and went well."""
+    """One rank's collectives of a group.
+
+    Attributes:
+        done: those that went well, by their numbers.
+        until: the last one up to which all are done.
+        failed: one has failed.
+    """
 
     done: dict[int, _Call] = field(default_factory=dict)
     until: int = 1 << 62
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class _Compared:
 
     Attributes:
         until: up to which call.
-        differed: calls have differed, after which nothing else is said.
+        differed: calls have differed, or one has failed, after which nothing else is said.
         judgements_left: how many crossed lines are judged yet; 0 once a warning has been given, or if none is wanted.
         lines: of each rank but the first, with the first.
     """
@@ -180,15 +187,20 @@ class Comparison:
             else:
                 # One of C++ that stalls has the next one's number, and may be taken back (c10d/stalled_calls.py).
                 calls.until = min(calls.until, in_group - 1)
+                calls.failed |= bool(failed)
         return found
 
     def _compare(self, group: Group, calls: Mapping[int, _Calls], copies: Mapping[int, RecorderCopy]) -> Iterator[str]:
         state = self._groups.setdefault(
             (group.name, group.ranks), _Compared(judgements_left=_MOST_JUDGED if self._lines else 0)
         )
+        # After a failure ranks may count on from different calls, if the script makes the group anew.
+        state.differed |= any(of.failed for of in calls.values())
         if state.differed or not all(of.done for of in calls.values()):
             return
         begin = max(state.until + 1, *(min(of.done) for of in calls.values()))
+        if begin > state.until + 1:
+            state.lines.clear()  # among the calls that were written over, the ranks may have met at equal lines
         state.until = max(state.until, min(min(of.until, max(of.done)) for of in calls.values()))
         for number in range(begin, state.until + 1):
             same = {rank: of.done[number] for rank, of in calls.items() if number in of.done}

@@ -62,8 +62,10 @@ class _ScriptExit(SystemExit):
         self._pid = os.getpid()
 
     def __del__(self) -> None:
-        # This frame has a caller unless the interpreter is about to exit. After a fork the exception is the parent's.
-        if sys._getframe().f_back is None and not _interactive() and os.getpid() == self._pid:
+        # This frame has a caller unless the interpreter is about to exit. One that exits already lets go of exceptions
+        # that the script had caught. After a fork the exception is the parent's.
+        at_exit = sys._getframe().f_back is None and not sys.is_finalizing()
+        if at_exit and not _interactive() and os.getpid() == self._pid:
             code = _exit_code(self.code)
             if code:
                 tell_of_exit(self, code)

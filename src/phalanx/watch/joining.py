@@ -2,8 +2,8 @@
 
 A rank that does not come to ``phalanx.init()`` or ``init_process_group`` keeps the others there, in the job's store or
 in a library that says nothing. So the wait is an operation in the flight recorder while it lasts, and the lines and
-reports of ``phalanx run`` about a job that does not go on cover it. It is taken back when all have come, so it is never
-counted; if it fails, it is the rank's last operation.
+reports of ``phalanx run`` about a job that does not go on cover it. It is taken back when all have come; if it fails,
+it is the rank's last operation.
 """
 
 from __future__ import annotations

@@ -35,15 +35,16 @@ def write_torch_traces(folder: Path, recordings: Mapping[int, Recording]) -> Non
 
 
 def as_torch_trace(recording: Recording) -> dict[str, Any]:
-    """One rank's recording as torch's dictionary."""
-    groups = {record.group.name: record.group for record in recording.records}
+    """One rank's recording as torch's dictionary; without the waits of ranks that join, which torch does not record."""
+    records = [record for record in recording.records if record.kind != "init"]
+    groups = {record.group.name: record.group for record in records}
     return {
         "version": _VERSION,
         "pg_config": {
             name: {"name": name, "desc": _description(name), "ranks": str(list(group.ranks))}
             for name, group in groups.items()
         },
-        "entries": [_entry(record) for record in recording.records],
+        "entries": [_entry(record) for record in records],
     }
 
 

@@ -145,6 +145,8 @@ def _has_come(other: Seen, record: Record) -> bool:
         for theirs in other.recording.records
         if theirs.group.name == record.group.name and not theirs.is_message and theirs.in_group >= record.in_group
     ]
+    if record.kind == "init":  # one that has failed is not the one that this rank waits in
+        return any(theirs.under_way or theirs.kind != "init" for theirs in same)
     return any(theirs.in_group > record.in_group or theirs.kind == record.kind for theirs in same)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,9 @@ class Helper:
                 f"{command[0]} cannot be started: {error.strerror}",
                 "install OpenSSH's client, or name another program: --starter 'PROGRAM ARGS'",
             ) from error
+        assert self._process.stdout is not None
+        self._poll = select.poll()
+        self._poll.register(self._process.stdout, select.POLLIN | select.POLLHUP)
         self._until_ready = time.monotonic() + START_S
 
     def __enter__(self) -> Helper:
@@ -112,14 +116,21 @@ class Helper:
         with contextlib.suppress(BrokenPipeError):  # then no answer comes, and its last words say why
             self._process.stdin.write(json.dumps({"do": do, **details}).encode() + b"\n")
             self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._line(time.monotonic() + timeout_s))
+        answer = self._answer(time.monotonic() + timeout_s)
         if answer.keys() == {"error"}:
             raise Unanswered(f"its helper failed: {answer['error']}", "please report this")
         return answer
 
+    def _answer(self, until: float) -> dict[str, Any]:
+        while True:
+            with contextlib.suppress(ValueError):  # what the starter says beside it
+                answer = json.loads(self._line(until))
+                if isinstance(answer, dict):
+                    return answer
+
     def stop(self) -> None:
         """Have a question that another thread has asked end with :class:`Unanswered`; :meth:`close` comes next."""
-        self._process.kill()
+        self._kill()
 
     def close(self) -> None:
         """End the helper, and wait for the program that started it."""
@@ -129,17 +140,22 @@ class Helper:
         try:
             self._process.wait(LAST_WORDS_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._errors.close()
 
+    def _kill(self) -> None:
+        # With all that a starter's script has started: what holds the pipes' other ends would be waited for.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def _line(self, until: float) -> str:
         assert self._process.stdout is not None
         while b"\n" not in self._buffer:
             began = time.monotonic()
-            readable, _, _ = select.select([self._process.stdout], [], [], max(0.0, until - time.monotonic()))
+            readable = self._poll.poll(max(0.0, until - time.monotonic()) * 1000)
             more = os.read(self._process.stdout.fileno(), 1 << 16) if readable else b""
             if not more:
                 raise self._why(0.0 if readable else time.monotonic() - began)

@@ -33,4 +33,8 @@ def serve(answers: Mapping[str, Callable[..., Mapping[str, Any]]]) -> None:
             answer = answers[question.pop("do")](**question)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=output, flush=True)
+        try:
+            print(json.dumps(answer), file=output, flush=True)
+        except BrokenPipeError:  # who has asked is gone
+            os.dup2(2, output.fileno())  # for what the interpreter writes when it ends
+            return

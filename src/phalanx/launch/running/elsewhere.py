@@ -16,6 +16,7 @@ from phalanx.launch.running.rank_look import RankLook
 __all__ = ["Elsewhere", "RanksElsewhere"]
 
 _HELPER = "phalanx.launch.running.helper"
+_KEPT_S = 5.0  # how long a look stands for the next one of a host that is slow to answer
 
 
 @dataclass
@@ -86,6 +87,8 @@ class _Host:
         self._failed = ""
         self._helper: Helper | None = None
         self._is_ready = False
+        self._seen: dict[int, RankLook] = {}
+        self._seen_at = float("-inf")
         try:
             self._helper = Helper(name, starter, _HELPER)
         except Unanswered as error:
@@ -108,11 +111,14 @@ class _Host:
         """Add what the helper has answered, or why it has not."""
         why = self._failed or "its host has not answered yet"
         seen: dict[int, RankLook] = {}
+        if self.answer is not None and not self.answer.done() and time.monotonic() - self._seen_at < _KEPT_S:
+            seen = self._seen
         if self.answer is not None and self.answer.done():
             try:
                 said = self.answer.result()
                 looks = [RankLook.from_json(look, said["later_ns"]) for look in said["looks"]]
-                seen = {look.rank: look for look in looks}
+                seen = self._seen = {look.rank: look for look in looks}
+                self._seen_at = time.monotonic()
                 found.pause_s = max(found.pause_s, float(said["pause_s"]))
                 why = "it has ended, or is in another container"
             except Unanswered as error:

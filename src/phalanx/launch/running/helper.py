@@ -21,7 +21,7 @@ from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.remote.helping import serve
-from phalanx.launch.running.jobs import RankProcess, find_job
+from phalanx.launch.running.jobs import RankProcess, RunningJob, find_job
 from phalanx.launch.running.looking import RanksHere, pause_after_s
 from phalanx.launch.running.watching import Watcher
 from phalanx.system.host import machine_name
@@ -30,6 +30,7 @@ from phalanx.system.process_use import start_of
 __all__: list[str] = []
 
 _watched: dict[str, RanksHere] = {}
+_found: dict[int, RunningJob] = {}
 _watchers: dict[int, Watcher] = {}
 _starts: dict[tuple[str, int], int] = {}  # of the processes that have been seen, so that one that ends is known
 
@@ -51,6 +52,7 @@ def _look(run_id: str, ranks: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
 def _find(name: str | None) -> dict[str, Any]:
     try:
         job = find_job(name)
+        _found[job.pid] = job
         return {"pid": job.pid, "id": job.id}
     except LaunchError as error:
         return {"refused": str(error)}
@@ -58,7 +60,7 @@ def _find(name: str | None) -> dict[str, Any]:
 
 def _watch(pid: int, here: bool, patience_s: float) -> dict[str, Any]:
     if pid not in _watchers:
-        _watchers[pid] = Watcher(find_job(str(pid)), here=here)
+        _watchers[pid] = Watcher(_found[pid], here=here)
     watcher, began_s = _watchers[pid], time.process_time()
     look = watcher.look(patience_s)
     values = None if look is None else look.to_json()
@@ -69,6 +71,8 @@ def _watch(pid: int, here: bool, patience_s: float) -> dict[str, Any]:
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
         os.nice(10)  # where cores are scarce they are the ranks'
-    serve({"look": _look, "find": _find, "watch": _watch})
-    for watcher in _watchers.values():
-        watcher.close()
+    try:
+        serve({"look": _look, "find": _find, "watch": _watch})
+    finally:
+        for watcher in _watchers.values():
+            watcher.close()

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 
+from phalanx import settings
 from phalanx.launch.rank.trace import Trace, trace_name
 from phalanx.launch.running.jobs import RankProcess
 from phalanx.launch.running.rank_look import RankLook
@@ -50,8 +51,8 @@ class RanksHere:
 
     def look(self, ranks: Sequence[RankProcess]) -> tuple[list[RankLook], list[RankProcess]]:
         """A look at each of these ranks that is seen here, and the ranks that are not."""
-        for gone in self._ranks.keys() - set(ranks):
-            self._ranks.pop(gone).close()
+        if self._ranks.keys() - set(ranks):
+            self.close()  # the ranks have been started anew, with another trace that may have the same descriptor
         now_ns = time.monotonic_ns()
         looks: list[RankLook] = []
         unseen: list[RankProcess] = []
@@ -94,7 +95,7 @@ class RanksHere:
     def _is_jobs(self, pid: int) -> bool:
         """Whether a process was started as one of the job's: a program that is not Python does not keep the trace."""
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-            return f"PHALANX_RUN_ID={self._run_id}".encode() in file.read().split(b"\0")
+            return f"{settings.RUN_ID}={self._run_id}".encode() in file.read().split(b"\0")
         return False
 
     def _open_trace(self, pid: int, number: int) -> Trace | None:

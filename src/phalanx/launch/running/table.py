@@ -191,7 +191,7 @@ def format_look(look: Look, *, width: int | None = None, height: int | None = No
     """
     job = look.job
     hosts = list(dict.fromkeys(process.host for process in job.processes))
-    where = f" on {format_count(len(hosts), 'host')}" if job.hosts or job.mpi else ""
+    where = f" on {format_count(len(hosts), 'host')}" if hosts and (job.hosts or job.mpi) else ""
     age = format_age(max(0.0, look.at - job.since))
     title = f"phalanx top: {_printable(job.target)}, {format_count(job.ranks, 'rank')}{where}, job {job.id}, for {age}"
     notes = [f"note: {note}" for note in _notes(look)]

@@ -140,7 +140,7 @@ class Watcher:
         if rank.host == self.job.host:
             return "it has ended, or is in another container"
         if rank.reach:
-            return "only this host was to be looked at"
+            return f"only {self.job.host} was to be looked at"
         return (
             f"{self.job.mpi or 'another program'} has started it there, and Phalanx has no way to that host of its own"
         )

@@ -422,9 +422,9 @@ PHX_API void phx_recorder_mark(int32_t step, uint32_t label);
 PHX_API uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
                                   int32_t peer);
 /* The same for a collective that has begun before, at `entered_ns` of CLOCK_MONOTONIC. It is not counted: it gets the
- * number of the group's next one, and its record says PHX_FOUND_LATE, since another rank may be in the same collective
- * without a record. */
-#define PHX_FOUND_LATE (1u << 24) /* in `what` */
+ * number of the group's next one. With PHX_FOUND_LATE in `what`, another rank may be in the same collective without a
+ * record. */
+#define PHX_FOUND_LATE (1u << 24)
 PHX_API uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
                                      int32_t peer, uint64_t entered_ns);
 /* Take back the record of an operation, on the thread that began it: it is as if it had not been recorded. */

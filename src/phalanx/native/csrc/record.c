@@ -140,7 +140,7 @@ uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t what, uint
     if (!memory || !group)
         return 0;
     const uint32_t next = atomic_load_explicit(&group->collectives, memory_order_relaxed) + 1;
-    return begin(group, next, what | PHX_FOUND_LATE, nbytes, site, peer, entered_ns);
+    return begin(group, next, what, nbytes, site, peer, entered_ns);
 }
 
 void phx_record_end(uint64_t ticket, int failed)

@@ -32,11 +32,11 @@ class Lines:
     """
 
     def __init__(self, rank: int, peers: Mapping[int, int], tells: Callable[[], bool]) -> None:
+        self._pairs: dict[int, int] = {}
         self._core, self._rank, self._peers = library(), rank, dict(peers)
         self._tells = tells
         self._wish = Wish.read()
         self._judgements_left = MOST_JUDGED
-        self._pairs: dict[int, int] = {}
         self._unsettled: set[int] = set()
         if self._wish != Wish.IGNORE:
             self._pairs = {host: pairs for host in peers if (pairs := self._core.phx_pairs_open())}

@@ -1,9 +1,9 @@
 """When a rank's receives begin: before the leaders have compared the calls, where that is safe.
 
 An engine that has been told where data goes before it comes takes it at once; otherwise a sender may have to ask first,
-which takes one more way there and back. Nothing is sent before the calls have been compared, so memory may wait for it
-earlier, with one exception: two ranks that have never talked to each other may wait for each other to connect, and
-would do so for ever if their calls differ.
+which takes one more way there and back. Nothing of this is sent before the calls have been compared, so memory may wait
+for it earlier, with one exception: two ranks that have never talked to each other may wait for each other to connect,
+and would do so for ever if their calls differ.
 """
 
 from __future__ import annotations

@@ -97,6 +97,10 @@ class Engine(ABC):
         What is sent may be shorter than the tensor, and must not be longer. It may wait and fail as :meth:`send` does.
         """
 
+    def recv_standing(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """The same for a message that may come long from now, or never: nothing looks for it until it is waited for."""
+        return self.recv(tensor, peer, tag)
+
     @abstractmethod
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a transfer that is waited for from now on may take."""

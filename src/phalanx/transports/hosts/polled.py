@@ -38,13 +38,17 @@ class PolledTransfer(Transfer):
         tensor: its memory.
         request: the library's handle; None when there is none any more.
         error: why it is not done, once it is settled.
+        is_large: it moves quicker if the library is called often while it is under way.
         settled: whether it is over. Written under the engine's lock; read without it, being one reference.
     """
 
-    __slots__ = ("_engine", "error", "peer", "receives", "request", "settled", "tensor")
+    __slots__ = ("_engine", "error", "is_large", "peer", "receives", "request", "settled", "tensor")
 
-    def __init__(self, engine: PolledEngine, peer: int, tensor: torch.Tensor, receives: bool) -> None:
+    def __init__(
+        self, engine: PolledEngine, peer: int, tensor: torch.Tensor, receives: bool, standing: bool = False
+    ) -> None:
         self._engine, self.peer, self.tensor, self.receives = engine, peer, tensor, receives
+        self.is_large = tensor.nbytes > SHORT_BYTES and not standing
         self.request: Any = None
         self.error: TransferFailed | None = None
         self.settled = False
@@ -129,6 +133,9 @@ class PolledEngine(Engine):
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         return self._start(PolledTransfer(self, peer, tensor, True), tag)
 
+    def recv_standing(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        return self._start(PolledTransfer(self, peer, tensor, True, standing=True), tag)
+
     def _start(self, transfer: PolledTransfer, tag: int) -> Transfer:
         self._connect(transfer.peer)
         self._used = time.monotonic()
@@ -138,7 +145,7 @@ class PolledEngine(Engine):
             self._begin(transfer, tag)
             if not transfer.settled:
                 self.under_way[id(transfer)] = transfer
-                self._large += transfer.tensor.nbytes > SHORT_BYTES
+                self._large += transfer.is_large
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._tend, name="phalanx-engine", daemon=True)
                 self._thread.start()
@@ -216,7 +223,7 @@ class PolledEngine(Engine):
 
     def _forget(self, transfer: PolledTransfer) -> None:
         if self.under_way.pop(id(transfer), None) is not None:
-            self._large -= transfer.tensor.nbytes > SHORT_BYTES
+            self._large -= transfer.is_large
 
     def _forget_settled(self) -> None:
         for transfer in list(self.under_way.values()):

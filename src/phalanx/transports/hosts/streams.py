@@ -61,7 +61,7 @@ class Streams:
         while len(waiting) < AREAS:
             begun = self._begun.get(stream, 0)
             at = self._memory.incoming_at(host, place, begun % AREAS)
-            transfer = self._engine.recv(self._memory.incoming(at), self._leaders[host], _TAG + place)
+            transfer = self._engine.recv_standing(self._memory.incoming(at), self._leaders[host], _TAG + place)
             waiting.append(Waiting(at, begun < AREAS - 1, transfer))
             self._begun[stream] = begun + 1
         return waiting.pop(0)

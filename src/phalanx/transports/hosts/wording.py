@@ -120,8 +120,8 @@ def late(
             f"made the call. Is the link between the hosts too slow for it? {CollectiveTimeout.remedy()}",
             elapsed_s=timeout_s,
         )
-    # One that answers is missing perhaps only because it waits for one of its host that does not.
-    first = min(places, key=lambda rank: (bool(places[rank]), rank))
+    # One that says where it is, is missing perhaps only because it waits for one of its host that does not.
+    first = min(places, key=lambda rank: (places[rank].startswith(("at ", "in ")), rank))
     missing = format_list([f"{who([rank], layout, pids)}{_where(places[rank])}" for rank in sorted(places)])
     return CollectiveTimeout.did_not_come(
         missing, waiting, timeout_s, group_rank=first, elapsed_s=timeout_s, pid=pids[first], host=layout.name(first)
