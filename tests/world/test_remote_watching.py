@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 from tests.launch_support import wait_for
@@ -20,7 +19,7 @@ __all__ = ["hosts", "remote"]  # fixtures
 pytestmark = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
 
-def test_the_ranks_of_this_host_are_shown_and_those_of_others_named_and_stop_ends_them_all(
+def test_the_ranks_of_all_hosts_are_shown_or_those_of_this_one_and_stop_ends_them_all(
     remote: RemoteLauncher,
 ) -> None:
     script = remote.script("""
@@ -38,16 +37,17 @@ def test_the_ranks_of_this_host_are_shown_and_those_of_others_named_and_stop_end
     described = next(one for one in running_jobs() if one.target == script)
     assert described.hosts == ("localhost", "h1")
 
-    def operations() -> list[Any]:
-        shown = json.loads(phalanx("top", described.id, "--once", "--json"))
-        return [rank["operation"] for rank in shown["ranks"]]
+    def kinds(*options: str) -> list[str | None]:
+        ranks = json.loads(phalanx("top", described.id, "--once", "--json", *options))["ranks"]
+        assert [rank["rank"] for rank in ranks] == [*range(len(ranks))]
+        return [rank["operation"] and rank["operation"]["kind"] for rank in ranks]
 
-    wait_for(lambda: all(operations()))  # what they have printed comes before their last call
-    shown = json.loads(phalanx("top", described.id, "--once", "--json"))
-    assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
-    assert [rank["operation"]["kind"] for rank in shown["ranks"]] == ["barrier", "barrier"]
+    # What they have printed comes before their last call.
+    wait_for(lambda: kinds() == ["barrier", "barrier", None])
+    assert kinds("--here") == ["barrier", "barrier"]
+    shown = json.loads(phalanx("top", described.id, "--once", "--json", "--here"))
     assert shown["elsewhere"] == {"h1": [2]}
-    assert "note: rank 2 on h1: not shown" in phalanx("top", described.id, "--once")
+    assert "note: rank 2 on h1: not shown" in phalanx("top", described.id, "--once", "--here")
     assert "3 ranks) has ended" in phalanx("stop", described.id)
     assert job.finish() == 128 + signal.SIGTERM
     remote.check()
