@@ -191,8 +191,8 @@ LATE = _JOINED_BY_TORCH + dedent("""
 """)
 
 
-# Rank 2 does not join while there is no file "go". The second argument is how the others join: "init", or by which
-# backend; the third is their timeout in seconds.
+# Rank 2 joins only when a file "go" exists. The second argument says how all ranks join: "init" means phalanx.init(),
+# and any other word names a backend for init_process_group. The third argument is their timeout in seconds.
 MISSING = _BEGIN.replace(
     "world = phalanx.init()\nrank, size = world.rank, world.world_size",
     'rank = int(os.environ["RANK"])',

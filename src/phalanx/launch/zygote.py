@@ -233,7 +233,7 @@ class _Ranks:
         pids: the process id of each rank that has not ended, by rank.
         store: the process id of torch's store; None if there is none (any more).
         oom_kills: how many processes the kernel had killed for want of memory before the ranks were started.
-        ends: by which this process tells the store which ranks have ended; None if there is no store.
+        ends: the channel through which this process tells the store that a rank has ended; None if there is no store.
         hosts: the host of each rank in the world, if there are several.
         kill_at: when each of the ranks that were asked to end is killed, in the seconds of ``time.monotonic()``, and
             how long it then had.

@@ -164,7 +164,11 @@ class Helper:
         return line.decode("utf-8", "replace").strip()
 
     def _why(self, waited_s: float) -> Unanswered:
-        """Why there is no answer: the helper has ended, or has been waited for in vain."""
+        """The error for a missing answer.
+
+        Args:
+            waited_s: how long the helper kept this process waiting; 0 if it has ended instead.
+        """
         if not waited_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(LAST_WORDS_S)

@@ -63,7 +63,7 @@ def parse_starter(command: str | None) -> list[str]:
     """The words of ``--starter``; none if it was not given.
 
     Raises:
-        LaunchError: it is no command of a shell, or this host has no such program.
+        LaunchError: its quotes do not match, it is empty, or this host does not have the program that it names.
     """
     if command is None:
         return []

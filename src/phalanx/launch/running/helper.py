@@ -2,8 +2,8 @@
 
 - ``look`` asks for ranks of a job whose launcher is elsewhere: which job (``run_id``), and which ranks (``ranks``: of
   each its number, its process and its part of the host's trace). It is answered with what was found (``looks``).
-- ``find`` asks for a job whose launcher is here, by its name (``name``). It is answered with the launcher's process
-  (``pid``) and the job's id (``id``), or with why there is no such job (``refused``).
+- ``find`` asks for a job whose launcher is here, by its name (``name``). If there is one, the answer has the launcher's
+  process (``pid``) and the job's id (``id``). If not, the answer says why (``refused``).
 - ``watch`` asks for a look at that job (``pid``), with its ranks on other hosts unless ``here`` says otherwise. It is
   answered with the look (``look``), which is null if the job has ended.
 

@@ -1,9 +1,9 @@
 /* One rank's private view of a segment, which no other rank reads.
  *
- * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `seen`, `compared`, `inputs`, `lines`
- * and what follows it, and
- * writes `call_chunk`. `met` is written by the one thread that meets the others, before any other call. Another thread of the rank reads `call_chunk` when it breaks the group or explains why it broke;
- * a value that is one call old does no harm there. Any thread may write the timeouts; a wait under way then has the old
+ * The thread that is in a collective, one at a time, alone uses `chunk`, `begun`, `seen`, `compared`, `inputs`, `rests`,
+ * `lines` and what follows it, and writes `call_chunk`. `met` is written by the one thread that meets the others, before
+ * any other call. Another thread of the rank reads `call_chunk` when it breaks the group or explains why it broke; a
+ * value that is one call old does no harm there. Any thread may write the timeouts; a wait under way then has the old
  * limit or the new one. `mail` has a lock of its own. The other fields do not change. */
 #ifndef PHALANX_COMM_H
 #define PHALANX_COMM_H

@@ -197,8 +197,9 @@ PHX_API int phx_tells_crossing(phx_comm *comm);
 /* Break the group with PHX_MISMATCH at the call that this rank has made last, because of what phx_crossing() said. */
 PHX_API void phx_break_crossed(phx_comm *comm);
 
-/* The same for two ranks that share no memory, and tell each other their lines: what has met in the calls of this rank
- * and one other. One thread at a time uses it. NULL if there is no memory. */
+/* The same for two ranks that share no memory and tell each other their lines. This is private to one rank: it holds the
+ * lines of that rank and of one other that have met. Only one thread at a time may use it. phx_pairs_open() returns NULL
+ * if there is no memory for it. */
 typedef struct phx_line_pairs phx_line_pairs;
 PHX_API phx_line_pairs *phx_pairs_open(void);
 PHX_API void phx_pairs_close(phx_line_pairs *pairs);
