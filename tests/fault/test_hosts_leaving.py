@@ -141,8 +141,8 @@ EXITS = """
             finally:
                 tensor.zero_()
 
-    dist.all_reduce(tensor)
     if rank == size - 1:
+        dist.all_reduce(tensor)
         try:
             main()
         except SystemExit as error:
@@ -152,6 +152,7 @@ EXITS = """
         dist.all_reduce(tensor)
     else:
         try:
+            dist.all_reduce(tensor)  # the last rank may be through it, and have failed, before the others are
             dist.all_reduce(tensor)
             dist.recv(tensor, size - 1)
         except PeerLost as error:
