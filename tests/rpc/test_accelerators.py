@@ -13,7 +13,7 @@ import torch
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
 from phalanx.errors import ArgumentError
 from phalanx.rpc.torch_api.torch_agent import check_device_maps
-from tests.rpc.test_torch_api import started
+from tests.rpc.torch_workers import started
 from tests.support.ranks import Member, run_ranks, values
 
 PATIENCE_S = 600

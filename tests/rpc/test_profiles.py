@@ -14,7 +14,7 @@ from torch.autograd import profiler_legacy
 from torch.distributed import rpc
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
-from tests.rpc.test_torch_api import started
+from tests.rpc.torch_workers import started
 from tests.support.ranks import Member, run_ranks, values
 
 

@@ -15,7 +15,7 @@ from torch.distributed.rpc import RRef, functions
 from torch.futures import Future
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
-from tests.rpc.test_torch_api import started
+from tests.rpc.torch_workers import started
 from tests.support.ranks import Member, run_ranks, values
 
 torch_autograd: Any = dist_autograd

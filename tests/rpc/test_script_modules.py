@@ -19,7 +19,7 @@ from torch.distributed.nn.jit import instantiator
 from torch.futures import Future
 
 import phalanx.rpc.autograd.engine  # noqa: F401 - once, and not on every forked rank
-from tests.rpc.test_torch_api import started
+from tests.rpc.torch_workers import started
 from tests.support.ranks import Member, run_ranks, values
 from tests.support.waiting import soon
 
