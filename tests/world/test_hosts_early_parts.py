@@ -8,48 +8,21 @@ from datetime import timedelta
 
 import pytest
 import torch
-from tests.support.connecting import PLACEMENTS, SIZES, gloo_engine, over_hosts
+from tests.support.connecting import PLACEMENTS, SIZES, NotedEngine, over_hosts
 from tests.support.ranks import Member, run_ranks, values
 from torch._C._distributed_c10d import Store
 
-from phalanx.transports.hosts.lane import Engine, Transfer
+from phalanx.transports.hosts.lane import Engine
 
 PART = 5 * SIZES.frame_bytes  # bytes; no frame can carry it
 
 
-class Noting(Engine):
-    """An engine that notes what begins: whether it is sent or received, and its bytes."""
-
-    name = "noting"
-
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
-        self.begun: list[tuple[str, int]] = []
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        self.begun.append(("send", tensor.nbytes))
-        return self._inner.send(tensor, peer, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        self.begun.append(("recv", tensor.nbytes))
-        return self._inner.recv(tensor, peer, tag)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._inner.set_timeout(timeout)
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 def exchange_twice(member: Member) -> tuple[list[tuple[str, int]], list[list[float]]]:
     """What begins in the second of two exchanges, which need connect no rank, and what has come from each rank."""
-    engines: list[Noting] = []
+    engines: list[NotedEngine] = []
 
     def noting(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
-        engines.append(Noting(gloo_engine(store, rank, size, timeout)))
+        engines.append(NotedEngine(store, rank, size, timeout))
         return engines[0]
 
     communicator = over_hosts(member.store(), member.rank, member.size, PLACEMENTS["two hosts"], engine=noting)

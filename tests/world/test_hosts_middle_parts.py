@@ -13,11 +13,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from tests.support.connecting import ENGINES, PLACEMENTS, SIZES, EngineOf, gloo_engine, over_hosts
+from tests.support.connecting import ENGINES, PLACEMENTS, SIZES, EngineOf, NotedEngine, over_hosts
 from tests.support.ranks import Member, run_ranks, values
 from torch._C._distributed_c10d import Store
 
-from phalanx.transports.hosts.lane import Engine, Transfer
+from phalanx.transports.hosts.lane import Engine
 
 CALLS = 40
 # Elements of eight bytes: nothing, what a frame carries, what the memory has room for, with most 2 and 3 ranks on a
@@ -60,32 +60,6 @@ def test_parts_of_all_sizes_arrive_in_call_after_call(size: int, placement: str,
     assert values(run_ranks(lambda member: exchange(member, PLACEMENTS[placement], engine), size)) == [[]] * size
 
 
-class Counting(Engine):
-    """An engine that counts what is sent: the bytes of every transfer."""
-
-    name = "counting"
-
-    def __init__(self, inner: Engine) -> None:
-        self._inner = inner
-        self.sent: list[int] = []
-
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        self.sent.append(tensor.nbytes)
-        return self._inner.send(tensor, peer, tag)
-
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        return self._inner.recv(tensor, peer, tag)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._inner.set_timeout(timeout)
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 def middle_counts(size: int, even: bool) -> Iterator[tuple[int, int, int]]:
     """How many elements each rank sends each other one: more than a frame carries of a pair."""
     for source in range(size):
@@ -94,21 +68,21 @@ def middle_counts(size: int, even: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def count_sent(member: Member, even: bool) -> list[int]:
-    engines: list[Counting] = []
+    engines: list[NotedEngine] = []
 
-    def counting(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
-        engines.append(Counting(gloo_engine(store, rank, size, timeout)))
+    def noting(store: Store, rank: int, size: int, timeout: timedelta) -> Engine:
+        engines.append(NotedEngine(store, rank, size, timeout))
         return engines[0]
 
-    communicator = over_hosts(member.store(), member.rank, member.size, PLACEMENTS["two hosts"], engine=counting)
+    communicator = over_hosts(member.store(), member.rank, member.size, PLACEMENTS["two hosts"], engine=noting)
     count = {(source, to): number for source, to, number in middle_counts(member.size, even)}
     inputs = [torch.zeros(count[member.rank, to], dtype=torch.int64) for to in range(member.size)]
     outputs = [torch.zeros(count[source, member.rank], dtype=torch.int64) for source in range(member.size)]
     for _ in range(2):
         communicator.barrier()
-        engines[0].sent.clear()
+        engines[0].begun.clear()
         communicator.all_to_all(outputs, inputs)
-    sent = list(engines[0].sent)
+    sent = [nbytes for verb, nbytes in engines[0].begun if verb == "send"]
     communicator.barrier()
     communicator.close()
     return sent
