@@ -13,7 +13,7 @@ static int is_done(int status)
 /* The end of a call: give the group back, or raise the error for the core's status. */
 static PyObject *finish(entry *self, int status, const char *name, PyObject *tensor, int op, int64_t root)
 {
-    if (status) {
+    if (status && !PyErr_Occurred()) { /* an exception is a signal handler's, raised after a call that is done */
         PyObject *raised = PyObject_CallFunction(
             self->fail, "isONN", status, name, tensor, op < 0 ? (Py_INCREF(Py_None), Py_None) : PyLong_FromLong(op),
             root < 0 ? (Py_INCREF(Py_None), Py_None) : PyLong_FromLongLong(root));
@@ -69,9 +69,9 @@ static int read_only_one(entry *self, PyObject *list, PyObject **object, struct 
 }
 
 /* Enter with a tensor, which the caller holds: another thread may run until the lock is taken, and resize it. */
-static int enter_with(entry *self, PyObject *object, const struct entry_tensor *tensor)
+static int enter_with(entry *self, PyObject *object, const struct entry_tensor *tensor, uint32_t *site)
 {
-    const int entered = entry_enter(self);
+    const int entered = entry_enter(self, site);
     if (entered > 0 && !entry_unchanged(&entry_process.tensors, object, tensor))
         return entry_leave(self) ? -1 : 0;
     return entered;
@@ -81,12 +81,13 @@ static int enter_with(entry *self, PyObject *object, const struct entry_tensor *
 static PyObject *all_reduce(entry *self, PyObject *object, const struct entry_tensor *tensor, int op)
 {
     int status;
+    uint32_t site;
     if (op < 0 || op >= ENTRY_OPS || !(tensor->ops >> op & 1))
         return ENTRY_NOT_ME;
-    const int entered = enter_with(self, object, tensor);
+    const int entered = enter_with(self, object, tensor, &site);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_REDUCE, tensor->copied, entry_process.ops[op]), tensor->nbytes, -1,
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_REDUCE, tensor->copied, entry_process.ops[op]), tensor->nbytes, site, -1,
                    entry_process.core.all_reduce(self->comm, tensor->data, tensor->data, tensor->count, tensor->reduced,
                                                  entry_process.ops[op], tensor->shape_word));
     return finish(self, status, "all_reduce", object, op, -1);
@@ -128,18 +129,19 @@ PyObject *entry_reduce(entry *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *object;
     int op, status;
     int64_t root;
+    uint32_t site;
     if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_REDUCE_OPTIONS], args[1], &op, &root))
         return ENTRY_NOT_ME;
     const int plain = read_only_one(self, args[0], &object, &tensor);
     if (plain <= 0)
         return ENTRY_NOT_ENTERED(plain);
     const int served = op < ENTRY_OPS && tensor.ops >> op & 1 && root >= 0 && root < self->size;
-    const int entered = served ? enter_with(self, object, &tensor) : 0;
+    const int entered = served ? enter_with(self, object, &tensor, &site) : 0;
     if (entered <= 0) {
         Py_DECREF(object);
         return ENTRY_NOT_ENTERED(entered);
     }
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE, tensor.copied, entry_process.ops[op]), tensor.nbytes, root,
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE, tensor.copied, entry_process.ops[op]), tensor.nbytes, site, root,
                    entry_process.core.reduce(self->comm, tensor.data, tensor.data, tensor.count, tensor.reduced,
                                              entry_process.ops[op], (uint32_t)root, tensor.shape_word));
     if (is_done(status) && root != self->rank)
@@ -155,17 +157,18 @@ PyObject *entry_broadcast(entry *self, PyObject *const *args, Py_ssize_t nargs)
     PyObject *object;
     int op, status;
     int64_t root;
+    uint32_t site;
     if (nargs != 2 || !entry_usual(&entry_process.options[ENTRY_BROADCAST_OPTIONS], args[1], &op, &root))
         return ENTRY_NOT_ME;
     const int plain = root < 0 || root >= self->size ? 0 : read_only_one(self, args[0], &object, &tensor);
     if (plain <= 0)
         return ENTRY_NOT_ENTERED(plain);
-    const int entered = enter_with(self, object, &tensor);
+    const int entered = enter_with(self, object, &tensor, &site);
     if (entered <= 0) {
         Py_DECREF(object);
         return ENTRY_NOT_ENTERED(entered);
     }
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BROADCAST, tensor.copied, 0), tensor.nbytes, root,
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BROADCAST, tensor.copied, 0), tensor.nbytes, site, root,
                    entry_process.core.broadcast(self->comm, tensor.data, tensor.nbytes, tensor.copied, (uint32_t)root,
                                                 tensor.shape_word));
     if (is_done(status) && (root == self->rank || self->size > 2))
@@ -192,9 +195,9 @@ static int read_whole_and_part(entry *self, PyObject *whole, PyObject *part, str
 
 /* Enter with both, which the caller holds, and fill in the addresses of the parts. */
 static int enter_with_both(entry *self, PyObject *whole, PyObject *part, const struct entry_tensor *of_whole,
-                           const struct entry_tensor *of_part)
+                           const struct entry_tensor *of_part, uint32_t *site)
 {
-    const int entered = enter_with(self, whole, of_whole);
+    const int entered = enter_with(self, whole, of_whole, site);
     if (entered <= 0)
         return entered;
     if (!entry_unchanged(&entry_process.tensors, part, of_part))
@@ -209,13 +212,14 @@ PyObject *entry_all_gather(entry *self, PyObject *const *args, Py_ssize_t nargs)
     struct entry_tensor whole, part;
     int op, status;
     int64_t root;
+    uint32_t site;
     if (nargs != 3 || !entry_usual(&entry_process.options[ENTRY_ALL_GATHER_OPTIONS], args[2], &op, &root))
         return ENTRY_NOT_ME;
     const int plain = read_whole_and_part(self, args[0], args[1], &whole, &part);
-    const int entered = plain == 1 ? enter_with_both(self, args[0], args[1], &whole, &part) : plain;
+    const int entered = plain == 1 ? enter_with_both(self, args[0], args[1], &whole, &part, &site) : plain;
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_GATHER, part.copied, 0), part.nbytes, -1,
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_ALL_GATHER, part.copied, 0), part.nbytes, site, -1,
                    entry_process.core.all_gather(self->comm, part.data, self->pointers, part.nbytes, part.copied,
                                                  part.shape_word));
     return finish(self, status, "all_gather", args[1], -1, -1);
@@ -226,6 +230,7 @@ PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t na
     struct entry_tensor whole, part;
     int op, status;
     int64_t root;
+    uint32_t site;
     if (nargs != 3 || !entry_usual(&entry_process.options[ENTRY_REDUCE_SCATTER_OPTIONS], args[2], &op, &root))
         return ENTRY_NOT_ME;
     const int plain = read_whole_and_part(self, args[1], args[0], &whole, &part);
@@ -233,10 +238,10 @@ PyObject *entry_reduce_scatter(entry *self, PyObject *const *args, Py_ssize_t na
         return ENTRY_NOT_ENTERED(plain);
     if (op >= ENTRY_OPS || !(part.ops >> op & 1))
         return ENTRY_NOT_ME;
-    const int entered = enter_with_both(self, args[1], args[0], &whole, &part);
+    const int entered = enter_with_both(self, args[1], args[0], &whole, &part, &site);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE_SCATTER, part.copied, entry_process.ops[op]), part.nbytes, -1,
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_REDUCE_SCATTER, part.copied, entry_process.ops[op]), part.nbytes, site, -1,
                    entry_process.core.reduce_scatter(self->comm, (const void *const *)self->pointers, part.data,
                                                      part.count, part.reduced, entry_process.ops[op], part.shape_word));
     return finish(self, status, "reduce_scatter", args[0], op, -1);
@@ -246,11 +251,12 @@ PyObject *entry_barrier(entry *self, PyObject *const *args, Py_ssize_t nargs)
 {
     int op, status;
     int64_t root;
+    uint32_t site;
     if (nargs != 1 || !entry_usual(&entry_process.options[ENTRY_BARRIER_OPTIONS], args[0], &op, &root))
         return ENTRY_NOT_ME;
-    const int entered = entry_enter(self);
+    const int entered = entry_enter(self, &site);
     if (entered <= 0)
         return ENTRY_NOT_ENTERED(entered);
-    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BARRIER, 0, 0), 0, -1, entry_process.core.barrier(self->comm));
+    ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_BARRIER, 0, 0), 0, site, -1, entry_process.core.barrier(self->comm));
     return finish(self, status, "barrier", Py_None, -1, -1);
 }

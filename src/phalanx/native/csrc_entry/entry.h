@@ -96,9 +96,12 @@ int entry_is_watched(void);
  * call of world's replaces. 1, 0, or -1 with an exception. */
 int entry_is_seen_by_functions(void);
 
-/* Take the group's lock for a call here and now. Returns 1; 0 if the call is not for the entry: the group is closed or
- * inherited, an operation is queued or under way, or somebody watches; -1 with an exception. */
-int entry_enter(entry *self);
+/* Find where this thread's call comes from, for entry_record(); 0 if it is not recorded. Returns -1 with an exception. */
+int entry_find_site(entry *self, uint32_t *site);
+
+/* Find that, and take the group's lock for a call here and now. Returns 1; 0 if the call is not for the entry: the group is
+ * closed or inherited, an operation is queued or under way, or somebody watches; -1 with an exception. */
+int entry_enter(entry *self, uint32_t *site);
 
 /* Give it back. An exception that is set stays set. Returns -1 with an exception if there is one. */
 int entry_leave(entry *self);
@@ -128,13 +131,14 @@ void entry_free_object(PyObject *self);
         PyEval_RestoreThread(state);                                                                                   \
     } while (0)
 
-/* Record that an operation of the group begins; what it returns is for core.record_end(). Leaves no exception. */
-uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, int64_t peer);
+/* Record that an operation of the group begins at a place; what it returns is for core.record_end(). It runs no Python, so
+ * no signal handler raises between it and the operation. */
+uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site, int64_t peer);
 
 /* ENTRY_UNLOCKED for a call that is recorded. */
-#define ENTRY_RECORDED(self, status, what, nbytes, peer, call)                                                               \
+#define ENTRY_RECORDED(self, status, what, nbytes, site, peer, call)                                                         \
     do {                                                                                                               \
-        const uint64_t ticket = entry_record(self, what, nbytes, peer);                                                \
+        const uint64_t ticket = entry_record(self, what, nbytes, site, peer);                                          \
         ENTRY_UNLOCKED(status, call);                                                                                  \
         entry_process.core.record_end(ticket, (status) != PHX_OK && (status) != PHX_CROSSED);                                                          \
     } while (0)

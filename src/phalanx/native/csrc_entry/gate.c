@@ -28,10 +28,18 @@ static int give_back(entry *self)
     return released ? 0 : -1;
 }
 
-int entry_enter(entry *self)
+int entry_find_site(entry *self, uint32_t *site)
+{
+    *site = 0;
+    return self->recorded ? entry_site_number(&entry_process.codes, site) : 0;
+}
+
+int entry_enter(entry *self, uint32_t *site)
 {
     if (self->forks != entry_forks || PyObject_Size(self->queue) != 0 || entry_is_watched())
         return 0;
+    if (entry_find_site(self, site))
+        return -1;
     PyObject *taken = PyObject_CallNoArgs(self->acquire); /* may run signal handlers, and wait for another thread */
     if (!taken)
         return -1;
@@ -60,10 +68,9 @@ int entry_leave(entry *self)
     return kind || failed ? -1 : 0;
 }
 
-uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, int64_t peer)
+uint64_t entry_record(entry *self, uint32_t what, uint64_t nbytes, uint32_t site, int64_t peer)
 {
     if (!self->recorded)
         return 0;
-    const uint32_t site = entry_site_number(&entry_process.codes);
     return entry_process.core.record_begin(self->recorded, what, nbytes, site, (int32_t)peer);
 }

@@ -49,10 +49,11 @@ static int may_move(entry *self, struct ends *ends)
     return ends->peer >= 0;
 }
 
-static int record_sent(entry *self, const struct entry_tensor *tensor, int64_t rank, int sent)
+static int record_sent(entry *self, const struct entry_tensor *tensor, uint32_t site, int64_t rank, int sent)
 {
+    const uint32_t what = ENTRY_WHAT(PHX_SEND, tensor->copied, 0);
     if (sent == 1)
-        entry_process.core.record_end(entry_record(self, ENTRY_WHAT(PHX_SEND, tensor->copied, 0), tensor->nbytes, rank), 0);
+        entry_process.core.record_end(entry_record(self, what, tensor->nbytes, site, rank), 0);
     return sent;
 }
 
@@ -62,20 +63,23 @@ static int record_sent(entry *self, const struct entry_tensor *tensor, int64_t r
 static int send_now(entry *self, PyObject *object, const struct entry_tensor *tensor, const struct ends *ends)
 {
     const uint32_t peer = (uint32_t)ends->peer, tag = (uint32_t)ends->tag;
+    uint32_t site;
     int sent;
+    if (entry_find_site(self, &site))
+        return -1;
     phx_comm *comm = open_mailbox(self);
     if (!comm)
         return PyErr_Occurred() ? -1 : 0;
     if (!entry_unchanged(&entry_process.tensors, object, tensor))
         return 0;
     if (tensor->nbytes <= INSIDE_PYTHON)
-        return record_sent(self, tensor, ends->rank,
+        return record_sent(self, tensor, site, ends->rank,
                            entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag));
     if (enter(self))
         return -1;
     ENTRY_UNLOCKED(sent, entry_process.core.send_now(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag));
     leave(self);
-    return record_sent(self, tensor, ends->rank, sent);
+    return record_sent(self, tensor, site, ends->rank, sent);
 }
 
 /* Receive, and wait for it. Returns 1 if the message has been received; 0 if it is for Python; -1 with an exception. The
@@ -84,6 +88,9 @@ static int receive(entry *self, PyObject *object, const struct entry_tensor *ten
 {
     const uint32_t peer = (uint32_t)ends->peer, tag = (uint32_t)ends->tag;
     int status = PHX_OK, received = 0;
+    uint32_t site;
+    if (entry_find_site(self, &site))
+        return -1;
     phx_comm *comm = open_mailbox(self);
     if (!comm)
         return PyErr_Occurred() ? -1 : 0;
@@ -93,7 +100,8 @@ static int receive(entry *self, PyObject *object, const struct entry_tensor *ten
         return -1;
     phx_message *message = entry_process.core.recv(comm, tensor->data, tensor->nbytes, tensor->copied, peer, tag);
     if (message)
-        ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_RECV, tensor->copied, 0), tensor->nbytes, ends->rank,
+        ENTRY_RECORDED(self, status, ENTRY_WHAT(PHX_RECV, tensor->copied, 0), tensor->nbytes, site,
+                       ends->rank,
                        entry_process.core.message_wait(comm, message, 0));
     if (message && !status) {
         received = 1;

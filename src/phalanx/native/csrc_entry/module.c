@@ -311,7 +311,8 @@ static PyObject *site_number(PyObject *module, PyObject *nothing)
 {
     (void)module;
     (void)nothing;
-    return PyLong_FromUnsignedLong(entry_site_number(&entry_process.codes));
+    uint32_t number;
+    return entry_site_number(&entry_process.codes, &number) ? NULL : PyLong_FromUnsignedLong(number);
 }
 
 static PyObject *record_begin(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

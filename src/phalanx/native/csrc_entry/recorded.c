@@ -1,6 +1,7 @@
 /* A call of a communicator that is recorded: what c10d/recording.py does in Python, for calls that take microseconds.
  *
- * Recording never fails: what cannot be read of the arguments is left out, and the call is made as it is. */
+ * What is raised while the arguments are read or the line is found is raised to the caller, and the call is not made: it
+ * may be a signal handler's exception, which comes through Python code of any kind. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stddef.h>
@@ -23,20 +24,22 @@ typedef struct {
 
 static PyObject *name_nbytes, *name_dtype, *name_site;
 
-/* The bytes of a tensor, or of all those in a list, and the number of their dtype. */
+/* The bytes of a tensor, or of all those in a list, and the number of their dtype. The caller looks for an exception. */
 static uint64_t read_tensor(recorded *self, PyObject *tensor, uint32_t *dtype)
 {
     if (PyList_Check(tensor) || PyTuple_Check(tensor)) {
         uint64_t all = 0;
         for (Py_ssize_t i = 0, n = PySequence_Size(tensor); i < n; i++) {
             PyObject *part = PySequence_GetItem(tensor, i);
-            if (part)
-                all += read_tensor(self, part, dtype);
+            all += part ? read_tensor(self, part, dtype) : 0;
             Py_XDECREF(part);
+            if (PyErr_Occurred())
+                return 0;
         }
         return all;
     }
-    PyObject *nbytes = PyObject_GetAttr(tensor, name_nbytes), *kind = PyObject_GetAttr(tensor, name_dtype);
+    PyObject *nbytes = PyObject_GetAttr(tensor, name_nbytes);
+    PyObject *kind = nbytes ? PyObject_GetAttr(tensor, name_dtype) : NULL;
     PyObject *number = kind ? PyDict_GetItemWithError(self->dtypes, kind) : NULL; /* borrowed */
     const uint64_t size = nbytes ? PyLong_AsUnsignedLongLong(nbytes) : 0;
     *dtype = number ? (uint32_t)PyLong_AsUnsignedLong(number) : 0;
@@ -45,18 +48,22 @@ static uint64_t read_tensor(recorded *self, PyObject *tensor, uint32_t *dtype)
     return size;
 }
 
-/* Where the operation of this thread was called: if it was queued, its stack does not say (watch/call_site.py). */
-static uint32_t site_of(recorded *self)
+/* Where the operation of this thread was called: if it was queued, its stack does not say (watch/call_site.py). Returns -1
+ * with an exception. */
+static int find_site(recorded *self, uint32_t *site)
 {
+    struct entry_codes *codes = &entry_process.codes;
     PyObject *queued = PyObject_GetAttr(self->running, name_site);
+    if (!queued && !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return -1;
     PyErr_Clear(); /* a thread that has run no queued operation has no such attribute */
-    uint32_t site = 0;
+    int failed;
     if (queued && PyTuple_Check(queued) && PyTuple_Size(queued) == 2)
-        site = entry_number_of(&entry_process.codes, PyTuple_GetItem(queued, 0), PyLong_AsLong(PyTuple_GetItem(queued, 1)));
+        failed = entry_number_of(codes, PyTuple_GetItem(queued, 0), PyLong_AsLong(PyTuple_GetItem(queued, 1)), site);
     else
-        site = entry_site_number(&entry_process.codes);
+        failed = entry_site_number(codes, site);
     Py_XDECREF(queued);
-    return site;
+    return failed;
 }
 
 static PyObject *call(PyObject *object, PyObject *const *args, size_t flagged, PyObject *names)
@@ -65,6 +72,7 @@ static PyObject *call(PyObject *object, PyObject *const *args, size_t flagged, P
     const Py_ssize_t nargs = NARGS(flagged);
     if (names && PyTuple_Size(names))
         return PyErr_Format(PyExc_TypeError, "a recorded call takes its arguments by position");
+    uint32_t site, what = self->kind, dtype = 0;
     PyObject *given = PyTuple_New(nargs);
     if (!given)
         return NULL;
@@ -72,23 +80,26 @@ static PyObject *call(PyObject *object, PyObject *const *args, size_t flagged, P
         Py_INCREF(args[i]);
         PyTuple_SetItem(given, i, args[i]);
     }
-    uint32_t what = self->kind, dtype = 0;
     uint64_t nbytes = 0;
     long root = -1;
     if (self->tensor_at >= 0 && self->tensor_at < nargs)
         nbytes = read_tensor(self, args[self->tensor_at], &dtype);
+    if (PyErr_Occurred())
+        goto failed;
     PyObject *op = self->op_at >= 0 && self->op_at < nargs ? PyDict_GetItemWithError(self->ops, args[self->op_at]) : NULL;
     what |= dtype | (op ? (uint32_t)PyLong_AsUnsignedLong(op) << 16 : 0);
     if (self->root_at >= 0 && self->root_at < nargs)
         root = PyLong_AsLong(args[self->root_at]);
-    PyErr_Clear();
-    const uint32_t site = site_of(self);
-    PyErr_Clear();
+    if (PyErr_Occurred() || find_site(self, &site))
+        goto failed;
     const uint64_t ticket = entry_process.core.record_begin(self->group, what, nbytes, site, (int32_t)root);
     PyObject *result = PyObject_Call(self->body, given, NULL);
     entry_process.core.record_end(ticket, !result);
     Py_DECREF(given);
     return result;
+failed:
+    Py_DECREF(given);
+    return NULL;
 }
 
 static PyObject *new_recorded(PyTypeObject *type, PyObject *args, PyObject *keywords)

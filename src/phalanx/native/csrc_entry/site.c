@@ -101,41 +101,42 @@ int entry_note_site(struct entry_codes *codes, struct entry_site *site)
     return 0;
 }
 
-static uint32_t asked_for(struct entry_codes *codes, PyObject *code, long instruction)
+static int ask_for(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number)
 {
     PyObject *answer = PyObject_CallFunction(codes->number_of, "Ol", code, instruction);
-    const unsigned long number = answer ? PyLong_AsUnsignedLong(answer) : 0;
-    Py_XDECREF(answer);
-    if (PyErr_Occurred()) {
-        PyErr_Clear();
-        return 0;
-    }
-    return (uint32_t)number;
+    if (!answer)
+        return -1;
+    const unsigned long given = PyLong_AsUnsignedLong(answer);
+    Py_DECREF(answer);
+    *number = (uint32_t)given;
+    return given == (unsigned long)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
-uint32_t entry_number_of(struct entry_codes *codes, PyObject *code, long instruction)
+int entry_number_of(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number)
 {
     const uintptr_t mixed = (uintptr_t)code / 64 + (uintptr_t)instruction / 2;
     __typeof__(&codes->sites[0]) known = &codes->sites[mixed % ENTRY_SITES];
-    if (known->code == code && known->instruction == instruction)
-        return known->number;
-    const uint32_t number = asked_for(codes, code, instruction); /* other threads may run meanwhile */
+    if (known->code == code && known->instruction == instruction) {
+        *number = known->number;
+        return 0;
+    }
+    if (ask_for(codes, code, instruction, number)) /* other threads may run meanwhile */
+        return -1;
     PyObject *old = known->code;
     Py_INCREF(code);
     known->code = code;
     known->instruction = instruction;
-    known->number = number;
+    known->number = *number;
     Py_XDECREF(old);
-    return number;
+    return 0;
 }
 
-uint32_t entry_site_number(struct entry_codes *codes)
+int entry_site_number(struct entry_codes *codes, uint32_t *number)
 {
     PyObject *code = NULL, *frame = user_frame(codes, &code);
-    if (!frame) {
-        PyErr_Clear();
-        return 0;
-    }
+    *number = 0;
+    if (!frame)
+        return PyErr_Occurred() ? -1 : 0;
     long instruction = -1;
     if (codes->lasti) {
         instruction = codes->lasti(frame);
@@ -143,10 +144,9 @@ uint32_t entry_site_number(struct entry_codes *codes)
         PyObject *given = PyObject_GetAttr(frame, codes->f_lasti);
         instruction = given ? PyLong_AsLong(given) : -1;
         Py_XDECREF(given);
-        PyErr_Clear();
     }
     Py_DECREF(frame);
-    const uint32_t number = entry_number_of(codes, code, instruction);
+    const int failed = PyErr_Occurred() ? -1 : entry_number_of(codes, code, instruction, number);
     Py_DECREF(code);
-    return number;
+    return failed;
 }

@@ -42,10 +42,11 @@ int entry_find_frames(struct entry_codes *codes);
 /* Note where this thread's call comes from. Returns -1 with an exception. */
 int entry_note_site(struct entry_codes *codes, struct entry_site *site);
 
-/* The recorder's number of a place; 0 if there is none. Leaves no exception. */
-uint32_t entry_number_of(struct entry_codes *codes, PyObject *code, long instruction);
+/* The recorder's number of a place; 0 if there is none. Returns -1 with an exception, which may be a signal handler's: a new
+ * place is looked up in Python, where handlers run. So the place is found before anything of the call is begun. */
+int entry_number_of(struct entry_codes *codes, PyObject *code, long instruction, uint32_t *number);
 
-/* The recorder's number of the place where this thread's call comes from; 0 if it is not known. Leaves no exception. */
-uint32_t entry_site_number(struct entry_codes *codes);
+/* The same for the place where this thread's call comes from; 0 if it is not known. */
+int entry_site_number(struct entry_codes *codes, uint32_t *number);
 
 #endif
