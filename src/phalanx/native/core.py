@@ -40,8 +40,6 @@ __all__ = [
     "STRINGS_AT",
     "TEXT_BYTES",
     "Breakage",
-    "CallSeen",
-    "CallsRun",
     "Crossing",
     "Going",
     "MpiGroup",
@@ -161,39 +159,6 @@ class SeenRecord(Structure):
     failed: int
 
 
-class CallSeen(Structure):
-    """A collective that a rank has done (``struct phx_call_seen``)."""
-
-    _fields_ = [
-        ("nbytes", c_uint64),
-        ("what", c_uint32),
-        ("peer", c_int32),
-        ("line", c_uint32),
-        ("site", c_uint32),
-        ("label", c_uint32),
-        ("step", c_int32),
-    ]
-
-    nbytes: int
-    what: int
-    peer: int
-    line: int
-    site: int
-    label: int
-    step: int
-
-
-class CallsRun(Structure):
-    """Collectives of one group that come one after the other (``struct phx_calls_run``)."""
-
-    _fields_ = [("group", c_uint32), ("first", c_uint32), ("count", c_uint32), ("failed", c_uint32)]
-
-    group: int
-    first: int
-    count: int
-    failed: int
-
-
 class MpiGroup(Structure):
     """The core's state of a group over MPI (``struct phx_mpi_group``)."""
 
@@ -249,8 +214,7 @@ def library() -> ctypes.CDLL:
         raise BackendError(
             f"{path} has ABI {found}, this Phalanx needs {ABI}: remove the file and run pip install . again"
         )
-    comm = data = message = group = memory = pairs = c_void_p
-    calls = c_void_p  # some of an array of CallSeen
+    comm = data = message = group = c_void_p
     blocks, sizes = POINTER(c_void_p), POINTER(c_uint64)
     for name, result, arguments in (
         ("phx_segment_format", c_int, [c_int, c_uint32, c_uint64, c_uint64, c_uint64, c_char_p]),
@@ -274,11 +238,11 @@ def library() -> ctypes.CDLL:
         ("phx_crossing", None, [comm, POINTER(Crossing)]),
         ("phx_tells_crossing", c_int, [comm]),
         ("phx_break_crossed", None, [comm]),
-        ("phx_pairs_open", pairs, []),
-        ("phx_pairs_close", None, [pairs]),
+        ("phx_pairs_open", c_void_p, []),
+        ("phx_pairs_close", None, [c_void_p]),
         ("phx_line_now", c_uint32, []),
-        ("phx_pairs_meet", c_int, [pairs, c_uint32, c_uint32, POINTER(Crossing)]),
-        ("phx_pairs_settled", c_int, [pairs]),
+        ("phx_pairs_meet", c_int, [c_void_p, c_uint32, c_uint32, POINTER(Crossing)]),
+        ("phx_pairs_settled", c_int, [c_void_p]),
         ("phx_recorder_open", c_void_p, [c_int, c_uint64, c_uint32, c_int32, c_uint32]),
         ("phx_recorder_names", None, [c_uint32, c_int32, c_uint32]),
         ("phx_recorder_mark", None, [c_int32, c_uint32]),
@@ -290,17 +254,7 @@ def library() -> ctypes.CDLL:
         ),
         ("phx_record_drop", None, [c_uint64]),
         ("phx_record_end", None, [c_uint64, c_int]),
-        ("phx_records_read", c_uint32, [memory, POINTER(SeenRecord), POINTER(c_uint64)]),
-        ("phx_recording_map", memory, [c_int, c_uint64]),
-        ("phx_recording_unmap", None, [memory]),
-        ("phx_calls_read", c_uint32, [memory, POINTER(c_uint64), c_uint32, calls, POINTER(CallsRun)]),
-        ("phx_calls_differ", c_uint32, [calls, calls, c_uint32, c_uint32]),
-        ("phx_calls_are_alike", c_int, [calls, calls, c_uint32]),
-        (
-            "phx_calls_meet",
-            c_int,
-            [pairs, calls, calls, c_uint32, c_uint32, POINTER(c_uint32), POINTER(Crossing)],
-        ),
+        ("phx_records_read", c_uint32, [c_void_p, POINTER(SeenRecord), POINTER(c_uint64)]),
         ("phx_recorder_of", c_void_p, [comm, c_uint32]),
         ("phx_name_ranks", c_int, [comm, POINTER(c_int32)]),
         ("phx_beat", c_int, [c_int]),

@@ -445,48 +445,4 @@ PHX_API const char *phx_recorder_of(const phx_comm *comm, uint32_t rank);
  * order. Returns how many there are, and in `next` how many operations have begun. */
 PHX_API uint32_t phx_records_read(const char *memory, struct phx_record_seen *out, uint64_t *next);
 
-/* Map the recorder of another process, which begins at `offset` of `fd`, for as long as somebody looks at it; NULL if
- * there is none, or if it cannot be mapped. The file must be one that cannot shrink. */
-PHX_API const char *phx_recording_map(int fd, uint64_t offset);
-PHX_API void phx_recording_unmap(const char *memory);
-
-/* -- the calls of other processes, compared from outside (calls.c) --------------------------------------------------- */
-
-/* A collective that a rank has done. All ranks count `line` alike (16 bits, line_pairs.h); `site` and `label` are texts
- * of this rank's recorder. */
-struct phx_call_seen {
-    uint64_t nbytes;
-    uint32_t what;
-    int32_t peer;
-    uint32_t line, site, label;
-    int32_t step;
-};
-
-/* Collectives of one group that come one after the other, from number `first` of the group on. `failed`: the one behind
- * them has ended with an error. */
-struct phx_calls_run {
-    uint32_t group, first, count, failed;
-};
-
-/* Read the collectives that a rank has done, from its operation number `*from` on, of the newest `most` operations only
- * (at most PHX_RECORDS): those of each group that come before any that is under way. Returns how many runs there are in
- * `runs`, whose calls stand one after the other in `calls`; both have room for `most`. `*from` is then the operation from
- * which the next read begins: some that it finds again, and all that are new. */
-PHX_API uint32_t phx_calls_read(const char *memory, uint64_t *from, uint32_t most, struct phx_call_seen *calls,
-                                struct phx_calls_run *runs);
-
-/* Which is the first of `count` calls in which two ranks do not agree; `count` if there is none. Of the kinds whose bits
- * are set in `own_sizes` each rank may have a size of its own. */
-PHX_API uint32_t phx_calls_differ(const struct phx_call_seen *one, const struct phx_call_seen *other, uint32_t count,
-                                  uint32_t own_sizes);
-
-/* Whether all of `count` calls of two ranks are equal, with their lines and steps. */
-PHX_API int phx_calls_are_alike(const struct phx_call_seen *one, const struct phx_call_seen *other, uint32_t count);
-
-/* Note the lines from which two ranks made calls that met, number `first` of the group and those behind it, from `*done`
- * on. Returns PHX_CROSSED as soon as two lines are crossed, and says in `out` which, but for the peer; then `*done` is how
- * many calls have been noted. PHX_OK if all `count` have. */
-PHX_API int phx_calls_meet(phx_line_pairs *pairs, const struct phx_call_seen *mine, const struct phx_call_seen *theirs,
-                           uint32_t first, uint32_t count, uint32_t *done, struct phx_crossing *out);
-
 #endif

@@ -88,14 +88,6 @@ void phx_recorder_mark(int32_t step, uint32_t label)
     atomic_store_explicit(&header_of(memory)->label, label, memory_order_relaxed);
 }
 
-uint32_t phx_identity_of(const char *from, uint32_t line)
-{
-    uint32_t identity = 0;
-    if (line >= sizeof identity && line < PHX_STRINGS)
-        memcpy(&identity, from + PHX_STRINGS_AT + line - sizeof identity, sizeof identity);
-    return identity;
-}
-
 static int is_message(uint32_t what)
 {
     return (what & 0xff) >= PHX_SEND;
@@ -190,53 +182,43 @@ struct phx_record_place phx_record_place(void)
     place.in_group = atomic_load_explicit(&under_way->in_group, memory_order_relaxed);
     place.what = atomic_load_explicit(&under_way->what, memory_order_relaxed);
     place.peer = atomic_load_explicit(&under_way->peer, memory_order_relaxed);
-    place.identity = phx_identity_of(memory, place.line);
+    if (place.line >= sizeof place.identity && place.line < PHX_STRINGS)
+        memcpy(&place.identity, memory + PHX_STRINGS_AT + place.line - sizeof place.identity, sizeof place.identity);
     return place;
-}
-
-uint64_t phx_records_begun(const char *from)
-{
-    const struct phx_recorder_header *header = header_of(from);
-    if (atomic_load_explicit(&header->magic, memory_order_acquire) != PHX_RECORDER_MAGIC)
-        return 0;
-    return atomic_load_explicit(&header->next, memory_order_relaxed);
-}
-
-uint64_t phx_record_read(const char *from, uint64_t number, struct phx_record_seen *seen)
-{
-    const struct phx_record *record = record_of(from, number);
-    const uint64_t word = atomic_load_explicit(&record->word, memory_order_acquire);
-    if (word % 2 || !word)
-        return word;
-    const memory_order order = memory_order_relaxed;
-    const uint64_t left = atomic_load_explicit(&record->left, order);
-    *seen = (struct phx_record_seen){
-        .number = word / 2 - 1,
-        .entered_ns = atomic_load_explicit(&record->entered_ns, order),
-        .left_ns = left & TAG ? 0 : left >> 1,
-        .nbytes = atomic_load_explicit(&record->nbytes, order),
-        .in_group = atomic_load_explicit(&record->in_group, order),
-        .what = atomic_load_explicit(&record->what, order),
-        .group = atomic_load_explicit(&record->group, order),
-        .site = atomic_load_explicit(&record->site, order),
-        .label = atomic_load_explicit(&record->label, order),
-        .peer = atomic_load_explicit(&record->peer, order),
-        .awaits = atomic_load_explicit(&record->awaits, order),
-        .step = atomic_load_explicit(&record->step, order),
-        .failed = !(left & TAG) && left & 1,
-    };
-    atomic_thread_fence(memory_order_acquire);
-    /* One that changed meanwhile is being written. */
-    return atomic_load_explicit(&record->word, order) == word ? word : word | 1;
 }
 
 uint32_t phx_records_read(const char *from, struct phx_record_seen *out, uint64_t *next)
 {
+    const struct phx_recorder_header *header = header_of(from);
     uint32_t found = 0;
-    *next = phx_records_begun(from);
-    for (uint64_t i = 0; i < PHX_RECORDS && *next; i++) {
-        const uint64_t word = phx_record_read(from, i, &out[found]);
-        found += word && word % 2 == 0;
+    if (atomic_load_explicit(&header->magic, memory_order_acquire) != PHX_RECORDER_MAGIC)
+        return 0;
+    *next = atomic_load_explicit(&header->next, memory_order_relaxed);
+    for (uint32_t i = 0; i < PHX_RECORDS; i++) {
+        const struct phx_record *record = record_of(from, i);
+        const uint64_t word = atomic_load_explicit(&record->word, memory_order_acquire);
+        if (word % 2 || !word)
+            continue;
+        const memory_order order = memory_order_relaxed;
+        const uint64_t left = atomic_load_explicit(&record->left, order);
+        struct phx_record_seen *seen = &out[found];
+        *seen = (struct phx_record_seen){
+            .number = word / 2 - 1,
+            .entered_ns = atomic_load_explicit(&record->entered_ns, order),
+            .left_ns = left & TAG ? 0 : left >> 1,
+            .nbytes = atomic_load_explicit(&record->nbytes, order),
+            .in_group = atomic_load_explicit(&record->in_group, order),
+            .what = atomic_load_explicit(&record->what, order),
+            .group = atomic_load_explicit(&record->group, order),
+            .site = atomic_load_explicit(&record->site, order),
+            .label = atomic_load_explicit(&record->label, order),
+            .peer = atomic_load_explicit(&record->peer, order),
+            .awaits = atomic_load_explicit(&record->awaits, order),
+            .step = atomic_load_explicit(&record->step, order),
+            .failed = !(left & TAG) && left & 1,
+        };
+        atomic_thread_fence(memory_order_acquire);
+        found += atomic_load_explicit(&record->word, order) == word;
     }
     return found;
 }

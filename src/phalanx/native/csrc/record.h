@@ -76,16 +76,6 @@ struct phx_record_place {
 
 struct phx_record_place phx_record_place(void);
 
-/* The identity of the place that a text of a recorder names; 0 if it names none. */
-uint32_t phx_identity_of(const char *memory, uint32_t line);
-
-/* How many operations have begun; 0 also if there is no recorder. */
-uint64_t phx_records_begun(const char *memory);
-
-/* The record in which operation `number` is, or was, or will be: returns its `word`, and fills `seen` if that is even and
- * not 0. */
-uint64_t phx_record_read(const char *memory, uint64_t number, struct phx_record_seen *seen);
-
 /* The file with this process's recorder, and where in it that begins; -1 without a recorder. */
 int phx_recorder_file(uint64_t *at);
 

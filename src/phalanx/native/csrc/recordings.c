@@ -33,40 +33,19 @@ static void prepare(void)
     pthread_atfork(NULL, NULL, unlock_in_child);
 }
 
-static char *map(int file, uint64_t at)
-{
-    struct stat found;
-    if (fstat(file, &found) || !S_ISREG(found.st_mode) || (uint64_t)found.st_size < at + PHX_RECORDER_BYTES)
-        return NULL;
-    void *mapped = mmap(NULL, PHX_RECORDER_BYTES, PROT_READ, MAP_SHARED, file, (off_t)at);
-    return mapped == MAP_FAILED ? NULL : mapped;
-}
-
-static char *map_of(uint32_t pid, int fd, uint64_t at)
+static char *map(uint32_t pid, int fd, uint64_t at)
 {
     char path[64];
+    struct stat found;
     snprintf(path, sizeof path, "/proc/%u/fd/%d", pid, fd);
     const int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (file < 0)
         return NULL;
-    char *mapped = map(file, at);
+    void *mapped = MAP_FAILED;
+    if (!fstat(file, &found) && S_ISREG(found.st_mode) && (uint64_t)found.st_size >= at + PHX_RECORDER_BYTES)
+        mapped = mmap(NULL, PHX_RECORDER_BYTES, PROT_READ, MAP_SHARED, file, (off_t)at);
     close(file);
-    return mapped;
-}
-
-const char *phx_recording_map(int fd, uint64_t offset)
-{
-    uint64_t magic = 0;
-    /* The kernel would find memory for a hole in the file that is looked at. */
-    if (pread(fd, &magic, sizeof magic, (off_t)offset) != sizeof magic || !magic)
-        return NULL;
-    return map(fd, offset);
-}
-
-void phx_recording_unmap(const char *memory)
-{
-    if (memory)
-        munmap((void *)(uintptr_t)memory, PHX_RECORDER_BYTES);
+    return mapped == MAP_FAILED ? NULL : mapped;
 }
 
 static struct held *hold(uint32_t pid, uint64_t start_time, int fd, uint64_t at)
@@ -77,7 +56,7 @@ static struct held *hold(uint32_t pid, uint64_t start_time, int fd, uint64_t at)
     struct held *made = calloc(1, sizeof *made);
     if (!made)
         return NULL;
-    made->memory = map_of(pid, fd, at);
+    made->memory = map(pid, fd, at);
     if (!made->memory) {
         free(made);
         return NULL;
