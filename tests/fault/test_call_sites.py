@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -85,7 +86,11 @@ def test_a_mistake_is_an_error_if_the_user_wants_that(program: Program, size: in
 
 @pytest.mark.parametrize(("mistake", "most"), [(False, 64), (True, 1)])
 def test_a_program_with_many_lines_in_turns_is_not_judged_without_end(mistake: bool, most: int) -> None:
-    """There is room for 16 pairs of lines, and each shape makes a pair of its own."""
+    """There is room for 16 pairs of lines, and a line makes a pair of its own for each dtype and operation."""
+    dtypes, operations = (
+        (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8),
+        ("SUM", "MAX", "MIN", "PRODUCT"),
+    )
     judged = 0
 
     def counted(*arguments: Any) -> str:
@@ -98,15 +103,16 @@ def test_a_program_with_many_lines_in_turns_is_not_judged_without_end(mistake: b
         with pytest.MonkeyPatch.context() as patch, said() as text:
             patch.setattr("phalanx.transports.shm.communicator.judge", counted)
             for step in range(40):
-                for count in range(1, 20):
+                for dtype, name in itertools.product(dtypes, operations):
+                    operation = getattr(dist.ReduceOp, name)
                     for turn in range(2):
                         if mistake:
                             for call in (first, second) if turn else (second, first):
-                                call(torch.ones(count))
+                                call(torch.ones(2, dtype=dtype))
                         elif (step + turn) % 2 == member.rank:
-                            dist.all_reduce(torch.ones(count))
+                            dist.all_reduce(torch.ones(2, dtype=dtype), operation)
                         else:
-                            dist.all_reduce(torch.zeros(count))
+                            dist.all_reduce(torch.zeros(2, dtype=dtype), operation)
                 if mistake and step == 0:
                     swapped_functions(member)
         return judged, text.getvalue().count("warning")

@@ -92,8 +92,16 @@ def loops_of_different_lengths(member: Member) -> None:
         dist.all_reduce(one() * 2)
 
 
+def swapped_with_sizes_that_change(member: Member) -> None:
+    for step in range(6):
+        tasks = [first, second]
+        for turn, task in enumerate(reversed(tasks) if member.rank == member.size - 1 else tasks):
+            task(torch.ones(2 * step + turn + 1))
+
+
 MISTAKES: list[Program] = [
     swapped_functions,
+    swapped_with_sizes_that_change,
     swapped_in_two_arms,
     swapped_asynchronous,
     swapped_broadcasts,
@@ -146,6 +154,21 @@ def arms_in_turns(member: Member) -> None:
             dist.all_reduce(one())
             continue
         dist.all_reduce(torch.zeros(3))
+
+
+def sizes_that_change(member: Member) -> None:
+    for step in range(20):
+        if step % member.size == member.rank:
+            dist.all_reduce(torch.ones(step + 1))
+        else:
+            dist.all_reduce(torch.zeros(step + 1))
+        first(torch.ones(step % 5 + 1))
+        if member.rank == 0:
+            dist.all_reduce(torch.ones(step % 7 + 1))
+        else:
+            second(torch.ones(step % 7 + 1))
+        for length in range(step % 4):
+            dist.broadcast(torch.ones(length + 1), length % member.size)
 
 
 def matches_in_turns(member: Member) -> None:
@@ -248,6 +271,7 @@ RIGHT: list[Program] = [
     rank_0_logs_in_a_function_of_its_own,
     roots_in_turns,
     arms_in_turns,
+    sizes_that_change,
     matches_in_turns,
     one_rank_after_the_other,
     rank_0_first,

@@ -54,7 +54,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 20
+ABI = 21
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -240,7 +240,7 @@ def library() -> ctypes.CDLL:
         ("phx_break_crossed", None, [comm]),
         ("phx_pairs_open", c_void_p, []),
         ("phx_pairs_close", None, [c_void_p]),
-        ("phx_line_now", c_uint32, [c_uint64]),
+        ("phx_line_now", c_uint32, []),
         ("phx_pairs_meet", c_int, [c_void_p, c_uint32, c_uint32, POINTER(Crossing)]),
         ("phx_pairs_settled", c_int, [c_void_p]),
         ("phx_recorder_open", c_void_p, [c_int, c_uint64, c_uint32, c_int32, c_uint32]),

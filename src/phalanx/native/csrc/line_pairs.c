@@ -5,11 +5,12 @@
 
 #include "call.h"
 
-uint16_t phx_line_of(struct phx_record_place place, uint64_t call)
+uint16_t phx_line_of(struct phx_record_place place)
 {
     if (!place.identity)
         return 0;
-    const uint16_t mixed = (uint16_t)(phx_mix(place.identity ^ (call & ~PHX_SHAPE_MASK)) >> 48);
+    const uint64_t call = phx_mix(place.what | (uint64_t)(uint32_t)place.peer << 32);
+    const uint16_t mixed = (uint16_t)(phx_mix(place.identity ^ call) >> 48);
     return mixed ? mixed : 1;
 }
 
@@ -40,8 +41,8 @@ static int crosses(const struct phx_line_pairs *with, uint16_t line, uint32_t wh
 }
 
 /* Whether two lines are crossed, one of them in the pair that has just met. A place in the program
- * that calls with two shapes counts as two lines when they meet, but it is never reported as crossed with itself: if a
- * program uses more shapes than there is room for, the pairs that would explain them have been forgotten. */
+ * that calls with two roots counts as two lines when they meet, but it is never reported as crossed with itself: if a
+ * program uses more roots than there is room for, the pairs that would explain them have been forgotten. */
 static int are_crossed(const struct phx_line_pairs *with, const struct phx_line_pair *latest, struct phx_crossing *out)
 {
     const uint16_t first = crosses(with, latest->mine, 0, out) ? latest->mine : latest->theirs;
@@ -84,9 +85,9 @@ void phx_pairs_close(phx_line_pairs *pairs)
     free(pairs);
 }
 
-uint32_t phx_line_now(uint64_t call)
+uint32_t phx_line_now(void)
 {
-    return phx_line_of(phx_record_place(), call);
+    return phx_line_of(phx_record_place());
 }
 
 int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out)

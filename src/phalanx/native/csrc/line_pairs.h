@@ -7,9 +7,11 @@
  * that met lately, and two lines that each stand on both sides of these pairs are *crossed*. Lines that meet themselves
  * PHX_CALM times in a row end it: what was before did not shift the ranks against each other.
  *
- * A line here is 16 bits of a hash of a place in the program and of the call word, so that a line that broadcasts from
- * rank 0 and then from rank 1 counts as two: the root and the others may well change their lines then. Two lines have the
- * same bits once in 2^16, and then a mistake passes unseen. docs/diagnosis.md has the rule for users. */
+ * A line here is 16 bits of a hash of a place in the program and of what it calls there: kind, dtype, operation and root.
+ * So a line that broadcasts from rank 0 and then from rank 1 counts as two: the root and the others may well change their
+ * lines then. Sizes are not in it: in a swap of calls whose size changes from step to step no line would stand on both
+ * sides with one size. Two lines have the same bits once in 2^16, and then a mistake passes unseen. docs/diagnosis.md has
+ * the rule for users. */
 #ifndef PHALANX_LINE_PAIRS_H
 #define PHALANX_LINE_PAIRS_H
 
@@ -31,8 +33,8 @@ struct phx_line_pairs {
     struct phx_line_pair pairs[PHX_PAIRS];
 };
 
-/* A place of the program and a call word as the bits that are compared; 0: the place is not known. */
-uint16_t phx_line_of(struct phx_record_place place, uint64_t call);
+/* A place of the program and what is called there as the bits that are compared; 0: the place is not known. */
+uint16_t phx_line_of(struct phx_record_place place);
 
 /* Note that this rank's line, at `place`, and the peer's have met; neither is 0. Returns 1 if two lines are crossed now,
  * and says in `out` which, but for the peer. With NULL for `out` the pair is noted, and nothing is judged. */

@@ -24,7 +24,7 @@ void phx_compare_lines(phx_comm *comm, uint32_t most_crossings)
         comm->lines->judgements_left = most_crossings;
 }
 
-void phx_publish_line(phx_comm *comm, uint64_t chunk, uint64_t call)
+void phx_publish_line(phx_comm *comm, uint64_t chunk)
 {
     uint16_t *line = &comm->flags[comm->rank].line[chunk % PHX_SLOTS];
     *line = 0;
@@ -32,7 +32,7 @@ void phx_publish_line(phx_comm *comm, uint64_t chunk, uint64_t call)
         return;
     const struct phx_record_place place = phx_record_place();
     comm->lines->places[chunk % PHX_SLOTS] = place;
-    *line = phx_line_of(place, call);
+    *line = phx_line_of(place);
 }
 
 void phx_meet_line(phx_comm *comm, uint32_t peer, uint64_t slot)

@@ -5,7 +5,7 @@
 #include "comm.h"
 
 /* Publish, beside the call word, from which line this rank makes the call that begins with `chunk`. */
-void phx_publish_line(phx_comm *comm, uint64_t chunk, uint64_t call);
+void phx_publish_line(phx_comm *comm, uint64_t chunk);
 
 /* Note which lines of this rank and of `peer` have met in a slot; sets `crossed` if two are crossed now. */
 void phx_meet_line(phx_comm *comm, uint32_t peer, uint64_t slot);

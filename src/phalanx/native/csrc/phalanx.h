@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 20
+#define PHX_ABI 21
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -205,8 +205,8 @@ PHX_API phx_line_pairs *phx_pairs_open(void);
 PHX_API void phx_pairs_close(phx_line_pairs *pairs);
 
 /* From which line the collective was called that this thread is in, in 16 bits that every process of this program counts
- * alike; 0 if that is not known. `call` is the same number on all ranks that make the same call. */
-PHX_API uint32_t phx_line_now(uint64_t call);
+ * alike; 0 if that is not known. */
+PHX_API uint32_t phx_line_now(void);
 
 /* Note that this thread's collective has met one of the other rank, from these lines; neither is 0. Returns PHX_CROSSED
  * if two lines are crossed now, and says in `out` which, but for the peer; else PHX_OK. */

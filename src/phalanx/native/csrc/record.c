@@ -175,11 +175,13 @@ void phx_record_awaits(int32_t rank)
 
 struct phx_record_place phx_record_place(void)
 {
-    struct phx_record_place place = {0, 0, 0};
+    struct phx_record_place place = {.peer = -1};
     if (!under_way)
         return place;
     place.line = atomic_load_explicit(&under_way->site, memory_order_relaxed);
     place.in_group = atomic_load_explicit(&under_way->in_group, memory_order_relaxed);
+    place.what = atomic_load_explicit(&under_way->what, memory_order_relaxed);
+    place.peer = atomic_load_explicit(&under_way->peer, memory_order_relaxed);
     if (place.line >= sizeof place.identity && place.line < PHX_STRINGS)
         memcpy(&place.identity, memory + PHX_STRINGS_AT + place.line - sizeof place.identity, sizeof place.identity);
     return place;

@@ -65,11 +65,13 @@ struct phx_recorder_header {
     _Atomic uint64_t lost;
 };
 
-/* Where the collective that this thread is in was called. */
+/* Where the collective that this thread is in was called, and what it is. */
 struct phx_record_place {
     uint32_t line;     /* a text of the recorder's; 0: not known */
     uint32_t identity; /* of that place in the program: equal in every process that runs this program (watch/recorder.py) */
     uint32_t in_group; /* which collective of its group it is */
+    uint32_t what;     /* as in struct phx_record */
+    int32_t peer;
 };
 
 struct phx_record_place phx_record_place(void);

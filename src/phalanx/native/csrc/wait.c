@@ -164,7 +164,7 @@ int phx_enter(phx_comm *comm, uint64_t chunk, uint64_t call)
     }
     comm->flags[comm->rank].call[chunk % PHX_SLOTS] = call;
     if (comm->lines)
-        phx_publish_line(comm, chunk, call);
+        phx_publish_line(comm, chunk);
     return PHX_OK;
 }
 

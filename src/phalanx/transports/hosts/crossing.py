@@ -15,8 +15,6 @@ from phalanx.transports.crossing import MOST_JUDGED, Wish, crossed_lines
 
 __all__ = ["Crossed", "Lines"]
 
-_WORD = 2**64 - 1
-
 
 class Crossed(Exception):
     """Two ranks have called two lines in different orders, and the user wants that to be an error; says which."""
@@ -45,9 +43,9 @@ class Lines:
         for pairs in self._pairs.values():
             self._core.phx_pairs_close(pairs)
 
-    def own(self, call: int) -> int:
+    def own(self) -> int:
         """From which line this thread's collective was called, as a number for the other leaders; 0 if not known."""
-        return 0 if self._wish == Wish.IGNORE else int(self._core.phx_line_now(call & _WORD))
+        return 0 if self._wish == Wish.IGNORE else int(self._core.phx_line_now())
 
     def meet(self, mine: int, theirs: Mapping[int, int]) -> None:
         """This leader's call has met the others', which are equal.

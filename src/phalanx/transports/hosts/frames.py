@@ -86,7 +86,7 @@ class Frames:
             call: a number that is equal for equal calls.
             data: for other hosts, by their numbers, at most ``nbytes`` each. The same may be for several.
         """
-        self._line = self._lines.own(call)
+        self._line = self._lines.own()
         frames: dict[Data, tuple[_Memory, int]] = {}
         while len(self._coming) < 2:
             self._listen()
