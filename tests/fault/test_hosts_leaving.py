@@ -120,7 +120,7 @@ def test_a_script_that_fails_has_not_left(size: int, call: str, tmp_path: Path) 
 
 
 EXITS = """
-    import os, sys
+    import argparse, os, sys
     from datetime import timedelta
     import torch
     import torch.distributed as dist
@@ -134,10 +134,40 @@ EXITS = """
     dist.init_process_group("phalanx", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=100))
     tensor = torch.ones(4)
 
+    def is_kept():
+        try:
+            sys.exit(3)
+        except SystemExit as error:
+            globals()["kept"] = error
+            raise
+
+    def by_system_exit():
+        raise SystemExit(3)
+
+    class Exit(SystemExit):
+        pass
+
+    def by_subclass():
+        raise Exit(3)
+
+    WAYS = {
+        "with nothing": sys.exit,
+        "with 0": lambda: sys.exit(0),
+        "with text": lambda: sys.exit("this batch is empty"),
+        "which is kept": is_kept,
+        "by SystemExit": by_system_exit,
+        "by SystemExit, caught": by_system_exit,
+        "by a subclass of it": by_subclass,
+        "by exit()": lambda: exit(3),
+        "by argparse": lambda: argparse.ArgumentParser().parse_args(["--no-such-option"]),
+        "by os._exit": lambda: os._exit(3),
+    }
+    leave = WAYS.get(how, lambda: sys.exit(3))
+
     def main():
         with open(os.devnull):
             try:
-                sys.exit({"with nothing": None, "with 0": 0, "with text": "this batch is empty"}.get(how, 3))
+                leave()
             finally:
                 tensor.zero_()
 
@@ -146,9 +176,9 @@ EXITS = """
         try:
             main()
         except SystemExit as error:
-            if how != "and is caught":
+            if not how.endswith("caught"):
                 raise
-            assert type(error).__name__ == "SystemExit" and error.code == 3
+            assert type(error) is SystemExit and error.code == 3
         dist.all_reduce(tensor)
     else:
         try:
@@ -160,17 +190,28 @@ EXITS = """
 """
 
 
+WAYS = [
+    ("with 3", 3, "has failed (exit code 3)"),
+    ("with text", 1, "has failed (exit code 1)"),
+    ("with 0", 0, "in order"),
+    ("with nothing", 0, "in order"),
+    ("and is caught", 0, "in order"),
+]
+OTHER_WAYS = [
+    ("which is kept", 3, "has failed (exit code 3)"),
+    ("by SystemExit", 3, "has failed (exit code 3)"),
+    ("by SystemExit, caught", 0, "in order"),
+    ("by a subclass of it", 3, "has failed (exit code 3)"),
+    ("by exit()", 3, "has failed (exit code 3)"),
+    ("by argparse", 2, "has failed (exit code 2)"),
+    ("by os._exit", 3, "has failed (exit code 3)"),
+]
+
+
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
-    [
-        ("with 3", 3, "has failed (exit code 3)"),
-        ("with text", 1, "has failed (exit code 1)"),
-        ("with 0", 0, "in order"),
-        ("with nothing", 0, "in order"),
-        ("and is caught", 0, "in order"),
-    ],
+    ("how", "code", "said", "size"),
+    [*[(*way, size) for way in WAYS for size in (2, 3)], *[(*way, 2) for way in OTHER_WAYS]],
 )
-@pytest.mark.parametrize("size", [2, 3])
 def test_how_a_script_exits_is_told(size: int, how: str, code: int, said: str, tmp_path: Path) -> None:
     """By the one that is alone on its host: if it exits by itself, no launcher sees its exit code."""
     ends = run_to_the_end(EXITS, size, tmp_path, how)

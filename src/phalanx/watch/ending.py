@@ -5,9 +5,7 @@ nobody caught is told from the exception hook, before the interpreter begins to 
 share memory, and by the groups of :func:`tell_of_failure` to those of other hosts. An exit is told by the core,
 from the process's exit code (``native/csrc/life.c``); a worker of ``multiprocessing`` that was forked does not pass
 there. Nothing tells an exit handler of Python the exit code, so it is told before (:func:`tell_of_exit`): by the
-launcher, which runs the script, or else once the interpreter has dropped the exception of ``sys.exit()``. It drops that
-where no function runs any more, and right before it exits; a program that catches the exception drops it inside of one.
-A script that raises ``SystemExit`` by itself is seen to fail only by the ranks that share memory with it.
+launcher, which runs the script, or else when the interpreter has decided on it (``exit_code.py``).
 
 Often a script fails because another rank has left the group in order: a message for that one cannot be sent. Then the
 other ranks are told which rank left, because that is the cause of the failure. The error that reports a rank that left
@@ -20,16 +18,16 @@ import contextlib
 import multiprocessing
 import os
 import sys
-import threading
 import weakref
-from collections.abc import Callable
 from multiprocessing import util
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from phalanx.exception import PhalanxError, chain
 from phalanx.native.core import TEXT_BYTES, library
+from phalanx.system.bounded import within
 from phalanx.watch.call_site import raised_at
+from phalanx.watch.exit_code import before_exit, exit_code
 
 __all__ = [
     "Teller",
@@ -54,38 +52,27 @@ class Teller(Protocol):
         ...
 
 
-class _ScriptExit(SystemExit):
-    """What ``sys.exit()`` raises on the main thread of a process that has a group; its name is ``SystemExit``."""
-
-    def __init__(self, *status: object) -> None:
-        super().__init__(*status)
-        self._pid = os.getpid()
-
-    def __del__(self) -> None:
-        # This frame has a caller unless the interpreter is about to exit. One that exits already lets go of exceptions
-        # that the script had caught. After a fork the exception is the parent's.
-        at_exit = sys._getframe().f_back is None and not sys.is_finalizing()
-        if at_exit and not _interactive() and os.getpid() == self._pid:
-            code = _exit_code(self.code)
-            if code:
-                tell_of_exit(self, code)
-
-    def __reduce__(self) -> tuple[type[SystemExit], tuple[object, ...]]:
-        return SystemExit, self.args
-
-
-_ScriptExit.__name__ = _ScriptExit.__qualname__ = "SystemExit"
-_ScriptExit.__module__ = "builtins"
+# The groups' own limits are shorter, each for itself.
+_TELLING_S = 3.0
 
 _installed = False
 _exits_badly = False
+_has_told = False
 # Of errors that say that a rank has left a group in order: what made the error for the group, and the rank there.
 _left: weakref.WeakKeyDictionary[BaseException, tuple[weakref.ref[object], int]] = weakref.WeakKeyDictionary()
 _worker: multiprocessing.process.BaseProcess | None = None
 # By identity: unlike a WeakSet it can be listed in one step, while other threads make groups.
 _tellers: weakref.WeakValueDictionary[int, Teller] = weakref.WeakValueDictionary()
 # The groups are the parent's, whose script goes on when that of a forked child fails.
-os.register_at_fork(after_in_child=lambda: _tellers.clear())
+
+
+def _after_fork() -> None:
+    global _exits_badly, _has_told
+    _exits_badly = _has_told = False
+    _tellers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def tell_of_failure(teller: Teller) -> None:
@@ -100,7 +87,7 @@ def tell_how_the_script_ends() -> None:
     if not _installed:
         _installed = True
         _wrap_excepthook()
-        _wrap_exit()
+    before_exit(tell_of_exit)
     if multiprocessing.parent_process() is not None:
         _watch_worker()
 
@@ -113,12 +100,21 @@ def script_failed() -> bool:
     return _exits_badly or (getattr(sys, "last_value", None) is not None and not _interactive())
 
 
-def tell_of_exit(error: SystemExit, code: int) -> None:
-    """Tell the other ranks that this exit, with a code other than 0, ends the script; called once it is certain."""
+def tell_of_exit(error: BaseException, code: int) -> None:
+    """Tell the other ranks that an exit, with a code other than 0, ends the script; called once it is certain.
+
+    Nothing more is told if they know already that the script has failed.
+
+    Args:
+        error: the exit, or an exception that the script was handling when it ended the process.
+        code: the exit code.
+    """
     global _exits_badly
     _exits_badly = True
-    with contextlib.suppress(Exception):  # the process must exit all the same
-        _tell(error, f"exit code {code}")
+    if not _has_told:
+        # On a thread: a signal handler may end the process while its own thread has a lock that telling needs.
+        with contextlib.suppress(Exception):  # the process must exit all the same
+            within(_TELLING_S, lambda: _tell(error, f"exit code {code}"))
 
 
 def note_left(error: BaseException, maker: object, group_rank: int) -> None:
@@ -158,25 +154,6 @@ def _wrap_excepthook() -> None:
     sys.excepthook = hook
 
 
-def _wrap_exit() -> None:
-    before: Callable[[object], NoReturn] = sys.exit  # type: ignore[assignment]
-
-    def exit(status: object = None, /) -> NoReturn:
-        """Exit the interpreter by raising SystemExit(status)."""
-        if threading.current_thread() is threading.main_thread():
-            raise _ScriptExit(status)
-        before(status)
-
-    sys.exit = exit
-
-
-def _exit_code(status: object) -> int:
-    """The code with which a process exits for this status."""
-    if status is None:
-        return 0
-    return status & 0xFF if isinstance(status, int) else 1
-
-
 def _interactive() -> bool:
     """Whether a prompt follows an exception, and not the end of the process."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
@@ -191,6 +168,8 @@ def _tell_failure(error: BaseException) -> None:
 
 
 def _tell(error: BaseException, cause: str) -> None:
+    global _has_told
+    _has_told = True
     tellers = [teller for reference in _tellers.valuerefs() if (teller := reference()) is not None]
     for teller in tellers:
         with contextlib.suppress(Exception):  # the others must be told all the same
@@ -215,5 +194,7 @@ def _worker_ends() -> None:
     error = sys.exc_info()[1]
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         library().phx_process_leaves()
+    elif isinstance(error, SystemExit):
+        tell_of_exit(error, exit_code(error.code))
     else:
         _tell_failure(error)
