@@ -17,6 +17,7 @@ from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.socket import END_S, SocketLink
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.session import Session
+from tests.support.waiting import soon
 
 KEY = b"k" * 32
 PATIENCE_S = 60.0
@@ -99,10 +100,11 @@ def test_the_thread_that_waits_for_an_answer_reads_it() -> None:
         threads = []
         for _ in range(20):
             gate.clear()
-            timer = threading.Timer(0.02, gate.set)  # else an answer may be quicker than the caller
-            timer.start()
+            # Else an answer may be quicker than the caller; nobody else reads before there is one.
+            opener = threading.Thread(target=lambda: soon(link._reading.locked) and gate.set())
+            opener.start()
             threads.append(side.call(link, b"head", service="slow"))
-            timer.join()
+            opener.join()
     assert threads.count(threading.current_thread()) > 10
 
 
