@@ -185,7 +185,7 @@ def test_calls_that_are_given_up_before_they_began_give_their_memory_back() -> N
             futures = [rpc.start(1, wait_with, torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(count)]
 
             def held() -> int:
-                return (own.request(1, "resident", None).wait() - before) // nbytes
+                return int(own.request(1, "resident", None).wait() - before) // nbytes
 
             assert soon(lambda: held() >= count - 1)
             for future in futures[1:]:

@@ -97,11 +97,15 @@ def linked() -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]
 def test_the_thread_that_waits_for_an_answer_reads_it() -> None:
     with linked() as ((side, link), (other, _)):
         gate = other.gates["slow"] = threading.Event()
+
+        def open_gate() -> None:  # else an answer may be quicker than the caller
+            assert soon(link._reading.locked)  # by the caller: there is nothing yet for others to read
+            gate.set()
+
         threads = []
         for _ in range(20):
             gate.clear()
-            # Else an answer may be quicker than the caller; nobody else reads before there is one.
-            opener = threading.Thread(target=lambda: soon(link._reading.locked) and gate.set())
+            opener = threading.Thread(target=open_gate)
             opener.start()
             threads.append(side.call(link, b"head", service="slow"))
             opener.join()
