@@ -218,7 +218,8 @@ class Launcher:
             if job.process.poll() is None:
                 continue
             job.wait_until_gone(20.0)
-            assert list(job.temporary.iterdir()) == []
+            left = sorted(str(path.relative_to(job.temporary)) for path in job.temporary.rglob("*"))
+            assert left == [], left
         assert [name for name in os.listdir("/dev/shm") if "phalanx" in name] == []
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ import pytest
 import torch.distributed as dist
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
 from tests.support.islands import pretend_host
+from tests.support.ports import held_port
 from tests.support.ranks import Member, Outcome, run_ranks
 from torch._C._distributed_c10d import TCPStore
 
@@ -86,8 +86,6 @@ def told(
 ) -> list[Outcome]:
     """What the ranks say of a new group of ``ranks``, with a victim that goes before it, or in a step of making it."""
     waiting = [f"made-{rank}" for rank in ranks if rank != victim]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
 
     def body(member: Member) -> str:
         (member.folder / f"port-{member.rank}").write_text(str(port))
@@ -106,7 +104,8 @@ def told(
         member.await_said(*waiting)  # that a rank which has raised ends says nothing to the others yet
         return text
 
-    return run_ranks(body, size)
+    with held_port() as port:
+        return run_ranks(body, size)
 
 
 def check(outcomes: list[Outcome], victim: int, way: str, ranks: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ports import held_port
 from tests.support.ranks import Member, fork_rank, on_ranks, run_ranks
 from tests.support.ranks import _collect as collect
 from tests.support.waiting import await_stop, soon
@@ -203,7 +204,7 @@ def test_a_store_that_was_suspended_with_its_ranks_waits_on(tmp_path: Path) -> N
     """Rank 1 waits for a key that rank 0 sets after both were stopped for longer than the wait's timeout."""
 
     def body(member: Member) -> str:
-        at = {"master_addr": "127.0.0.1", "master_port": 21_000 + os.getppid() % 9_000}
+        at = {"master_addr": "127.0.0.1", "master_port": port}
         place = Place("env", member.rank, 2, None, None, None, None, **at)  # type: ignore[arg-type]
         store = meet(place, 60.0, 1)
         if member.rank == 0:
@@ -220,16 +221,17 @@ def test_a_store_that_was_suspended_with_its_ranks_waits_on(tmp_path: Path) -> N
             time.sleep(0.01)
         store.set("asked", "")
 
-    children = [fork_rank(body, Member(rank, 2, tmp_path)) for rank in range(2)]
-    while not (tmp_path / "waits").exists():
-        time.sleep(0.01)
-    time.sleep(0.3)
-    for signum, pause_s in ((signal.SIGSTOP, 7), (signal.SIGCONT, 0.5)):
-        for child in children:
-            os.kill(child, signum)
-        time.sleep(pause_s)
-    (tmp_path / "woken").touch()
-    outcomes = collect(children, tmp_path, 120)
+    with held_port() as port:
+        children = [fork_rank(body, Member(rank, 2, tmp_path)) for rank in range(2)]
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        for signum, pause_s in ((signal.SIGSTOP, 7), (signal.SIGCONT, 0.5)):
+            for child in children:
+                os.kill(child, signum)
+            time.sleep(pause_s)
+        (tmp_path / "woken").touch()
+        outcomes = collect(children, tmp_path, 120)
     assert [outcome.value for outcome in outcomes] == ["", "here"], [outcome.traceback for outcome in outcomes]
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from tests.support.islands import pretend_host
 from tests.support.leaks import descriptors
+from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
@@ -192,8 +193,6 @@ def test_a_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_end_of_rank_0_while_the_others_use_its_store_is_an_error_of_init(size: int) -> None:
-    port = 25_000 + os.getpid() % 4_000 + size
-
     def body(member: Member) -> str:
         (member.folder / f"pid-{member.rank}").write_text(str(os.getpid()))
 
@@ -215,7 +214,8 @@ def test_the_end_of_rank_0_while_the_others_use_its_store_is_an_error_of_init(si
             )
         return str(caught.value)
 
-    outcomes = run_ranks(body, size)
+    with held_port() as port:
+        outcomes = run_ranks(body, size)
     assert outcomes[0].signal == signal.SIGKILL
     for outcome in outcomes[1:]:
         assert "rank 0" in (outcome.value or ""), outcome.traceback
@@ -224,7 +224,6 @@ def test_the_end_of_rank_0_while_the_others_use_its_store_is_an_error_of_init(si
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_failed_at_different_steps_meet_at_the_next_attempt(size: int) -> None:
     """The last rank asks for a device that it has not, before it makes a group; the others fail when they make it."""
-    port = 25_000 + os.getpid() % 4_000
 
     def body(member: Member) -> list[int]:
         def join(device: str) -> phalanx.World:
@@ -240,7 +239,8 @@ def test_ranks_that_failed_at_different_steps_meet_at_the_next_attempt(size: int
         phalanx.close()
         return met
 
-    assert on_ranks(body, size) == [list(range(size))] * size
+    with held_port() as port:
+        assert on_ranks(body, size) == [list(range(size))] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -256,7 +256,7 @@ def test_a_rank_that_goes_while_the_ranks_meet_is_told_to_the_others_at_once(
     def body(member: Member) -> tuple[str, float]:
         for name, value in {"RANK": member.rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setenv("MASTER_PORT", str(22_000 + os.getppid() % 8_000))
+        monkeypatch.setenv("MASTER_PORT", str(port))
         if member.rank == lost:
 
             def fail(device: torch.device, rank: int) -> None:
@@ -277,7 +277,9 @@ def test_a_rank_that_goes_while_the_ranks_meet_is_told_to_the_others_at_once(
         member.await_said(*told)  # a rank that comes later would find this one gone
         return str(caught.value), took_s
 
-    for outcome in run_ranks(body, size):
+    with held_port() as port:
+        outcomes = run_ranks(body, size)
+    for outcome in outcomes:
         if outcome.rank != lost:
             assert outcome.error is None, outcome.traceback
             text, took_s = outcome.value

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 from tests.launch_support import Launcher, launcher
+from tests.support.ports import held_port
 
 __all__ = ["launcher"]
 
@@ -64,11 +63,6 @@ RPC = """
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize(
     ("ranks", "text", "total"),
     [
@@ -81,7 +75,8 @@ def free_port() -> int:
     ids=["tcp", "own MASTER_PORT", "phalanx.init", "spawned by one", "RPC beside a group"],
 )
 def test_rank_0_listens_where_the_launcher_does_not(launcher: Launcher, ranks: int, text: str, total: float) -> None:
-    outcome = launcher.run("-n", str(ranks), "-q", "--no-prefix", launcher.script(text), str(free_port()))
+    with held_port() as port:
+        outcome = launcher.run("-n", str(ranks), "-q", "--no-prefix", launcher.script(text), str(port))
     assert (outcome.code, outcome.out_lines) == (0, [str(total)] * ranks), outcome.err_text
 
 

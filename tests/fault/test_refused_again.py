@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
+from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks
 
 import phalanx
@@ -16,10 +15,8 @@ TIMEOUT_S = 120.0
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_rank_that_was_refused_joins_when_it_comes_as_it_should(times: int, size: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-
     def init(rank: int, world_size: int) -> phalanx.World:
+        where = f"tcp://127.0.0.1:{port}"
         return phalanx.init(timeout_s=TIMEOUT_S, quiet=True, init_method=where, rank=rank, world_size=world_size)
 
     def body(member: Member) -> list[int]:
@@ -35,4 +32,5 @@ def test_a_rank_that_was_refused_joins_when_it_comes_as_it_should(times: int, si
         assert met[0] == met[1]
         return list(met[0])
 
-    assert on_ranks(body, size) == [list(range(size))] * size
+    with held_port() as port:
+        assert on_ranks(body, size) == [list(range(size))] * size

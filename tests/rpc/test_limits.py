@@ -180,19 +180,17 @@ def test_calls_that_are_given_up_before_they_began_give_their_memory_back() -> N
         try:
             if member.rank:
                 return True
-            futures = [rpc.start(1, wait_with, torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(count)]
             own = session.agent()
-            until = time.monotonic() + PATIENCE_S
-            most = 0
-            while most < (count - 1) * nbytes and time.monotonic() < until:
-                most = max(most, own.request(1, "resident", None).wait())
-            time.sleep(0.5)
             before = own.request(1, "resident", None).wait()
+            futures = [rpc.start(1, wait_with, torch.zeros(nbytes, dtype=torch.uint8)) for _ in range(count)]
+
+            def held() -> int:
+                return int(own.request(1, "resident", None).wait() - before) // nbytes
+
+            assert soon(lambda: held() >= count - 1)
             for future in futures[1:]:
                 future.cancel()
-            while own.request(1, "resident", None).wait() > before - (count - 2) * nbytes:
-                assert time.monotonic() < until
-                time.sleep(0.05)
+            assert soon(lambda: held() <= 2)  # that of the one that runs, and one that had just come
             own.notify(1, "open", None)
             return futures[0].wait() == nbytes
         finally:

@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from phalanx.rpc.parameter_server.sharing import Piece
 from phalanx.rpc.serving import Incoming
 from tests.launch_support import Launcher, launcher
 from tests.rpc import workers
+from tests.support.ports import held_port
 from tests.support.ranks import Member, run_ranks
 from tests.support.shared_links import read, write
 from tests.support.waiting import soon, stop
@@ -360,21 +360,19 @@ with phalanx.init(quiet=True) as world:
 def test_a_store_that_only_ranks_can_use_is_said_to_be_that(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER)
     (tmp_path / "script.py").write_text(BY_HAND)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "script.py"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **place, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    with held_port() as port:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "script.py"],
+                cwd=tmp_path,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **place, "RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        said = [rank.communicate(timeout=240)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert f"what listens at 127.0.0.1:{port} is no store of torch's" in said[0]
     assert "start them with phalanx run or torchrun" in said[0]

@@ -17,6 +17,7 @@ from phalanx.rpc.links.readers import Readers
 from phalanx.rpc.links.socket import END_S, SocketLink
 from phalanx.rpc.message import Kind, Message
 from phalanx.wire.session import Session
+from tests.support.waiting import soon
 
 KEY = b"k" * 32
 PATIENCE_S = 60.0
@@ -96,13 +97,18 @@ def linked() -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]
 def test_the_thread_that_waits_for_an_answer_reads_it() -> None:
     with linked() as ((side, link), (other, _)):
         gate = other.gates["slow"] = threading.Event()
+
+        def open_gate() -> None:  # else an answer may be quicker than the caller
+            assert soon(link._reading.locked)  # by the caller: there is nothing yet for others to read
+            gate.set()
+
         threads = []
         for _ in range(20):
             gate.clear()
-            timer = threading.Timer(0.02, gate.set)  # else an answer may be quicker than the caller
-            timer.start()
+            opener = threading.Thread(target=open_gate)
+            opener.start()
             threads.append(side.call(link, b"head", service="slow"))
-            timer.join()
+            opener.join()
     assert threads.count(threading.current_thread()) > 10
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import pytest
 import torch
+from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks
 
 import phalanx
@@ -71,9 +71,6 @@ def test_mistakes_are_named(environment: dict[str, str], given: Any, error: type
 
 
 def test_ranks_meet_where_the_script_says() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        port = chosen.getsockname()[1]
-
     def body(member: Member) -> tuple[Any, ...]:
         for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "PHALANX", "RANK", "WORLD"))]:
             del os.environ[name]
@@ -84,4 +81,5 @@ def test_ranks_meet_where_the_script_says() -> None:
         phalanx.close()
         return world.local_rank, world.launcher, tensor.item()
 
-    assert on_ranks(body, 3) == [(rank, "env", 3.0) for rank in range(3)]
+    with held_port() as port:
+        assert on_ranks(body, 3) == [(rank, "env", 3.0) for rank in range(3)]

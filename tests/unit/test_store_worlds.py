@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks
 
 import phalanx
@@ -16,8 +17,7 @@ from phalanx.rendezvous.meet import leave, meet
 from phalanx.store.client import JobStore
 
 
-def by_hand(place: Member) -> Place:
-    port = 20_000 + os.getppid() % 10_000
+def by_hand(place: Member, port: int) -> Place:
     at = {"master_addr": "127.0.0.1", "master_port": port}
     return Place("env", place.rank, place.size, None, None, None, None, **at)  # type: ignore[arg-type]
 
@@ -25,7 +25,7 @@ def by_hand(place: Member) -> Place:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_gloo_works_over_it_and_the_last_to_leave_may_be_anybody(size: int) -> None:
     def body(place: Member) -> list[float]:
-        store = meet(by_hand(place), 60.0, 1)
+        store = meet(by_hand(place, port), 60.0, 1)
         dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size)
         sums = []
         for ranks in (range(place.size), range(place.size - 1)):
@@ -42,7 +42,8 @@ def test_gloo_works_over_it_and_the_last_to_leave_may_be_anybody(size: int) -> N
         return sums
 
     everybody, fewer = sum(range(size)), sum(range(size - 1))
-    assert on_ranks(body, size) == [[everybody, fewer]] * (size - 1) + [[everybody]]
+    with held_port() as port:
+        assert on_ranks(body, size) == [[everybody, fewer]] * (size - 1) + [[everybody]]
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -52,7 +53,7 @@ def test_a_world_is_opened_closed_and_opened_again_on_one_port(size: int) -> Non
             RANK=str(place.rank),
             WORLD_SIZE=str(place.size),
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(20_000 + os.getppid() % 10_000),
+            MASTER_PORT=str(port),
         )
         sums = []
         for _ in range(3):
@@ -63,14 +64,15 @@ def test_a_world_is_opened_closed_and_opened_again_on_one_port(size: int) -> Non
             phalanx.close()
         return sums
 
-    assert on_ranks(body, size) == [[float(size)] * 3] * size
+    with held_port() as port:
+        assert on_ranks(body, size) == [[float(size)] * 3] * size
 
 
 def test_a_forked_child_has_connections_of_its_own_or_none() -> None:
     """A worker of a data loader inherits the parent's descriptors; neither may read the other's answers."""
 
     def body(place: Member) -> bool:
-        store = meet(by_hand(place), 60.0, 1)
+        store = meet(by_hand(place, port), 60.0, 1)
         assert isinstance(store, JobStore)
         store.set(f"rank {place.rank}", "before")
         pid = os.fork()
@@ -98,4 +100,5 @@ def test_a_forked_child_has_connections_of_its_own_or_none() -> None:
             store._peer._thread.join(20)  # type: ignore[union-attr] # this process ends without its exit handlers
         return True
 
-    assert on_ranks(body, 2) == [True, True]
+    with held_port() as port:
+        assert on_ranks(body, 2) == [True, True]

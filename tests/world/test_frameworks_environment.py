@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from typing import Any
 
 import pytest
 from tests.launch_support import Launcher, launcher
+from tests.support.ports import held_port
 from tests.support.ranks import Member, on_ranks
 from torch.distributed.rendezvous import rendezvous
 
@@ -27,16 +27,7 @@ def forget_launchers() -> None:
         del os.environ[name]
 
 
-def free_port(member: Member) -> str:
-    """A port that is free, the same on every rank."""
-    store = member.store("port")
-    if member.rank == 0:
-        with socket.create_server(("127.0.0.1", 0)) as chosen:
-            store.set("port", str(chosen.getsockname()[1]))
-    return str(store.get("port").decode())
-
-
-def become_mpi_rank(member: Member) -> None:
+def become_mpi_rank(member: Member, port: int) -> None:
     """Set the variables that Hydra gives a rank, and an address to meet at; no other launcher's variables."""
     forget_launchers()
     os.environ.update(
@@ -46,14 +37,14 @@ def become_mpi_rank(member: Member) -> None:
         MPI_LOCALNRANKS=str(member.size),
         HYDI_CONTROL_FD="1",
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=free_port(member),
+        MASTER_PORT=str(port),
     )
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_init_sets_what_torchrun_sets_and_close_undoes_it(size: int) -> None:
     def body(member: Member) -> tuple[dict[str, str], str, str]:
-        become_mpi_rank(member)
+        become_mpi_rank(member, port)
         before = dict(os.environ)
         phalanx.init(quiet=True, timeout_s=60, device="cpu")
         during = dict(os.environ)
@@ -62,16 +53,18 @@ def test_init_sets_what_torchrun_sets_and_close_undoes_it(size: int) -> None:
         told = {name: during[name] for name in TOLD}
         return told, during["MASTER_PORT"], during["ACCELERATE_USE_CPU"]
 
-    for rank, (told, port, use_cpu) in enumerate(on_ranks(body, size)):
+    with held_port() as port:
+        outcomes = on_ranks(body, size)
+    for rank, (told, where, use_cpu) in enumerate(outcomes):
         assert told == dict(zip(TOLD, map(str, (rank, size, rank, size, 0, 1)), strict=True))
-        assert int(port) > 0
+        assert int(where) > 0
         assert use_cpu == "true"
 
 
 def test_where_no_port_was_given_a_second_store_can_meet_at_the_one_that_is_set() -> None:
     def body(member: Member) -> Any:
         forget_launchers()
-        where = f"tcp://127.0.0.1:{free_port(member)}"
+        where = f"tcp://127.0.0.1:{port}"
         world = phalanx.init(
             quiet=True, timeout_s=60, device="cpu", init_method=where, rank=member.rank, world_size=member.size
         )
@@ -85,7 +78,8 @@ def test_where_no_port_was_given_a_second_store_can_meet_at_the_one_that_is_set(
         assert "MASTER_PORT" not in os.environ
         return second
 
-    found = on_ranks(body, 3)
+    with held_port() as port:
+        found = on_ranks(body, 3)
     assert len(set(found)) == 1
     assert found[0][0] == "127.0.0.1"
 

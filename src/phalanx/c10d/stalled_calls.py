@@ -130,17 +130,20 @@ class StalledCalls:
         self._counts[key].was_read = True
         began = time.monotonic()
         try:
-            entry = _first_after(ended, key[1], pickle.loads(ring.entries())["entries"])
+            entry = _first_after(ended, key[1], ring.entries(with_stacks=False))
+            if entry is None:
+                return
+            name = self._names[key] = entry["process_group"][0]
+            kind = next((number for text, number in _NUMBER_OF_KIND if text in entry["profiling_name"]), 0)
+            group = None if self._is_seen(name) else self._group(name)
+            if not kind or group is None:
+                return
+            # To look up stacks torch imports its compiler, which takes seconds: C++ that calls a collective comes of
+            # DDP or of functional collectives, which have imported it, but most programs have no need of it.
+            entry = _first_after(ended, key[1], ring.entries(with_stacks=True)) or entry
         finally:
             now = time.monotonic()
             self._not_before = now + _PAUSE * (now - began)
-        if entry is None:
-            return
-        name = self._names[key] = entry["process_group"][0]
-        kind = next((number for text, number in _NUMBER_OF_KIND if text in entry["profiling_name"]), 0)
-        group = None if self._is_seen(name) else self._group(name)
-        if not kind or group is None:
-            return
         dtype, nbytes = _data(entry)
         entered_ns = time.monotonic_ns() - max(0, time.time_ns() - int(entry["time_created_ns"]))
         what = FOUND_LATE | kind | (DTYPE_NUMBERS[dtype][1] << 8 if dtype in DTYPE_NUMBERS else 0)
@@ -151,10 +154,15 @@ class StalledCalls:
 
 @dataclass(frozen=True)
 class _Ring:
-    """One of torch's flight recorders: the groups' counts as JSON, and what has not ended, pickled."""
+    """One of torch's flight recorders: the groups' counts as JSON, and what has not ended."""
 
     counts: Callable[[], bytes]
-    entries: Callable[[], bytes]
+    dump: Callable[..., bytes]
+
+    def entries(self, *, with_stacks: bool) -> list[dict[str, Any]]:
+        found = pickle.loads(self.dump(includeCollectives=True, includeStackTraces=with_stacks, onlyActive=True))
+        entries: list[dict[str, Any]] = found["entries"]
+        return entries
 
 
 def _rings() -> list[_Ring]:
@@ -163,18 +171,14 @@ def _rings() -> list[_Ring]:
 
     rings = []
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
-        entries, counts = getattr(core, name, None), getattr(core, f"{name}_json", None)
-        if entries is not None and counts is not None:
-            rings.append(_Ring(_counting(counts), _listing(entries)))
+        dump, counts = getattr(core, name, None), getattr(core, f"{name}_json", None)
+        if dump is not None and counts is not None:
+            rings.append(_Ring(_counting(counts), dump))
     return rings
 
 
 def _counting(counts: Callable[..., bytes]) -> Callable[[], bytes]:
     return lambda: counts(includeCollectives=False, onlyActive=True)
-
-
-def _listing(entries: Callable[..., bytes]) -> Callable[[], bytes]:
-    return lambda: entries(includeCollectives=True, includeStackTraces=True, onlyActive=True)
 
 
 def _first_after(ended: int, identity: str, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
