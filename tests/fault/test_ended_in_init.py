@@ -53,6 +53,34 @@ def test_on_two_hosts_the_others_are_told_which_rank_and_where(
     assert f"rank {victim} on h{victim // 2} has ended" in job.err
 
 
+INSIDE = """
+    import os, sys
+    import phalanx
+    from phalanx.transports.shm import segment
+
+    if os.environ["RANK"] == sys.argv[1]:
+        segment._reach = lambda *_: sys.exit(0)
+    try:
+        phalanx.init(timeout_s=600)
+    except phalanx.errors.InitializationError as error:
+        print(f"told: {error}", flush=True)
+        raise
+"""
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 1), (5, 4)])
+def test_a_rank_that_ends_inside_of_init_is_named_by_the_rank_that_collects(
+    launcher: Launcher, size: int, victim: int
+) -> None:
+    """Rank 0 offers the segment, and waits in the store for what the others answer."""
+    outcome = launcher.run("-n", str(size), "-q", "--no-prefix", launcher.script(INSIDE), str(victim))
+    told = [line for line in outcome.out_lines if line.startswith("told: ")]
+    assert outcome.code == 1, outcome.err_text
+    assert told, outcome.err_text
+    assert all(f"rank {victim} has ended" in line for line in told), told
+    assert "did not come within" not in outcome.err_text
+
+
 EARLY = """
     import os, time
     import phalanx

@@ -1,5 +1,5 @@
 """An engine over Gloo that is aborted while it connects: no connection is taken for broken before it is made, and none
-stays open, so that nobody waits on it.
+stays open, so that nobody waits on it. And what it calls late.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.connecting import gloo_engine
+from torch._C._distributed_c10d import HashStore
 
+from phalanx.transports.gloo.engine import lazy_gloo
 from phalanx.transports.hosts import gloo_lane
 from phalanx.transports.hosts.gloo_lane import GlooEngine
-from phalanx.transports.hosts.lane import TransferFailed
+from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 
 PATIENCE_S = 60.0
 
@@ -93,3 +96,47 @@ def test_a_connection_that_is_made_long_after_an_abort_is_closed(monkeypatch: py
     gloo.connects.set()
     assert gloo.closes.wait(PATIENCE_S)
     assert gloo.closed == [3]
+
+
+class Refused(Gloo):
+    """Connections to it are refused: Gloo gives up after a few attempts, in about two seconds."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:680] Connect timeout: timed out connecting: SO_ERROR: Connection refused"
+        )
+
+
+class Ended(Gloo):
+    """Its connections are made, and end: the kernel has sent something in vain for long."""
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        return EndedWork()
+
+
+class EndedWork(Work):
+    def wait(self, timeout: timedelta | None = None) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Read error [10.0.0.2]:5050: Connection timed out")
+
+
+@pytest.mark.parametrize("gloo", [Refused(), Ended()])
+def test_what_gloo_calls_a_timeout_is_late_only_if_the_time_is_over(gloo: Any) -> None:
+    engine = GlooEngine(gloo, timedelta(seconds=PATIENCE_S))
+    with pytest.raises(TransferFailed) as failed:
+        engine.send(torch.ones(1), 1, 1).wait()
+    assert not isinstance(failed.value, TransferLate), failed.value
+    assert failed.value.peer == 1
+
+
+def test_a_rank_that_does_not_send_in_time_is_late() -> None:
+    store, limit = HashStore(), timedelta(seconds=PATIENCE_S)
+    other: Any = lazy_gloo(store, 1, 2, limit, one_host=True)
+    engine = gloo_engine(store, 0, 2, limit)
+    thread = in_thread(lambda: other.send([torch.ones(1)], 0, 1).wait())
+    engine.recv(torch.empty(1), 1, 1).wait()
+    thread.join(PATIENCE_S)
+    engine.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(TransferLate):
+        engine.recv(torch.empty(1), 1, 1).wait()
+    engine.close()
+    other.shutdown()

@@ -16,13 +16,14 @@ from torch._C._distributed_c10d import HashStore
 from phalanx.errors import PeerLost
 from phalanx.native.core import TEXT_BYTES
 from phalanx.transports.hosts import asking
-from phalanx.transports.hosts.breaking import PATIENCE_S, Reason
+from phalanx.transports.hosts.breaking import Reason
 from phalanx.transports.hosts.contact import Sign
 from phalanx.transports.hosts.guard import GRACE_S, _short
 from phalanx.transports.hosts.lane import TransferFailed
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.lookout import Lookout
 from phalanx.transports.hosts.watcher import Endpoint
+from phalanx.transports.hosts.whereabouts import PATIENCE_S
 from phalanx.transports.solo import SoloCommunicator
 
 OTHER, THIRD = 1, 2

@@ -19,7 +19,6 @@ from typing import Protocol
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
-from phalanx.system import processes
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
 from phalanx.transports.hosts.asking import Questions, aside
@@ -27,29 +26,18 @@ from phalanx.transports.hosts.crossing import Crossed
 from phalanx.transports.hosts.guard import Guard, Messages
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.whereabouts import PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
 from phalanx.transports.hosts.wording import Fact, awaited_elsewhere, late, late_message, lost, who
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.watch.calls import listed
 from phalanx.watch.ending import who_left
 from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Differs", "Reason"]
 
-# How long to wait for a reason, or for other ranks' calls. A rank in a call is woken by the break, and writes at once.
-PATIENCE_S = 2.0
-# The same for the ranks of a host, which share memory.
-PROMPT_S = 0.3
 LOOK_S = 0.02
 # In characters, each of which is up to 12 bytes of JSON; a lookout's message has at most 64 KiB.
 _LONGEST_TEXT = 4000
 _AWAY = "away"  # the key that is there once a rank has gone
-
-# A process that is stopped writes nothing, so those of its host do; others see its state in no other way.
-_STANDS = {"T": "stopped (state T)", "t": "held by a debugger (state t)"}
-
-Note = tuple[
-    int, str, str
-]  # of a rank: how many collectives it has begun; what it does, or where it is; the one before
 
 
 class Differs(Exception):
@@ -104,13 +92,12 @@ class Reason:
         self._store, self._rank, self._layout, self._abort, self._aborted = store, rank, layout, abort, aborted
         self._local = local
         self.fails = False
-        self._standing: dict[int, str] = {}  # ranks that say nothing because they are stopped
         self._found_at_end: Fact | None = None
-        self._size = sum(map(len, layout.hosts))
         self._questions = Questions()
         self._guard = Guard(
             store, layout, rank, local, abort, self._read_store, self._tell_ended, self._tell_place, timeout
         )
+        self._whereabouts = Whereabouts(store, rank, layout, self._guard.pids, self._questions)
 
     def attend(self, messages: Messages) -> None:
         """Judge the ranks that messages wait for as well, and tell the others which message this rank is in."""
@@ -150,7 +137,8 @@ class Reason:
         if known is not None and known["kind"] == "lost":
             aside(lambda: self._tell(known))
             return with_own_wait(self._raised(known, error, call, timeout_s, of_message))
-        self._note("message" if of_message else "call", call, self.history.last_but(0 if of_message else 1))
+        kind, before = ("message", 0) if of_message else ("call", 1)
+        self._whereabouts.write(kind, self._doing(call, before))
         self._guard.has_told |= not of_message
         found = self._guard.reason or self._found(error, of_message)
         if found is not None:
@@ -175,16 +163,21 @@ class Reason:
         if not isinstance(error, Exception):
             return error
         if fact["kind"] == "differs":
-            return CollectiveMismatch.of_calls(self._calls(call, fact.get("at", -1)))
+            return CollectiveMismatch.of_calls(self._gather(call).listed(fact.get("at", -1)))
         if fact["kind"] == "late" and fact["what"] == "message":
             if fact["by"] == self._rank and isinstance(error, CollectiveTimeout):
                 return error
             return late_message(fact, self._rank, call)
         if fact["kind"] == "late" and of_message:
-            theirs = self._gather(call)[0].get(fact["by"], (0, "", ""))[1]
-            return awaited_elsewhere(fact, theirs, self._rank, call, timeout_s)
+            found = self._gather(call)
+            theirs, places = "", dict[int, str]()
+            if fact["by"] in found.calls:
+                number, theirs, _ = found.calls[fact["by"]]
+                places = found.behind(number)
+                places.pop(self._rank, None)
+            return awaited_elsewhere(fact, theirs, places, self._layout, self._guard.pids, self._rank, call, timeout_s)
         if fact["kind"] == "late":
-            places = self._missing(call)
+            places = self._gather(call).behind(self._guard.calls)
             return late(places, self._layout, self._guard.pids, self._rank, call, timeout_s)
         if fact["kind"] == "failed" and fact["by"] == self._rank:
             return error
@@ -374,76 +367,13 @@ class Reason:
 
     # -- what the ranks were doing -----------------------------------------------------------------
 
-    def _note(self, kind: str, text: str, before: str) -> None:
-        """Write down what this rank does, or where it is, and the collective before that, for the others."""
-        value = json.dumps([self._guard.calls, text, before])
-        self._questions.say(lambda: self._store.set(f"{kind}/{self._rank}", value))
-
     def _tell_place(self, place: str, message: str) -> None:
         kind, text = ("message", message) if message else ("place", place)
-        aside(lambda: self._note(kind, text, self.history.last_but(0)))
+        aside(lambda: self._whereabouts.write(kind, self._doing(text, 0)))
 
-    def _calls(self, own: str, at: int) -> str:
-        """The ranks' calls, for people.
+    def _gather(self, own: str) -> Found:
+        return self._whereabouts.gather(self._doing(own, 1))
 
-        Args:
-            own: this rank's.
-            at: which of its calls differs, by the count of the rank that has found it. A rank that need not wait for
-                others may be one further by then. -1 if it is a message.
-        """
-        calls, places = self._gather(own)
-        said = {rank: f"in no collective, at {place}" for rank, (_, place, _) in places.items() if place}
-        said |= {rank: call for rank, (number, _, call) in places.items() if number == at and call}
-        said |= {
-            rank: before if number == at + 1 and at > 0 and before else call
-            for rank, (number, call, before) in calls.items()
-        }
-        return listed(said, range(self._size))
-
-    def _missing(self, own: str) -> dict[int, str]:
-        """The ranks that have not made this call, each with where it is, as far as it says so."""
-        calls, places = self._gather(own)
-        count = self._guard.calls
-        missing = {}
-        for rank in range(self._size):
-            if rank in places:
-                number, place, _ = places[rank]
-                if number < count:
-                    missing[rank] = f"at {place}" if place else "in no collective"
-            elif rank not in calls:
-                missing[rank] = self._standing.get(rank, "")
-            elif calls[rank][0] < count:
-                missing[rank] = f"in {calls[rank][1]}"
-        return missing
-
-    def _gather(self, own: str) -> tuple[dict[int, Note], dict[int, Note]]:
-        """What the ranks have written down, of those that are in a collective or a message and of the others."""
-        calls = {self._rank: (self._guard.calls, own, self.history.last_but(1))}
-        places: dict[int, Note] = {}
-
-        def look() -> None:
-            began = time.monotonic()
-            for rank in self._layout.here:
-                state = processes.state_of(self._guard.pids[rank]) if rank != self._rank else ""
-                if state in _STANDS:
-                    self._store.set(f"stands/{rank}", _STANDS[state])
-            while time.monotonic() < began + PATIENCE_S:
-                for rank in set(range(self._size)) - calls.keys():
-                    # A rank that is woken from a message of its own host has said its place before it says which.
-                    for kind in ("message", "place", "call"):
-                        if (kind == "message" or rank not in places) and self._store.check([f"{kind}/{rank}"]):
-                            number, text, before = json.loads(self._store.get(f"{kind}/{rank}"))
-                            (places if kind == "place" else calls)[rank] = number, text, before
-                            break
-                    else:
-                        if self._store.check([f"stands/{rank}"]):
-                            self._standing[rank] = self._store.get(f"stands/{rank}").decode()
-                known = calls.keys() | places.keys() | self._standing.keys()
-                patience_s = PROMPT_S if len(known) == self._size else PATIENCE_S
-                if len(calls) == self._size or time.monotonic() > began + patience_s:
-                    return
-                time.sleep(0.01)
-
-        self._questions.ask(look, PATIENCE_S, anyway=True)
-        calls, places = dict(calls), dict(places)  # it may go on
-        return calls, {rank: place for rank, place in places.items() if rank not in calls}
+    def _doing(self, text: str, before: int) -> Note:
+        """What this rank does, or where it is, and the collective before that, or the last one (0)."""
+        return self._guard.calls, text, self.history.last_but(before)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from queue import Empty
@@ -160,6 +163,7 @@ class GlooEngine(Engine):
 
         if self._aborted:
             raise TransferFailed(peer, "the group was aborted")
+        began = time.monotonic()
         try:
             # To the first transfer with a rank Gloo connects, and waits for that. A profiler records the threads on
             # which it was started, and a transfer that outlives it would write into what it has freed.
@@ -168,7 +172,9 @@ class GlooEngine(Engine):
             else:
                 work = self.apart(peer, start) if profiler._is_profiler_enabled else start()
         except RuntimeError as error:
-            raise self.failure(peer, error) from error
+            # Gloo calls it a timeout as well if the other rank's port refuses it a few times.
+            early = time.monotonic() - began < self.timeout.total_seconds() / 2
+            raise self.failure(peer, error, early) from error
         return _GlooTransfer(self, peer, work, tensor)
 
     def _begin_to_connect(self, peer: int, start: Callable[[], dist.Work]) -> TimedQueue[Any]:
@@ -249,10 +255,17 @@ class GlooEngine(Engine):
                 if _is_late(error):
                     return
 
-    def failure(self, peer: int, error: RuntimeError) -> TransferFailed:
-        """The error of a transfer that has failed."""
+    def failure(self, peer: int, error: RuntimeError, early: bool = False) -> TransferFailed:
+        """The error of a transfer that has failed.
+
+        Args:
+            peer: the rank at its other end.
+            error: what Gloo raised.
+            early: it did so before the time was over, whatever it says.
+        """
         text = " ".join(str(error).split())
-        return TransferLate(peer, text) if _is_late(error) and not self._aborted else TransferFailed(peer, text)
+        late = _is_late(error) and not early and not self._aborted
+        return TransferLate(peer, text) if late else TransferFailed(peer, text)
 
     def close(self) -> None:
         if self._apart is not None:
@@ -276,5 +289,5 @@ class GlooEngine(Engine):
 
 def _is_late(error: RuntimeError) -> bool:
     # torch and Gloo have no type for this.
-    text = str(error).lower()
+    text = str(error).lower().replace(os.strerror(errno.ETIMEDOUT).lower(), "")  # that is the connection's end
     return "timed out" in text or "timeout" in text

@@ -86,20 +86,36 @@ def late_message(fact: Fact, own: int, call: str) -> CollectiveTimeout:
     return CollectiveTimeout(f"{fact['text']}. Rank {own} was in {call}", group_rank=fact["group_rank"])
 
 
-def awaited_elsewhere(fact: Fact, theirs: str, own: int, call: str, timeout_s: float) -> CollectiveTimeout:
+def awaited_elsewhere(
+    fact: Fact,
+    theirs: str,
+    places: Mapping[int, str],
+    layout: Layout,
+    pids: Sequence[int],
+    own: int,
+    call: str,
+    timeout_s: float,
+) -> CollectiveTimeout:
     """The error of a message whose group broke because the ranks did not all come to a collective.
 
     Args:
-        fact, own, call: see :func:`lost`.
+        fact: why the group broke.
         theirs: the collective, as far as that is known.
+        places: the other ranks that did not come to it; see :func:`late`.
+        layout, pids, own, call: see :func:`lost`.
         timeout_s: the group's timeout.
     """
     by, what = fact["by"], theirs or "a collective"
+    came = f"{_all_of(places, layout, pids)} did not come" if places else "not all ranks came"
+    blamed: dict[str, Any] = {"group_rank": fact["group_rank"]}
+    if places:
+        first = _first_missing(places)
+        blamed = {"group_rank": first, "pid": pids[first], "host": layout.name(first)}
     return CollectiveTimeout(
-        f"rank {by} of the group was in {what}, and not all ranks came within {timeout_s:g} s. Rank {own} was in "
-        f"{call}. {CollectiveTimeout.remedy()}",
-        group_rank=fact["group_rank"],
+        f"rank {by} of the group was in {what}, and {came} within {timeout_s:g} s. Rank {own} was in {call}. "
+        f"{CollectiveTimeout.remedy()}",
         elapsed_s=timeout_s,
+        **blamed,
     )
 
 
@@ -120,12 +136,20 @@ def late(
             f"made the call. Is the link between the hosts too slow for it? {CollectiveTimeout.remedy()}",
             elapsed_s=timeout_s,
         )
-    # One that says where it is, is missing perhaps only because it waits for one of its host that does not.
-    first = min(places, key=lambda rank: (places[rank].startswith(("at ", "in ")), rank))
-    missing = format_list([f"{who([rank], layout, pids)}{_where(places[rank])}" for rank in sorted(places)])
+    first = _first_missing(places)
+    missing = _all_of(places, layout, pids)
     return CollectiveTimeout.did_not_come(
         missing, waiting, timeout_s, group_rank=first, elapsed_s=timeout_s, pid=pids[first], host=layout.name(first)
     )
+
+
+def _first_missing(places: Mapping[int, str]) -> int:
+    # One that says where it is, is missing perhaps only because it waits for one of its host that does not.
+    return min(places, key=lambda rank: (places[rank].startswith(("at ", "in ")), rank))
+
+
+def _all_of(places: Mapping[int, str], layout: Layout, pids: Sequence[int]) -> str:
+    return format_list([f"{who([rank], layout, pids)}{_where(places[rank])}" for rank in sorted(places)])
 
 
 def _where(place: str) -> str:

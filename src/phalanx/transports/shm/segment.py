@@ -41,6 +41,7 @@ OUTCOME_GRACE = timedelta(seconds=5)
 SIGHT_S = 5.0  # how long to wait for a rank that one cannot see, and so cannot know to be alive
 NAP_S = 0.0005
 MAX_RANKS = 1024  # PHX_MAX_RANKS
+_ENDED_WAIT = "the store ended the wait before its time"
 
 
 class NotOneHost(InitializationError):
@@ -197,6 +198,11 @@ def _reach(pid: int, number: int) -> tuple[int, str]:
         return -1, f"{error.strerror} (/proc/{pid}/fd)"
 
 
+def _is_early(began: float, timeout: timedelta) -> bool:
+    """Whether a wait that began then has ended before its time: the text of its error is that of a timeout even so."""
+    return time.monotonic() - began < timeout.total_seconds() / 2
+
+
 def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout_s: float) -> str:
     """Look at the other ranks' processes, and wait until all ranks have looked.
 
@@ -226,11 +232,14 @@ def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout
 def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, answer: str) -> _Outcome:
     """The outcome, given rank 0's own answer: why it cannot attach."""
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
+    began = time.monotonic()
     try:
         store.wait(list(keys.values()), timeout)  # one deadline for all of them
     except InitializationError:
         raise  # a rank has gone
-    except RuntimeError:
+    except RuntimeError as error:
+        if _is_early(began, timeout):
+            raise InitializationError(f"rank 0 could not wait for the other ranks: {_ENDED_WAIT} ({error})") from error
         absent = [peer for peer, key in keys.items() if not store.check([key])]
         if absent:
             names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
@@ -247,9 +256,12 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
 
 
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
+    began = time.monotonic()
     try:
         store.wait([key], timeout)
     except InitializationError:
         raise  # a rank has gone
     except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
+        if _is_early(began, timeout):
+            raise InitializationError(f"{otherwise}: {_ENDED_WAIT} ({error})") from error
         raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error
