@@ -217,3 +217,35 @@ def test_a_rank_that_has_left_before_it_could_be_reached_is_not_taken_for_one_th
         wait_until(lambda: reason._guard.reason is not None)
         assert reason._guard.reason is not None
         assert reason._guard.reason["what"] == "left"
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_rank_whose_transfer_has_failed_is_not_said_to_have_ended_before_the_store_was_read(
+    store: LateStore, monkeypatch: pytest.MonkeyPatch, left: bool
+) -> None:
+    other = Lookout()
+    if left:
+        store.held.set(f"left/{OTHER}", "[]")
+    other.end("close")
+    with make_reason(store, monkeypatch, other.endpoint) as reason:
+        store.goes_on.clear()
+        reason.begin()
+        reason._guard.failed_peer = OTHER
+        wait_until(lambda: OTHER in reason._guard._asked_at)
+        store.goes_on.set()
+        wait_until(lambda: reason._guard.reason is not None)
+        assert reason._guard.reason is not None
+        assert reason._guard.reason["what"] == ("left" if left else "ended")
+
+
+def test_a_rank_that_has_ended_is_named_though_the_store_does_not_answer(
+    store: LateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Lookout()
+    other.end("close")
+    with make_reason(store, monkeypatch, other.endpoint) as reason:
+        store.goes_on.clear()
+        reason.begin()
+        wait_until(lambda: reason._guard.reason is not None)
+        assert reason._guard.reason is not None
+        assert (reason._guard.reason["what"], reason._guard.reason["group_rank"]) == ("ended", OTHER)

@@ -344,6 +344,7 @@ class Reason:
                     self._guard.know(written)
                 for rank in self._leaving(ranks):
                     self._guard.know_left(rank)
+            self._guard.know_store(ranks)
 
         aside(read)
 

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import Store
 from phalanx.native.core import TEXT_BYTES
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, LEFT
+from phalanx.transports.hosts.asking import STORE_S
 from phalanx.transports.hosts.contact import Sign
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.lookout import Lookout, lookout
@@ -79,8 +80,9 @@ class Guard:
     that waits for a message, under ``_lock``; ``_known`` is set then. ``calls``, ``inside`` and ``failed_peer`` are
     written by the first thread and read by the second, and ``_here`` and ``away`` are written by the second and read by
     others; each is one reference, replaced whole. To ``_left`` the second and the third add, in one step of Python's,
-    and the second looks whether a rank is in it. The rest belongs to the second. If that one dies, ``_here`` stays what
-    it was, and costs one wait of ``PATIENCE_S`` (``breaking.py``); so does ``away``, and who has gone is then learned
+    and the second looks whether a rank is in it. So the third does to ``_answered``, after ``_left``, and if it dies,
+    the second waits for ``STORE_S`` instead. The rest belongs to the second. If that one dies, ``_here`` stays what it
+    was, and costs one wait of ``PATIENCE_S`` (``whereabouts.py``); so does ``away``, and who has gone is then learned
     from the store, into which the other ranks that watch write it.
 
     Args:
@@ -90,7 +92,7 @@ class Guard:
         local: the communicator of this host's ranks.
         wake: ends this rank's waits for others; kept weakly.
         read_store: asks the job's store, without waiting for it, why the group broke, and which of these ranks have
-            left, and calls :meth:`know` or :meth:`know_left`; kept weakly.
+            left, and calls :meth:`know` or :meth:`know_left`, and :meth:`know_store` at the end; kept weakly.
         tell_ended: is called with ranks that have ended and have not said that they leave, whoever waits for them; it
             must not wait; kept weakly.
         tell_place: is called with where this rank is, and with the message that it is in, if the group breaks while
@@ -128,7 +130,8 @@ class Guard:
         self._rank, self._layout = rank, layout
         self._wake, self._tell_place = weakref.WeakMethod(wake), weakref.WeakMethod(tell_place)
         self._read_store, self._tell_ended = weakref.WeakMethod(read_store), weakref.WeakMethod(tell_ended)
-        self._asked_about: set[int] = set()
+        self._asked_at: dict[int, float] = {}
+        self._answered: set[int] = set()
         self._local = local if isinstance(local, SharedMemoryCommunicator) else None
         self._lock = threading.Lock()
         self._known = threading.Event()
@@ -213,6 +216,10 @@ class Guard:
         """A rank has left in order; any thread may say so."""
         self._left.add(rank)  # in one step of Python's
 
+    def know_store(self, ranks: Collection[int]) -> None:
+        """The store has said what it knows of ranks that are away, or has gone; any thread may say so."""
+        self._answered.update(ranks)
+
     @property
     def ended(self) -> bool:
         """Whether this rank has left the group."""
@@ -286,14 +293,13 @@ class Guard:
         self._here = frozenset(
             rank for signs in signs_of.values() for rank, (sign, _) in signs.items() if sign is Sign.HERE
         )
-        self._ask_about(
-            {
-                rank
-                for signs in signs_of.values()
-                for rank, (sign, _) in signs.items()
-                if rank in waits and sign in (Sign.GONE, Sign.LEFT)
-            }
-        )
+        away = {
+            rank
+            for signs in signs_of.values()
+            for rank, (sign, _) in signs.items()
+            if (rank in waits or rank == self.failed_peer) and sign in (Sign.GONE, Sign.LEFT)
+        }
+        self._ask_about(away, now)
         for host, signs in signs_of.items():
             fact = self._gone(now, signs, waits)
             there = [waits[rank] for rank in self._layout.hosts[host] if rank in waits]
@@ -303,11 +309,15 @@ class Guard:
                 return fact
         return None
 
-    def _ask_about(self, away: set[int]) -> None:
+    def _ask_about(self, away: set[int], now: float) -> None:
         """Ranks are away for which this one waits. They may have said why before they could be heard."""
-        if not away <= self._asked_about and (read_store := self._read_store()) is not None:
-            read_store(away - self._asked_about)
-            self._asked_about |= away
+        if not away <= self._asked_at.keys() and (read_store := self._read_store()) is not None:
+            read_store(away - self._asked_at.keys())
+            self._asked_at = dict.fromkeys(away, now) | self._asked_at
+
+    def _has_said_nothing(self, rank: int, now: float) -> bool:
+        """Whether a rank that has ended has not written that it leaves, as far as the store answers in time."""
+        return rank in self._answered or now - self._asked_at.get(rank, now) >= STORE_S
 
     def _waits(self, now: float) -> dict[int, float]:
         """The ranks of other hosts that this one waits for, each with since when."""
@@ -324,10 +334,12 @@ class Guard:
     def _gone(self, now: float, signs: dict[int, tuple[Sign | None, float]], waits: dict[int, float]) -> Fact | None:
         for rank, (sign, since) in signs.items():
             failed = self.failed_peer == rank
+            unsaid = self._has_said_nothing(rank, now)  # before `left`, which the store's answer may set
             left = sign is Sign.LEFT or rank in self._left
             if (
                 sign is Sign.GONE
                 and not left
+                and unsaid
                 and (failed or (rank in waits and now - max(since, waits[rank]) >= GRACE_S))
             ):
                 return self._lost("ended", rank)
