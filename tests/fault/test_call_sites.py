@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
-import os
-import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,73 +10,45 @@ import torch
 import torch.distributed as dist
 from tests.launch_support import Launcher, launcher
 from tests.support import call_programs
-from tests.support.call_programs import MISTAKES, RIGHT, Program, first, second, swapped_functions
-from tests.support.ranks import Member, on_ranks, run_ranks
+from tests.support.call_programs import (
+    MISTAKES,
+    RIGHT,
+    Program,
+    first,
+    is_an_error,
+    is_warned_of,
+    name_of,
+    passes_in_silence,
+    said,
+    second,
+    swapped_functions,
+)
+from tests.support.ranks import Member, on_ranks
 
-from phalanx.errors import CollectiveMismatch
 from phalanx.transports.shm.crossing import judge
 
 __all__ = ["launcher"]  # a fixture
 
 
-@contextlib.contextmanager
-def said() -> Iterator[io.StringIO]:
-    with contextlib.redirect_stderr(io.StringIO()) as text:
-        yield text
+SIZES = pytest.mark.parametrize("size", [2, 3])
 
 
-def name_of(program: Program) -> str:
-    return program.__name__
-
-
-@pytest.mark.parametrize("size", [2, 3])
+@SIZES
 @pytest.mark.parametrize("program", MISTAKES, ids=name_of)
 def test_a_mistake_is_warned_of_once(program: Program, size: int) -> None:
-    def body(member: Member) -> str:
-        member.join()
-        with said() as text, contextlib.suppress(RuntimeError):  # the numbers of calls may differ in the end
-            program(member)
-        return text.getvalue()
-
-    told = [text for text in on_ranks(body, size) if text]
-    assert len(told) == 1, told
-    (warning,) = told
-    assert warning.startswith("phalanx: warning: ranks ")
-    assert "one has left out a call" in warning
-    assert warning.count("call_programs.py:") == 2
-    assert warning.count("\n") <= 12
+    is_warned_of(program, size, most=1)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@SIZES
 @pytest.mark.parametrize("program", RIGHT, ids=name_of)
 def test_a_program_that_is_right_is_not_warned_of(program: Program, size: int) -> None:
-    def body(member: Member) -> str:
-        os.environ["PHALANX_CALL_SITES"] = "error"
-        member.join()
-        with said() as text:
-            program(member)
-            dist.barrier()
-            dist.destroy_process_group()
-        return text.getvalue()
-
-    assert on_ranks(body, size) == [""] * size
+    passes_in_silence(program, size)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@SIZES
 @pytest.mark.parametrize("program", MISTAKES, ids=name_of)
 def test_a_mistake_is_an_error_if_the_user_wants_that(program: Program, size: int) -> None:
-    def body(member: Member) -> None:
-        os.environ["PHALANX_CALL_SITES"] = "error"
-        member.join(timeout_s=30)
-        program(member)
-        dist.barrier()  # a rank that has no other call to come to
-
-    for outcome in run_ranks(body, size):
-        assert isinstance(outcome.error, CollectiveMismatch), outcome.traceback
-        text = str(outcome.error)
-        assert "the ranks of a group called different operations" in text
-        assert re.search(r"call_programs\.py:\d+ was call #\d+ of rank \d and #\d+ of rank \d", text), text
-        assert text.count("\n") <= 12
+    is_an_error(program, size)
 
 
 @pytest.mark.parametrize(("mistake", "most"), [(False, 64), (True, 1)])
@@ -123,14 +90,7 @@ def test_a_program_with_many_lines_in_turns_is_not_judged_without_end(mistake: b
 
 
 def test_nothing_is_said_if_the_user_wants_that() -> None:
-    def body(member: Member) -> str:
-        os.environ["PHALANX_CALL_SITES"] = "ignore"
-        member.join()
-        with said() as text:
-            swapped_functions(member)
-        return text.getvalue()
-
-    assert on_ranks(body, 2) == ["", ""]
+    passes_in_silence(swapped_functions, 2, "ignore")
 
 
 def test_the_warning_says_which_call_was_which() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import re
 import signal
 from collections.abc import Callable
+from ctypes import addressof
 from datetime import timedelta
 
 import pytest
@@ -17,7 +20,12 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import phalanx
 from phalanx.errors import CollectiveTimeout, PeerLost
+from phalanx.native.core import RECORDER_BYTES
 from phalanx.system.host import machine_name
+from phalanx.watch import recorder
+from phalanx.watch.records import KINDS
+
+BROADCAST = next(number for number, kind in KINDS.items() if kind == "broadcast")
 
 
 def killed_after_a_call() -> None:
@@ -75,6 +83,39 @@ def test_a_lost_rank_is_said_with_its_last_operation(size: int, end: Callable[[]
         assert error.last_operation.startswith(f"{call} #2")
         assert str(error).count("\n") < 12
         assert (error.group, 0 < error.elapsed_s < 60) == ("0", True)
+
+
+def test_a_file_that_took_the_place_of_a_recorder_is_not_read() -> None:
+    """A program may close descriptors that it does not know, as daemons do, and its own files get their numbers."""
+
+    def body(member: Member) -> PeerLost:
+        if member.rank == 1:
+            recorder.open_recorder()
+            number = next(int(n) for n in os.listdir("/proc/self/fd") if recorder.MEMORY_NAME in name_of_file(n))
+            group = recorder.group("0", "phalanx", [0, 1], 1)
+            assert group is not None
+            recorder.end(recorder.begin(addressof(group), BROADCAST, 16, 0), False)
+            looks_like_one = os.memfd_create("of the program")
+            with open(looks_like_one, "wb", closefd=False) as file:
+                file.write(ctypes.string_at(recorder.own_memory(), RECORDER_BYTES))
+            os.dup2(looks_like_one, number)
+            os.close(looks_like_one)
+        member.join()
+        if member.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost) as caught:
+            dist.all_reduce(torch.ones(8))
+        return caught.value
+
+    error = run_ranks(body, 2)[0].value
+    assert isinstance(error, PeerLost)
+    assert (error.rank, error.last_operation, error.last_line) == (1, "", ""), error
+
+
+def name_of_file(number: str) -> str:
+    with contextlib.suppress(OSError):  # the descriptor of the listing itself
+        return os.readlink(f"/proc/self/fd/{number}")
+    return ""
 
 
 def test_a_late_rank_is_said_with_its_last_operation() -> None:

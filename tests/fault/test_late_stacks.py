@@ -26,12 +26,12 @@ SCRIPT = """
 
 def test_a_stack_that_comes_late_is_not_printed_when_its_rank_ends(remote: RemoteLauncher) -> None:
     job = remote.start("-H", "h0:1,h1:1", "-q", "--no-preload", remote.script(SCRIPT), str(remote.folder))
-    assert soon(lambda: all((remote.folder / f"up-{rank}").exists() for rank in range(2))), job.said()
+    assert soon(lambda: all((remote.folder / f"up-{rank}").exists() for rank in range(2)), 240), job.said()
     victim = remote.wait_for_process(1, "rank-1")
     stop(victim)
     job.process.send_signal(signal.SIGQUIT)
     answer = re.compile(r"ranks? (0-)?1 did not say where.*\n")  # rank 0 may be late too
-    assert soon(lambda: answer.search(job.err) is not None), job.said()
+    assert soon(lambda: answer.search(job.err) is not None, 240), job.said()
     said = job.err
     os.kill(victim, signal.SIGCONT)
     # The handler writes in the main thread, so its stack is there when the rank has gone on.

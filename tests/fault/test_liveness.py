@@ -152,6 +152,9 @@ def test_a_rank_that_one_other_does_not_see_makes_all_use_gloo(monkeypatch: pyte
 
 # -- jobs that stand still ---------------------------------------------------------------------------------------------
 
+# A rank that runs on a busy machine comes in far less than the timeout; the job is stopped for longer than that.
+TIMEOUT_S, STOPPED_S = 10, 12
+
 OPERATIONS = {
     "all_reduce": lambda member: dist.all_reduce(torch.ones(1)),
     "message": lambda member: (
@@ -173,7 +176,9 @@ def test_a_job_that_was_suspended_goes_on_where_it_was(tmp_path: Path) -> None:
         dist.barrier()
         member.say(f"joined-{member.rank}")
         assert soon(all_joined.exists, 300)
-        _set_pg_timeout(timedelta(seconds=4))  # which is for the operation, and not for the pairs to come one by one
+        _set_pg_timeout(
+            timedelta(seconds=TIMEOUT_S)
+        )  # which is for the operation, and not for the pairs to come one by one
         member.say(f"begins-{member.rank}")
         while member.rank == 1 and not woken.exists():
             time.sleep(0.01)
@@ -190,7 +195,7 @@ def test_a_job_that_was_suspended_goes_on_where_it_was(tmp_path: Path) -> None:
         assert soon(lambda names=names: all(name.exists() for name in names), 300)  # type: ignore[misc]
         all_joined.touch()
     time.sleep(0.3)  # the ranks 0 wait
-    for signum, pause_s in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0.5)):
+    for signum, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.5)):
         for child in (child for children in pairs.values() for child in children):
             os.kill(child, signum)
         time.sleep(pause_s)
@@ -208,11 +213,11 @@ def test_a_store_that_was_suspended_with_its_ranks_waits_on(tmp_path: Path) -> N
         place = Place("env", member.rank, 2, None, None, None, None, **at)  # type: ignore[arg-type]
         store = meet(place, 60.0, 1)
         if member.rank == 0:
-            store.wait(["asked"], timedelta(seconds=5))
+            store.wait(["asked"], timedelta(seconds=TIMEOUT_S))
             store.set("answer", "here")
             return ""
         threading.Thread(target=late, args=(store, member.folder / "woken")).start()
-        store.set_timeout(timedelta(seconds=5))
+        store.set_timeout(timedelta(seconds=TIMEOUT_S))
         (member.folder / "waits").touch()
         return store.get("answer").decode()
 
@@ -226,7 +231,7 @@ def test_a_store_that_was_suspended_with_its_ranks_waits_on(tmp_path: Path) -> N
         while not (tmp_path / "waits").exists():
             time.sleep(0.01)
         time.sleep(0.3)
-        for signum, pause_s in ((signal.SIGSTOP, 7), (signal.SIGCONT, 0.5)):
+        for signum, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.5)):
             for child in children:
                 os.kill(child, signum)
             time.sleep(pause_s)

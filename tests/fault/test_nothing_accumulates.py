@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.launch_support import Launcher, RunningJob, launcher, wait_for
 from tests.support.inventory import held_by, more_than, shared_memory_files
+from tests.support.ports import held_port
 from tests.support.seats import Order, Seat, Seats
 from tests.support.waiting import soon
 
@@ -36,17 +38,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         monkeypatch.setenv("TMPDIR", name)
         monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
-
-
-class Ports:
-    """A port for each world's rank 0, below those that the kernel gives out."""
-
-    def __init__(self) -> None:
-        self._next = os.getpid() * 97
-
-    def take(self) -> int:
-        self._next += 1
-        return 20_000 + self._next % 10_000
 
 
 class Ledger:
@@ -82,8 +73,8 @@ class Ledger:
         return found
 
 
+@contextlib.contextmanager
 def world(
-    ports: Ports,
     seats: Seats,
     number: int,
     size: int,
@@ -91,9 +82,10 @@ def world(
     *,
     with_groups: bool = False,
     timeout_s: float = PATIENCE_S,
-) -> list[Order]:
-    port = seats.port if lasting else ports.take()
-    return [Order(number, rank, size, port, lasting, with_groups, timeout_s, operations=10) for rank in range(size)]
+) -> Iterator[list[Order]]:
+    """The orders of a world; in one that does not have the lasting store rank 0 has a port of its own meanwhile."""
+    with contextlib.nullcontext(seats.port) if lasting else held_port() as port:
+        yield [Order(number, rank, size, port, lasting, with_groups, timeout_s, operations=10) for rank in range(size)]
 
 
 def order(seats: list[Seat], orders: list[Order]) -> None:
@@ -103,7 +95,7 @@ def order(seats: list[Seat], orders: list[Order]) -> None:
 
 @counts
 def test_worlds_in_a_row_leave_nothing(count: int, temporary: Path, tmp_path: Path) -> None:
-    chance, ports = random.Random(SEED), Ports()
+    chance = random.Random(SEED)
     with Seats(5, tmp_path) as seats:
         ledger = None
         for number in range(count + WARM_UP):
@@ -112,9 +104,10 @@ def test_worlds_in_a_row_leave_nothing(count: int, temporary: Path, tmp_path: Pa
             # Each process has been in worlds of both kinds before anything is counted.
             size = 5 if number < WARM_UP else chance.randrange(2, 6)
             members = chance.sample(seats.seats, size)
-            order(members, world(ports, seats, number, size, number % 2 == 0, with_groups=True))
-            assert seats.await_(members) == ["joined"] * size
-            assert seats.await_(members) == [""] * size
+            with world(seats, number, size, number % 2 == 0, with_groups=True) as orders:
+                order(members, orders)
+                assert seats.await_(members) == ["joined"] * size
+                assert seats.await_(members) == [""] * size
         assert ledger is not None
         assert ledger.left() == {}
 
@@ -125,13 +118,11 @@ def test_who_survives_kills_holds_nothing_of_them(count: int, temporary: Path, t
 
     No further groups are made: ranks that make one with a rank that is gone wait for it as long as the timeout is.
     """
-    chance, ports = random.Random(SEED), Ports()
+    chance = random.Random(SEED)
     outcomes: Counter[str] = Counter()
     wrong: list[str] = []
     with Seats(4, tmp_path) as seats:
-        usual_s = [
-            undisturbed(seats, world(ports, seats, count + number, 4, number % 2 == 0)) for number in range(WARM_UP)
-        ]
+        usual_s = [undisturbed(seats, count + number) for number in range(WARM_UP)]
         ledger = Ledger(seats, temporary)
         longest_s = sorted(usual_s)[WARM_UP // 2]
         for number in range(count):
@@ -143,35 +134,37 @@ def test_who_survives_kills_holds_nothing_of_them(count: int, temporary: Path, t
             joining = chance.random() < 0.15
             # A rank that dies before the others have heard of it is missed when their patience ends.
             lasting = not joining and chance.random() < 0.5
-            order(members, world(ports, seats, number, size, lasting, timeout_s=2.0 if joining else PATIENCE_S))
-            if not joining:
-                said = seats.await_(members)
-                assert said == ["joined"] * size, (number, lasting, members.index(victim), said)
-            time.sleep(chance.uniform(0, longest_s))
-            victim.end()
-            for seat in survivors:
-                (ended,) = seats.await_([seat])
-                if ended == "joined":
+            with world(seats, number, size, lasting, timeout_s=2.0 if joining else PATIENCE_S) as orders:
+                order(members, orders)
+                if not joining:
+                    said = seats.await_(members)
+                    assert said == ["joined"] * size, (number, lasting, members.index(victim), said)
+                time.sleep(chance.uniform(0, longest_s))
+                victim.end()
+                for seat in survivors:
                     (ended,) = seats.await_([seat])
-                kind = str(ended).partition(":")[0]
-                outcomes[kind] += 1
-                # The short patience is for joining, and a busy machine may hold a survivor up as long in an operation.
-                late = ("CollectiveTimeout",) if joining else ()
-                if kind not in ("", "PeerLost", "InitializationError", *late):
-                    wrong.append(f"world {number}, of {size} ranks: {ended}")
+                    if ended == "joined":
+                        (ended,) = seats.await_([seat])
+                    kind = str(ended).partition(":")[0]
+                    outcomes[kind] += 1
+                    # The short patience is for joining; a busy machine may hold a survivor up as long in an operation.
+                    late = ("CollectiveTimeout",) if joining else ()
+                    if kind not in ("", "PeerLost", "InitializationError", *late):
+                        wrong.append(f"world {number}, of {size} ranks: {ended}")
         print(outcomes, "\n".join(wrong))
         assert ledger.left() == {}
         assert wrong == []
         assert outcomes["PeerLost"] > 0
 
 
-def undisturbed(seats: Seats, orders: list[Order]) -> float:
+def undisturbed(seats: Seats, number: int) -> float:
     """A world in which nobody is killed; how long it takes once all have joined, in seconds."""
-    order(seats.seats, orders)
-    assert seats.await_(seats.seats) == ["joined"] * len(orders)
-    began = time.monotonic()
-    assert seats.await_(seats.seats) == [""] * len(orders)
-    return time.monotonic() - began
+    with world(seats, number, 4, number % 2 == 0) as orders:
+        order(seats.seats, orders)
+        assert seats.await_(seats.seats) == ["joined"] * len(orders)
+        began = time.monotonic()
+        assert seats.await_(seats.seats) == [""] * len(orders)
+        return time.monotonic() - began
 
 
 ATTEMPTS = """

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ from tests.support.waiting import soon, stop
 from phalanx import rpc
 from phalanx.errors import CallTimeout
 from phalanx.rpc import inquiry
+from phalanx.rpc.inquiry import Finding, Inquiries
 from phalanx.watch import from_outside
 
-LONG_S = 60.0
+LONG_S = 200.0
 ANSWER_S = 20.0  # in which a worker that can answer does so on any machine
 _gate = threading.Event()
 
@@ -45,7 +47,7 @@ async def wait_for_nothing() -> None:
 def hold_the_interpreter(folder: Path) -> None:
     """Keep the interpreter's lock, as C code does that does not release it, until there is a file ``over``."""
     until_over = (
-        f"touch {folder}/holds; n=0; while [ ! -e {folder}/over -a $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
+        f"touch {folder}/holds; n=0; while [ ! -e {folder}/over -a $n -lt 2000 ]; do n=$((n+1)); sleep 0.1; done"
     )
     ctypes.PyDLL(None).system(until_over.encode())
 
@@ -70,6 +72,27 @@ def wait_for_answers() -> None:
     """Have this process give another the time for its answer that a busy machine needs."""
     vars(inquiry).update(_LEAST_S=ANSWER_S, _MOST_S=ANSWER_S)
     vars(from_outside)["_WRITTEN_S"] = 3.0  # for each of a few threads
+
+
+@contextlib.contextmanager
+def looking_until(has_come: Callable[[Finding], bool]) -> Iterator[None]:
+    """Have this process look into calls that are late until it finds what is awaited, in vain for ``LONG_S`` at most.
+
+    A call may be late because the worker has not come to it yet, on a machine that let it stand still meanwhile.
+    """
+    look = Inquiries.look
+
+    def repeated(inquiries: Inquiries, *asked: Any) -> list[Finding]:
+        until = time.monotonic() + LONG_S
+        while True:
+            found = look(inquiries, *asked)
+            if all(map(has_come, found)) or time.monotonic() > until:
+                return found
+            time.sleep(0.05)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Inquiries, "look", repeated)
+        yield
 
 
 def asked_of_the_last(
@@ -111,14 +134,17 @@ def timeout_of(to: str, function: Callable[..., Any], *args: Any, timeout_s: flo
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_handler_that_runs_is_told_with_its_line(size: int, tcp: bool) -> None:
+    place = line_of(work_until_told, "# where it is")
+
     def body(to: str) -> Any:
-        error = timeout_of(to, work_until_told)
-        later = timeout_of(to, wait_for_nothing)
+        with looking_until(lambda found: place in found.at):
+            error = timeout_of(to, work_until_told)
+        with looking_until(lambda found: (found.cause, found.at) == ("handler", "")):
+            later = timeout_of(to, wait_for_nothing)
         if rpc.call(to, workers.count, "asked") == size - 1:  # the others have their errors as well
             rpc.call(to, tell_it)
         return error.cause, error.at, str(error), later.cause, later.at
 
-    place = line_of(work_until_told, "# where it is")
     for cause, at, text, later_cause, later_at in asked_of_the_last(body, size, tcp=tcp):
         assert (cause, at) == ("handler", f"work_until_told ({place})")
         assert re.search(r"did not answer within 1 s: work_until_told \(\S+:\d+\), \d+\.\d s ago", text)
@@ -132,7 +158,8 @@ def test_a_stopped_worker_is_told(tcp: bool) -> None:
         pid = rpc.call(to, workers.pid)
         stop(pid)
         try:
-            error = timeout_of(to, workers.add, 1, 2)
+            with looking_until(lambda found: found.cause == "stopped"):
+                error = timeout_of(to, workers.add, 1, 2)
         finally:
             os.kill(pid, signal.SIGCONT)
         return error.cause, error.pid == pid, f"kill -CONT {pid}" in str(error)
@@ -145,20 +172,23 @@ def test_a_stopped_worker_is_told(tcp: bool) -> None:
 def test_something_that_holds_the_interpreter_is_told_with_its_line(
     starter: Callable[..., Any], tcp: bool, tmp_path: Path
 ) -> None:
+    place = line_of(hold_the_interpreter, ".system(")
+    is_known = starter is hold_from_the_main_thread  # of another thread that sleeps in C nobody can know that it has it
+
     def body(to: str) -> Any:
         vars(inquiry).update(_LEAST_S=1.0, _MOST_S=1.0)  # it cannot answer, however long this waits
         future = rpc.start(to, starter, tmp_path)
         assert soon((tmp_path / "holds").exists)
-        error = timeout_of(to, workers.add, 1, 2)
+        with looking_until(lambda found: found.cause == "interpreter" and (place in found.at or not is_known)):
+            error = timeout_of(to, workers.add, 1, 2)
         (tmp_path / "over").touch()
         future.wait()
         assert rpc.call(to, workers.add, 1, 2) == 3
         return error.cause, error.at
 
-    place = line_of(hold_the_interpreter, ".system(")
     [(cause, at)] = asked_of_the_last(body, 2, tcp=tcp)
     assert cause == "interpreter"
-    if starter is hold_from_the_main_thread:  # of another thread that sleeps in C nobody can know that it has the lock
+    if is_known:
         assert at == f"hold_the_interpreter ({place})"
 
 
@@ -174,7 +204,8 @@ def test_a_call_that_waits_for_others_says_for_how_many() -> None:
 
         calls = [rpc.start(to, answer, number) for number in range(9)]
         assert soon(lambda: session.agent().request(to, "begun", None).wait() == handlers.MOST)
-        error = timeout_of(to, workers.add, 1, 2)
+        with looking_until(lambda found: found.cause == "queued"):
+            error = timeout_of(to, workers.add, 1, 2)
         rpc.start(to, workers.add, 1, 1).cancel()
         session.agent().request(to, "open", None).wait()
         assert [call.wait() for call in calls] == list(range(9))
@@ -202,16 +233,19 @@ def slow_items() -> Any:
 
 
 def test_an_item_that_does_not_come_says_why_and_comes_later() -> None:
+    place = line_of(slow_items, "# before the second item")
+
     def body(to: str) -> Any:
-        items = rpc.call(to, slow_items, timeout_s=5)  # the first item comes within that
+        items = rpc.call(to, slow_items, timeout_s=LONG_S)
         assert next(items) == 1
-        with pytest.raises(CallTimeout) as caught:
+        vars(items)["_timeout_s"] = 1.0  # now that the first item has come, for which a worker may take long
+        with looking_until(lambda found: place in found.at), pytest.raises(CallTimeout) as caught:
             next(items)
+        vars(items)["_timeout_s"] = LONG_S
         rpc.call(to, tell_it)
         assert list(items) == [2]
         return caught.value.cause, caught.value.at, caught.value.asked
 
-    place = line_of(slow_items, "# before the second item")
     [(cause, at, asked)] = asked_of_the_last(body, 2, tcp=False)
     assert (cause, at, asked) == ("handler", f"slow_items ({place})", "the next item of a generator")
 
@@ -220,6 +254,8 @@ def test_an_item_that_does_not_come_says_why_and_comes_later() -> None:
 def test_a_call_without_a_timeout_is_noted_once_and_seldom_again(
     size: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    place = line_of(work_until_written, "# where it is")
+
     def run(member: Member) -> float:
         wait_for_answers()
         noted: list[str] = []
@@ -236,7 +272,8 @@ def test_a_call_without_a_timeout_is_noted_once_and_seldom_again(
         rpc.init(warn_after_s=0.5)
         began = time.monotonic()
         if member.rank == 0:
-            rpc.call(size - 1, work_until_written, tmp_path / "noted", timeout_s=float("inf"))
+            with looking_until(lambda found: place in found.at):
+                rpc.call(size - 1, work_until_written, tmp_path / "noted", timeout_s=float("inf"))
         took = time.monotonic() - began
         rpc.shutdown()
         return took
@@ -244,7 +281,6 @@ def test_a_call_without_a_timeout_is_noted_once_and_seldom_again(
     os.mkfifo(tmp_path / "noted")
     took_s = on_ranks(run, size)[0]
     notes = [line for line in capfd.readouterr().err.splitlines() if "note: waiting for" in line]
-    place = line_of(work_until_written, "# where it is")
     assert len(notes) >= 3
     assert 0.5 * 2 ** (len(notes) - 1) <= took_s  # after 0.5, 1, 2, 4 s and so on
     for note in notes[:3]:  # the call may end while the next is looked into

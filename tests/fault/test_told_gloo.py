@@ -12,7 +12,7 @@ from tests.support.golden import await_told, check_told
 __all__ = ["launcher"]  # a fixture
 
 
-@pytest.mark.parametrize("row", ["dtype", "operation", "swapped", "skipped"])
+@pytest.mark.parametrize("row", ["dtype", "operation", "gathered", "scattered", "swapped", "skipped"])
 def test_a_mistake_that_passes_is_said_once(launcher: Launcher, row: str) -> None:
     script = launcher.script(PASSES)
     done = launcher.run("-n", "3", "-q", "--warn-after", "0", script, str(launcher.directory), "gloo", row)
@@ -59,6 +59,8 @@ RIGHT = """
         dist.gather_object(rank, objects if rank == 0 else None, 0)
         dist.broadcast_object_list([step] if rank == 0 else [None], 0)
         ours = [rank + 1] * size  # of all_to_all: to each as many as this rank's number says
+        # Of a reduce_scatter each rank keeps as many as its number says.
+        dist.reduce_scatter(torch.empty(rank + 1), [torch.ones(length) for length in lengths])
         dist.all_to_all_single(torch.empty(sum(lengths)), torch.ones(sum(ours)), [*lengths], ours)
         dist.monitored_barrier()
         if rank == 0:

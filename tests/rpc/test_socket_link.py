@@ -94,21 +94,25 @@ def linked() -> Iterator[tuple[tuple[Side, SocketLink], tuple[Side, SocketLink]]
             each.close()
 
 
+def called_and_awaited(side: Side, link: SocketLink, other: Side) -> threading.Thread:
+    """Call the other side, which answers when the caller waits: else an answer may be quicker; who brought it."""
+    gate = other.gates["slow"] = threading.Event()
+    assert soon(lambda: not link._reading.locked())  # by a thread of the link, for what came before
+
+    def open_gate() -> None:
+        assert soon(link._reading.locked)  # by the caller: there is nothing yet for others to read
+        gate.set()
+
+    opener = threading.Thread(target=open_gate)
+    opener.start()
+    thread = side.call(link, b"head", service="slow")
+    opener.join()
+    return thread
+
+
 def test_the_thread_that_waits_for_an_answer_reads_it() -> None:
     with linked() as ((side, link), (other, _)):
-        gate = other.gates["slow"] = threading.Event()
-
-        def open_gate() -> None:  # else an answer may be quicker than the caller
-            assert soon(link._reading.locked)  # by the caller: there is nothing yet for others to read
-            gate.set()
-
-        threads = []
-        for _ in range(20):
-            gate.clear()
-            opener = threading.Thread(target=open_gate)
-            opener.start()
-            threads.append(side.call(link, b"head", service="slow"))
-            opener.join()
+        threads = [called_and_awaited(side, link, other) for _ in range(20)]
     assert threads.count(threading.current_thread()) > 10
 
 
@@ -137,9 +141,13 @@ def test_a_caller_that_reads_serves_what_the_other_side_asks_meanwhile() -> None
 
 
 def test_sides_that_ask_each_other_in_turn_read_their_own_answers() -> None:
-    with linked() as ends:
-        threads = [side.call(link, b"%d" % number) for number in range(300) for side, link in ends]
-        assert threads.count(threading.current_thread()) > 100
+    with linked() as (near, far):
+        threads = [
+            called_and_awaited(side, link, other)
+            for _ in range(30)
+            for (side, link), (other, _) in ((near, far), (far, near))
+        ]
+        assert threads.count(threading.current_thread()) > 30
 
 
 def test_a_request_that_takes_long_holds_up_no_other() -> None:

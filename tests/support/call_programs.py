@@ -1,18 +1,43 @@
-"""Programs whose calls are equal and do not belong together, and programs that are right and look similar."""
+"""Programs whose calls are equal and do not belong together, and programs that are right and look similar.
+
+And what is expected of each on every rank, wherever the ranks are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.ranks import Member
+from phalanx.errors import CollectiveMismatch
+from tests.support.ranks import Member, on_ranks, run_ranks
 
-__all__ = ["MISTAKES", "RIGHT", "Program", "first", "second", "swapped_functions"]
+__all__ = [
+    "MISTAKES",
+    "RIGHT",
+    "Program",
+    "first",
+    "is_an_error",
+    "is_warned_of",
+    "name_of",
+    "passes_in_silence",
+    "said",
+    "second",
+    "swapped_functions",
+]
 
 Program = Callable[[Member], None]
+
+
+def name_of(program: Program) -> str:
+    """What tests call it."""
+    return program.__name__
 
 
 def one() -> torch.Tensor:
@@ -280,3 +305,63 @@ RIGHT: list[Program] = [
     ddp_with_accumulation,
     uneven_batches_in_join,
 ]
+
+
+# -- what is expected of them ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def said() -> Iterator[io.StringIO]:
+    """What this process prints as warnings."""
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        yield text
+
+
+def is_warned_of(program: Program, size: int, most: int) -> None:
+    """Check that between one rank and ``most`` of them warn of a mistake."""
+
+    def body(member: Member) -> str:
+        member.join()
+        with said() as text, contextlib.suppress(RuntimeError):  # the numbers of calls may differ in the end
+            program(member)
+        return text.getvalue()
+
+    told = [text for text in on_ranks(body, size) if text]
+    assert 1 <= len(told) <= most, told
+    for warning in told:
+        assert warning.startswith("phalanx: warning: ranks ")
+        assert "one has left out a call" in warning
+        assert warning.count("call_programs.py:") == 2
+        assert warning.count("\n") <= 12
+
+
+def passes_in_silence(program: Program, size: int, call_sites: str = "error") -> None:
+    """Check that nothing is said of a program with this ``PHALANX_CALL_SITES``."""
+
+    def body(member: Member) -> str:
+        os.environ["PHALANX_CALL_SITES"] = call_sites
+        member.join()
+        with said() as text:
+            program(member)
+            dist.barrier()
+            dist.destroy_process_group()
+        return text.getvalue()
+
+    assert on_ranks(body, size) == [""] * size
+
+
+def is_an_error(program: Program, size: int) -> None:
+    """Check that a mistake is an error on every rank, if the user wants that."""
+
+    def body(member: Member) -> None:
+        os.environ["PHALANX_CALL_SITES"] = "error"
+        member.join()
+        program(member)
+        dist.barrier()  # a rank that has no other call to come to
+
+    for outcome in run_ranks(body, size):
+        assert isinstance(outcome.error, CollectiveMismatch), outcome.traceback
+        text = str(outcome.error)
+        assert "the ranks of a group called different operations" in text
+        assert re.search(r"call_programs\.py:\d+ was call #\d+ of rank \d and #\d+ of rank \d", text), text
+        assert text.count("\n") <= 12

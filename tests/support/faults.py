@@ -235,6 +235,11 @@ PASSES = _JOINED_BY_TORCH + dedent("""
             dist.all_reduce(four.int() if odd else four)  # dtype
         case "operation":
             dist.all_reduce(four, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)  # operation
+        case "gathered":
+            gathered = [torch.empty(4) for _ in range(size)] if rank == 0 else None
+            dist.gather(four[:2] if odd else four, gathered)  # gathered
+        case "scattered":
+            dist.scatter(torch.empty(8) if odd else four, [four] * size if rank == 0 else None)  # scattered
         case "swapped":
             for task in (second, first) if odd else (first, second):
                 task(four)

@@ -13,9 +13,9 @@ import pytest
 
 from phalanx.native.core import SeenRecord
 from phalanx.watch.comparison import Comparison
-from phalanx.watch.records import Group, Record, RecorderCopy
+from phalanx.watch.records import KINDS, Group, Record, RecorderCopy
 
-ALL_REDUCE, BROADCAST, SEND, INIT = 1, 2, 10, 12
+ALL_REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, SEND, INIT = 1, 2, 3, 7, 8, 9, 10, 12
 FLOAT, INT, SUM = 1 << 8, 2 << 8, 1 << 16
 GLOO = Group("0", "gloo", (0, 1, 2), 0)
 SCRIPT = """\
@@ -73,7 +73,7 @@ class Copy:
 
     def record(self, index: int) -> Record:
         row = self.seen[index]
-        kind = {ALL_REDUCE: "all_reduce", BROADCAST: "broadcast"}[row.what & 0xFF]
+        kind = KINDS[row.what & 0xFF]
         dtype = {FLOAT: "float32", INT: "int32"}[row.what & 0xFF00]
         about = (row.number, self._group, row.in_group, kind, row.nbytes, dtype, "", row.peer)
         return Record(*about, f"{self._file}:{row.site}", "", -1, 1, 2, False, -1)
@@ -108,6 +108,23 @@ def test_calls_that_differ_are_listed_once(file: str, odd: Call) -> None:
     assert "  ranks 0, 2: all_reduce #2 (float32, 16 B) at " in told
     assert "  rank 1: " in told
     assert " #2 (" in told.partition("rank 1: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "may_differ"),
+    [
+        ("gloo", GATHER, False),
+        ("gloo", SCATTER, False),
+        ("gloo", ALL_GATHER, False),
+        ("nccl", ALL_GATHER, True),
+        ("gloo", ALL_TO_ALL, True),
+    ],
+)
+def test_bytes_are_compared_where_the_backend_wants_them_alike(
+    file: str, backend: str, kind: int, may_differ: bool
+) -> None:
+    usual, odd = [Call(what=kind | FLOAT)], [Call(what=kind | FLOAT, nbytes=8)]
+    assert bool(compare(file, usual, odd, usual, group=Group("0", backend, (0, 1, 2), 0))) is not may_differ
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,27 @@ def test_the_calls_that_differed_are_listed(differs: dict[str, object], call: st
 def test_calls_that_agree_are_not_blamed() -> None:
     assert disagreement(both(site="train.py:9"), 0, AT_NS) == []
     assert disagreement(both(kind="all_to_all", nbytes=32) | {0: both(kind="all_to_all")[1]}, 1, AT_NS) != []
-    alike = {rank: recorded(replace(LAST, kind="all_to_all", nbytes=16 * (rank + 1))) for rank in range(3)}
-    assert disagreement(alike, 0, AT_NS) == []  # each rank may bring another number of bytes
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "may_differ"),
+    [
+        ("gloo", "all_to_all", True),
+        ("gloo", "reduce_scatter", True),
+        ("gloo", "all_gather", False),
+        ("nccl", "all_gather", True),
+        ("gloo", "gather", False),
+        ("gloo", "scatter", False),
+        ("nccl", "gather", False),
+        ("gloo", "broadcast", False),
+    ],
+)
+def test_other_bytes_differ_only_where_the_backend_wants_them_alike(backend: str, kind: str, may_differ: bool) -> None:
+    group = replace(GLOO, backend=backend)
+    recordings = {
+        rank: recorded(replace(LAST, group=group, kind=kind, op="", nbytes=16 * (rank + 1))) for rank in range(3)
+    }
+    assert bool(disagreement(recordings, 0, AT_NS)) is not may_differ
 
 
 def test_a_difference_in_an_earlier_call_comes_before_what_followed_from_it() -> None:

@@ -54,7 +54,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 21
+ABI = 22
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 

@@ -13,6 +13,7 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from phalanx import settings
 from phalanx.errors import CollectiveMismatch
@@ -28,7 +29,6 @@ _ROW = struct.Struct("=4Q5I3i2I")  # a SeenRecord
 _PAIRS, _CALM = 16, 8  # as in native/csrc/line_pairs.h
 _MOST_JUDGED = 64
 _NOT_COMPARED = {number for number, kind in KINDS.items() if kind in ("send", "recv", "init")}
-_ANY_SIZE = {number for number, kind in KINDS.items() if has_own_size(kind)}
 _BARRIER = next(number for number, kind in KINDS.items() if kind == "barrier")
 
 
@@ -166,6 +166,7 @@ class Comparison:
         found: dict[int, _Calls] = {}
         skipped: set[int] = set()
         compared: dict[int, int] = {}
+        any_size: dict[int, frozenset[int]] = {}  # by group: the kinds of which ranks may record other bytes
         for index, row in enumerate(_ROW.iter_unpack(memoryview(copy.seen).cast("B"))):
             number, _, left_ns, nbytes, in_group, what, group, site, _, peer, _, _, failed, _ = row
             kind = what & 0xFF
@@ -179,10 +180,11 @@ class Comparison:
                     skipped.add(group)  # Phalanx compares its calls by itself
                     continue
                 calls, compared[group] = found.setdefault(group, _Calls()), known.until
+                any_size[group] = _kinds_of_any_size(about.backend)
             if in_group <= compared[group] and left_ns:
                 continue
             if left_ns and not failed:
-                size = 0 if kind in _ANY_SIZE else nbytes
+                size = 0 if kind in any_size[group] else nbytes
                 calls.done[in_group] = _Call(index, (what, size, -1 if kind == _BARRIER else peer), site)
             else:
                 # One of C++ that stalls has the next one's number, and may be taken back (c10d/stalled_calls.py).
@@ -246,6 +248,11 @@ class Comparison:
         if program is None or places[0] is None or places[1] is None:
             return True
         return _exclude(program, places[0], places[1]) or _exclude(program, places[1], places[0])
+
+
+@lru_cache
+def _kinds_of_any_size(backend: str) -> frozenset[int]:
+    return frozenset(number for number, kind in KINDS.items() if has_own_size(kind, backend))
 
 
 def _exclude(program: Program, one: Place, other: Place) -> bool:

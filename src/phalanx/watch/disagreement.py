@@ -11,7 +11,10 @@ from phalanx.words import format_named
 __all__ = ["calls_that_differ", "disagreement", "has_own_size"]
 
 _RECENT = 64  # calls that ranks have done together are compared, the last of them only
-_OWN_SIZES = ("all_to_all", "gather", "scatter", "all_gather", "reduce_scatter")  # ranks may record other bytes in them
+# Each rank may bring its own number of bytes in these. Backends of devices also gather parts of different sizes, which
+# Gloo refuses; in a gather or scatter no backend of torch's does.
+_OWN_SIZES = ("all_to_all", "reduce_scatter")
+_OWN_SIZES_BUT_IN_GLOO = (*_OWN_SIZES, "all_gather")
 
 
 def disagreement(recordings: Mapping[int, Recording], rank: int, at_ns: float) -> list[str]:
@@ -71,9 +74,9 @@ def _differing(calls: Mapping[int, Mapping[int, Record]], last: Record) -> list[
     return []
 
 
-def has_own_size(kind: str) -> bool:
-    """Whether ranks may record other bytes than the others in a collective of this kind."""
-    return kind in _OWN_SIZES
+def has_own_size(kind: str, backend: str) -> bool:
+    """Whether ranks may record other bytes than the others in a collective of this kind on a backend of torch's."""
+    return kind in (_OWN_SIZES if backend == "gloo" else _OWN_SIZES_BUT_IN_GLOO)
 
 
 def _counts(record: Record, failed: Record, at_ns: float) -> bool:
@@ -84,7 +87,7 @@ def _counts(record: Record, failed: Record, at_ns: float) -> bool:
 
 def _facts(record: Record) -> tuple[object, ...]:
     """In what the ranks' calls of one collective must agree, as far as a recorder has it."""
-    nbytes = 0 if has_own_size(record.kind) else record.nbytes
+    nbytes = 0 if has_own_size(record.kind, record.group.backend) else record.nbytes
     root = -1 if record.kind == "barrier" else record.peer
     return record.kind, record.dtype, record.op, root, nbytes
 

@@ -92,7 +92,7 @@ phx_comm *phx_open(int fd, uint32_t rank, const uint8_t *cookie, uint32_t spin, 
     comm->ring_data = base + at.ring_data;
     comm->places[rank].pid = phx_own_pid();
     comm->places[rank].fd = fd;
-    comm->places[rank].recorder = phx_recorder_file(&comm->places[rank].recorder_at);
+    comm->places[rank].recorder = phx_recorder_file();
     phx_remember(comm);
     return comm;
 }

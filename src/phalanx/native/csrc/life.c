@@ -28,8 +28,8 @@ void phx_look(phx_comm *comm, int fd)
             found = UNSEEN + p;
         else if (phx_process_read(place->pid, &comm->met[p]) != PHX_RUNNING)
             comm->met[p] = (struct phx_process){0, 0};
-        else if (place->recorder >= 0 && comm->size <= MOST_RECORDERS)
-            comm->recorders[p] = phx_recording_hold(place->pid, comm->met[p].start_time, place->recorder, place->recorder_at);
+        else if (place->recorder.fd >= 0 && comm->size <= MOST_RECORDERS)
+            comm->recorders[p] = phx_recording_hold(place->pid, comm->met[p].start_time, &place->recorder);
     }
     atomic_store_explicit(&comm->places[comm->rank].sees, found, memory_order_release);
 }

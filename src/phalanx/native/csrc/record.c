@@ -5,14 +5,14 @@
 #include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 
 #define TAG (1ull << 63)
 
 /* The memory of this process, NULL without a recorder. It is set before the process has a group, and stays mapped. */
 static char *memory;
-static int file = -1;
-static uint64_t file_at;
+static struct phx_recorder_file file = {.fd = -1};
 /* The record of the collective that this thread is in; NULL outside. */
 static __thread __attribute__((tls_model("initial-exec"))) struct phx_record *under_way;
 
@@ -37,13 +37,16 @@ static uint64_t now_ns(void)
 static void forget_in_child(void)
 {
     memory = NULL;
-    file = -1;
+    file.fd = -1;
     under_way = NULL;
 }
 
 void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uint32_t size)
 {
     static int noted;
+    struct stat found;
+    if (fstat(fd, &found))
+        return NULL;
     void *mapped = mmap(NULL, PHX_RECORDER_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, (off_t)offset);
     if (mapped == MAP_FAILED)
         return NULL;
@@ -60,14 +63,12 @@ void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uin
     atomic_store_explicit(&header->step, -1, memory_order_relaxed);
     atomic_store_explicit(&header->magic, PHX_RECORDER_MAGIC, memory_order_release);
     memory = mapped;
-    file = fd;
-    file_at = offset;
+    file = (struct phx_recorder_file){.fd = fd, .at = offset, .device = found.st_dev, .inode = found.st_ino};
     return mapped;
 }
 
-int phx_recorder_file(uint64_t *at)
+struct phx_recorder_file phx_recorder_file(void)
 {
-    *at = file_at;
     return file;
 }
 

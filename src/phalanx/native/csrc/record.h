@@ -50,6 +50,7 @@
 #include <stdatomic.h>
 
 #include "phalanx.h"
+#include "recordings.h"
 
 #define PHX_RECORDER_MAGIC 0x31636552786c6850ull /* "PhlxRec1" */
 
@@ -76,8 +77,8 @@ struct phx_record_place {
 
 struct phx_record_place phx_record_place(void);
 
-/* The file with this process's recorder, and where in it that begins; -1 without a recorder. */
-int phx_recorder_file(uint64_t *at);
+/* Where this process keeps its recorder. */
+struct phx_recorder_file phx_recorder_file(void);
 
 struct phx_record {
     _Alignas(64) _Atomic uint64_t word;

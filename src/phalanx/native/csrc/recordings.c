@@ -33,22 +33,28 @@ static void prepare(void)
     pthread_atfork(NULL, NULL, unlock_in_child);
 }
 
-static char *map(uint32_t pid, int fd, uint64_t at)
+static int is_recorder(const struct stat *found, const struct phx_recorder_file *place)
+{
+    return S_ISREG(found->st_mode) && found->st_dev == place->device && found->st_ino == place->inode &&
+           (uint64_t)found->st_size >= place->at + PHX_RECORDER_BYTES;
+}
+
+static char *map(uint32_t pid, const struct phx_recorder_file *place)
 {
     char path[64];
     struct stat found;
-    snprintf(path, sizeof path, "/proc/%u/fd/%d", pid, fd);
+    snprintf(path, sizeof path, "/proc/%u/fd/%d", pid, place->fd);
     const int file = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     if (file < 0)
         return NULL;
     void *mapped = MAP_FAILED;
-    if (!fstat(file, &found) && S_ISREG(found.st_mode) && (uint64_t)found.st_size >= at + PHX_RECORDER_BYTES)
-        mapped = mmap(NULL, PHX_RECORDER_BYTES, PROT_READ, MAP_SHARED, file, (off_t)at);
+    if (!fstat(file, &found) && is_recorder(&found, place))
+        mapped = mmap(NULL, PHX_RECORDER_BYTES, PROT_READ, MAP_SHARED, file, (off_t)place->at);
     close(file);
     return mapped == MAP_FAILED ? NULL : mapped;
 }
 
-static struct held *hold(uint32_t pid, uint64_t start_time, int fd, uint64_t at)
+static struct held *hold(uint32_t pid, uint64_t start_time, const struct phx_recorder_file *place)
 {
     for (struct held *one = all; one; one = one->next)
         if (one->pid == pid && one->start_time == start_time)
@@ -56,7 +62,7 @@ static struct held *hold(uint32_t pid, uint64_t start_time, int fd, uint64_t at)
     struct held *made = calloc(1, sizeof *made);
     if (!made)
         return NULL;
-    made->memory = map(pid, fd, at);
+    made->memory = map(pid, place);
     if (!made->memory) {
         free(made);
         return NULL;
@@ -68,12 +74,12 @@ static struct held *hold(uint32_t pid, uint64_t start_time, int fd, uint64_t at)
     return made;
 }
 
-const char *phx_recording_hold(uint32_t pid, uint64_t start_time, int fd, uint64_t at)
+const char *phx_recording_hold(uint32_t pid, uint64_t start_time, const struct phx_recorder_file *place)
 {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, prepare);
     pthread_mutex_lock(&lock);
-    struct held *found = hold(pid, start_time, fd, at);
+    struct held *found = hold(pid, start_time, place);
     if (found)
         found->holders++;
     pthread_mutex_unlock(&lock);

@@ -28,9 +28,8 @@
  *   pid, fd     Written by their rank when it opens the segment; read by all after the ranks have met through the
  *               store, which orders them. Death before: the ranks do not finish meeting. Death after: any rank that
  *               checks finds the process gone. `fd` is good until every rank has stored `sees`.
- *   recorder, recorder_at
- *               Written and read as `pid`: the descriptor of the rank's flight recorder, -1 for none, and where in that
- *               file it begins. The descriptor is good while the process lives, unless the program closes it.
+ *   recorder    Written and read as `pid`: where the rank keeps its flight recorder. The descriptor is good while the
+ *               process lives, unless the program closes it; so a reader compares the file with what is said here.
  *   sees        Written once by its rank, release, when it has looked at the processes of all others; read by all,
  *               acquire. Death before: a rank that waits for it finds the process gone, or waits a little longer.
  *               Death after: the ranks finish meeting, and the first to wait for the dead one finds it gone.
@@ -89,6 +88,7 @@
 #include <stddef.h>
 
 #include "phalanx.h"
+#include "recordings.h"
 
 #define PHX_LINE 64u  /* bytes of a cache line */
 #define PHX_SLOTS 4u  /* slots of each rank */
@@ -119,8 +119,7 @@ struct phx_place {
     _Alignas(PHX_LINE) _Atomic uint32_t bell, listening;
     _Alignas(PHX_LINE) uint32_t pid; /* as the rank's own /proc counts */
     int32_t fd;
-    int32_t recorder;
-    uint64_t recorder_at;
+    struct phx_recorder_file recorder;
     _Atomic uint32_t sees, going, described;
     char text[PHX_TEXT];
 };
