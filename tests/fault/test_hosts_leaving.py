@@ -120,7 +120,7 @@ def test_a_script_that_fails_has_not_left(size: int, call: str, tmp_path: Path) 
 
 
 EXITS = """
-    import argparse, os, sys
+    import argparse, os, sys, threading
     from datetime import timedelta
     import torch
     import torch.distributed as dist
@@ -150,6 +150,10 @@ EXITS = """
     def by_subclass():
         raise Exit(3)
 
+    def by_thread():
+        threading.Timer(0.2, os._exit, [3]).start()
+        dist.recv(tensor, 0)
+
     WAYS = {
         "with nothing": sys.exit,
         "with 0": lambda: sys.exit(0),
@@ -161,6 +165,7 @@ EXITS = """
         "by exit()": lambda: exit(3),
         "by argparse": lambda: argparse.ArgumentParser().parse_args(["--no-such-option"]),
         "by os._exit": lambda: os._exit(3),
+        "by os._exit of a thread": by_thread,
     }
     leave = WAYS.get(how, lambda: sys.exit(3))
 
@@ -205,6 +210,7 @@ OTHER_WAYS = [
     ("by exit()", 3, "has failed (exit code 3)"),
     ("by argparse", 2, "has failed (exit code 2)"),
     ("by os._exit", 3, "has failed (exit code 3)"),
+    ("by os._exit of a thread", 3, "has ended"),
 ]
 
 
@@ -216,6 +222,7 @@ def test_how_a_script_exits_is_told(size: int, how: str, code: int, said: str, t
     """By the one that is alone on its host: if it exits by itself, no launcher sees its exit code."""
     ends = run_to_the_end(EXITS, size, tmp_path, how)
     assert [end[2] for end in ends] == [0] * (size - 1) + [code], ends
+    assert "PeerLost" not in ends[-1][1]
     for out, err, _ in ends[:-1]:
         assert f"rank {size - 1} of the group" in out, out + err
         assert said in out, out + err

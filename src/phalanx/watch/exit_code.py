@@ -7,7 +7,8 @@ it asks inside of a function. Until Python 3.11 the interpreter makes no excepti
 something looks at it; ours raises it whole. There a script that has imported ``exit`` from ``sys`` before its process
 had a group is missed. ``os._exit()`` makes no exception, and is the last function that runs.
 
-An ``exit()`` or ``_exit()`` that a library calls in C is not seen here.
+Not seen here are an ``exit()`` or ``_exit()`` that a library calls in C, and an ``os._exit()`` of another thread than
+the main one.
 """
 
 from __future__ import annotations
@@ -108,8 +109,10 @@ def _wrap_abrupt_exit() -> None:
 
     def _exit(status: int) -> NoReturn:
         """Exit to the system with specified status, without normal exit processing."""
-        with contextlib.suppress(BaseException):  # also what a signal handler raises meanwhile
-            _exits(sys.exc_info()[1] or SystemExit(status), status)
+        # The main thread would learn that its group is broken, and end the process in another way before this does.
+        if threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(BaseException):  # also what a signal handler raises meanwhile
+                _exits(sys.exc_info()[1] or SystemExit(status), status)
         before(status)
 
     _put_in_place(os, _exit)
