@@ -1,6 +1,7 @@
 """What it costs to compare the lines from which the ranks call: an all_reduce with and without that.
 
     phalanx run -n 2 benchmarks/lines.py
+    phalanx run --mpi mpiexec -n 2 benchmarks/lines.py mpi
 
 Measured as in recorder.py: two groups that differ in nothing else, in turns.
 """
@@ -8,6 +9,7 @@ Measured as in recorder.py: two groups that differ in nothing else, in turns.
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 
 import torch
@@ -22,7 +24,7 @@ SIZES = (4, 1024, 16384)
 
 def main() -> None:
     """Print the table, on rank 0."""
-    world = phalanx.init()
+    world = phalanx.init(backend=sys.argv[1] if len(sys.argv) > 1 else None)
     os.environ[settings.CALL_SITES] = "ignore"
     without = dist.new_group()
     del os.environ[settings.CALL_SITES]

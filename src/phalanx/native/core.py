@@ -33,6 +33,7 @@ __all__ = [
     "ANY_SOURCE",
     "BROKEN_FROM",
     "FOUND_LATE",
+    "MPI_WORDS",
     "NOBODY",
     "RECORDER_BYTES",
     "RECORDS",
@@ -64,6 +65,7 @@ Poll = CFUNCTYPE(c_int)
 class Status:
     """The status that a call of the core returns (``enum phx_status``)."""
 
+    LINES_DIFFER = -5
     CROSSED = -4
     PEER_LEFT = -3
     NOTICE = -2
@@ -159,12 +161,16 @@ class SeenRecord(Structure):
     failed: int
 
 
+MPI_WORDS = 5  # PHX_MPI_WORDS
+
+
 class MpiGroup(Structure):
     """The core's state of a group over MPI (``struct phx_mpi_group``)."""
 
     _fields_ = [
-        ("own", c_int64 * 2),
-        ("common", c_int64 * 2),
+        ("own", c_int64 * MPI_WORDS),
+        ("common", c_int64 * MPI_WORDS),
+        ("lines", c_void_p),
         ("sequence", c_uint64),
         ("start", c_void_p),
         ("test", c_void_p),
@@ -284,6 +290,11 @@ def library() -> ctypes.CDLL:
         ("phx_mpi_hopeless", None, []),
         ("phx_mpi_ended", None, []),
         ("phx_mpi_meet", c_int, [group, c_int64]),
+        ("phx_mpi_offer", None, [group, c_int64]),
+        ("phx_mpi_compared", c_int, [group]),
+        ("phx_mpi_compare_lines", c_int, [group, c_int]),
+        ("phx_mpi_note_lines", c_int, [group, POINTER(Crossing)]),
+        ("phx_mpi_end_lines", None, [group]),
         ("phx_mpi_all_reduce", c_int, [group, data]),
     ):
         function = getattr(core, name)

@@ -17,7 +17,7 @@ from phalanx.watch.program_text import are_alternatives, call_text_at
 from phalanx.watch.recorder import place_of
 from phalanx.words import tell
 
-__all__ = ["MOST_JUDGED", "CrossedLines", "Wish", "crossed_lines"]
+__all__ = ["MOST_JUDGED", "CrossedLines", "Judgements", "Wish", "crossed_lines"]
 
 # Crossed lines of a group that turn out to be arms of one branch: how many are judged where a warning is all that could
 # come of it.
@@ -30,19 +30,47 @@ class Wish:
     IGNORE, WARN, ERROR = "ignore", "warn", "error"
 
     @staticmethod
-    def read() -> str:
+    def said() -> str:
+        """The variable's value in this process; empty if it is not set."""
+        return os.environ.get(settings.CALL_SITES, "")
+
+    @staticmethod
+    def read(said: str | None = None) -> str:
         """The user's.
+
+        Args:
+            said: the variable's value; by default that of this process.
 
         Raises:
             InitializationError: the variable has another value.
         """
-        said = os.environ.get(settings.CALL_SITES, "").lower() or Wish.WARN
-        if said not in (Wish.IGNORE, Wish.WARN, Wish.ERROR):
+        said = Wish.said() if said is None else said
+        wish = said.lower() or Wish.WARN
+        if wish not in (Wish.IGNORE, Wish.WARN, Wish.ERROR):
             raise InitializationError(
-                f"{settings.CALL_SITES}={os.environ[settings.CALL_SITES]} is none of {Wish.WARN}, {Wish.ERROR} and "
-                f"{Wish.IGNORE}"
+                f"{settings.CALL_SITES}={said} is none of {Wish.WARN}, {Wish.ERROR} and {Wish.IGNORE}"
             )
-        return said
+        return wish
+
+
+class Judgements:
+    """How often crossed lines of a group are judged yet.
+
+    Args:
+        wish: what the user wants.
+
+    Attributes:
+        left: how often.
+    """
+
+    def __init__(self, wish: str) -> None:
+        self._warns = wish == Wish.WARN
+        self.left = MOST_JUDGED
+
+    def count(self, *, mistake: bool) -> None:
+        """Count one, by what it has found: after a warning nothing is judged."""
+        if self._warns:
+            self.left = 0 if mistake else self.left - 1
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,14 @@ static int are_crossed(const struct phx_line_pairs *with, const struct phx_line_
     return 0;
 }
 
+int phx_pair_is_known(const struct phx_line_pairs *with, uint16_t mine, uint16_t theirs)
+{
+    for (uint32_t i = 0; i < pairs_of(with); i++)
+        if (with->pairs[i].mine == mine && with->pairs[i].theirs == theirs)
+            return 1;
+    return mine == theirs;
+}
+
 int phx_meet_pair(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, struct phx_record_place place,
                   struct phx_crossing *out)
 {
@@ -64,9 +72,8 @@ int phx_meet_pair(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, s
         return 0;
     }
     with->calm = 0;
-    for (uint32_t i = 0; i < pairs_of(with); i++)
-        if (with->pairs[i].mine == mine && with->pairs[i].theirs == theirs)
-            return 0; /* a branch that the program takes again */
+    if (phx_pair_is_known(with, mine, theirs))
+        return 0; /* a branch that the program takes again */
     struct phx_line_pair *latest = &with->pairs[with->kept % PHX_PAIRS];
     *latest = (struct phx_line_pair){.mine = mine, .theirs = theirs, .line = place.line, .in_group = place.in_group};
     with->kept++;

@@ -41,4 +41,7 @@ uint16_t phx_line_of(struct phx_record_place place);
 int phx_meet_pair(struct phx_line_pairs *with, uint16_t mine, uint16_t theirs, struct phx_record_place place,
                   struct phx_crossing *out);
 
+/* Whether these lines would change nothing if they met but the count of calm calls: they are equal, or noted already. */
+int phx_pair_is_known(const struct phx_line_pairs *with, uint16_t mine, uint16_t theirs);
+
 #endif

@@ -8,7 +8,7 @@
  * Only the thread that starts and ends MPI writes these variables, except `hopeless`: any thread that gives up an
  * operation sets it.
  */
-#include "phalanx.h"
+#include "mpi_contract.h"
 
 #include <sys/types.h>
 #include <unistd.h>

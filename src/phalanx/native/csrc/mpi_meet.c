@@ -11,15 +11,31 @@
  * or writes it. Other threads of the rank read `sequence` when they abort the group, leave it or give up a message of
  * it; a value that is one too old does no harm there, since it only names the operation.
  */
-#include "phalanx.h"
+#include "mpi_contract.h"
+#include "mpi_lines.h"
 
-PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
+void phx_mpi_offer(phx_mpi_group *group, int64_t call)
+{
+    group->own[0] = call;
+    group->own[1] = ~call;
+    if (group->lines)
+        phx_mpi_offer_line(group);
+    group->sequence++;
+}
+
+int phx_mpi_compared(phx_mpi_group *group)
+{
+    /* min(~x) = ~max(x): all ranks made the same call if the minimum is the maximum. */
+    if (group->common[0] != ~group->common[1])
+        return PHX_MISMATCH;
+    return group->lines && !phx_mpi_lines_meet(group) ? PHX_LINES_DIFFER : PHX_OK;
+}
+
+int phx_mpi_meet(phx_mpi_group *group, int64_t call)
 {
     char status[256]; /* an MPI_Status; the largest known has 40 bytes */
     int done = 0, notice = 0;
-    group->own[0] = call;
-    group->own[1] = ~call;
-    group->sequence++;
+    phx_mpi_offer(group, call);
     if (group->start(group->request))
         return PHX_SYSTEM;
     for (uint32_t spin = 0; !done; spin++) {
@@ -35,11 +51,10 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call)
         if (notice)
             return PHX_NOTICE;
     }
-    /* min(~x) = ~max(x): all ranks made the same call if the minimum is the maximum. */
-    return group->common[0] == ~group->common[1] ? PHX_OK : PHX_MISMATCH;
+    return phx_mpi_compared(group);
 }
 
-PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data)
+int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data)
 {
     phx_mpi_group *group = reduction->group;
     group->under_way = 1;

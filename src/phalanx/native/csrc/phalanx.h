@@ -20,6 +20,7 @@
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
 enum phx_status {
+    PHX_LINES_DIFFER = -5, /* over MPI: the ranks make the same call from lines that phx_mpi_note_lines() is to note */
     PHX_CROSSED = -4,     /* the collective is done, and phx_crossing() tells of lines that may have been swapped */
     PHX_PEER_LEFT = -3,   /* of a message: its peer has left the group in order, or every rank that could send it has */
     PHX_NOTICE = -2,      /* over MPI: all ranks have come, and a notice has arrived (transports/mpi/notices.py) */
@@ -333,57 +334,6 @@ PHX_API uint32_t phx_message_source(const phx_message *message);
 
 /* Give the handle back. A message that is not done goes on as long as any thread of the rank calls into the group. */
 PHX_API void phx_message_free(phx_comm *comm, phx_message *message);
-
-/* -- MPI ----------------------------------------------------------------------------------------------------------- */
-
-/* Have phx_mpi_end() end MPI by these functions of MPI. `abort` is NULL if no other rank waits, `finalize` if the
- * script ends MPI itself; `comm` is the communicator of the whole job. */
-PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_t comm);
-
-/* Have phx_mpi_end() abort MPI: it cannot be finalised, because an operation of several ranks was given up. Any thread
- * may call it. */
-PHX_API void phx_mpi_hopeless(void);
-
-/* Have phx_mpi_end() do nothing: MPI has been finalised. */
-PHX_API void phx_mpi_ended(void);
-
-/* One group over MPI: two integers that a persistent request reduces to their minimum, and MPI's functions and handles.
- * Filled in by transports/mpi/direct.py. */
-typedef struct phx_mpi_group {
-    int64_t own[2], common[2]; /* a call and its complement; their minima over the group */
-    uint64_t sequence;         /* how many comparisons have begun */
-    int (*start)(void *request);
-    int (*test)(void *request, int *done, void *status);
-    int (*all_reduce)(const void *send, void *receive, int count, intptr_t datatype, intptr_t op, intptr_t comm);
-    int (*probe)(int source, int tag, intptr_t comm, int *flag, void *status);
-    void *request, *in_place;
-    intptr_t comm, world;       /* the group's communicator, and the one on which notices come */
-    int any_source, notice_tag; /* source and tag of notices */
-    uint32_t spins;             /* how many tests come before PHX_UNDER_WAY */
-    uint32_t probes;            /* how many MPI_Iprobe calls to make for a notice: MPICH searches what has arrived
-                                   before it polls the network, so it finds a new message only in the next call */
-    uint32_t under_way;         /* an all_reduce has begun and has not ended: interrupting it breaks the group */
-} phx_mpi_group;
-
-/* Compare the call with that of every other rank. Called by all ranks of the group.
- * Returns PHX_OK; PHX_MISMATCH; PHX_UNDER_WAY if a rank has not come yet (the request is to be tested further);
- * PHX_NOTICE if a rank that came may have given up since; PHX_SYSTEM if MPI reports an error. */
-PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call);
-
-/* One kind of all_reduce of a group, prepared when it is first called. Filled in by transports/mpi/direct.py. */
-typedef struct phx_mpi_reduction {
-    phx_mpi_group *group;
-    int64_t call;
-    intptr_t datatype, op;
-    int count;
-} phx_mpi_reduction;
-
-/* phx_mpi_meet(), and if that is PHX_OK MPI's all_reduce of `data` in place. Clears `under_way` if it returns PHX_OK;
- * after any other status the caller does, at the end of the operation. */
-PHX_API int phx_mpi_all_reduce(const phx_mpi_reduction *reduction, void *data);
-
-/* End MPI by the process's exit code. Called by glibc, for on_exit(). */
-PHX_API void phx_mpi_end(int code, void *unused);
 
 /* -- the flight recorder (record.h has the protocol) ------------------------------------------------------------------- */
 

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 
 from phalanx.native.core import Crossing, Status, library
-from phalanx.transports.crossing import MOST_JUDGED, Wish, crossed_lines
+from phalanx.transports.crossing import Judgements, Wish, crossed_lines
 
 __all__ = ["Crossed", "Lines"]
 
@@ -34,7 +34,7 @@ class Lines:
         self._core, self._rank, self._peers = library(), rank, dict(peers)
         self._tells = tells
         self._wish = Wish.read()
-        self._judgements_left = MOST_JUDGED
+        self._judgements = Judgements(self._wish)
         self._unsettled: set[int] = set()
         if self._wish != Wish.IGNORE:
             self._pairs = {host: pairs for host in peers if (pairs := self._core.phx_pairs_open())}
@@ -67,14 +67,13 @@ class Lines:
                 self._unsettled.discard(host)
             else:
                 self._unsettled.add(host)
-            if status == Status.CROSSED and self._judgements_left:
+            if status == Status.CROSSED and self._judgements.left:
                 self._judge(found, self._peers[host])
 
     def _judge(self, found: Crossing, peer: int) -> None:
         crossed = crossed_lines(found, self._rank, peer)
         if crossed is not None and self._wish == Wish.ERROR:
             raise Crossed(crossed.briefly())
-        if self._wish == Wish.WARN:
-            self._judgements_left = self._judgements_left - 1 if crossed is None else 0
+        self._judgements.count(mistake=crossed is not None)
         if crossed is not None and self._tells():
             crossed.warn()

@@ -2,7 +2,8 @@
 
 MPI itself compares nothing: a broadcast against an all_reduce hangs or gives garbage, and a call that one rank never
 makes is waited for without end. So the ranks first reduce a fingerprint of the call to its minimum and maximum. If the
-two are equal, every rank has made the same call. A rank may still have timed out after contributing its fingerprint; it
+two are equal, every rank has made the same call. The lines from which they call are compared with that
+(``crossing.py``). A rank may still have timed out after contributing its fingerprint; it
 then sent a notice, so each rank checks for notices next. (A notice still in flight is missed. That window is not
 closed; the operation then waits until the job ends.)
 
@@ -26,7 +27,9 @@ import torch
 from phalanx.errors import BackendError, CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.native.core import Status
 from phalanx.transports.contract import COLLECTIVES
+from phalanx.transports.crossing import Wish
 from phalanx.transports.fingerprints import fingerprint, weight
+from phalanx.transports.mpi.crossing import Lines, wish_of
 from phalanx.transports.mpi.direct import FingerprintCheck
 from phalanx.transports.mpi.notices import Notice
 from phalanx.transports.mpi.runtime import Runtime
@@ -76,7 +79,10 @@ class Agreement:
         self.broken: PhalanxError | None = None
         self.timeout_s = timeout_s
         self.aborted = False
-        self.check = FingerprintCheck(runtime, comm, SPINS if runtime.has_cores(members) else SPINS // 100)
+        wish = wish_of(runtime, comm)
+        spins = SPINS if runtime.has_cores(members) else SPINS // 100
+        self.check = FingerprintCheck(runtime, comm, spins, lines=wish != Wish.IGNORE)
+        self._lines = Lines(runtime, comm, self.check, wish)
         runtime.notices.sequences[key] = self
 
     @property
@@ -114,7 +120,16 @@ class Agreement:
         if status in (Status.UNDER_WAY, Status.NOTICE):
             # All ranks have come, but one may have given up before this one came, and would never answer.
             self._check_notices(lambda: self._text(name, tensor, op, root), 0.0, came_late=True)
-        if not self.check.agree():
+            status = self.check.outcome()
+        if status == Status.LINES_DIFFER:
+            try:
+                disorder = self._lines.confer()
+            except self._runtime.mpi.Exception as error:
+                raise self.failed(error, name, tensor, op, root) from None
+            if disorder is not None:
+                text = self._text(name, tensor, op, root)
+                raise self._differ(f"{text} ({disorder})" if disorder else text)
+        if status == Status.MISMATCH:
             raise self._differ(self._text(name, tensor, op, root))
 
     def balance(self, sent: Sequence[int], expected: Sequence[int], dtype: torch.dtype) -> None:

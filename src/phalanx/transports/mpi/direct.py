@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from phalanx.native.core import MpiGroup, MpiReduction, Status, library
+from phalanx.native.core import MPI_WORDS, Crossing, MpiGroup, MpiReduction, Status, library
 from phalanx.transports.mpi.notices import TAG as NOTICE_TAG
 from phalanx.transports.mpi.runtime import Runtime
 
@@ -21,6 +21,7 @@ __all__ = ["FingerprintCheck"]
 
 # Machines on which an argument of up to eight bytes takes one register, whether it is an int or a pointer.
 _MACHINES = ("x86_64", "aarch64")
+_CALL_WORDS = 2  # of the MPI_WORDS, those that are compared in any case
 
 
 class FingerprintCheck:
@@ -32,6 +33,8 @@ class FingerprintCheck:
     Args:
         runtime, comm: MPI under way, and the group's communicator.
         spins: how often to test for the others before :meth:`compare` returns.
+        lines: whether to compare the lines from which the ranks call as well, with those of rank 0
+            (``native/csrc/mpi_lines.h``); equal on all ranks.
 
     Attributes:
         direct: True if the C core calls MPI itself (``native/csrc/mpi_meet.c``); False if mpi4py does. :meth:`prepare`
@@ -40,17 +43,20 @@ class FingerprintCheck:
         free: a function that gives back the persistent request, if there is one.
     """
 
-    def __init__(self, runtime: Runtime, comm: Any, spins: int) -> None:
+    def __init__(self, runtime: Runtime, comm: Any, spins: int, *, lines: bool) -> None:
         mpi = runtime.mpi
         self._group = group = MpiGroup(spins=spins, probes=2 if "MPICH" in mpi.Get_library_version() else 1)
-        self._own, self._common, self._spins = group.own, group.common, spins
+        self._spins = spins
+        self._core, self._address = core, address = library(), ctypes.addressof(group)
+        words = MPI_WORDS if lines else _CALL_WORDS
+        if lines and core.phx_mpi_compare_lines(address, comm.rank == 0) != Status.OK:
+            raise MemoryError
         self._notice = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
         own, common = (
-            [mpi.buffer.fromaddress(ctypes.addressof(group) + field.offset, field.size), 2, mpi.INT64_T]
+            [mpi.buffer.fromaddress(address + field.offset, field.size), words, mpi.INT64_T]
             for field in (MpiGroup.own, MpiGroup.common)
         )
         self.direct = False
-        core = library()
         self._start: Callable[[], None]
         self.test: Callable[[], bool]
         self.free: Callable[[], None]
@@ -72,8 +78,11 @@ class FingerprintCheck:
             setattr(group, name, ctypes.cast(runtime.symbols[f"MPI_{symbol}"], ctypes.c_void_p))
         group.request, group.in_place, group.comm = mpi._addressof(request), int(mpi.IN_PLACE), mpi._handleof(comm)
         group.world, group.any_source, group.notice_tag = mpi._handleof(runtime.world), mpi.ANY_SOURCE, NOTICE_TAG
-        self._core_compare, self._address = core.phx_mpi_meet, ctypes.addressof(group)
+        self._core_compare = core.phx_mpi_meet
         self.direct = True
+
+    def __del__(self) -> None:
+        self.end_lines()
 
     def prepare(self, call: int, count: int, datatype: int, op: int) -> MpiReduction:
         """An all_reduce as the core knows it, to be kept alive while its address is used.
@@ -89,20 +98,18 @@ class FingerprintCheck:
         """Compare a fingerprint with those of the other ranks, without waiting for long.
 
         Returns:
-            ``Status.OK`` or ``MISMATCH``; ``UNDER_WAY`` if a rank has not come yet; ``NOTICE`` if all have come but a
-            notice has arrived, perhaps of a rank that gave up; ``SYSTEM`` if MPI failed.
+            What :meth:`outcome` does, which must not be called then; or ``UNDER_WAY`` if a rank has not come yet;
+            ``NOTICE`` if all have come but a notice has arrived, perhaps of a rank that gave up; ``SYSTEM`` if MPI
+            failed.
         """
         if self.direct:
             status: int = self._core_compare(self._address, call)
             return status
-        self._own[0], self._own[1] = call, ~call
-        self._group.sequence += 1
+        self._core.phx_mpi_offer(self._address, call)
         self._start()
         for _ in range(self._spins):
             if self.test():
-                if self._notice():
-                    return Status.NOTICE
-                return Status.OK if self.agree() else Status.MISMATCH
+                return Status.NOTICE if self._notice() else self.outcome()
         return Status.UNDER_WAY
 
     @property
@@ -119,9 +126,25 @@ class FingerprintCheck:
         """Record that the all_reduce under way has ended."""
         self._group.under_way = 0
 
-    def agree(self) -> bool:
-        """Whether all ranks had the same call."""
-        return bool(self._common[0] == ~self._common[1])
+    def outcome(self) -> int:
+        """How the comparison has come out that is done; called once.
+
+        Returns:
+            ``Status.OK`` or ``MISMATCH``; ``LINES_DIFFER`` if the ranks make the same call from lines that are to be
+            noted: then all must call :meth:`note_lines`.
+        """
+        outcome: int = self._core.phx_mpi_compared(self._address)
+        return outcome
+
+    def note_lines(self) -> Crossing | None:
+        """Note that this rank's line has met rank 0's; returns what these two have called in different orders."""
+        found = Crossing()
+        status = self._core.phx_mpi_note_lines(self._address, ctypes.byref(found))
+        return found if status == Status.CROSSED else None
+
+    def end_lines(self) -> None:
+        """Compare lines no longer; on all ranks after the same call."""
+        self._core.phx_mpi_end_lines(self._address)
 
 
 def _nothing() -> None:

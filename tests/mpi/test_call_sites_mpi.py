@@ -1,0 +1,175 @@
+"""Equal calls over MPI that do not belong together, because a rank swaps two or leaves one out. And right programs."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.launch_support import Launcher
+from tests.mpi.environments import MpiEnvironment, run
+from tests.support import call_programs
+from tests.support.call_programs import MISTAKES, RIGHT, first, second
+
+PROGRAM = Path(__file__).with_name("programs") / "lines.py"
+SIZES = [2, 3, 5]
+MISTAKEN = [program.__name__ for program in MISTAKES]
+CORRECT = [program.__name__ for program in RIGHT]
+# Compiling takes each rank many seconds, and nothing in it depends on the number of ranks.
+CORRECT_AT_MANY = [name for name in CORRECT if name != "compiled_on_one_rank"]
+WAS_CALL = re.compile(r"call_programs\.py:\d+ was call #\d+ of rank \d and #\d+ of rank \d")
+
+
+SWAPS = """
+import torch, torch.distributed as dist
+dist.init_process_group("mpi")
+def first(x):
+    dist.all_reduce(x)
+def second(x):
+    dist.all_reduce(x)
+try:
+    for task in (first, second) if dist.get_rank() else (second, first):
+        task(torch.ones(2))
+except RuntimeError as error:
+    print(type(error).__name__, error, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What one rank said and raised in one program, how often it conferred with the others, and judged."""
+
+    said: str
+    error: str
+    conferred: int
+    judged: int
+
+
+def ran(mpi: MpiEnvironment, size: int, folder: Path, *arguments: str, **variables: str) -> list[dict[str, Ran]]:
+    """By rank what came of each program."""
+    done = run(mpi, size, PROGRAM, folder, *arguments, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(size)]
+    return [{name: Ran(**result) for name, result in of_rank.items()} for of_rank in results]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_mistake_is_warned_of_once(mpi: MpiEnvironment, size: int, tmp_path: Path) -> None:
+    results = ran(mpi, size, tmp_path, *MISTAKEN)
+    for name in MISTAKEN:
+        told = [of_rank[name].said for of_rank in results if of_rank[name].said]
+        assert len(told) == 1, (name, told)
+        assert told[0].startswith("phalanx: warning: ranks 0 and ")
+        assert "one has left out a call" in told[0]
+        assert told[0].count("call_programs.py:") == 2
+        assert told[0].count("\n") <= 12
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_mistake_is_an_error_on_all_ranks_if_the_user_wants_that(
+    mpi: MpiEnvironment, size: int, tmp_path: Path
+) -> None:
+    results = ran(mpi, size, tmp_path, *MISTAKEN, PHALANX_CALL_SITES="error")
+    for name in MISTAKEN:
+        errors = {of_rank[name].error for of_rank in results}
+        assert len(errors) == 1, (name, errors)
+        (error,) = errors
+        assert error.startswith("CollectiveMismatch: the ranks of a group called different operations")
+        assert WAS_CALL.search(error), error
+        assert error.count("\n") <= 12
+        assert not any(of_rank[name].said for of_rank in results)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_program_that_is_right_is_not_warned_of(mpi: MpiEnvironment, size: int, tmp_path: Path) -> None:
+    names = CORRECT if size == 2 else CORRECT_AT_MANY
+    results = ran(mpi, size, tmp_path, *names, PHALANX_CALL_SITES="error")
+    for name in names:
+        assert [(of_rank[name].said, of_rank[name].error) for of_rank in results] == [("", "")] * size, name
+
+
+def test_mpi4py_alone_compares_lines_too(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    results = ran(mpi, 3, tmp_path, "--by-mpi4py", "swapped_functions", "a_branch_by_rank", PHALANX_CALL_SITES="error")
+    for of_rank in results:
+        assert WAS_CALL.search(of_rank["swapped_functions"].error)
+        assert of_rank["a_branch_by_rank"].error == ""
+
+
+def test_calls_of_every_kind_and_groups_are_compared(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    results = ran(mpi, 3, tmp_path, "swapped_of_every_kind", "swapped_in_a_group")
+    warnings = [of_rank["swapped_of_every_kind"].said.count("warning: ranks 0 and 2") for of_rank in results]
+    assert warnings == [0, 0, 8]
+    assert [of_rank["swapped_in_a_group"].said.count("warning: ranks 0 and 1") for of_rank in results] == [0, 0, 1]
+
+
+def test_ranks_that_are_in_step_do_not_confer(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    """At each pair of lines that meets for the first time they do, and not at each call of a branch by rank."""
+    for of_rank in ran(mpi, 3, tmp_path, "a_branch_by_rank", "ddp_with_accumulation"):
+        assert of_rank["a_branch_by_rank"].conferred == 2
+        assert of_rank["ddp_with_accumulation"].conferred == 0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_program_with_many_lines_in_turns_is_not_judged_without_end(
+    mpi: MpiEnvironment, size: int, tmp_path: Path
+) -> None:
+    results = ran(mpi, size, tmp_path, "many_lines_in_turns", "many_lines_after_a_swap")
+    for of_rank in results:
+        turns, swapped = of_rank["many_lines_in_turns"], of_rank["many_lines_after_a_swap"]
+        assert turns.said == turns.error == swapped.error == ""
+        assert turns.judged <= 64
+        assert swapped.judged <= 1
+    assert any(of_rank["many_lines_in_turns"].judged for of_rank in results)
+    assert sum(of_rank["many_lines_after_a_swap"].said.count("warning") for of_rank in results) == 1
+
+
+@pytest.mark.parametrize("setting", [{"PHALANX_CALL_SITES": "ignore"}, {"PHALANX_MPI_CHECK": "0"}])
+def test_nothing_is_said_if_the_user_wants_that(mpi: MpiEnvironment, setting: dict[str, str], tmp_path: Path) -> None:
+    for of_rank in ran(mpi, 2, tmp_path, "swapped_functions", **setting):
+        assert of_rank["swapped_functions"] == Ran("", "", 0, 0)
+
+
+def test_the_setting_of_rank_0_holds(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    """A rank that would warn beside one that raises would wait for it without end."""
+    script = tmp_path / "settings.py"
+    script.write_text(
+        "import os\n"
+        "rank = os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK'))\n"
+        "os.environ['PHALANX_CALL_SITES'] = {'0': 'error', '1': 'ignore'}.get(rank, 'warn')\n"
+        + SWAPS.replace('init("mpi")', "init_process_group('mpi')")
+    )
+    done = run(mpi, 3, script)
+    assert done.stdout.count("CollectiveMismatch") == 3, done.stdout + done.stderr
+
+
+def test_a_setting_that_does_not_exist_is_refused_on_all_ranks(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "try:\n"
+        "    dist.init_process_group('mpi')\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    done = run(mpi, 2, script, PHALANX_CALL_SITES="loud")
+    assert done.stdout.count("PHALANX_CALL_SITES=loud is none of warn, error and ignore") == 2, done.stderr
+
+
+def test_the_warning_says_which_call_was_which(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    text = "".join(of_rank["swapped_functions"].said for of_rank in ran(mpi, 2, tmp_path, "swapped_functions"))
+    lines = {function: function.__code__.co_firstlineno + 1 for function in (first, second)}
+    for function, argument, of_rank_0, of_rank_1 in ((first, "a", 1, 2), (second, "b", 2, 1)):
+        where = f"dist.all_reduce({argument}) at {call_programs.__file__}:{lines[function]}"
+        assert f"{where} was call #{of_rank_0} of rank 0 and #{of_rank_1} of rank 1" in text, text
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_phalanx_run_strict_makes_it_an_error(launcher: Launcher, strict: bool) -> None:
+    done = launcher.run(*(["--strict"] if strict else []), "-n", "2", launcher.script(SWAPS))
+    assert (
+        done.out.decode().count("CollectiveMismatch the ranks of a group called different operations") == 2
+    ) is strict
+    assert ("phalanx: warning: ranks 0 and 1 of a group" in done.err_text) is not strict
