@@ -18,6 +18,7 @@ __all__ = [
     "MISTAKES",
     "MISTAKES_FOR_ALL",
     "PASSES",
+    "PASSES_RIGHTLY",
     "UNUSED",
     "known_of",
     "others",
@@ -259,6 +260,55 @@ PASSES = _JOINED_BY_TORCH + dedent("""
                 model(torch.ones(8, 4)).sum().backward()  # batches
     dist.barrier()  # last
 """)
+
+
+# Calls that differ between ranks and belong together all the same.
+PASSES_RIGHTLY = dedent("""
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms.join import Join
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.argv[1]  # which torch makes with DDP
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, parts, objects, lengths = torch.ones(4), [torch.empty(4) for _ in range(size)], [None] * size, range(1, size + 1)
+
+    def log():
+        dist.reduce(x, 0)
+
+    for step in range(10):
+        if step % size == rank:
+            dist.broadcast(x, rank)
+        else:
+            dist.broadcast(x, step % size)
+        dist.reduce(x, step % size)
+        first, second = dist.all_reduce(x, async_op=True), dist.all_reduce(x, async_op=True)
+        second.wait()
+        first.wait()
+        dist.gather(x, parts if rank == 0 else None, 0)
+        dist.scatter(x, parts if rank == 1 else None, 1)
+        dist.all_gather_object(objects, "x" * rank)
+        dist.gather_object(rank, objects if rank == 0 else None, 0)
+        dist.broadcast_object_list([step] if rank == 0 else [None], 0)
+        ours = [rank + 1] * size  # of all_to_all: to each as many as this rank's number says
+        dist.all_to_all_single(torch.empty(sum(lengths)), torch.ones(sum(ours)), [*lengths], ours)
+        dist.monitored_barrier()
+        if rank == 0:
+            log()
+        else:
+            dist.reduce(x, 0)
+    few, others = dist.new_group([0, 2]), dist.new_group([1, 2])
+    if rank != 1:
+        dist.all_reduce(x, group=few)
+    if rank != 0:
+        dist.all_reduce(x.double(), group=others)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    with Join([model]):
+        for _ in range(2 + rank):
+            model(torch.ones(3, 4)).sum().backward()
+    dist.barrier()
+""").removeprefix("\n")
 
 
 # Rank 1 ends and leaves a process of a session of its own, which holds its output.

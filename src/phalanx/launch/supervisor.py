@@ -38,7 +38,7 @@ from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attemp
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.mistake_watch import MistakeWatch
-from phalanx.launch.output.failure import End, collect_failures, describe_status, lacks_cause, signal_name
+from phalanx.launch.output.failure import End, collect_failures, describe_lost_zygote, describe_status, lacks_cause
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.report import Report, read_report
@@ -129,7 +129,7 @@ class Supervisor:
         if not job.is_local:
             sight = SightElsewhere(lambda: self.ranks, lambda: [row.host for row in self.rows], self._tell)
         self.hangs = HangWatch(job, sight, self.console.say)
-        self.mistakes = MistakeWatch(job, descriptors.trace, self.console.say)
+        self.mistakes = MistakeWatch(job, descriptors.trace, self.console.say, self._end_for)
 
     def listen_to_signals(self) -> None:
         """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
@@ -291,6 +291,8 @@ class Supervisor:
                 self.hangs.answered(self.places.take())
             elif self.interrupted is None:
                 self.console.say(self.places.text(message.get("late", ())))
+        elif message["event"] == "calls":
+            self.mistakes.hear(message["ranks"], message["calls"])
         elif message["event"] in ("waits", "examined"):
             if not self.ending:
                 self.hangs.hear(message)
@@ -347,13 +349,7 @@ class Supervisor:
             self._drain(rank)
         code = os.waitstatus_to_exitcode(status)
         if code != 0 and self.interrupted is None:
-            how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
-            self.refusal = (
-                f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
-                f"  host {self.job.host}, pid {pid}; "
-                f"if nobody killed it, {OUT_OF_MEMORY_HINT}\n",
-                128 - code if code < 0 else code,
-            )
+            self.refusal = describe_lost_zygote(code, pid, self.job.host, "the ranks")
 
     # Ending.
 
@@ -389,6 +385,15 @@ class Supervisor:
         self._tell(do="end", signal=int(signum), grace_s=patience_s, spare=spare or [], where=asked)
         until = time.monotonic() + patience_s + SILENCE_S
         self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
+
+    def _end_for(self, text: str) -> None:
+        """End the job for a mistake of its ranks; it is only said if the job ends already, or ranks have failed."""
+        if self.ending or self.interrupted is not None or any(rank.end and rank.end.status for rank in self.ranks):
+            self.console.say(f"warning: {text}")
+        else:
+            self.refusal = f"phalanx: {text}\n", 1
+            if self.zygote and not self.over:
+                self._order(signal.SIGTERM)
 
     def _tell(self, **order: Any) -> None:
         """Send the zygote an order, and continue it in case somebody has stopped it."""

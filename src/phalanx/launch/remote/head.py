@@ -221,6 +221,8 @@ class _Head:
             self._has_answered(host)
         elif event == "waits":
             self.announcer.wait(host.number, message)
+        elif event == "calls":
+            self.announcer.calls([rank.number for rank in host.ranks], message["calls"])
         elif event == "examined":
             self.survey.hear(host.number, message)
         elif event == "owns":
