@@ -6,8 +6,8 @@ import re
 import signal
 
 import pytest
-from tests.support.faults import PASSES, PASSES_RIGHTLY, known_of
-from tests.support.golden import await_told, check_told
+from tests.support.faults import ENDS, PASSES, PASSES_RIGHTLY, known_of
+from tests.support.golden import await_told, block_of, check_told
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteJob, RemoteLauncher, hosts, remote
 
@@ -68,6 +68,21 @@ def test_calls_that_differ_between_hosts_are_listed_while_the_ranks_wait(remote:
     )
     job.process.send_signal(signal.SIGINT)
     job.finish()
+
+
+@pytest.mark.parametrize(("how", "where"), [("size", "h0:2,h1:1"), ("late", "h0:1,h1:2"), ("killed", "h0:1,h1:2")])
+def test_the_block_of_a_failure_says_how_the_calls_of_hosts_differed(
+    remote: RemoteLauncher, how: str, where: str
+) -> None:
+    script = remote.script(ENDS)
+    job = remote.run("-H", where, "--grace", "60", script, str(remote.folder), "gloo", how)
+    assert job.process.returncode != 0, job.said()
+    block = block_of(job.err)
+    failed = re.match(r"phalanx: rank (\d)", block)
+    assert failed is not None
+    first = int(where.partition(",")[0].partition(":")[2])
+    host = "h0" if int(failed[1]) < first else "h1"
+    check_told(f"{how}.gloo.launcher", block, {**known_of(remote.folder, script, ENDS, 3), "host": host})
 
 
 @pytest.mark.parametrize("where", UNEVEN)

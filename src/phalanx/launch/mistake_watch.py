@@ -8,20 +8,27 @@ more than 4,096 operations between two looks is compared in part.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from phalanx import settings
 from phalanx.launch.job.job import Job
 from phalanx.launch.rank.new_calls import EVERY_S, MOST_RANKS, PAUSE, NewCalls, newest_of
+from phalanx.launch.rank.operations import parted
 from phalanx.launch.rank.trace import Trace
+from phalanx.system.folder import own_folder
 from phalanx.watch.comparison import Comparison
+from phalanx.watch.disagreement import calls_that_differ, disagreement
 from phalanx.watch.done_calls import DoneCalls
+from phalanx.watch.records import Recording
 from phalanx.watch.sent_calls import calls_from_json
 
 __all__ = ["MistakeWatch"]
+
+_CLOCKS_DIFFER_S = 0.1
 
 
 class MistakeWatch:
@@ -35,7 +42,8 @@ class MistakeWatch:
     """
 
     def __init__(self, job: Job, trace: Trace, say: Callable[[str], None], end: Callable[[str], None]) -> None:
-        self._ranks, self._say = job.ranks, say
+        self._ranks, self._trace, self._is_local, self._say = job.ranks, trace, job.is_local, say
+        self._recordings: dict[int, Recording] = {}  # of ranks of other hosts that have ended
         self._on = job.target.is_python and 1 < job.ranks <= MOST_RANKS
         self._here = NewCalls(trace, range(job.ranks), job.ranks) if self._on and job.is_local else None
         self._next = time.monotonic() + EVERY_S
@@ -56,9 +64,27 @@ class MistakeWatch:
         now = time.monotonic()
         self._next = now + max(EVERY_S, PAUSE * (now - began))
 
-    def hear(self, ranks: Sequence[int], sent: Mapping[str, Any]) -> None:
-        """Compare what another host has sent of its ranks."""
-        self._attempt(lambda: calls_from_json(sent, ranks, self._ranks))
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """Take what a host's agent has sent of its ranks: calls to compare, or the last operations of one."""
+        if message["event"] == "calls":
+            self._attempt(lambda: calls_from_json(message["calls"], message["ranks"], self._ranks))
+            return
+        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+            found = Recording.from_json(message["recording"]).later(message["later_ns"])
+            self._recordings[message["rank"]] = found.beside(own_folder())
+
+    def parted(self, rank: int, at: float) -> list[str]:
+        """Lines on how the calls of ranks differed when one failed; see ``watch/disagreement.py``.
+
+        Args:
+            rank: the one that failed.
+            at: when, on the monotonic clock.
+        """
+        if self._is_local:
+            return parted(self._trace, self._ranks, rank, at)
+        # Which calls differ does not depend on who came first, and clocks of hosts are not known to the microsecond.
+        late = (at + _CLOCKS_DIFFER_S) * 1e9
+        return calls_that_differ(self._recordings, rank, late) or disagreement(self._recordings, rank, at * 1e9)
 
     def _attempt(self, calls: Callable[[], list[DoneCalls]]) -> None:
         """Compare these; what goes wrong ends the watch."""

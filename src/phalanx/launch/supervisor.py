@@ -45,7 +45,7 @@ from phalanx.launch.output.report import Report, read_report
 from phalanx.launch.output.streams import RankStream, last_lines, open_streams
 from phalanx.launch.places import Places
 from phalanx.launch.rank.descriptors import Descriptors, release_input
-from phalanx.launch.rank.operations import last_operation, parted
+from phalanx.launch.rank.operations import last_operation
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.sight import Sight, SightElsewhere, SightHere
 from phalanx.system import processes
@@ -216,9 +216,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         timeouts = [self.console.redraw_in_s(), self.hangs.due_in_s(), self.mistakes.due_in_s()]
-        due = [when for when in (self.settle_until, self.give_up_at) if when is not None]
-        if due:
-            timeouts.append(max(0.0, min(due) - time.monotonic()))
+        due = (self.settle_until, self.give_up_at)
+        timeouts += [max(0.0, when - time.monotonic()) for when in due if when is not None]
         known = [timeout for timeout in timeouts if timeout is not None]
         for key, _ in self.selector.select(min(known) if known else None):
             if isinstance(key.data, RankStream):
@@ -291,8 +290,8 @@ class Supervisor:
                 self.hangs.answered(self.places.take())
             elif self.interrupted is None:
                 self.console.say(self.places.text(message.get("late", ())))
-        elif message["event"] == "calls":
-            self.mistakes.hear(message["ranks"], message["calls"])
+        elif message["event"] in ("calls", "recorded"):
+            self.mistakes.hear(message)
         elif message["event"] in ("waits", "examined"):
             if not self.ending:
                 self.hangs.hear(message)
@@ -388,7 +387,7 @@ class Supervisor:
 
     def _end_for(self, text: str) -> None:
         """End the job for a mistake of its ranks; it is only said if the job ends already, or ranks have failed."""
-        if self.ending or self.interrupted is not None or any(rank.end and rank.end.status for rank in self.ranks):
+        if self.ending or self.settle_until is not None or any(rank.end and rank.end.status for rank in self.ranks):
             self.console.say(f"warning: {text}")
         else:
             self.refusal = f"phalanx: {text}\n", 1
@@ -441,7 +440,7 @@ class Supervisor:
             stages=[trace.stage(rank) for rank in range(self.job.ranks)],
             asked=[trace.asked(rank) for rank in range(self.job.ranks)],
             last_operation=partial(last_operation, trace),
-            parted=partial(parted, trace, self.job.ranks),
+            parted=self.mistakes.parted,
             last_lines={
                 number: last_lines(rank.streams)
                 for number, rank in enumerate(self.ranks)

@@ -207,6 +207,10 @@ class CallGatherer:
         """
         self._readers[rank].read(copy, final=final)
 
+    def has_groups(self, rank: int) -> bool:
+        """Whether a rank has been seen in a group whose calls are compared."""
+        return bool(self._readers[rank].groups)
+
     def take(self) -> list[DoneCalls]:
         """What has been read and can be compared, each call once."""
         members: dict[Group, dict[int, _Progress]] = {}

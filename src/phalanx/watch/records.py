@@ -317,6 +317,16 @@ class RecorderCopy:
         """One of the operations that were seen."""
         return _record(self.seen[index], self._texts, self._dtypes)
 
+    def excerpt(self, count: int) -> Recording:
+        """What :meth:`Recording.excerpt` has of all operations, without making the others first."""
+        order = sorted(range(len(self.seen)), key=lambda index: self.seen[index].number)
+        last = {self.seen[index].group: index for index in order if not is_message(self.seen[index])}
+        under_way = [index for index in order if not self.seen[index].left_ns][:_MOST_EACH]
+        groups = sorted(last.values(), key=lambda index: self.seen[index].number)[-_MOST_EACH:]
+        kept = {*groups, *under_way, *order[-count:]}
+        records = sorted((self.record(index) for index in kept), key=lambda record: record.number)
+        return Recording(self.pid, self.rank, self.size, self.step, self.label, self.begun, tuple(records))
+
     def place(self, number: int) -> tuple[str, int]:
         """A line of the program by the number that ``seen`` has of it, and what names it on all ranks; 0 if nothing."""
         return self._texts.text(number), self._texts.identity(number)

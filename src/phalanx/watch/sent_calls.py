@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from phalanx.system.foreign_values import checked, is_number
@@ -44,7 +46,7 @@ class _Table:
 
     def __init__(self) -> None:
         self._texts: dict[str, int] = {}
-        self._calls: dict[DoneCall, int] = {}
+        self._calls: dict[tuple[object, ...], int] = {}
         self._rows: list[list[int]] = []
         self._groups: dict[Group, int] = {}
 
@@ -55,17 +57,24 @@ class _Table:
             kept = each.calls[-newest:]
             first = each.first + len(each.calls) - len(kept)
             numbers = [-1 if call is None else self._call(call) for call in kept]
-            done.append([group, spans(each.ranks), first, numbers, int(each.failed)])
+            done.append([group, spans(each.ranks), first, numbers, self._steps(kept), int(each.failed)])
         groups = [[self._text(group.name), self._text(group.backend), spans(group.ranks)] for group in self._groups]
         return {"done": done, "groups": groups, "calls": self._rows, "texts": list(self._texts)}
 
     def _call(self, call: DoneCall) -> int:
-        number = self._calls.get(call)
+        about = (call.identity, call.nbytes, call.peer, call.kind, call.dtype, call.op, call.site)
+        number = self._calls.get(about)
         if number is None:
-            number = self._calls[call] = len(self._rows)
-            texts = [self._text(text) for text in (call.kind, call.dtype, call.op, call.site, call.label)]
-            self._rows.append([*texts, call.identity, call.nbytes, call.peer, call.step])
+            number = self._calls[about] = len(self._rows)
+            self._rows.append([*about[:3], *map(self._text, (call.kind, call.dtype, call.op, call.site))])
         return number
+
+    def _steps(self, calls: Sequence[DoneCall | None]) -> list[list[int]]:
+        """Which step it was and what it was called, with how many calls in a row that was so."""
+        runs: list[list[int]] = []
+        for (step, label), run in groupby(calls, lambda call: (call.step, call.label) if call else (-1, "")):
+            runs.append([sum(1 for _ in run), step, self._text(label)])
+        return runs
 
     def _text(self, text: str) -> int:
         return self._texts.setdefault(text[:_LONGEST_TEXT], len(self._texts))
@@ -87,7 +96,7 @@ def calls_from_json(values: Any, ranks: Collection[int], size: int) -> list[Done
         raise ValueError("texts are strings")
     groups = [_group(texts, row, size) for row in _listed(values["groups"], _MOST_GROUPS)]
     calls = [_call(texts, row) for row in _listed(values["calls"], LARGEST)]
-    return [_done(groups, calls, row, ranks) for row in _listed(values["done"], _MOST_GROUPS)]
+    return [_done(texts, groups, calls, row, ranks) for row in _listed(values["done"], _MOST_GROUPS)]
 
 
 def _group(texts: Sequence[str], row: Any, size: int) -> Group:
@@ -99,25 +108,38 @@ def _group(texts: Sequence[str], row: Any, size: int) -> Group:
 
 
 def _call(texts: Sequence[str], row: Any) -> DoneCall:
-    kind, dtype, op, site, label, identity, nbytes, peer, step = _listed(row, 9)
-    named = {"kind": kind, "dtype": dtype, "op": op, "site": site, "label": label}
-    words = {name: _at(texts, number) for name, number in named.items()}
-    numbers = {"identity": identity, "nbytes": nbytes, "peer": peer, "step": step}
-    call = checked(DoneCall, {**words, **numbers})
+    """A call of which the step is not known yet."""
+    identity, nbytes, peer, kind, dtype, op, site = _listed(row, 7)
+    words = {"kind": kind, "dtype": dtype, "op": op, "site": site}
+    numbers = {"identity": identity, "nbytes": nbytes, "peer": peer, "label": "", "step": -1}
+    call = checked(DoneCall, {**{name: _at(texts, number) for name, number in words.items()}, **numbers})
     if call.kind not in _KINDS or call.nbytes < 0 or call.identity < 0:
         raise ValueError("there is no such call")
     return call
 
 
-def _done(groups: Sequence[Group], calls: Sequence[DoneCall], row: Any, allowed: Collection[int]) -> DoneCalls:
-    number, members, first, numbers, failed = _listed(row, 5)
+def _done(
+    texts: Sequence[str], groups: Sequence[Group], calls: Sequence[DoneCall], row: Any, allowed: Collection[int]
+) -> DoneCalls:
+    number, members, first, numbers, steps, failed = _listed(row, 6)
     group, ranks = _at(groups, number), ranks_in(members)
     if not ranks or not all(rank in allowed and rank in group.ranks for rank in ranks):
         raise ValueError("the sender does not speak for these ranks")
     if not is_number(first) or not 0 < first < _NUMBER or failed not in (0, 1):
         raise ValueError("no collective has such a number")
-    done = tuple(None if known == -1 else _at(calls, known) for known in _listed(numbers, MOST_CALLS))
-    return DoneCalls(group, ranks, first, done, bool(failed))
+    known = [None if number == -1 else _at(calls, number) for number in _listed(numbers, MOST_CALLS)]
+    done: list[DoneCall | None] = []
+    for run in _listed(steps, MOST_CALLS):
+        count, step, label = _listed(run, 3)
+        if not is_number(count) or not 0 < count <= len(known) - len(done) or not is_number(step):
+            raise ValueError("there are no such steps")
+        about = {"step": step, "label": _at(texts, label)}
+        of_run = known[len(done) : len(done) + count]
+        own = {id(call): replace(call, **about) for call in of_run if call is not None}
+        done += [own.get(id(call)) for call in of_run]
+    if len(done) < len(known):
+        raise ValueError("of some calls the step is missing")
+    return DoneCalls(group, ranks, first, tuple(done), bool(failed))
 
 
 def _listed(values: Any, most: int) -> list[Any]:

@@ -8,7 +8,7 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.rank.trace import Trace
 from phalanx.watch.done_calls import CallGatherer, DoneCalls
 from phalanx.watch.glance import Glance, glance
-from phalanx.watch.records import RecorderCopy, copy_recorder
+from phalanx.watch.records import RecorderCopy, Recording, copy_recorder
 
 __all__ = ["EVERY_S", "MOST_RANKS", "PAUSE", "NewCalls", "newest_of"]
 
@@ -16,6 +16,7 @@ __all__ = ["EVERY_S", "MOST_RANKS", "PAUSE", "NewCalls", "newest_of"]
 EVERY_S, PAUSE = 2.0, 400
 #: The calls of larger jobs are not compared.
 MOST_RANKS = 128
+_FEW = 16
 _NEWEST, _NEWEST_OF_ALL = 4096, 1 << 15  # operations, of a rank and of all together
 
 
@@ -68,6 +69,18 @@ class NewCalls:
     def end_all(self) -> list[DoneCalls]:
         """What is new now that all ranks have ended."""
         return [calls for part in range(len(self._numbers)) for calls in self.end(part)]
+
+    def recording(self, part: int, count: int) -> Recording | None:
+        """The last operations of a rank that has ended, for the account of a failure in a group that is compared.
+
+        Args:
+            part: the rank's part of the trace.
+            count: how many; of a rank that has never been in such a group fewer, which say what it did instead.
+        """
+        rank = self._numbers[part]
+        first = 0 if self._gatherer.has_groups(rank) else max(0, self._gatherer.first(rank) - _FEW)
+        copy = self._copy(part, first)
+        return None if copy is None else copy.excerpt(count)
 
     def _read(self, part: int, *, final: bool) -> None:
         rank = self._numbers[part]

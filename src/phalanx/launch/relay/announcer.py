@@ -73,6 +73,10 @@ class Announcer:
         """What these ranks have called, as their parent has sent it; nobody has looked at that so far."""
         self._control.send(event="calls", ranks=list(ranks), calls=calls)
 
+    def recorded(self, rank: Member, recording: Any, later_ns: int) -> None:
+        """A rank's last operations, as its parent has sent them, with what is to be added to their times."""
+        self._control.send(event="recorded", rank=rank.number, recording=recording, later_ns=later_ns)
+
     def lose_store(self, status: int) -> None:
         """The process that hosts the store has ended, with this wait status."""
         self._control.send(event="store lost", status=status)

@@ -85,6 +85,7 @@ class LocalRanks:
             descriptors.trace,
             share.ranks,
             len(share.rows),
+            hosts=len({row.node_rank for row in share.rows}),
             is_python=is_python,
             say=channel.say,
             waiting=lambda: channel.waiting,
@@ -183,7 +184,7 @@ class LocalRanks:
         elif message["event"] == "started":
             self._started = True
             self.observer.begin(message["pids"])
-            self._channel.say(event="started", pids=message["pids"])
+            self._channel.say(event="started", now_ns=time.monotonic_ns(), pids=message["pids"])
         elif message["event"] == "overdue":
             self._channel.say(**{**message, "rank": self._numbers[message["rank"]]})
         elif message["event"] == "stacks":
@@ -209,6 +210,8 @@ class LocalRanks:
         trace = self._descriptors.trace
         self._channel.say(
             event="exited",
+            now_ns=time.monotonic_ns(),
+            recording=self.calls.recording(part),
             rank=self._numbers[part],
             status=status,
             age=time.monotonic() - when,
