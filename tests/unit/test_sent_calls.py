@@ -6,17 +6,18 @@ import json
 import os
 from collections.abc import Callable
 from ctypes import addressof
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.ranks import on_ranks
 
+from phalanx.launch.rank.trace import Trace, open_trace
+from phalanx.launch.relay.call_sender import CallSender
 from phalanx.native.core import RECORDER_BYTES
 from phalanx.watch import recorder
 from phalanx.watch.comparison import Comparison
 from phalanx.watch.done_calls import CallGatherer, DoneCall, DoneCalls
-from phalanx.watch.records import Group, copy_recorder
+from phalanx.watch.records import Group, Recording, copy_recorder
 from phalanx.watch.sent_calls import LARGEST, calls_from_json, calls_to_json
 
 GLOO = Group("0", "gloo", (0, 1, 2, 3))
@@ -120,7 +121,7 @@ def test_groups_that_a_program_makes_without_end_are_not_kept_without_end() -> N
     assert len(comparison._known) <= (1 << 14) + 1
 
 
-def test_each_operation_is_read_once_and_one_under_way_when_it_is_done(tmp_path: Path) -> None:
+def test_each_operation_is_read_once_and_one_under_way_when_it_is_done() -> None:
     """Over a real recorder, whose ring is used more than once."""
 
     def body(_: object) -> tuple[list[int], list[int], int]:
@@ -159,3 +160,53 @@ def test_each_operation_is_read_once_and_one_under_way_when_it_is_done(tmp_path:
     assert handed == list(range(1, 9003))
     assert before == 9000
     assert read == [3000, 3000, 3000, 2, 2]
+
+
+def test_nothing_is_sent_over_a_link_that_is_behind_but_the_last_calls_are() -> None:
+    def body(_: object) -> list[list[int]]:
+        file = open_trace("phalanx-test")
+        trace = Trace(file, "phalanx-test")
+        os.ftruncate(file, trace.place_of_recorder(0) + RECORDER_BYTES)
+        recorder.keep_in(lambda: (file, trace.place_of_recorder(0)))
+        recorder.open_recorder(3, 4)
+        group = recorder.group("0", "gloo", (2, 3), 1)
+        assert group is not None
+        waits = 0
+        said: list[Any] = []
+        sender = CallSender(
+            trace,
+            [3],
+            4,
+            hosts=2,
+            is_python=True,
+            say=lambda **message: said.append(message),
+            waiting=lambda: waits,
+        )
+
+        def look() -> list[int]:
+            del said[:]
+            recorder.end(recorder.begin(addressof(group), ALL_REDUCE, 4, -1), False)
+            sender._next = 0.0  # it is time
+            sender.look()
+            return numbers()
+
+        def numbers() -> list[int]:
+            come = [each for message in said for each in calls_from_json(message["calls"], (3,), 4)]
+            return [number for each in come for number in range(each.first, each.first + len(each.calls))]
+
+        first = look()
+        waits = 100
+        second = look()
+        waits = 0
+        third = look()
+        waits = 100
+        recorder.end(recorder.begin(addressof(group), ALL_REDUCE, 4, -1), False)
+        del said[:]
+        sender.end(0)
+        recording = sender.recording(0)
+        assert recording is not None
+        assert Recording.from_json(recording).begun == 4
+        assert sender.due_in_s() is None
+        return [first, second, third, numbers()]
+
+    assert on_ranks(body, 1) == [[[1], [], [2, 3], [4]]]

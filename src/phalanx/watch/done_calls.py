@@ -1,9 +1,9 @@
 """The collectives that ranks have done on torch's own backends, taken out of their flight recorders as they come.
 
-Whoever compares them (``comparison.py``) may be on another host, so they are few plain values, each read once. Ranks of
-one host that have called the same from the same lines are one class. A call is handed out when all ranks of this
-host that are in its group have done it: before that nobody can compare it, so nothing is lost, and equal ranks stay in
-one class although one of them is ahead. What is held back is as much as a recorder holds, and the oldest is dropped.
+They may be compared on another host (``comparison.py``), so they are few plain values, each read once. Ranks of one host
+that have called the same from the same lines are one class. A call is handed out when all ranks of this host that are
+in its group have done it: before that nobody can compare it, so nothing is lost, and equal ranks stay in one class
+although one of them is ahead. As much is held back as a recorder holds, and the oldest is dropped.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Reader:
         # A record that is being written is there at the next look, unless its writer has died, or taken it back.
         fresh = range(copy.begun if final else max(self._begun, after), copy.begun)
         settled = end = next((number for number in fresh if number not in seen), copy.begun)
-        waiting: dict[int, int] = {}  # the number of a group, and the first collective that is not done
+        waiting: dict[int, int] = {}  # by the id of a group's progress: the first collective that is not done
         calls: dict[tuple[int, ...], DoneCall] = {}
         for index, row in enumerate(rows):
             number, _, left_ns, nbytes, in_group, what, group, site, label, peer, _, step, failed, _ = row
@@ -139,12 +139,11 @@ class _Reader:
                 progress.done[in_group] = calls[about]
             else:
                 # One of C++ that stalls has the next one's number, and may be taken back (c10d/stalled_calls.py).
-                waiting[group] = min(waiting.get(group, in_group), in_group)
+                waiting[id(progress)] = min(waiting.get(id(progress), in_group), in_group)
                 progress.failed |= bool(failed)
                 settled = min(settled, number)
-        for group, known in self._by_number.items():
-            if known is not None:
-                self._settle(known, waiting.get(group))
+        for known in self.groups.values():
+            self._settle(known, waiting.get(id(known)))
         self.first, self._begun = max(0, after, settled), copy.begun
 
     def _settle(self, progress: _Progress, waiting: int | None) -> None:
