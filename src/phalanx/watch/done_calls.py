@@ -1,8 +1,8 @@
 """The collectives that ranks have done on torch's own backends, taken out of their flight recorders as they come.
 
-They may be compared on another host (``comparison.py``), so they are few plain values, each read once. Ranks of one host
-that have called the same from the same lines are one class. A call is handed out when all ranks of this host that are
-in its group have done it: before that nobody can compare it, so nothing is lost, and equal ranks stay in one class
+They may be compared on another host (``comparison.py``), so they are few plain values, each read once. Ranks of one
+host that have called the same from the same lines are one class. A call is handed out when all ranks of this host that
+are in its group have done it: before that nobody can compare it, so nothing is lost, and equal ranks stay in one class
 although one of them is ahead. As much is held back as a recorder holds, and the oldest is dropped.
 """
 
