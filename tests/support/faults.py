@@ -151,8 +151,8 @@ ENDS = _JOINED_BY_TORCH + dedent("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
     x = torch.ones(4)
     dist.all_reduce(x)  # before
-    if sys.argv[3] in ("late", "stopped"):
-        dist.group.WORLD.set_timeout(timedelta(seconds=1 if sys.argv[3] == "late" else 5))
+    if sys.argv[3] in ("late", "absent", "stopped"):
+        dist.group.WORLD.set_timeout(timedelta(seconds=5 if sys.argv[3] == "stopped" else 1))
     (folder / f"done-{rank}").touch()
     wait_for(*[f"done-{other}" for other in range(size)])  # none is in the call before any more
     try:
@@ -166,6 +166,9 @@ ENDS = _JOINED_BY_TORCH + dedent("""
                 raise ValueError("no item 12 in data.bin")
             if sys.argv[3] == "size":
                 x = torch.ones(8)
+            if sys.argv[3] == "absent":
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(600)
             if sys.argv[3] == "late":
                 # Until they have ended: rank 1 has not come when they say for the launcher how they failed.
                 ends = [os.pidfd_open(int((folder / f"pid-{other}").read_text())) for other in (0, 2)]
