@@ -94,8 +94,8 @@ def test_the_block_of_a_failure_names_the_rank_of_another_host_that_had_not_come
     assert job.process.returncode == 1, job.said()
     lines = known_of(remote.folder, script, ENDS, 3)
     expected = (
-        f"  rank 1 had not come to all_reduce #2 at script.py:{lines['line call']}; its last operation was all_reduce #1 "
-        f"(float32, 16 B, sum) at script.py:{lines['line before']}"
+        f"  rank 1 had not come to all_reduce #2 at script.py:{lines['line call']}; its last operation was "
+        f"all_reduce #1 (float32, 16 B, sum) at script.py:{lines['line before']}"
     )
     assert expected in block_of(job.err).splitlines(), job.said()
 
