@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from tests.support.ranks import on_ranks
 
+from phalanx.launch.rank.new_calls import NewCalls
 from phalanx.launch.rank.trace import Trace, open_trace
 from phalanx.launch.relay.call_sender import CallSender
-from phalanx.native.core import RECORDER_BYTES
+from phalanx.native.core import RECORDER_BYTES, library
 from phalanx.watch import recorder
 from phalanx.watch.comparison import Comparison
 from phalanx.watch.done_calls import CallGatherer, DoneCall, DoneCalls
@@ -161,6 +162,27 @@ def test_each_operation_is_read_once_and_one_under_way_when_it_is_done() -> None
     assert handed == list(range(1, 9003))
     assert before == 9000
     assert read == [3000, 3000, 3000, 2, 2]
+
+
+def test_an_operation_that_was_taken_back_hides_none_behind_it() -> None:
+    """As the wait for the others that join is (``watch/joining.py``), although the rank does nothing more then."""
+
+    def body(_: object) -> list[list[int]]:
+        file = open_trace("phalanx-test")
+        trace = Trace(file, "phalanx-test")
+        os.ftruncate(file, trace.place_of_recorder(0) + RECORDER_BYTES)
+        recorder.keep_in(lambda: (file, trace.place_of_recorder(0)))
+        recorder.open_recorder(3, 4)
+        group = recorder.group("0", "gloo", (2, 3), 1)
+        assert group is not None
+        library().phx_record_drop(recorder.begin(addressof(group), ALL_REDUCE, 4, -1))
+        for _ in range(3):
+            recorder.end(recorder.begin(addressof(group), ALL_REDUCE, 4, -1), False)
+        new = NewCalls(trace, [3], 4)
+        return [[each.first + len(each.calls) - 1 for each in new.look()] for _ in range(3)]
+
+    (looks,) = on_ranks(body, 1)
+    assert sorted(looks) == [[], [], [4]]
 
 
 def test_nothing_is_sent_over_a_link_that_is_behind_but_the_last_calls_are() -> None:

@@ -115,6 +115,11 @@ class _Reader:
         self.groups: dict[Group, _Progress] = {}
         self._by_number: dict[int, _Progress | None] = {}
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether some operations that had begun when this was read last were not done, or not there."""
+        return self.first < self._begun
+
     def read(self, copy: RecorderCopy, *, final: bool) -> None:
         """Take what is new in a copy, which has all operations from ``first`` on; ``final``: the rank has ended."""
         rows = list(_ROW.iter_unpack(memoryview(copy.seen).cast("B")))
@@ -195,6 +200,10 @@ class CallGatherer:
     def first(self, rank: int) -> int:
         """From which operation on a copy of a rank's recorder is needed."""
         return self._readers[rank].first
+
+    def is_behind(self, rank: int) -> bool:
+        """Whether some of a rank's operations that had begun when it was read last were not done, or not there."""
+        return self._readers[rank].is_behind
 
     def read(self, rank: int, copy: RecorderCopy, *, final: bool = False) -> None:
         """Take what is new in a rank's recorder.

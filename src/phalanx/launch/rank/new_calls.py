@@ -46,7 +46,7 @@ class NewCalls:
         return not self._running
 
     def look(self) -> list[DoneCalls]:
-        """What is new of the ranks that run; nothing if by a look of microseconds none of them has gone on."""
+        """What is new of the ranks that run; only a look of microseconds is needed if none of them has gone on."""
         before, self._glances = (
             self._glances,
             {
@@ -54,8 +54,9 @@ class NewCalls:
                 for part in sorted(self._running)
             },
         )
-        if before != self._glances or None in self._glances.values():
-            for part in self._running:
+        have_gone_on = before != self._glances or None in self._glances.values()
+        for part in self._running:
+            if have_gone_on or self._gatherer.is_behind(self._numbers[part]):
                 self._read(part, final=False)
         return self._gatherer.take()
 
