@@ -271,17 +271,17 @@ class CollectiveMismatch(PhalanxError):
 
     @staticmethod
     def let_pass(backend: str, listed: str) -> str:
-        """The warning that calls of ranks differed, and their backend has done them nevertheless."""
+        """That calls of ranks differed, and their backend has done them nevertheless."""
         return (
-            f"warning: the ranks called different operations, and the backend {backend} has let that pass, so their "
+            f"the ranks called different operations, and the backend {backend} has let that pass, so their "
             f"tensors hold wrong values:\n{listed}\n{_SAME_CALLS}"
         )
 
     @staticmethod
     def in_different_orders(low: int, high: int, listed: str) -> str:
-        """The warning that two ranks make equal calls in different orders; ``listed`` has a line for each call."""
+        """That two ranks make equal calls in different orders; ``listed`` has a line for each call."""
         return (
-            f"warning: ranks {low} and {high} of a group make the same calls in different orders, or one has left out "
+            f"ranks {low} and {high} of a group make the same calls in different orders, or one has left out "
             f"a call, so tensors may meet that do not belong together:\n{listed}\n"
             "An `if` that depends on the rank, or loops of different lengths?"
         )

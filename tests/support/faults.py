@@ -18,6 +18,7 @@ __all__ = [
     "MISTAKES",
     "MISTAKES_FOR_ALL",
     "PASSES",
+    "PASSES_RIGHTLY",
     "UNUSED",
     "known_of",
     "others",
@@ -150,8 +151,8 @@ ENDS = _JOINED_BY_TORCH + dedent("""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a survivor on a busy machine has the time to say what it found
     x = torch.ones(4)
     dist.all_reduce(x)  # before
-    if sys.argv[3] in ("late", "stopped"):
-        dist.group.WORLD.set_timeout(timedelta(seconds=1 if sys.argv[3] == "late" else 5))
+    if sys.argv[3] in ("late", "absent", "stopped"):
+        dist.group.WORLD.set_timeout(timedelta(seconds=5 if sys.argv[3] == "stopped" else 1))
     (folder / f"done-{rank}").touch()
     wait_for(*[f"done-{other}" for other in range(size)])  # none is in the call before any more
     try:
@@ -165,6 +166,9 @@ ENDS = _JOINED_BY_TORCH + dedent("""
                 raise ValueError("no item 12 in data.bin")
             if sys.argv[3] == "size":
                 x = torch.ones(8)
+            if sys.argv[3] == "absent":
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(600)
             if sys.argv[3] == "late":
                 # Until they have ended: rank 1 has not come when they say for the launcher how they failed.
                 ends = [os.pidfd_open(int((folder / f"pid-{other}").read_text())) for other in (0, 2)]
@@ -264,6 +268,57 @@ PASSES = _JOINED_BY_TORCH + dedent("""
                 model(torch.ones(8, 4)).sum().backward()  # batches
     dist.barrier()  # last
 """)
+
+
+# Calls that differ between ranks and belong together all the same.
+PASSES_RIGHTLY = dedent("""
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms.join import Join
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = sys.argv[1]  # which torch makes with DDP
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, parts, objects, lengths = torch.ones(4), [torch.empty(4) for _ in range(size)], [None] * size, range(1, size + 1)
+
+    def log():
+        dist.reduce(x, 0)
+
+    for step in range(10):
+        if step % size == rank:
+            dist.broadcast(x, rank)
+        else:
+            dist.broadcast(x, step % size)
+        dist.reduce(x, step % size)
+        first, second = dist.all_reduce(x, async_op=True), dist.all_reduce(x, async_op=True)
+        second.wait()
+        first.wait()
+        dist.gather(x, parts if rank == 0 else None, 0)
+        dist.scatter(x, parts if rank == 1 else None, 1)
+        dist.all_gather_object(objects, "x" * rank)
+        dist.gather_object(rank, objects if rank == 0 else None, 0)
+        dist.broadcast_object_list([step] if rank == 0 else [None], 0)
+        ours = [rank + 1] * size  # of all_to_all: to each as many as this rank's number says
+        # Of a reduce_scatter each rank keeps as many as its number says.
+        dist.reduce_scatter(torch.empty(rank + 1), [torch.ones(length) for length in lengths])
+        dist.all_to_all_single(torch.empty(sum(lengths)), torch.ones(sum(ours)), [*lengths], ours)
+        dist.monitored_barrier()
+        if rank == 0:
+            log()
+        else:
+            dist.reduce(x, 0)
+    few, others = dist.new_group([0, 2]), dist.new_group([1, 2])
+    if rank != 1:
+        dist.all_reduce(x, group=few)
+    if rank != 0:
+        dist.all_reduce(x.double(), group=others)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    with Join([model]):
+        for _ in range(2 + rank):
+            model(torch.ones(3, 4)).sum().backward()
+    dist.barrier()
+""").removeprefix("\n")
 
 
 # Rank 1 ends and leaves a process of a session of its own, which holds its output.

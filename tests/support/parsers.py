@@ -39,13 +39,17 @@ from phalanx.store import requests
 from phalanx.store.claim import Claim, Verdict
 from phalanx.store.table import Table
 from phalanx.store.torch_requests import Conversation, TorchTable
+from phalanx.system.foreign_values import read_json
 from phalanx.transports.hosts.contact import Contact
 from phalanx.transports.hosts.lookout import Lookout
 from phalanx.transports.shm import tuning
 from phalanx.watch import recorder
+from phalanx.watch.comparison import Comparison
+from phalanx.watch.done_calls import DoneCall, DoneCalls
 from phalanx.watch.hang_report import HangReport, read_report, write_report
 from phalanx.watch.html_page import page
 from phalanx.watch.records import Group, Record, Recording, read_recording
+from phalanx.watch.sent_calls import calls_from_json, calls_to_json
 from phalanx.watch.stack_text import frames_of
 from phalanx.watch.verdict import Seen
 from phalanx.watch.verdict import Verdict as HangVerdict
@@ -129,6 +133,9 @@ def _from_ranks() -> Iterator[Parser]:
     verdicts = [Verdict("welcome").encode(), Verdict("refused", "rank 1 is taken").encode()]
     yield Parser("the verdict on a claim", verdicts, Verdict.decode, (NoProof,))
 
+    refused = (ValueError, TypeError, KeyError, IndexError)  # after all of which calls are compared no longer
+    yield Parser("the calls that a host sends", [_sent_calls()], _hear_calls, refused)
+
     keys: list[Table] = [Table()]
 
     def request(data: bytes) -> None:
@@ -186,6 +193,24 @@ def _from_ranks() -> Iterator[Parser]:
 
     claims = [json.dumps({"from": "one", "to": "another", "probes": probes}).encode() for probes in (True, False)]
     yield Parser("the claim of a lookout", claims, knocks)
+
+
+def _sent_calls() -> bytes:
+    group, other = Group("0", "gloo", (0, 1, 2, 3)), Group("1", "gloo", (1, 3))
+    once = DoneCall(9, "broadcast", 64, "float32", "", 0, "train.py:9", "an evaluation", 3)
+    whole = DoneCalls(group, (2, 3), 5, (_often(), once, _often(), None, _often()))
+    return json.dumps(calls_to_json([whole, DoneCalls(other, (3,), 10, (), failed=True)])).encode()
+
+
+def _often() -> DoneCall:
+    return DoneCall(7, "all_reduce", 64, "float32", "sum", -1, "train.py:7", "", 3)
+
+
+def _hear_calls(data: bytes) -> None:
+    comparison = Comparison(0.0, 100, lines=True)
+    others = DoneCalls(Group("0", "gloo", (0, 1, 2, 3)), (0, 1), 5, (_often(), None, _often(), _often(), _often()))
+    comparison.look([others])
+    comparison.look(calls_from_json(read_json(data), range(2, 4), 4))
 
 
 def _nothing_more(count: int) -> bytes:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from ctypes import sizeof
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from phalanx.native.core import SeenRecord
 from phalanx.watch.comparison import Comparison
+from phalanx.watch.done_calls import CallGatherer, DoneCalls
 from phalanx.watch.records import KINDS, Group, Record, RecorderCopy
 
 ALL_REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, SEND, INIT = 1, 2, 3, 7, 8, 9, 10, 12
@@ -75,7 +76,8 @@ class Copy:
         row = self.seen[index]
         kind = KINDS[row.what & 0xFF]
         dtype = {FLOAT: "float32", INT: "int32"}[row.what & 0xFF00]
-        about = (row.number, self._group, row.in_group, kind, row.nbytes, dtype, "", row.peer)
+        op = "sum" if row.what & SUM else ""
+        about = (row.number, self._group, row.in_group, kind, row.nbytes, dtype, op, row.peer)
         return Record(*about, f"{self._file}:{row.site}", "", -1, 1, 2, False, -1)
 
 
@@ -86,16 +88,31 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+class Looks:
+    """Several looks at the recorders of ranks, which are whole each time."""
+
+    def __init__(self, file: str, size: int, group: Group = GLOO, *, lines: bool = True) -> None:
+        self._file, self._group = file, group
+        self._gatherer = CallGatherer(range(size), 4096)
+        self._comparison = Comparison(time.time() + 60, 4096, lines=lines)
+
+    def gather(self, *ranks: Sequence[Call]) -> list[DoneCalls]:
+        for rank, calls in enumerate(ranks):
+            self._gatherer.read(rank, cast(RecorderCopy, Copy(calls, self._file, self._group)))
+        return self._gatherer.take()
+
+    def look(self, *ranks: Sequence[Call]) -> list[str]:
+        return self._comparison.look(self.gather(*ranks))
+
+
 def compare(file: str, *ranks: Sequence[Call], group: Group = GLOO, lines: bool = True) -> list[str]:
-    comparison = Comparison(time.time() + 60, 4096, lines=lines)
-    copies = {rank: Copy(calls, file, group) for rank, calls in enumerate(ranks)}
-    return comparison.look(cast("dict[int, RecorderCopy]", copies))
+    return Looks(file, len(ranks), group, lines=lines).look(*ranks)
 
 
 def test_a_row_is_as_long_as_the_cores() -> None:
-    from phalanx.watch import comparison
+    from phalanx.watch import done_calls
 
-    assert comparison._ROW.size == sizeof(SeenRecord)
+    assert done_calls._ROW.size == sizeof(SeenRecord)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +122,7 @@ def test_a_row_is_as_long_as_the_cores() -> None:
 def test_calls_that_differ_are_listed_once(file: str, odd: Call) -> None:
     usual = [Call()] * 3
     (told,) = compare(file, usual, [Call(), odd, odd], usual)
-    assert "  ranks 0, 2: all_reduce #2 (float32, 16 B) at " in told
+    assert "  ranks 0, 2: all_reduce #2 (float32, 16 B, sum) at " in told
     assert "  rank 1: " in told
     assert " #2 (" in told.partition("rank 1: ")[2]
 
@@ -142,12 +159,7 @@ def test_ranks_that_are_behind_and_groups_of_phalanx_are_left_alone(file: str) -
 
 
 def test_a_difference_is_found_when_the_last_rank_has_come_and_not_again(file: str) -> None:
-    comparison = Comparison(0.0, 4096, lines=True)
-
-    def look(*ranks: Sequence[Call]) -> list[str]:
-        copies: Any = {rank: Copy(calls, file) for rank, calls in enumerate(ranks)}
-        return comparison.look(copies)
-
+    look = Looks(file, 3).look
     usual, odd = [Call()] * 5, [Call(), Call(nbytes=32), Call()]
     assert look(usual[:2], odd[:1], usual[:1]) == []
     assert look(usual[:2], odd[:2], usual[:1]) == []
@@ -191,13 +203,8 @@ def test_places_of_which_it_is_not_known_whether_they_exclude_each_other_are_not
 
 def looks(file: str, *each: tuple[Sequence[Call], Sequence[Call]]) -> list[str]:
     """What one comparison says in several looks at two ranks."""
-    comparison = Comparison(time.time() + 60, 4096, lines=True)
-    group = Group("0", "gloo", (0, 1), 0)
-    told: list[str] = []
-    for ranks in each:
-        copies = {rank: Copy(calls, file, group) for rank, calls in enumerate(ranks)}
-        told += comparison.look(cast("dict[int, RecorderCopy]", copies))
-    return told
+    made = Looks(file, 2, Group("0", "gloo", (0, 1), 0))
+    return [text for ranks in each for text in made.look(*ranks)]
 
 
 @pytest.mark.parametrize("gap", [0, 50])

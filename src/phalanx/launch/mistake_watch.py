@@ -1,30 +1,34 @@
 """Says which calls of a job's ranks did not belong together, where torch's own backend has let them pass.
 
-The launcher compares what the ranks of this host have recorded (``watch/comparison.py``): now and then while they go
-on, and once more when they have ended. A look at a rank takes about a millisecond, so looks are so seldom that they
-take 1/400 of the time. A rank that calls more than 4,096 operations between two looks is compared in part.
+The launcher compares what the ranks have recorded (``watch/comparison.py``): now and then while they go on, and once
+more when they have ended. It reads the recorders of ranks of its own host, and of other hosts their agents send what is
+new in them (``relay/call_sender.py``). A look is so seldom that it takes 1/400 of the time. A rank that calls
+more than 4,096 operations between two looks is compared in part.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from phalanx import settings
-from phalanx.errors import PhalanxError
 from phalanx.launch.job.job import Job
+from phalanx.launch.rank.new_calls import EVERY_S, MOST_RANKS, PAUSE, NewCalls, newest_of
+from phalanx.launch.rank.operations import parted
 from phalanx.launch.rank.trace import Trace
+from phalanx.system.folder import own_folder
 from phalanx.watch.comparison import Comparison
-from phalanx.watch.glance import Glance, glance
-from phalanx.watch.records import RecorderCopy, copy_recorder
+from phalanx.watch.disagreement import calls_that_differ, disagreement
+from phalanx.watch.done_calls import DoneCalls
+from phalanx.watch.records import Recording
+from phalanx.watch.sent_calls import calls_from_json
 
 __all__ = ["MistakeWatch"]
 
-_EVERY_S = 2.0
-_PAUSE = 400
-_MOST_RANKS = 128
-_NEWEST, _NEWEST_OF_ALL = 4096, 1 << 15  # operations, of a rank and of all together
+_CLOCKS_DIFFER_S = 0.1
 
 
 class MistakeWatch:
@@ -34,49 +38,61 @@ class MistakeWatch:
         job: the job.
         trace: where its ranks have their recorders, if they are of this host.
         say: prints a line.
+        end: ends the job with a text, where the user wants that to come of a mistake.
     """
 
-    def __init__(self, job: Job, trace: Trace, say: Callable[[str], None]) -> None:
-        self._ranks, self._trace, self._say = job.ranks, trace, say
-        self._on = job.is_local and job.target.is_python and 1 < job.ranks <= _MOST_RANKS
-        self._next = time.monotonic() + _EVERY_S
-        newest = min(_NEWEST, _NEWEST_OF_ALL // job.ranks)
-        lines = os.environ.get(settings.CALL_SITES, "").lower() != "ignore"
-        self._glances: list[Glance | None] = []
-        self._comparison = Comparison(time.time(), newest, lines=lines)
+    def __init__(self, job: Job, trace: Trace, say: Callable[[str], None], end: Callable[[str], None]) -> None:
+        self._ranks, self._trace, self._is_local, self._say = job.ranks, trace, job.is_local, say
+        self._recordings: dict[int, Recording] = {}  # of ranks of other hosts that have ended
+        self._on = job.target.is_python and 1 < job.ranks <= MOST_RANKS
+        self._here = NewCalls(trace, range(job.ranks), job.ranks) if self._on and job.is_local else None
+        self._next = time.monotonic() + EVERY_S
+        wish = "error" if job.diagnosis.strict else os.environ.get(settings.CALL_SITES, "").lower()
+        self._tell = end if wish == "error" else lambda text: say(f"warning: {text}")
+        self._comparison = Comparison(time.time(), newest_of(max(1, job.ranks)), lines=wish != "ignore")
 
     def due_in_s(self) -> float | None:
         """When :meth:`look` has something to do; None for never."""
-        return max(0.0, self._next - time.monotonic()) if self._on else None
+        return max(0.0, self._next - time.monotonic()) if self._on and self._here is not None else None
 
     def look(self, *, ended: bool = False) -> None:
-        """Compare the ranks' operations, if it is time to or the ranks have ended; what goes wrong ends the watch."""
+        """Compare the calls of ranks of this host, if it is time to or the ranks have ended."""
         began = time.monotonic()
-        if not self._on or not (ended or began >= self._next):
+        if self._here is None or not (ended or began >= self._next):
+            return
+        self._attempt(self._here.end_all if ended else self._here.look)
+        now = time.monotonic()
+        self._next = now + max(EVERY_S, PAUSE * (now - began))
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """Take what a host's agent has sent of its ranks: calls to compare, or the last operations of one."""
+        if message["event"] == "calls":
+            self._attempt(lambda: calls_from_json(message["calls"], message["ranks"], self._ranks))
+            return
+        with contextlib.suppress(ValueError, TypeError, KeyError, IndexError, AttributeError):
+            found = Recording.from_json(message["recording"]).later(message["later_ns"])
+            self._recordings[message["rank"]] = found.beside(own_folder())
+
+    def parted(self, rank: int, at: float) -> list[str]:
+        """Lines on how the calls of ranks differed when one failed; see ``watch/disagreement.py``.
+
+        Args:
+            rank: the one that failed.
+            at: when, on the monotonic clock.
+        """
+        if self._is_local:
+            return parted(self._trace, self._ranks, rank, at)
+        # Which calls differ does not depend on who came first, and clocks of hosts are not known to the microsecond.
+        late = (at + _CLOCKS_DIFFER_S) * 1e9
+        return calls_that_differ(self._recordings, rank, late) or disagreement(self._recordings, rank, at * 1e9)
+
+    def _attempt(self, calls: Callable[[], list[DoneCalls]]) -> None:
+        """Compare these; what goes wrong ends the watch."""
+        if not self._on:
             return
         try:
-            if not (ended or self._have_gone_on()):
-                return
-            copies = {rank: copy for rank in range(self._ranks) if (copy := self._copy(rank)) is not None}
-            for warning in self._comparison.look(copies) if copies else ():
-                self._say(warning)
+            for text in self._comparison.look(calls()):
+                self._tell(text)
         except Exception as error:
             self._on = False
             self._say(f"the calls of ranks are compared no longer: {type(error).__name__}: {error}")
-        finally:
-            now = time.monotonic()
-            self._next = now + max(_EVERY_S, _PAUSE * (now - began))
-
-    def _have_gone_on(self) -> bool:
-        """Whether a rank may have begun or ended an operation since the last look, by looks that take microseconds."""
-        before, self._glances = (
-            self._glances,
-            [glance(self._trace.descriptor, self._trace.place_of_recorder(rank)) for rank in range(self._ranks)],
-        )
-        return before != self._glances or None in self._glances
-
-    def _copy(self, rank: int) -> RecorderCopy | None:
-        try:
-            return copy_recorder(self._trace.descriptor, self._trace.place_of_recorder(rank))
-        except (OSError, ValueError, PhalanxError):
-            return None

@@ -38,14 +38,14 @@ from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attemp
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.mistake_watch import MistakeWatch
-from phalanx.launch.output.failure import End, collect_failures, describe_status, lacks_cause, signal_name
+from phalanx.launch.output.failure import End, collect_failures, describe_lost_zygote, describe_status, lacks_cause
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.report import Report, read_report
 from phalanx.launch.output.streams import RankStream, last_lines, open_streams
 from phalanx.launch.places import Places
 from phalanx.launch.rank.descriptors import Descriptors, release_input
-from phalanx.launch.rank.operations import last_operation, parted
+from phalanx.launch.rank.operations import last_operation
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.sight import Sight, SightElsewhere, SightHere
 from phalanx.system import processes
@@ -129,7 +129,7 @@ class Supervisor:
         if not job.is_local:
             sight = SightElsewhere(lambda: self.ranks, lambda: [row.host for row in self.rows], self._tell)
         self.hangs = HangWatch(job, sight, self.console.say)
-        self.mistakes = MistakeWatch(job, descriptors.trace, self.console.say)
+        self.mistakes = MistakeWatch(job, descriptors.trace, self.console.say, self._end_for)
 
     def listen_to_signals(self) -> None:
         """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
@@ -216,9 +216,8 @@ class Supervisor:
 
     def _turn(self) -> None:
         timeouts = [self.console.redraw_in_s(), self.hangs.due_in_s(), self.mistakes.due_in_s()]
-        due = [when for when in (self.settle_until, self.give_up_at) if when is not None]
-        if due:
-            timeouts.append(max(0.0, min(due) - time.monotonic()))
+        due = (self.settle_until, self.give_up_at)
+        timeouts += [max(0.0, when - time.monotonic()) for when in due if when is not None]
         known = [timeout for timeout in timeouts if timeout is not None]
         for key, _ in self.selector.select(min(known) if known else None):
             if isinstance(key.data, RankStream):
@@ -291,6 +290,8 @@ class Supervisor:
                 self.hangs.answered(self.places.take())
             elif self.interrupted is None:
                 self.console.say(self.places.text(message.get("late", ())))
+        elif message["event"] in ("calls", "recorded"):
+            self.mistakes.hear(message)
         elif message["event"] in ("waits", "examined"):
             if not self.ending:
                 self.hangs.hear(message)
@@ -347,13 +348,7 @@ class Supervisor:
             self._drain(rank)
         code = os.waitstatus_to_exitcode(status)
         if code != 0 and self.interrupted is None:
-            how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
-            self.refusal = (
-                f"phalanx: the process that starts and watches the ranks {how}; the job ended with it\n"
-                f"  host {self.job.host}, pid {pid}; "
-                f"if nobody killed it, {OUT_OF_MEMORY_HINT}\n",
-                128 - code if code < 0 else code,
-            )
+            self.refusal = describe_lost_zygote(code, pid, self.job.host, "the ranks")
 
     # Ending.
 
@@ -389,6 +384,15 @@ class Supervisor:
         self._tell(do="end", signal=int(signum), grace_s=patience_s, spare=spare or [], where=asked)
         until = time.monotonic() + patience_s + SILENCE_S
         self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
+
+    def _end_for(self, text: str) -> None:
+        """End the job for a mistake of its ranks; it is only said if the job ends already, or ranks have failed."""
+        if self.ending or self.settle_until is not None or any(rank.end and rank.end.status for rank in self.ranks):
+            self.console.say(f"warning: {text}")
+        else:
+            self.refusal = f"phalanx: {text}\n", 1
+            if self.zygote and not self.over:
+                self._order(signal.SIGTERM)
 
     def _tell(self, **order: Any) -> None:
         """Send the zygote an order, and continue it in case somebody has stopped it."""
@@ -436,7 +440,7 @@ class Supervisor:
             stages=[trace.stage(rank) for rank in range(self.job.ranks)],
             asked=[trace.asked(rank) for rank in range(self.job.ranks)],
             last_operation=partial(last_operation, trace),
-            parted=partial(parted, trace, self.job.ranks),
+            parted=self.mistakes.parted,
             last_lines={
                 number: last_lines(rank.streams)
                 for number, rank in enumerate(self.ranks)

@@ -260,7 +260,7 @@ def library() -> ctypes.CDLL:
         ),
         ("phx_record_drop", None, [c_uint64]),
         ("phx_record_end", None, [c_uint64, c_int]),
-        ("phx_records_read", c_uint32, [c_void_p, POINTER(SeenRecord), POINTER(c_uint64)]),
+        ("phx_records_read", c_uint32, [c_void_p, c_uint64, POINTER(SeenRecord), POINTER(c_uint64)]),
         ("phx_recorder_of", c_void_p, [comm, c_uint32]),
         ("phx_name_ranks", c_int, [comm, POINTER(c_int32)]),
         ("phx_beat", c_int, [c_int]),

@@ -94,8 +94,8 @@ class CrossedLines:
         """Tell the user, once for a group."""
         listed = "\n".join(sorted(f"  {_place(site)} {call}" for site, call in self.calls))
         tell(
-            CollectiveMismatch.in_different_orders(self.low, self.high, listed)
-            + f" {settings.CALL_SITES}=error (phalanx run --strict) makes this an error; if it is meant, "
+            f"warning: {CollectiveMismatch.in_different_orders(self.low, self.high, listed)}"
+            f" {settings.CALL_SITES}=error (phalanx run --strict) makes this an error; if it is meant, "
             f"{settings.CALL_SITES}=ignore says nothing"
         )
 

@@ -1,59 +1,36 @@
-"""Whether the ranks of one host call the same operations on torch's own backends, which do not compare that themselves.
+"""Whether the ranks of a job call the same operations on torch's own backends, which do not compare that themselves.
 
 Gloo adds integers to floats, and a sum to a maximum, without a word; and if a rank leaves out one of two equal calls,
 each adds up the wrong tensors. Only what a call has recorded can be compared, once all ranks have done it: its kind,
 dtype, operation, root and bytes, and the line that made it. Lines are compared by the rule of
 ``native/csrc/line_pairs.h``, which a program does not break whose branches depend on the rank.
+
+The calls of different hosts come at different times (``done_calls.py``). What has come is kept until all ranks of the
+group have done the same collective, and of each rank the newest ones only.
 """
 
 from __future__ import annotations
 
 import linecache
-import struct
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 from phalanx import settings
 from phalanx.errors import CollectiveMismatch
 from phalanx.system.folder import beside
 from phalanx.watch.decisions import Place, Program, read_program
 from phalanx.watch.disagreement import has_own_size
-from phalanx.watch.records import KINDS, Group, RecorderCopy, world_rank
+from phalanx.watch.done_calls import DoneCall, DoneCalls
+from phalanx.watch.records import Group, world_rank
 from phalanx.words import format_named
 
 __all__ = ["Comparison"]
 
-_ROW = struct.Struct("=4Q5I3i2I")  # a SeenRecord
 _PAIRS, _CALM = 16, 8  # as in native/csrc/line_pairs.h
 _MOST_JUDGED = 64
-_NOT_COMPARED = {number for number, kind in KINDS.items() if kind in ("send", "recv", "init")}
-_BARRIER = next(number for number, kind in KINDS.items() if kind == "barrier")
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A collective that a rank has done: where it is in the copy, in what ranks must agree, and its line."""
-
-    index: int
-    facts: tuple[int, int, int]
-    site: int
-
-
-@dataclass
-class _Calls:
-    """One rank's collectives of a group.
-
-    Attributes:
-        done: those that went well, by their numbers.
-        until: the last one up to which all are done.
-        failed: one has failed.
-    """
-
-    done: dict[int, _Call] = field(default_factory=dict)
-    until: int = 1 << 62
-    failed: bool = False
+_MOST_GROUPS = 1024  # that are compared at a time: a program may make ever new ones
+_MOST_KNOWN = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -61,7 +38,9 @@ class _Line:
     """A line of the program and what it calls, but for the size."""
 
     identity: int
-    what: int
+    kind: str
+    dtype: str
+    op: str
     root: int
 
 
@@ -113,124 +92,119 @@ class _Compared:
     """How far a group has been compared.
 
     Attributes:
-        until: up to which call.
+        until: the last call that was compared.
         differed: calls have differed, or one has failed, after which nothing else is said.
-        judgements_left: how many crossed lines are judged yet; 0 once a warning has been given, or if none is wanted.
+        judgements_left: how many crossed lines are judged yet; 0 once one has been told, or if none is wanted.
         lines: of each rank but the first, with the first.
+        done: of each rank that has been heard of the calls that are not compared yet, by their numbers.
+        come: up to which call each of these ranks has come.
     """
 
     until: int = 0
     differed: bool = False
     judgements_left: int = _MOST_JUDGED
     lines: dict[int, _Lines] = field(default_factory=dict)
+    done: dict[int, dict[int, DoneCall]] = field(default_factory=dict)
+    come: dict[int, int] = field(default_factory=dict)
+
+    def end(self) -> None:
+        """Compare nothing of this group any more."""
+        self.differed = True
+        self.done.clear()
+        self.lines.clear()
 
 
 class Comparison:
-    """Compares what the ranks of one job have called, in one look after the other.
+    """Compares what the ranks of one job have called, as it becomes known.
 
     Args:
         unchanged_since: a time of day. Files that have changed since may not be what the ranks run.
-        newest: how many of the last operations of each rank are looked at.
+        newest: how many calls of each rank are kept for ranks that are behind.
         lines: whether the lines are compared, too.
     """
 
     def __init__(self, unchanged_since: float, newest: int, *, lines: bool) -> None:
         self._unchanged_since, self._newest, self._lines = unchanged_since, newest, lines
-        self._groups: dict[tuple[str, tuple[int, ...]], _Compared] = {}
+        self._groups: dict[Group, _Compared] = {}
+        self._known: dict[DoneCall, DoneCall] = {}
 
-    def look(self, copies: Mapping[int, RecorderCopy]) -> list[str]:
-        """Warnings about what has been called since the last look.
+    def look(self, calls: Iterable[DoneCalls]) -> list[str]:
+        """What went wrong, in words: a text for each mistake that shows now.
 
         Args:
-            copies: of the ranks' recorders, by rank in the world.
+            calls: what has become known since the last look.
         """
-        found: dict[tuple[str, tuple[int, ...]], dict[int, _Calls]] = {}
-        names: dict[tuple[str, tuple[int, ...]], Group] = {}
-        for rank, copy in copies.items():
-            for number, calls in self._calls(copy).items():
-                group = copy.group(number)
-                if rank in group.ranks:
-                    key = group.name, group.ranks
-                    names[key] = group
-                    found.setdefault(key, {})[rank] = calls
-        return [
-            text
-            for key, calls in found.items()
-            if len(calls) == len(key[1]) > 1
-            for text in self._compare(names[key], calls, copies)
-        ]
+        touched: dict[Group, _Compared] = {}
+        for each in calls:
+            touched[each.group] = self._note(each)
+        return [text for group, state in touched.items() for text in self._compare(group, state)]
 
-    def _calls(self, copy: RecorderCopy) -> dict[int, _Calls]:
-        """The collectives in a recorder, by the number of their group there."""
-        after = copy.begun - self._newest
-        found: dict[int, _Calls] = {}
-        skipped: set[int] = set()
-        compared: dict[int, int] = {}
-        any_size: dict[int, frozenset[int]] = {}  # by group: the kinds of which ranks may record other bytes
-        for index, row in enumerate(_ROW.iter_unpack(memoryview(copy.seen).cast("B"))):
-            number, _, left_ns, nbytes, in_group, what, group, site, _, peer, _, _, failed, _ = row
-            kind = what & 0xFF
-            if number < after or kind in _NOT_COMPARED or group in skipped:
-                continue
-            calls = found.get(group)
-            if calls is None:
-                about = copy.group(group)
-                known = self._groups.get((about.name, about.ranks), _Compared())
-                if about.backend == settings.BACKEND or known.differed:
-                    skipped.add(group)  # Phalanx compares its calls by itself
-                    continue
-                calls, compared[group] = found.setdefault(group, _Calls()), known.until
-                any_size[group] = _kinds_of_any_size(about.backend)
-            if in_group <= compared[group] and left_ns:
-                continue
-            if left_ns and not failed:
-                size = 0 if kind in any_size[group] else nbytes
-                calls.done[in_group] = _Call(index, (what, size, -1 if kind == _BARRIER else peer), site)
-            else:
-                # One of C++ that stalls has the next one's number, and may be taken back (c10d/stalled_calls.py).
-                calls.until = min(calls.until, in_group - 1)
-                calls.failed |= bool(failed)
-        return found
+    def _note(self, calls: DoneCalls) -> _Compared:
+        state = self._groups.pop(calls.group, None)
+        if state is None:
+            state = _Compared(judgements_left=_MOST_JUDGED if self._lines else 0)
+        self._groups[calls.group] = state  # behind all others, the first of which is the one to be forgotten
+        if len(self._groups) > _MOST_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        if calls.failed:
+            # After a failure ranks may count on from different calls, if the script makes the group anew.
+            state.end()
+        if state.differed:
+            return state
+        own = self._own(calls.calls)
+        numbered = enumerate(own, calls.first)
+        new = {number: call for number, call in numbered if call is not None and number > state.until}
+        for rank in calls.ranks:
+            done = state.done.setdefault(rank, {})
+            done.update(new)
+            if len(done) > self._newest:
+                state.done[rank] = {number: done[number] for number in sorted(done)[-self._newest :]}
+            state.come[rank] = max(state.come.get(rank, 0), calls.first + len(own) - 1)
+        return state
 
-    def _compare(self, group: Group, calls: Mapping[int, _Calls], copies: Mapping[int, RecorderCopy]) -> Iterator[str]:
-        state = self._groups.setdefault(
-            (group.name, group.ranks), _Compared(judgements_left=_MOST_JUDGED if self._lines else 0)
-        )
-        # After a failure ranks may count on from different calls, if the script makes the group anew.
-        state.differed |= any(of.failed for of in calls.values())
-        if state.differed or not all(of.done for of in calls.values()):
+    def _own(self, calls: Sequence[DoneCall | None]) -> list[DoneCall | None]:
+        """The same calls, of which equal ones are one object."""
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        different = {id(call): call for call in calls if call is not None}
+        found = {name: self._known.setdefault(call, call) for name, call in different.items()}
+        return [found.get(id(call)) for call in calls]
+
+    def _compare(self, group: Group, state: _Compared) -> Iterator[str]:
+        if state.differed or len(state.come) < len(group.ranks):
             return
-        begin = max(state.until + 1, *(min(of.done) for of in calls.values()))
-        if begin > state.until + 1:
-            state.lines.clear()  # among the calls that were written over, the ranks may have met at equal lines
-        state.until = max(state.until, min(min(of.until, max(of.done)) for of in calls.values()))
-        for number in range(begin, state.until + 1):
-            same = {rank: of.done[number] for rank, of in calls.items() if number in of.done}
-            if len(same) < len(calls):
+        until = min(state.come.values())
+        first, *others = (state.done[rank] for rank in group.ranks)
+        for number in sorted(number for number in first if number <= until):
+            same = {rank: state.done[rank].get(number) for rank in group.ranks}
+            if not all(same.values()):
                 continue
-            if len({call.facts for call in same.values()}) > 1:
-                state.differed = True
-                yield _differing(same, copies)
+            if number > state.until + 1:
+                state.lines.clear()  # among the calls of which nothing is known, the ranks may have met at equal lines
+            state.until = number
+            if not state.lines and all(of[number] is first[number] for of in others):
+                continue
+            known = {rank: call for rank, call in same.items() if call is not None}
+            if len({_facts(group, call) for call in known.values()}) > 1:
+                state.end()
+                yield _differing(group, number, known)
                 return
             if state.judgements_left:
-                yield from self._meet(state, group, number, same, copies)
+                yield from self._meet(state, group, number, known)
+        for rank, done in state.done.items():
+            state.done[rank] = {number: call for number, call in done.items() if number > until}
 
-    def _meet(
-        self,
-        state: _Compared,
-        group: Group,
-        number: int,
-        same: Mapping[int, _Call],
-        copies: Mapping[int, RecorderCopy],
-    ) -> Iterator[str]:
+    def _meet(self, state: _Compared, group: Group, number: int, same: Mapping[int, DoneCall]) -> Iterator[str]:
         first, *others = (world_rank(group, rank) for rank in range(len(group.ranks)))
-        place, mine = _line(copies[first], same[first])
+        mine = _line(same[first])
         for other in others:
-            _, theirs = _line(copies[other], same[other])
+            theirs = _line(same[other])
             if not mine.identity or not theirs.identity:
                 continue
+            if mine == theirs and other not in state.lines:
+                continue
             lines = state.lines.setdefault(other, _Lines())
-            crossed = lines.meet(_Pair(mine, theirs, place, number))
+            crossed = lines.meet(_Pair(mine, theirs, same[first].site, number))
             if crossed and state.judgements_left:
                 state.judgements_left -= 1
                 if not self._are_alternatives(crossed[0][0], crossed[1][0]):
@@ -250,11 +224,6 @@ class Comparison:
         return _exclude(program, places[0], places[1]) or _exclude(program, places[1], places[0])
 
 
-@lru_cache
-def _kinds_of_any_size(backend: str) -> frozenset[int]:
-    return frozenset(number for number, kind in KINDS.items() if has_own_size(kind, backend))
-
-
 def _exclude(program: Program, one: Place, other: Place) -> bool:
     """Whether one place stands in an arm that leaves out the other: by another arm, or by ``return`` before it."""
     if one.function != other.function:
@@ -266,10 +235,14 @@ def _exclude(program: Program, one: Place, other: Place) -> bool:
     return not by_jumps.isdisjoint(arms)
 
 
-def _line(copy: RecorderCopy, call: _Call) -> tuple[str, _Line]:
-    place, identity = copy.place(call.site)
-    what, _, root = call.facts
-    return place, _Line(identity, what, root)
+def _facts(group: Group, call: DoneCall) -> tuple[object, ...]:
+    """In what the calls of one collective of a group must agree."""
+    size = 0 if has_own_size(call.kind, group.backend) else call.nbytes
+    return call.kind, call.dtype, call.op, size, -1 if call.kind == "barrier" else call.peer
+
+
+def _line(call: DoneCall) -> _Line:
+    return _Line(call.identity, call.kind, call.dtype, call.op, -1 if call.kind == "barrier" else call.peer)
 
 
 def _parts(place: str) -> tuple[str, int]:
@@ -277,23 +250,22 @@ def _parts(place: str) -> tuple[str, int]:
     return file, int(line) if line.isdecimal() else 0
 
 
-def _differing(calls: Mapping[int, _Call], copies: Mapping[int, RecorderCopy]) -> str:
-    alike: dict[tuple[int, int, int], list[int]] = {}
+def _differing(group: Group, number: int, calls: Mapping[int, DoneCall]) -> str:
+    alike: dict[tuple[object, ...], list[int]] = {}
     for rank, call in sorted(calls.items()):
-        alike.setdefault(call.facts, []).append(rank)
-    records = {ranks[0]: copies[ranks[0]].record(calls[ranks[0]].index) for ranks in alike.values()}
-    backend = next(iter(records.values())).group.backend
+        alike.setdefault(_facts(group, call), []).append(rank)
     lines = []
     for ranks in alike.values():
-        record = records[ranks[0]]
+        record = calls[ranks[0]].record(group, number)
         lines.append(f"  {format_named('rank', ranks)}: {replace(record, site=beside(record.site)).text()}")
-    return CollectiveMismatch.let_pass(backend, "\n".join(lines))
+    return CollectiveMismatch.let_pass(group.backend, "\n".join(lines))
 
 
 def _crossing(low: int, high: int, crossed: list[tuple[str, int, int]]) -> str:
     lines = []
     for place, mine, theirs in crossed:
         text = linecache.getline(*_parts(place)).strip()
-        lines.append(f"  {text} at {beside(place)} was call #{mine} of rank {low} and #{theirs} of rank {high}")
+        at = f"{text} at {beside(place)}" if text else beside(place)
+        lines.append(f"  {at} was call #{mine} of rank {low} and #{theirs} of rank {high}")
     told = CollectiveMismatch.in_different_orders(low, high, "\n".join(sorted(lines)))
     return f"{told} If it is meant, {settings.CALL_SITES}=ignore says nothing"

@@ -317,6 +317,16 @@ class RecorderCopy:
         """One of the operations that were seen."""
         return _record(self.seen[index], self._texts, self._dtypes)
 
+    def excerpt(self, count: int) -> Recording:
+        """What :meth:`Recording.excerpt` has of all operations, without making the others first."""
+        order = sorted(range(len(self.seen)), key=lambda index: self.seen[index].number)
+        last = {self.seen[index].group: index for index in order if not is_message(self.seen[index])}
+        under_way = [index for index in order if not self.seen[index].left_ns][:_MOST_EACH]
+        groups = sorted(last.values(), key=lambda index: self.seen[index].number)[-_MOST_EACH:]
+        kept = {*groups, *under_way, *order[-count:]}
+        records = sorted((self.record(index) for index in kept), key=lambda record: record.number)
+        return Recording(self.pid, self.rank, self.size, self.step, self.label, self.begun, tuple(records))
+
     def place(self, number: int) -> tuple[str, int]:
         """A line of the program by the number that ``seen`` has of it, and what names it on all ranks; 0 if nothing."""
         return self._texts.text(number), self._texts.identity(number)
@@ -326,12 +336,13 @@ class RecorderCopy:
         return self._texts.group(number)
 
 
-def copy_recorder(file: int, at: int = 0) -> RecorderCopy | None:
+def copy_recorder(file: int, at: int = 0, first: int = 0) -> RecorderCopy | None:
     """A copy of the recorder in a file; None if there is none.
 
     Args:
         file: a descriptor of the file.
         at: where the recorder begins in it, a multiple of the page size.
+        first: the first operation that is wanted, counted from 0.
     """
     # Only then is it mapped: the kernel would find memory for a hole in the file that is looked at.
     if os.fstat(file).st_size < at + RECORDER_BYTES or not any(os.pread(file, 8, at)):
@@ -340,13 +351,13 @@ def copy_recorder(file: int, at: int = 0) -> RecorderCopy | None:
     with mmap.mmap(file, RECORDER_BYTES, mmap.MAP_PRIVATE, offset=at) as memory:
         place = (ctypes.c_char * RECORDER_BYTES).from_buffer(memory)
         try:
-            return copy_memory(ctypes.addressof(place))
+            return copy_memory(ctypes.addressof(place), first)
         finally:
             del place
 
 
 def read_recording(file: int, at: int = 0) -> Recording | None:
-    """The recording in a file, whose arguments are those of :func:`copy_recorder`; None if there is none."""
+    """The whole recording in a file, with the arguments of :func:`copy_recorder`; None if there is none."""
     return _in_words(copy_recorder(file, at))
 
 
@@ -355,10 +366,10 @@ def read_memory(address: int) -> Recording | None:
     return _in_words(copy_memory(address))
 
 
-def copy_memory(address: int) -> RecorderCopy | None:
-    """A copy of the recorder that is mapped at an address; None if there is none."""
+def copy_memory(address: int, first: int = 0) -> RecorderCopy | None:
+    """A copy of the recorder that is mapped at an address, from an operation on; None if there is none."""
     seen, begun = (SeenRecord * RECORDS)(), ctypes.c_uint64()
-    count = library().phx_records_read(address, seen, ctypes.byref(begun))
+    count = library().phx_records_read(address, first, seen, ctypes.byref(begun))
     header = _Header.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(_Header)))
     # Read after the records, which name the texts: a text is there before the record that names it.
     texts = _Texts(ctypes.string_at(address + STRINGS_AT, RECORDER_BYTES - STRINGS_AT))

@@ -144,7 +144,7 @@ class _Agent:
             if ranks.feed.descriptor >= 0:
                 # With nothing to write, this reports only that the reader has gone.
                 poll.register(ranks.feed.descriptor, select.POLLOUT if ranks.feed.hungry else 0)
-        due_in_s = ranks.observer.due_in_s() if ranks is not None else None
+        due_in_s = ranks.due_in_s() if ranks is not None else None
         ready = dict(poll.poll(None if due_in_s is None else due_in_s * 1000 + 1))
         if self.wakeup[0] in ready:
             with contextlib.suppress(BlockingIOError):
@@ -159,7 +159,7 @@ class _Agent:
                 ranks.read(descriptor)
             if ranks.zygote and ranks.fileno() in ready:
                 ranks.hear()
-            ranks.observer.look()
+            ranks.look()
         return self._read_orders(ready.get(channel.fileno(), 0))
 
     def _read_orders(self, events: int) -> RankStart | None:
@@ -222,7 +222,9 @@ class _Agent:
         ranks, is_python = len(rows), job.target.is_python
         watched = not job.diagnosis.why_unwatched(is_python=is_python, ranks=ranks)
         diagnosis = job.diagnosis if watched else None
-        self.ranks = LocalRanks(share, descriptors, zygote, Feed(feed), self.channel, self.branch, diagnosis)
+        self.ranks = LocalRanks(
+            share, descriptors, zygote, Feed(feed), self.channel, self.branch, diagnosis, is_python=is_python
+        )
         descriptors.supervisor.send(do="start")
         if feed >= 0:
             self.channel.say(event="wants")

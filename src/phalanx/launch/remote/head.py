@@ -202,6 +202,8 @@ class _Head:
 
     def _on_message(self, host: Host, message: dict[str, Any]) -> None:
         event = message["event"]
+        if "now_ns" in message:
+            host.hear_clock(message["now_ns"])
         if event == "started":
             for rank, pid in zip(host.ranks, message["pids"], strict=True):
                 rank.pid = pid
@@ -221,6 +223,8 @@ class _Head:
             self._has_answered(host)
         elif event == "waits":
             self.announcer.wait(host.number, message)
+        elif event == "calls":
+            self.announcer.calls([rank.number for rank in host.ranks], message.get("calls"))
         elif event == "examined":
             self.survey.hear(host.number, message)
         elif event == "owns":
@@ -251,6 +255,8 @@ class _Head:
             self.store.ended(rank.number, host.here.get("name", host.name))
         if message["stacks"]:
             self.announcer.keep_stacks(message["stacks"])
+        if message["recording"] is not None:
+            self.announcer.recorded(rank, message["recording"], self.host_of[rank.number].later_ns)
         self._end(rank, message["status"], time.monotonic() - message["age"], by_others=self.called_off)
 
     def _look_up(self, number: int, end: Any, other_end: Any) -> None:

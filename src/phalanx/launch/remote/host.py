@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ class Host:
         channel: its agent's connection; None before it has come and after it has gone.
         here: what the agent has said of the host; empty before.
         done: whether no process of the job is left there, as far as the head has been told.
+        later_ns: what is to be added to a time of its monotonic clock to get that of this host's, as exactly as the
+            quickest message so far can tell.
     """
 
     number: int
@@ -37,6 +40,11 @@ class Host:
     channel: Channel | None = None
     here: dict[str, Any] = field(default_factory=dict)
     done: bool = False
+    later_ns: int = 1 << 62
+
+    def hear_clock(self, now_ns: int) -> None:
+        """Take the time of its clock, from a message that has just come."""
+        self.later_ns = min(self.later_ns, time.monotonic_ns() - now_ns)
 
     @property
     def name(self) -> str:

@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.errors import OUT_OF_MEMORY_HINT
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.share import Share
-from phalanx.launch.output.failure import signal_name
+from phalanx.launch.output.failure import describe_lost_zygote
 from phalanx.launch.rank.descriptors import Descriptors
 from phalanx.launch.rank.operations import last_operation
+from phalanx.launch.relay.call_sender import CallSender
 from phalanx.launch.relay.channel import ERR, OUT, Channel
 from phalanx.launch.relay.feed import Feed
 from phalanx.launch.relay.observer import Observer
@@ -46,12 +46,14 @@ class LocalRanks:
         channel: where everything is sent.
         branch: the programs that have started the agents of other hosts, which stay until the end of the job.
         diagnosis: when it is said that ranks wait; None if that is not to be said.
+        is_python: whether the ranks run Python.
 
     Attributes:
         outputs: the descriptors of outputs that are open, each with its rank, counted from 0, and its kind.
         feed: as given.
         zygote: the zygote's process id; 0 when it has ended, and everything below it.
         observer: looks at the ranks for the launcher.
+        calls: sends what they call.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class LocalRanks:
         channel: Channel,
         branch: Branch,
         diagnosis: Diagnosis | None,
+        *,
+        is_python: bool,
     ) -> None:
         self.zygote = zygote
         self.feed = feed
@@ -77,10 +81,30 @@ class LocalRanks:
         self._ordered = False
         self._reports = [b""] * len(share.ranks)
         self.observer = Observer(descriptors.trace, share.ranks, diagnosis, channel.say)
+        self.calls = CallSender(
+            descriptors.trace,
+            share.ranks,
+            len(share.rows),
+            hosts=len({row.node_rank for row in share.rows}),
+            is_python=is_python,
+            say=channel.say,
+            waiting=lambda: channel.waiting,
+        )
 
     def fileno(self) -> int:
         """Where the zygote's messages arrive."""
         return self._descriptors.supervisor.fileno()
+
+    def due_in_s(self) -> float | None:
+        """When :meth:`look` has something to do; None for never."""
+        due = (self.observer.due_in_s(), self.calls.due_in_s())
+        return min((in_s for in_s in due if in_s is not None), default=None)
+
+    def look(self) -> None:
+        """Look at the ranks, as far as it is time to, and tell the head what it has to know."""
+        self.observer.look()
+        if self._started:
+            self.calls.look()
 
     # Output and input.
 
@@ -160,7 +184,7 @@ class LocalRanks:
         elif message["event"] == "started":
             self._started = True
             self.observer.begin(message["pids"])
-            self._channel.say(event="started", pids=message["pids"])
+            self._channel.say(event="started", now_ns=time.monotonic_ns(), pids=message["pids"])
         elif message["event"] == "overdue":
             self._channel.say(**{**message, "rank": self._numbers[message["rank"]]})
         elif message["event"] == "stacks":
@@ -182,9 +206,12 @@ class LocalRanks:
         self._drain(part)
         self._send_report(part)
         self.observer.forget(part)
+        self.calls.end(part)
         trace = self._descriptors.trace
         self._channel.say(
             event="exited",
+            now_ns=time.monotonic_ns(),
+            recording=self.calls.recording(part),
             rank=self._numbers[part],
             status=status,
             age=time.monotonic() - when,
@@ -222,10 +249,6 @@ class LocalRanks:
         self.feed.close()
         code = os.waitstatus_to_exitcode(status)
         if code and not self._ordered:
-            how = f"was ended by signal {-code} ({signal_name(-code)})" if code < 0 else f"failed (code {code})"
-            text = (
-                f"phalanx: the process that starts and watches the ranks of a host {how}; the job ended with it\n"
-                f"  host {machine_name()}, pid {pid}; if nobody killed it, {OUT_OF_MEMORY_HINT}\n"
-            )
-            self._channel.say(event="refused", text=text, code=128 - code if code < 0 else code)
+            text, exit_code = describe_lost_zygote(code, pid, machine_name(), "the ranks of a host")
+            self._channel.say(event="refused", text=text, code=exit_code)
         self._channel.say(event="ended")

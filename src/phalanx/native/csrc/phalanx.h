@@ -392,7 +392,8 @@ PHX_API void phx_record_awaits(int32_t rank);
 PHX_API const char *phx_recorder_of(const phx_comm *comm, uint32_t rank);
 
 /* Copy the records of a recorder's memory, of this process or another one, to `out`, which has room for PHX_RECORDS, in no
- * order. Returns how many there are, and in `next` how many operations have begun. */
-PHX_API uint32_t phx_records_read(const char *memory, struct phx_record_seen *out, uint64_t *next);
+ * order: those of operation `first` and later ones. Returns how many there are, and in `next` how many operations have
+ * begun. */
+PHX_API uint32_t phx_records_read(const char *memory, uint64_t first, struct phx_record_seen *out, uint64_t *next);
 
 #endif

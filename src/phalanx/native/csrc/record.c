@@ -188,17 +188,19 @@ struct phx_record_place phx_record_place(void)
     return place;
 }
 
-uint32_t phx_records_read(const char *from, struct phx_record_seen *out, uint64_t *next)
+uint32_t phx_records_read(const char *from, uint64_t first, struct phx_record_seen *out, uint64_t *next)
 {
     const struct phx_recorder_header *header = header_of(from);
     uint32_t found = 0;
     if (atomic_load_explicit(&header->magic, memory_order_acquire) != PHX_RECORDER_MAGIC)
         return 0;
     *next = atomic_load_explicit(&header->next, memory_order_relaxed);
-    for (uint32_t i = 0; i < PHX_RECORDS; i++) {
-        const struct phx_record *record = record_of(from, i);
+    const uint64_t begun = *next > first ? *next - first : 0;
+    const uint32_t wanted = begun < PHX_RECORDS ? (uint32_t)begun : PHX_RECORDS;
+    for (uint32_t i = 0; i < wanted; i++) {
+        const struct phx_record *record = record_of(from, first + i);
         const uint64_t word = atomic_load_explicit(&record->word, memory_order_acquire);
-        if (word % 2 || !word)
+        if (word % 2 || !word || word / 2 - 1 < first)
             continue;
         const memory_order order = memory_order_relaxed;
         const uint64_t left = atomic_load_explicit(&record->left, order);
