@@ -217,14 +217,14 @@ class Exchanging:
         self._verdict_words[:] = [~call, self._is_large_inside(given)]
         if not self._fit_inside(given, expected):
             self._end(call, memory, parts)
-        sent = []
+        sent: list[Transfer] = []
         for number in self._hosts:
             for place, sizes in enumerate(given):
                 nbytes = sum(sizes[rank] for rank in self._layout.hosts[number] if self._goes_by_memory(sizes[rank]))
                 if nbytes:
                     message = memory.part(memory.outgoing[self._turn][number][place], nbytes)
                     sent.append(streams.send(number, message, place))
-        frames.begin(call, self._packed(memory, given))
+        sent += frames.begin(call, self._packed(memory, given))
         coming = self._begin_to_receive(streams, memory, expected)
 
         def hear() -> None:
