@@ -34,6 +34,7 @@ from phalanx.transports.hosts.frames import Frames
 from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.messages import HostsMessages
+from phalanx.transports.hosts.parts import Parts, PartsOfWhole
 from phalanx.transports.hosts.reducing import Reducing
 from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.hosts.small import Small
@@ -194,10 +195,21 @@ class HostsCommunicator(Communicator):
                 self._bulk.scatter(flat, parts, root, self._agree(call))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        dtype, given, expected = outputs[0].dtype, [part.nbytes for part in inputs], [part.nbytes for part in outputs]
-        with self._call.exchanging(dtype, given, expected):
-            call = _fingerprint_of_exchange(dtype)
-            self._exchanging.all_to_all(call, outputs, inputs, given, expected)
+        self._exchange_parts(Parts(outputs), Parts(inputs))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+    ) -> None:
+        self._exchange_parts(PartsOfWhole(output, output_counts), PartsOfWhole(tensor, input_counts))
+
+    def _exchange_parts(self, outputs: Parts, inputs: Parts) -> None:
+        dtype = outputs.dtype
+        with self._call.exchanging(dtype, inputs.nbytes, outputs.nbytes):
+            self._exchanging.all_to_all(_fingerprint_of_exchange(dtype), outputs, inputs)
 
     def barrier(self) -> None:
         with self._call.named("barrier", None):

@@ -25,6 +25,7 @@ from phalanx.transports.hosts.exchange_memory import ExchangeMemory
 from phalanx.transports.hosts.frames import Data, Frames
 from phalanx.transports.hosts.lane import Engine, Transfer
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.parts import Parts
 from phalanx.transports.hosts.sizes import Sizes
 from phalanx.transports.hosts.streams import Streams, Waiting
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
@@ -36,16 +37,13 @@ _TAG = 1
 _copy = ctypes.memmove
 
 _Nbytes = Sequence[int]
-_Tensors = Sequence[torch.Tensor]
 
 
-class _Parts(NamedTuple):
-    """What a rank sends to, and expects of, each rank of the group, and how many bytes that is."""
+class _Both(NamedTuple):
+    """What a rank sends to, and expects of, each rank of the group."""
 
-    inputs: _Tensors
-    given: _Nbytes
-    outputs: _Tensors
-    expected: _Nbytes
+    inputs: Parts
+    outputs: Parts
 
 
 class Exchanging:
@@ -85,49 +83,53 @@ class Exchanging:
         self._streams: Streams | None = None
         self._rooms: list[torch.Tensor] = []
         self._turn = 0
-        self._rests = local if isinstance(local, SharedMemoryCommunicator) and not layout.leader else None
+        self._shared = local if isinstance(local, SharedMemoryCommunicator) else None
+        self._rests = None if layout.leader else self._shared
         self._tick = torch.zeros(1, dtype=torch.int64)
         self._ticks = torch.zeros(len(layout.here), dtype=torch.int64) if layout.leader else None
         self._verdict = torch.zeros(2, dtype=torch.int64)
         self._verdict_words = (ctypes.c_int64 * 2).from_address(self._verdict.data_ptr())
 
-    def all_to_all(self, call: int, outputs: _Tensors, inputs: _Tensors, given: _Nbytes, expected: _Nbytes) -> None:
-        """Copy ``inputs[r]`` into ``outputs[rank]`` of rank r.
+    def all_to_all(self, call: int, outputs: Parts, inputs: Parts) -> None:
+        """Copy part r of ``inputs`` into part ``rank`` of the ``outputs`` of rank r.
 
         Args:
             call: a number that is equal for equal calls.
-            outputs, inputs: contiguous tensors, one for each rank.
-            given, expected: how many bytes the inputs have, and the outputs.
+            outputs, inputs: where the parts lie.
 
         Raises:
             Differs: another rank makes another call, or sends another number of bytes than its peer expects.
         """
-        parts, largest = _Parts(inputs, given, outputs, expected), self._middle_bytes
+        both, largest = _Both(inputs, outputs), self._middle_bytes
+        given, expected = inputs.nbytes, outputs.nbytes
         sources = [rank for rank in self._others if expected[rank] > largest]
         targets = [rank for rank in self._others if given[rank] > largest]
 
         def expect() -> list[Transfer]:
-            return [self._engine.recv(outputs[rank].view(-1), rank, _TAG) for rank in sources]
+            return [self._engine.recv(outputs.tensor(rank), rank, _TAG) for rank in sources]
 
         def agree() -> None:
-            self._exchange_smaller(call, parts)
+            self._exchange_smaller(call, both)
 
         transfers = self._early.begin([*sources, *targets], agree, expect)
-        transfers += [self._engine.send(inputs[rank].view(-1), rank, _TAG) for rank in targets]
-        wait_for(transfers, lambda: self._exchange_large_inside(parts))
+        transfers += [self._engine.send(inputs.tensor(rank), rank, _TAG) for rank in targets]
+        wait_for(transfers, lambda: self._exchange_large_inside(both))
 
-    def _exchange_large_inside(self, parts: _Parts) -> None:
+    def _exchange_large_inside(self, both: _Both) -> None:
         """Exchange, inside this host, what is too large for the shared memory."""
+        inputs, outputs = both
         here, largest = self._layout.here, self._middle_bytes
-        if parts.given[self._rank] > largest:
-            self._copy_own(parts)
-        if not self._verdict_words[1]:
+        if not self._verdict_words[1] or self._shared is None:
+            if inputs.nbytes[self._rank] > largest:
+                self._copy_own(both)
             return
-        outputs, inputs = (
-            [tensors[rank].view(-1)[: None if nbytes[rank] > largest and rank != self._rank else 0] for rank in here]
-            for tensors, nbytes in ((parts.outputs, parts.expected), (parts.inputs, parts.given))
-        )
-        self._local.all_to_all(outputs, inputs)
+
+        def large(parts: Parts) -> list[tuple[int, int]]:
+            sizes = [nbytes if nbytes > largest else 0 for nbytes in parts.nbytes]
+            return [(parts.addresses[rank], sizes[rank]) for rank in here]
+
+        # The core copies what this rank sends itself while it waits for the others.
+        self._shared.all_to_all_at(large(outputs), large(inputs), inputs.dtype)
 
     def _small(self, nbytes: _Nbytes) -> Iterator[int]:
         """The ranks of other hosts to or from which so many bytes go in frames, by rank."""
@@ -137,24 +139,24 @@ class Exchanging:
         """Whether so much goes to another host, or comes from there, by way of the shared memory."""
         return self._small_bytes < nbytes <= self._middle_bytes
 
-    def _exchange_smaller(self, call: int, parts: _Parts) -> None:
+    def _exchange_smaller(self, call: int, both: _Both) -> None:
         """Compare the calls and the sizes, and exchange what goes in frames or by way of the shared memory."""
         if self._memory is None:
             self._memory = ExchangeMemory(self._layout, self._local, self._small_bytes, self._middle_bytes)
             if self._layout.leader:
                 self._streams = Streams(self._layout, self._engine, self._memory)
         self._turn = 1 - self._turn
-        self._put(self._memory, parts)
+        self._put(self._memory, both)
         self._local.gather_single(self._ticks, self._tick, 0)
         if self._frames is None or self._streams is None:
-            self._end(call, self._memory, parts)
+            self._end(call, self._memory, both)
         else:
-            self._lead(self._frames, self._streams, call, self._memory, parts)
+            self._lead(self._frames, self._streams, call, self._memory, both)
 
-    def _end(self, call: int, memory: ExchangeMemory, parts: _Parts) -> None:
+    def _end(self, call: int, memory: ExchangeMemory, both: _Both) -> None:
         """Hear the verdict, which the leader has written, and take what has come."""
         # While the leader moves what lies in the shared memory, a rank that waits for it would take the processor away.
-        if self._rests is not None and any(map(self._goes_by_memory, (*parts.given, *parts.expected))):
+        if self._rests is not None and any(map(self._goes_by_memory, (*both.inputs.nbytes, *both.outputs.nbytes))):
             self._rests.set_rests(True)
             self._local.broadcast(self._verdict, 0)
             self._rests.set_rests(False)
@@ -162,69 +164,69 @@ class Exchanging:
             self._local.broadcast(self._verdict, 0)
         if self._verdict_words[0] != call:
             raise Differs
-        self._take(memory, parts)
+        self._take(memory, both)
 
-    def _put(self, memory: ExchangeMemory, parts: _Parts) -> None:
+    def _put(self, memory: ExchangeMemory, both: _Both) -> None:
         """Write down what this rank sends and expects, and put what it sends where others find it."""
-        inputs, given = parts.inputs, parts.given
+        addresses, given = both.inputs.addresses, both.inputs.nbytes
         place, hosts = self._layout.local, self._layout.hosts
-        memory.given[place][:] = [*given]
-        memory.expected[place][:] = [*parts.expected]
+        memory.given[place][:] = given
+        memory.expected[place][:] = both.outputs.nbytes
         at = memory.parts[place]
         for rank in self._small(given):
-            _copy(at, inputs[rank].data_ptr(), given[rank])
+            _copy(at, addresses[rank], given[rank])
             at += given[rank]
         for number in self._hosts:
             at = memory.address + memory.outgoing[self._turn][number][place]
             for rank in hosts[number]:
                 if self._goes_by_memory(given[rank]):
-                    _copy(at, inputs[rank].data_ptr(), given[rank])
+                    _copy(at, addresses[rank], given[rank])
                     at += given[rank]
         for rank, to in zip(self._layout.here, memory.inside[self._turn][place], strict=True):
             if rank != self._rank and 0 < given[rank] <= self._middle_bytes:
-                _copy(to, inputs[rank].data_ptr(), given[rank])
+                _copy(to, addresses[rank], given[rank])
 
-    def _take(self, memory: ExchangeMemory, parts: _Parts) -> None:
+    def _take(self, memory: ExchangeMemory, both: _Both) -> None:
         """Copy what has come for this rank into its tensors, and its own part as well."""
-        outputs, expected = parts.outputs, parts.expected
+        addresses, expected = both.outputs.addresses, both.outputs.nbytes
         place, here = self._layout.local, self._layout.here
         at, places = memory.news[place], memory.places[place]
         for rank in self._others:
             nbytes = expected[rank]
             if self._goes_by_memory(nbytes):
-                _copy(outputs[rank].data_ptr(), memory.address + places[rank], nbytes)
+                _copy(addresses[rank], memory.address + places[rank], nbytes)
             elif 0 < nbytes <= self._small_bytes:
-                _copy(outputs[rank].data_ptr(), at, nbytes)
+                _copy(addresses[rank], at, nbytes)
                 at += nbytes
         for rank, inside in zip(here, memory.inside[self._turn], strict=True):
             if expected[rank] > self._middle_bytes:
                 continue
             if rank == self._rank:
-                self._copy_own(parts)
+                self._copy_own(both)
             elif expected[rank]:
-                _copy(outputs[rank].data_ptr(), inside[place], expected[rank])
+                _copy(addresses[rank], inside[place], expected[rank])
 
-    def _copy_own(self, parts: _Parts) -> None:
+    def _copy_own(self, both: _Both) -> None:
         """Copy what this rank sends itself."""
         rank = self._rank
-        _copy(parts.outputs[rank].data_ptr(), parts.inputs[rank].data_ptr(), parts.given[rank])
+        _copy(both.outputs.addresses[rank], both.inputs.addresses[rank], both.inputs.nbytes[rank])
 
     # -- the leader's part -------------------------------------------------------------------------
 
-    def _lead(self, frames: Frames, streams: Streams, call: int, memory: ExchangeMemory, parts: _Parts) -> None:
+    def _lead(self, frames: Frames, streams: Streams, call: int, memory: ExchangeMemory, both: _Both) -> None:
         """Exchange the frames, and what goes by way of the shared memory; then end the exchange on this host."""
         given, expected = [words[:] for words in memory.given], [words[:] for words in memory.expected]
         self._verdict_words[:] = [~call, self._is_large_inside(given)]
         if not self._fit_inside(given, expected):
-            self._end(call, memory, parts)
-        sent = []
+            self._end(call, memory, both)
+        sent: list[Transfer] = []
         for number in self._hosts:
             for place, sizes in enumerate(given):
                 nbytes = sum(sizes[rank] for rank in self._layout.hosts[number] if self._goes_by_memory(sizes[rank]))
                 if nbytes:
                     message = memory.part(memory.outgoing[self._turn][number][place], nbytes)
                     sent.append(streams.send(number, message, place))
-        frames.begin(call, self._packed(memory, given))
+        sent += frames.begin(call, self._packed(memory, given))
         coming = self._begin_to_receive(streams, memory, expected)
 
         def hear() -> None:
@@ -232,7 +234,7 @@ class Exchanging:
             if same and self._unpack(memory, arrived, expected):
                 streams.finish(coming)
                 self._verdict_words[0] = call
-            self._end(call, memory, parts)
+            self._end(call, memory, both)
 
         wait_for(sent, hear)
 

@@ -70,32 +70,42 @@ class Frames:
         self._incoming = [{number: self._memory() for number in self._peers} for _ in range(2)]
         self._coming: list[list[Transfer]] = []  # of the frames to come, in their order
         self._tails: dict[tuple[int, int], tuple[torch.Tensor, Transfer]] = {}  # by host, and where they belong
-        self._sent: list[Transfer] = []
         self._lines = lines
         self._count = self._call = self._line = 0
 
     def exchange(self, call: int, data: Mapping[int, Data]) -> tuple[bool, dict[int, int]]:
-        """:meth:`begin`, and what :meth:`end` returns."""
-        self.begin(call, data)
-        return self.end()
+        """:meth:`begin`, and what :meth:`end` returns; the frames have been sent as well."""
+        sent = self.begin(call, data)
+        outcome = self.end()
+        # The others have sent theirs, so they have read what was sent to them in earlier calls: nothing is on its way
+        # to them before these frames, and they need no wait that somebody can end.
+        for transfer in sent:
+            transfer.wait()
+        return outcome
 
-    def begin(self, call: int, data: Mapping[int, Data]) -> None:
+    def begin(self, call: int, data: Mapping[int, Data]) -> list[Transfer]:
         """Tell the other leaders the call.
 
         Args:
             call: a number that is equal for equal calls.
             data: for other hosts, by their numbers, at most ``nbytes`` each. The same may be for several.
+
+        Returns:
+            The transfers of the frames, to be waited for before the next call. If more was sent before them in this
+            call, they are behind it, and a wait for them lasts as long as one for that, or for ever if that one does.
         """
         self._line = self._lines.own()
         frames: dict[Data, tuple[_Memory, int]] = {}
+        sent: list[Transfer] = []
         while len(self._coming) < 2:
             self._listen()
         for number, rank in self._peers.items():
             part = data.get(number, _NOTHING)
             if part not in frames:
                 frames[part] = self._packed(len(frames), call, part)
-            self._send(*frames[part], rank)
+            self._send(*frames[part], rank, sent)
         self._call = call
+        return sent
 
     def end(self) -> tuple[bool, dict[int, int]]:
         """Hear the others' calls.
@@ -107,9 +117,8 @@ class Frames:
         Raises:
             Crossed: the calls are the same, and their lines show that they do not belong together.
         """
-        for transfer in (*self._coming.pop(0), *self._sent):
+        for transfer in self._coming.pop(0):
             transfer.wait()
-        self._sent.clear()
         same, parts, lines = True, {}, {}
         for number, memory in self._incoming[self._count % 2].items():
             count, call, nbytes, lines[number] = _HEAD.unpack_from(memory.head)
@@ -136,11 +145,11 @@ class Frames:
             ctypes.memmove(memory.address + _HEAD_BYTES, address, nbytes)
         return memory, _HEAD_BYTES + nbytes
 
-    def _send(self, memory: _Memory, nbytes: int, rank: int) -> None:
-        self._sent.append(self._engine.send(memory.whole[: min(nbytes, self._piece)], rank, _TAG))
+    def _send(self, memory: _Memory, nbytes: int, rank: int, sent: list[Transfer]) -> None:
+        sent.append(self._engine.send(memory.whole[: min(nbytes, self._piece)], rank, _TAG))
         for turn, begin in enumerate(range(self._piece, nbytes, self._piece)):
             tail = memory.whole[begin : min(nbytes, begin + self._piece)]
-            self._sent.append(self._engine.send(tail, rank, _TAIL_TAG + turn))
+            sent.append(self._engine.send(tail, rank, _TAIL_TAG + turn))
 
     def _listen(self) -> None:
         incoming = self._incoming[(self._count + len(self._coming)) % 2]
