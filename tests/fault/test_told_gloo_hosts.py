@@ -61,7 +61,7 @@ def test_calls_that_differ_between_hosts_are_listed_while_the_ranks_wait(remote:
     script = remote.script(PASSES)
     job = remote.start("-H", UNEVEN[0], "-q", "--warn-after", "0.5", script, str(remote.folder), "gloo", row)
     await_told(
-        f"waits-{row}.gloo",
+        f"waits-{row}.gloo.hosts",
         lambda: job.err,
         lambda: known_of(remote.folder, script, PASSES, 3),
         lambda: job.process.poll() is not None,

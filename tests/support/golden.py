@@ -29,7 +29,7 @@ _ANY = {
     "seconds": r"\d+(?:\.\d+)?",
     "error of torch's": r"(?:RuntimeError: \[|torch\.distributed\.DistStoreError: wait timeout).*",
     "explanation of torch's": r"(?:.+\n?)+",
-    "others over torch's": r"  ranks? [\d, -]+ then failed: .*(?:\n  rank \d then failed: .*)?",
+    "others over torch's": r"  ranks? [\d, -]+ then failed(?:: |, rank \d with ).*(?:\n  rank \d then failed: .*)?",
 }
 _PART = re.compile(r"<(?P<name>[^<>\n]+)>|\{(?P<ways>[^{}\n]*\|[^{}\n]*)\}")
 

@@ -18,6 +18,7 @@ import importlib.machinery
 import io
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -45,6 +46,7 @@ from phalanx.watch.waiting import publish_by
 
 __all__ = ["RankStart", "become", "enter_rank", "leave_siblings", "reported"]
 
+_GLOO_IS_LEFT = re.compile(r"gloo/transport/.*\bConnection (?:reset|closed) by peer")
 _WAYS_INTO_TORCH = (
     "torch.distributed.c10d_logger",
     "torch.distributed.distributed_c10d",
@@ -345,6 +347,14 @@ def _is_inside(module: str, *, anywhere: bool) -> bool:
     return module.partition(".")[0] in ("torch", "phalanx") if anywhere else module in _WAYS_INTO_TORCH
 
 
+def _is_consequence(error: BaseException) -> bool:
+    """Whether an error always comes of another rank's end."""
+    if isinstance(error, PhalanxError):
+        return error.is_consequence
+    # Gloo's, of which there is no class: the process at the other end has gone, or has closed the connection.
+    return isinstance(error, RuntimeError) and _GLOO_IS_LEFT.search(str(error)) is not None
+
+
 def _report(start: RankStart, error: BaseException, *, shown: bool, now: float | None = None) -> bool:
     """Write the error into the report file, in the form of torch's ``@record``, with the time by the monotonic clock.
 
@@ -365,7 +375,7 @@ def _report(start: RankStart, error: BaseException, *, shown: bool, now: float |
         traceback="" if shown else _format_traceback(error, own),
         shown=shown,
         exited=isinstance(error, SystemExit),
-        consequence=isinstance(error, PhalanxError) and error.is_consequence,
+        consequence=_is_consequence(error),
         time=time.monotonic() if now is None else now,
         code=code,
         hint=_hint(start, error),
