@@ -8,10 +8,12 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Launcher, ask_until, launcher, time_for_stacks, wait_for
+from tests.launch_support import Launcher, RunningJob, ask_until, launcher, time_for_stacks, wait_for
 from tests.support.waiting import stop
 
 from phalanx.system import processes
@@ -87,6 +89,18 @@ def test_a_job_that_hangs_says_where_when_it_is_ended(launcher: Launcher, signum
     assert "Traceback" not in text.partition("SIG")[0]
 
 
+@contextlib.contextmanager
+def watchdog(job: RunningJob) -> Iterator[None]:
+    """Kill a job that says nothing for long, so that what it has said is shown."""
+    timer = threading.Timer(200, job.process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
 def test_sigquit_prints_stacks_and_the_job_goes_on(launcher: Launcher) -> None:
     script = launcher.script(
         """
@@ -107,15 +121,23 @@ def test_sigquit_prints_stacks_and_the_job_goes_on(launcher: Launcher) -> None:
     stderr, stdin = job.process.stderr, job.process.stdin
     assert stderr is not None
     assert stdin is not None
-    for _ in range(2):
-        job.process.send_signal(signal.SIGQUIT)
-        while b"rank 0 is at" not in (line := stderr.readline()):
-            if b"waiting for a core" in line:  # of a busy machine: asked again, it says where it is
-                job.process.send_signal(signal.SIGQUIT)
-        frames = [stderr.readline().decode() for _ in range(6)]
-        places = [line.strip().partition(", ")[2] for line in frames[::2]]
-        assert places == ["line 8, in <module>", "line 6, in outer", "line 3, in wait"]
-        assert frames[5].strip() == "while not sys.stdin.read(1):"
+    said: list[str] = []
+
+    def read() -> str:
+        said.append(stderr.readline().decode())
+        assert said[-1], "".join(said)
+        return said[-1]
+
+    with watchdog(job):
+        for _ in range(2):
+            job.process.send_signal(signal.SIGQUIT)
+            while "rank 0 is at" not in (line := read()):
+                if "waiting for a core" in line:  # of a busy machine: asked again, it says where it is
+                    job.process.send_signal(signal.SIGQUIT)
+            frames = [read() for _ in range(6)]
+            places = [line.strip().partition(", ")[2] for line in frames[::2]]
+            assert places == ["line 8, in <module>", "line 6, in outer", "line 3, in wait"], "".join(said)
+            assert frames[5].strip() == "while not sys.stdin.read(1):"
     stdin.write(b"x")
     stdin.close()
     job.process.stdin = None
