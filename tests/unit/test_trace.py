@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 from tests.support.waiting import stop
 
-from phalanx.launch.rank.trace import Trace, open_own, open_trace
+from phalanx.launch.rank.trace import STACK_SIGNAL, Trace, open_own, open_trace
+from phalanx.system import processes
 
 RUN = "px-test-trace"
 PART = 2
@@ -69,3 +70,36 @@ def test_a_rank_that_answers_late_is_read_late(asked: tuple[Trace, Trace, int]) 
     os.kill(pid, signal.SIGCONT)
     assert asker.ask({PART: pid}, 60) == []
     assert "test_trace.py" in reader.take([PART])[PART]
+
+
+def stop_while_it_writes(trace: Trace, pid: int) -> int:
+    """Ask a rank again and again until it could be stopped in the middle of its stack; returns where that begins."""
+    for _ in range(2000):
+        begin = trace._end(PART)
+        assert trace._ask(PART, pid)
+        while not any(os.pread(trace.descriptor, 1, begin)):
+            pass
+        stop(pid)
+        if processes.blocks(pid, STACK_SIGNAL):
+            return begin
+        os.kill(pid, signal.SIGCONT)
+        trace.ask({PART: pid}, 60)
+        trace.take([PART])
+    raise AssertionError("it could not be stopped")
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_rank_that_has_written_a_part_of_its_stack_has_not_answered(
+    asked: tuple[Trace, Trace, int], answers: bool
+) -> None:
+    trace, _, pid = asked
+    begin = stop_while_it_writes(trace, pid)
+    assert not trace._has_written(begin, pid, blocked=False)
+    if answers:
+        os.kill(pid, signal.SIGCONT)
+        while not trace._has_written(begin, pid, blocked=False):
+            time.sleep(0.001)
+        # All of it, down to the frame that began it all.
+        whole = os.pread(trace.descriptor, 1 << 16, begin).rstrip(b"\0")
+        time.sleep(0.1)
+        assert os.pread(trace.descriptor, 1 << 16, begin).rstrip(b"\0") == whole

@@ -21,6 +21,7 @@ __all__ = [
     "await_children",
     "awaits_signal",
     "belongs_to",
+    "blocks",
     "catches",
     "children_of",
     "descendants_of",
@@ -111,6 +112,11 @@ def catches(pid: int, signum: int) -> bool:
 def ignores(pid: int, signum: int) -> bool:
     """Whether a process ignores a signal."""
     return _has_signal(pid, signum, "SigIgn:")
+
+
+def blocks(pid: int, signum: int) -> bool:
+    """Whether a process's first thread blocks a signal, as it does while it handles one."""
+    return _has_signal(pid, signum, "SigBlk:")
 
 
 def awaits_signal(pid: int, signum: int) -> bool:

@@ -58,7 +58,9 @@ _RECORDER = 1 << 31  # where the recorder begins in a part
 _END_AT = 8
 _ASKED_AT, _OPERATION_AT, _ASKED_BYTES = 64, 2048, 1024
 _BLOCK = 1 << 16
-# Stacks are short: a rank that has begun to write one needs only to be scheduled to finish it.
+_LOOK_S = 0.0025
+# For a rank that blocks the signal by itself, so that another of its threads handles it: stacks are short, and a rank
+# that has begun to write one needs only to be scheduled to finish it.
 _FINISH_S = 0.01
 # A script's own descriptors should not get numbers that select() cannot take.
 _HIGHEST = 1024
@@ -223,12 +225,21 @@ class Trace:
         """
         # Behind the answers to earlier questions, which another process may have taken.
         ends = {part: self._end(part) for part in ranks}
+        blocked = any(processes.blocks(pid, STACK_SIGNAL) for pid in ranks.values())
         asked = [part for part, pid in ranks.items() if self._ask(part, pid)]
         until = time.monotonic() + patience_s
         while asked and time.monotonic() < until:
-            asked = [part for part in asked if not any(os.pread(self.descriptor, 1, ends[part]))]
-            time.sleep(_FINISH_S if not asked else _FINISH_S / 4)
+            asked = [part for part in asked if not self._has_written(ends[part], ranks[part], blocked=blocked)]
+            if asked:
+                time.sleep(_LOOK_S)
+        if blocked:
+            time.sleep(_FINISH_S)
         return asked
+
+    def _has_written(self, end: int, pid: int, *, blocked: bool) -> bool:
+        """Whether a rank has written a stack from there on: all of it, unless some rank blocks the signal by itself."""
+        # A stack is written in many small pieces, by the signal's handler, and the signal is blocked until it returns.
+        return any(os.pread(self.descriptor, 1, end)) and (blocked or not processes.blocks(pid, STACK_SIGNAL))
 
     def _ask(self, part: int, pid: int) -> bool:
         number = os.pread(self.descriptor, 4, part * _PART + 4)
