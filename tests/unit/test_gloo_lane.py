@@ -5,6 +5,7 @@ stays open, so that nobody waits on it. And what it calls late.
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 from phalanx.transports.gloo.engine import lazy_gloo
 from phalanx.transports.hosts import gloo_lane
-from phalanx.transports.hosts.gloo_lane import GlooEngine
+from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 
 PATIENCE_S = 60.0
@@ -34,6 +35,7 @@ class Gloo:
         self.connects, self.begun, self.closes = threading.Event(), threading.Event(), threading.Event()
         self.closed: list[int] = []
         self.made = self
+        self.timeout = timedelta(seconds=PATIENCE_S)
 
     def get(self) -> Any:
         return self
@@ -126,6 +128,24 @@ def test_what_gloo_calls_a_timeout_is_late_only_if_the_time_is_over(gloo: Any) -
         engine.send(torch.ones(1), 1, 1).wait()
     assert not isinstance(failed.value, TransferLate), failed.value
     assert failed.value.peer == 1
+
+
+class Awaited(Gloo):
+    """The other rank does not connect for as long as Gloo waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeout = timedelta(seconds=0.2)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        time.sleep(self.timeout.total_seconds())
+        raise RuntimeError("[gloo/transport/tcp/pair.h:311] Connect timeout [none]")
+
+
+def test_a_rank_that_does_not_connect_in_time_is_late_though_transfers_have_no_limit() -> None:
+    gloo: Any = Awaited()
+    with pytest.raises(TransferLate):
+        GlooEngine(gloo, UNLIMITED).send(torch.ones(1), 1, 1)
 
 
 def test_a_rank_that_does_not_send_in_time_is_late() -> None:

@@ -114,7 +114,7 @@ def _call(texts: Sequence[str], row: Any) -> DoneCall:
     numbers = {"identity": identity, "nbytes": nbytes, "peer": peer, "label": "", "step": -1}
     call = checked(DoneCall, {**{name: _at(texts, number) for name, number in words.items()}, **numbers})
     if call.kind not in _KINDS or call.nbytes < 0 or call.identity < 0:
-        raise ValueError("there is no such call")
+        raise ValueError("a call is of an unknown kind, or one of its numbers is negative")
     return call
 
 

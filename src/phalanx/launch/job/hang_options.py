@@ -59,7 +59,7 @@ def diagnosis_options(command: _Command) -> _Command:
                 is_flag=True,
                 expose_value=False,
                 callback=_keep,
-                help="Make it an error, and not a warning, if two ranks of a host call the same lines in different "
+                help="Make it an error, and not a warning, if two ranks call the same lines in different "
                 "orders: PHALANX_CALL_SITES=error. Over torch's own backends it ends the job, as calls that differ do.",
             ),
         )

@@ -351,7 +351,7 @@ def _is_consequence(error: BaseException) -> bool:
     """Whether an error always comes of another rank's end."""
     if isinstance(error, PhalanxError):
         return error.is_consequence
-    # Gloo's, of which there is no class: the process at the other end has gone, or has closed the connection.
+    # Gloo raises a plain RuntimeError when another process has ended, or has closed the connection to this one.
     return isinstance(error, RuntimeError) and _GLOO_IS_LEFT.search(str(error)) is not None
 
 

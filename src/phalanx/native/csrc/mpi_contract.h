@@ -49,8 +49,9 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call);
 PHX_API void phx_mpi_offer(phx_mpi_group *group, int64_t call);
 PHX_API int phx_mpi_compared(phx_mpi_group *group);
 
-/* Have the lines compared from which the ranks of the group call; before its first call, on all ranks or none. `first`:
- * this is the rank with which the others compare theirs. Returns PHX_OK, or PHX_SYSTEM if there is no memory. */
+/* Have the lines compared from which the ranks of the group call; before its first call, on all ranks or none. The other
+ * ranks compare their lines with those of one rank, for which `first` is 1. Returns PHX_OK, or PHX_SYSTEM if there is no
+ * memory. */
 PHX_API int phx_mpi_compare_lines(phx_mpi_group *group, int first);
 
 /* After PHX_LINES_DIFFER, on all ranks: note the lines of this rank and the first. Returns PHX_CROSSED if two lines are

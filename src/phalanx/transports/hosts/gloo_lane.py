@@ -173,7 +173,7 @@ class GlooEngine(Engine):
                 work = self.apart(peer, start) if profiler._is_profiler_enabled else start()
         except RuntimeError as error:
             # Gloo calls it a timeout as well if the other rank's port refuses it a few times.
-            early = time.monotonic() - began < self.timeout.total_seconds() / 2
+            early = time.monotonic() - began < self._gloo.timeout.total_seconds() / 2
             raise self.failure(peer, error, early) from error
         return _GlooTransfer(self, peer, work, tensor)
 
