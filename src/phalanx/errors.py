@@ -94,11 +94,25 @@ class InitializationError(PhalanxError):
         return cls.of_rank(text, rank, pid, host)
 
     @classmethod
+    def rank_stopped(cls, rank: int, pid: int, host: str, state: str, group: str) -> InitializationError:
+        """A rank is stopped that is needed to make a group; ``state`` says how, as ``stopped (state T)``."""
+        remedy = f"Let it continue (kill -CONT {pid}), or end it"
+        return cls.rank_gone(rank, pid, host, f"is {state}", remedy, group)
+
+    @classmethod
     def of_rank(cls, text: str, rank: int, pid: int, host: str) -> InitializationError:
         """An error with this text, and the rank that it is about."""
         error = cls(text)
         error.rank, error.pid, error.host = rank, pid, host
         return error
+
+    @classmethod
+    def store_lost(cls, who: str, error: BaseException) -> InitializationError:
+        """A store cannot be asked any more; ``who`` does what there, as ``ranks 0-2 were meeting``."""
+        return cls(
+            f"the store in which {who} cannot be asked any more ({error}). Its process has ended, or cannot be "
+            f"reached: rank 0's, unless the launcher keeps the store"
+        )
 
     @classmethod
     def rank_refused(cls, rank: int, reason: str) -> InitializationError:
@@ -136,7 +150,15 @@ class ClosedError(PhalanxError):
     @classmethod
     def of_message(cls) -> ClosedError:
         """The group of a message was destroyed before the message was done."""
-        return cls("a message of a process group was used after the group had been destroyed")
+        return cls("a message of a process group was used after the group had been destroyed or reconfigured")
+
+    @classmethod
+    def given_up(cls, group: str) -> ClosedError:
+        """The group of an operation was reconfigured, or aborted and dropped, before the operation was done."""
+        return cls(
+            f"process group {group!r} was reconfigured, or aborted, while this operation was under way. The operation "
+            "was given up, and what its tensors hold is not defined; call it again, with the ranks that there are now"
+        )
 
     @classmethod
     def of_parent(cls, what: str, pid: int) -> ClosedError:

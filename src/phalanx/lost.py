@@ -6,7 +6,16 @@ from typing import Any
 
 from phalanx.exception import PhalanxError
 
-__all__ = ["CallTimeout", "CollectiveTimeout", "ObjectLost", "PeerFailed", "PeerLost", "WorkerLost", "rank_of_group"]
+__all__ = [
+    "CallTimeout",
+    "CollectiveTimeout",
+    "ObjectLost",
+    "PeerFailed",
+    "PeerLost",
+    "WorkerLost",
+    "did_last",
+    "rank_of_group",
+]
 
 
 def rank_of_group(rank: int, pid: int, host: str = "") -> str:
@@ -14,15 +23,20 @@ def rank_of_group(rank: int, pid: int, host: str = "") -> str:
     return f"rank {rank} of the group (pid {pid}{f' on {host}' if host else ''})"
 
 
+def did_last(operation: str, *, within: bool) -> str:
+    """A sentence on the last operation of a rank, as it follows another one; empty if that is not known."""
+    return "" if not operation else f". It was in {operation}" if within else f". Its last operation was {operation}"
+
+
 class _OfRank:
     """What an error knows of the rank that is to blame, besides its number in the group."""
 
-    rank, pid, host = -1, 0, ""
+    rank, pid, host, signal = -1, 0, "", 0
     last_operation, last_line = "", ""
-    group, elapsed_s = "", 0.0
+    group, sequence, elapsed_s = "", -1, 0.0
 
     def _blame(self, of_rank: dict[str, Any]) -> None:
-        unknown = of_rank.keys() - {"rank", "pid", "host", "last_operation", "last_line"}
+        unknown = of_rank.keys() - {"rank", "pid", "host", "signal", "last_operation", "last_line"}
         if unknown:
             raise TypeError(f"an error of a rank does not know {', '.join(sorted(unknown))}")
         vars(self).update(of_rank)
@@ -38,10 +52,15 @@ class PeerLost(_OfRank, PhalanxError):
         group_rank: the lost rank, counted within the group; -1 if it is not known.
         rank: the same in the world; -1 if it is not known.
         pid, host: its process id and the name of its host; 0 and empty if they are not known.
+        signal: the signal that ended its process, as 9 for SIGKILL; 0 if none did, or if it is not known. It is known
+            under ``phalanx run``, to the ranks of its host and to those that learn of its end from them.
         last_operation: what its flight recorder has last, as ``all_reduce #118 (float32, 4.0 KiB, sum) at
             train.py:42``; empty if it cannot be read. It can on one host, in a group of at most 128 ranks.
-        last_line: where it called that, as ``train.py:42``.
+        last_line: where it called that, as ``/home/user/train.py:42``.
         group: torch's name of the group; empty if it is not known.
+        sequence: the number in that group of the operation in which this rank was, as 118 for ``all_reduce #118``:
+            collectives are counted from 1 and have the same number on every rank, messages are counted by each rank;
+            -1 if it was in none, or if it is not known.
         elapsed_s: how long this rank had been in the operation, in seconds; 0 if it was in none, or if it is not known.
     """
 
@@ -97,9 +116,7 @@ class PeerLost(_OfRank, PhalanxError):
     @classmethod
     def _of(cls, rank: int, pid: int, what: str, waiting: str, remedy: str, known: dict[str, Any]) -> PeerLost:
         """``known`` has further attributes, and whether the rank ``was_in_it``, in its last operation."""
-        within = known.pop("was_in_it", False)
-        last = known.get("last_operation", "")
-        did = "" if not last else f". It was in {last}" if within else f". Its last operation was {last}"
+        did = did_last(known.get("last_operation", ""), within=known.pop("was_in_it", False))
         text = f"{rank_of_group(rank, pid, known.get('host', ''))} {what} while {waiting}{did}. {remedy}"
         return cls(text, group_rank=rank, pid=pid, **known)
 
@@ -138,7 +155,7 @@ class CollectiveTimeout(_OfRank, PhalanxError):
 
     Attributes:
         group_rank: the first rank that had not come, counted within the group.
-        rank, pid, host, last_operation, last_line, group: as in :class:`PeerLost`.
+        rank, pid, host, signal, last_operation, last_line, group, sequence: as in :class:`PeerLost`.
         elapsed_s: how long this rank waited, in seconds.
     """
 

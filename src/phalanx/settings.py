@@ -24,7 +24,9 @@ RPC_ENCRYPT = "PHALANX_RPC_ENCRYPT"  # 1: workers encrypt what goes between them
 TUNING = "PHALANX_TUNING"  # the file of switch points that `phalanx bench --tune` writes
 
 # Set by the launcher for its ranks.
+AGENT = "PHALANX_AGENT"  # across hosts: the job, the attempt and the host, for all that is started there
 ATTEMPT = "PHALANX_ATTEMPT"  # how often the ranks have been started again after a failure: --restarts
+DIRECTORY = "PHALANX_DIRECTORY"  # where `phalanx run` was called: files below it are named without it
 KEY = "PHALANX_KEY"  # the job's key
 MPI_JOIN = "PHALANX_MPI_JOIN"  # where a shim finds `phalanx run`, and the key; removed before the script runs
 REHEARSAL = "PHALANX_REHEARSAL"  # the rehearsed hosts: 2x4, or 1,3,2

@@ -24,6 +24,7 @@ from phalanx.place.arguments import place_with
 from phalanx.place.place import Place
 from phalanx.rendezvous.meet import leave, meet, tell_meeting, why_failed
 from phalanx.store.ended import meeting_prefix
+from phalanx.system.awake import AwakeClock
 from phalanx.system.host import this_host
 from phalanx.topology import device as devices
 from phalanx.topology.backends import why_unfit
@@ -31,6 +32,8 @@ from phalanx.topology.frameworks import announce, cpu_settings, second_meeting_p
 from phalanx.topology.table import RankRow, format_rank_table
 from phalanx.topology.topology import Topology, gather
 from phalanx.training.calls import TrainingCalls
+from phalanx.transports.attendance import attend
+from phalanx.transports.meeting_store import MeetingStore, meeting_within, time_left
 from phalanx.transports.mpi.broadcast import mpi_broadcast
 from phalanx.watch.joining import Joining
 from phalanx.words import format_count, tell
@@ -238,39 +241,45 @@ def init(
     timeout = timedelta(seconds=timeout_s)
     _openings += 1
     store: Store | None = None
+    clock = AwakeClock()
     try:
         _store = meet(place, timeout_s, _openings, mpi_broadcast(place), quiet)
         store = PrefixStore(meeting_prefix(place.attempt, _openings), _store)
         tell_meeting(_store, store, place.rank, begins=True)
-        with Joining("", settings.BACKEND, range(place.world_size), place.rank):
-            topology = gather(PrefixStore("topology", store), place, this_host(), timeout_s)
-        neighbours = topology.node_of(place.rank).ranks
-        chosen = devices.choose_device(place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator)
-        devices.open_device(chosen, place.rank)
-        register()  # torch has done it, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
-        dist.init_process_group(
-            backend or devices.default_backend(chosen),
-            store=store,
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-        )
-        served = frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
-        session = Session(served, timeout)
-        _world = world = World(place, topology, chosen, session)
-        if place.world_size > 1:
-            world._announce(store)
-        if chosen.type != "cpu":
-            _refuse_shared_devices(world, devices.physical_device(chosen, accelerator), wanted=device is not None)
-        if place.rank == 0 and not quiet:
-            hint = devices.hint_for_one_process(place.launcher, chosen, accelerator)
-            for note in (*place.notes, *topology.notes, *([hint] if hint else [])):
-                tell(f"note: {note}")
-        if place.world_size > 1 and not quiet and settings.TABLE_SHOWN not in os.environ:
-            table = world.describe()
-            if world.rank == 0:
-                print(table, file=sys.stderr, flush=True)
-        tell_meeting(_store, store, place.rank, begins=False)
+        alone = place.world_size == 1
+        with meeting_within(clock, timeout_s), contextlib.nullcontext() if alone else attend(store, place.rank):
+            with Joining("", settings.BACKEND, range(place.world_size), place.rank):
+                reports = MeetingStore("topology", store, range(place.world_size), world=True)
+                topology = gather(reports, place, this_host(), time_left(timeout).total_seconds())
+            neighbours = topology.node_of(place.rank).ranks
+            chosen = devices.choose_device(
+                place.rank, neighbours.index(place.rank), len(neighbours), device, accelerator
+            )
+            devices.open_device(chosen, place.rank)
+            register()  # torch has done it, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
+            dist.init_process_group(
+                backend or devices.default_backend(chosen),
+                store=store,
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+            )
+            served = frozenset(entry.partition(":")[0] for entry in dist.get_backend_config().split(","))
+            session = Session(served, timeout)
+            _world = world = World(place, topology, chosen, session)
+            if place.world_size > 1:
+                world._announce(store)
+            if chosen.type != "cpu":
+                _refuse_shared_devices(world, devices.physical_device(chosen, accelerator), wanted=device is not None)
+            if place.rank == 0 and not quiet:
+                hint = devices.hint_for_one_process(place.launcher, chosen, accelerator)
+                for note in (*place.notes, *topology.notes, *([hint] if hint else [])):
+                    tell(f"note: {note}")
+            if place.world_size > 1 and not quiet and settings.TABLE_SHOWN not in os.environ:
+                table = world.describe()
+                if world.rank == 0:
+                    print(table, file=sys.stderr, flush=True)
+            tell_meeting(_store, store, place.rank, begins=False)
     except BaseException as error:
         reason = why_failed(error, _store, store)
         if isinstance(error, InitializationError) and error.was_refused:
@@ -283,7 +292,7 @@ def init(
             dist.destroy_process_group()
         else:
             forget_failed_groups()
-        _leave_store()
+        _leave_store(reason)
         if reason is error:
             raise
         raise reason from None
@@ -322,11 +331,11 @@ def _destroy_groups() -> None:
         raise
 
 
-def _leave_store() -> None:
+def _leave_store(reason: BaseException | None = None) -> None:
     global _store
     store, _store = _store, None
     if store is not None:
-        leave(store)
+        leave(store, reason)
 
 
 def _refuse_shared_devices(world: World, physical: str, *, wanted: bool) -> None:

@@ -21,6 +21,7 @@ from tests.support.call_programs import (
     passes_in_silence,
     said,
     second,
+    swapped_beside_rank_0,
     swapped_functions,
 )
 from tests.support.ranks import Member, on_ranks
@@ -49,6 +50,12 @@ def test_a_program_that_is_right_is_not_warned_of(program: Program, size: int) -
 @pytest.mark.parametrize("program", MISTAKES, ids=name_of)
 def test_a_mistake_is_an_error_if_the_user_wants_that(program: Program, size: int) -> None:
     is_an_error(program, size)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_mistake_of_two_ranks_at_lines_that_rank_0_never_calls_is_noticed(size: int) -> None:
+    is_warned_of(swapped_beside_rank_0, size, most=1)
+    is_an_error(swapped_beside_rank_0, size)
 
 
 @pytest.mark.parametrize(("mistake", "most"), [(False, 64), (True, 1)])

@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -46,7 +45,6 @@ while len([*folder.glob("up-*")]) < size:  # one that is not as far as this woul
 """
 # For the report all ranks have to be where they stay: one that stands still for some seconds comes in time for it.
 QUICKLY = ("--warn-after", "0.8", "--report-after", "8")
-ATTEMPTS = 3
 _PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
 
 
@@ -85,7 +83,7 @@ def interrupt(job: RemoteJob) -> None:
 def reported(remote: RemoteLauncher, where: str, body: str, pattern: str, branch: str = "") -> dict[str, Any]:
     """Run a job until there is a report, whose verdict is this, end it, and return the report.
 
-    A job in whose report a host or a rank does not say where it is, because it stood still, is run once more.
+    A report in which a host or a rank does not say where it is, because it stood still, is completed when it does.
 
     Args:
         remote, where, body: what to run.
@@ -96,16 +94,9 @@ def reported(remote: RemoteLauncher, where: str, body: str, pattern: str, branch
     folder = remote.folder / "reports"
     expected = with_places(script, pattern)
     path = remote.script(script)
-    for _ in range(ATTEMPTS):
-        job = remote.start("-H", where, *QUICKLY, "--report-dir", str(folder), path)
-        until(lambda: reports(folder), job)
-        report = reports(folder)[0]
-        if re.fullmatch(expected, report["verdict"]) or says_all(report):
-            break
-        interrupt(job)
-        shutil.rmtree(folder)
-        for come in remote.folder.glob("up-*"):
-            come.unlink()
+    job = remote.start("-H", where, *QUICKLY, "--report-dir", str(folder), path)
+    until(lambda: any(map(says_all, reports(folder))), job)
+    report = next(filter(says_all, reports(folder)))
     assert re.fullmatch(expected, report["verdict"]), job.said()
     advice = f"; look at the `if` in line {script.splitlines().index(branch) + 1}" if branch else ""
     # On a busy machine the first line may name one more that is late; the next one comes after the report.
@@ -231,7 +222,8 @@ world.all_reduce(x)
         "-H", "h0:2,h1:2", "--warn-after", "2.5", "--report-after", "8", "--report-dir", str(folder), path
     )
     # The second line comes after four times as long, when a report would have been due.
-    until(lambda: job.err.count("ranks 0-1 wait for them in") >= 2, job)
+    # Either of ranks 2 and 3 may just wait for the other, and so stand among those that wait.
+    until(lambda: len(re.findall(r"ranks 0.* wait for \w+ in all_reduce", job.err)) >= 2, job)
     interrupt(job)
     assert list(folder.iterdir()) == []
 

@@ -83,6 +83,7 @@ def test_a_lost_rank_is_said_with_its_last_operation(size: int, end: Callable[[]
         assert error.last_operation.startswith(f"{call} #2")
         assert str(error).count("\n") < 12
         assert (error.group, 0 < error.elapsed_s < 60) == ("0", True)
+        assert (error.sequence, error.signal) == (3, 0)  # nobody says by which signal: there is no launcher
 
 
 def test_a_file_that_took_the_place_of_a_recorder_is_not_read() -> None:
@@ -140,6 +141,7 @@ def test_a_late_rank_is_said_with_its_last_operation() -> None:
     assert error.rank == 1
     assert error.pid > 0
     assert error.elapsed_s == 2
+    assert error.sequence == 2
 
 
 def test_the_rank_of_a_smaller_group_is_named_by_its_rank_in_the_world_too() -> None:
@@ -158,4 +160,4 @@ def test_the_rank_of_a_smaller_group_is_named_by_its_rank_in_the_world_too() -> 
     error = run_ranks(body, 3)[1].value
     assert isinstance(error, PeerLost)
     assert (error.group_rank, error.rank) == (1, 2)
-    assert (error.group, error.elapsed_s > 0) == ("1", True)
+    assert (error.group, error.sequence, error.elapsed_s > 0) == ("1", 2, True)

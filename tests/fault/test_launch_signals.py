@@ -107,6 +107,35 @@ def test_sigkill_of_the_launcher_ends_everything(launcher: Launcher, world: int)
     job.wait_until_gone(SOON_S)
 
 
+def test_sigkill_of_the_launcher_as_soon_as_the_ranks_are_forked(launcher: Launcher) -> None:
+    # The zygote does nothing between its last fork and the launcher's end, as on a machine that is busy.
+    launcher.script(
+        """
+        import os, time
+        fork, done = os.fork, []
+        def slow():
+            launcher = os.getppid()
+            done.append(1)
+            pid = fork()
+            if pid and len(done) == 3:  # the zygote, and two ranks
+                while os.getppid() == launcher:
+                    time.sleep(0.01)
+            return pid
+        os.fork = slow
+        """,
+        "sitecustomize.py",
+    )
+    job = launcher.start(
+        *("-n", "2", "-q", "sh", "-c", "setsid sleep 300 & echo up; exec sleep 300"),
+        environment={"PYTHONPATH": str(launcher.directory)},
+    )
+    # The launcher, the zygote, and two a rank; what the ranks print is read, but they are not known to have started.
+    wait_for(lambda: len(job.processes()) == 2 * 2 + 2, SOON_S)
+    job.process.kill()
+    job.process.wait()
+    job.wait_until_gone(SOON_S)
+
+
 def test_sigkill_of_the_launcher_while_torch_is_imported(launcher: Launcher) -> None:
     job = launcher.start("-n", "2", launcher.script(PATIENT))
     assert job.process.stderr is not None

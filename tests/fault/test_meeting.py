@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import resource
 import signal
 import threading
@@ -94,7 +95,7 @@ def test_too_many_ranks_are_told_so() -> None:
         def wait(self, *_: Any) -> None:
             return None
 
-        def get(self, key: str) -> bytes:
+        def compare_set(self, key: str, *_: Any) -> bytes:
             return b'["", ""]'
 
     with pytest.raises(NotOneHost, match="a shared segment serves at most 1024 ranks, not 1025"):
@@ -113,6 +114,11 @@ class Lost(PrefixStore):
 
     def check(self, keys: list[str]) -> bool:
         raise RuntimeError("the store is gone")
+
+    def delete_key(self, key: str) -> bool:
+        if "/answer/" in key:
+            raise RuntimeError("the store is gone")
+        return super().delete_key(key)
 
 
 def not_made(*_: Any) -> None:
@@ -177,18 +183,64 @@ def attempt(member: Member, store: Store, timeout_s: float) -> float:
 def test_a_rank_that_missed_failed_attempts_joins_the_next(late: int, failures: int) -> None:
     def body(member: Member) -> list[float]:
         store = member.store()
-        if member.rank == late:
-            for rank in {0, 1, 2} - {late}:
-                while not (member.folder / f"failed-{rank}").exists():
-                    time.sleep(0.01)
-        else:
+        if member.rank != late:
             for _ in range(failures):
                 with pytest.raises(InitializationError):
                     attempt(member, store, 0.3)
-            (member.folder / f"failed-{member.rank}").touch()
+            member.say(f"failed-{member.rank}")
+        # All do: a rank that is ahead would come to an attempt of rank 0 that fails.
+        member.await_said(*(f"failed-{rank}" for rank in {0, 1, 2} - {late}))
         return [attempt(member, store, 20) for _ in range(3)]
 
     assert on_ranks(body, 3) == [[3.0, 3.0, 3.0]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_offer_that_is_taken_back_before_it_is_read_is_no_offer(size: int) -> None:
+    def body(member: Member) -> str:
+        class Slow(PrefixStore):
+            def wait(self, keys: list[str], *limits: Any) -> None:
+                super().wait(keys, *limits)
+                if keys == ["offer"]:
+                    member.say(f"has-waited-{member.rank}")
+                    member.await_said("taken-back")
+
+        store = member.store()
+        store.set_timeout(timedelta(seconds=3))
+        with pytest.raises(InitializationError) as caught:
+            if member.rank == 0:
+                member.await_said(*(f"comes-{rank}" for rank in range(1, size)))
+                SharedMemoryCommunicator(PrefixStore("x", store), 0, size, timedelta(seconds=5))
+            else:
+                member.say(f"comes-{member.rank}")
+                SharedMemoryCommunicator(Slow("x", store), member.rank, size, timedelta(seconds=20))
+        if member.rank == 0:
+            member.await_said(*(f"has-waited-{rank}" for rank in range(1, size)))
+            member.say("taken-back")
+        return str(caught.value)
+
+    for text in on_ranks(body, size)[1:]:
+        assert text.startswith(f"rank 0 did not come to a group of {size} ranks within "), text
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_rank_that_gave_up_comes_again_while_rank_0_still_waits(size: int) -> None:
+    """The last rank comes when all but rank 0 have given up, and some have not come again yet."""
+
+    def body(member: Member) -> list[float]:
+        store, middle = member.store(), range(1, size - 1)
+        if member.rank in middle:
+            with pytest.raises(InitializationError, match="rank 0 did not finish"):
+                attempt(member, store, 0.3)
+            member.say(f"failed-{member.rank}")
+        if member.rank == 1:
+            member.await_said("came-again")
+        if member.rank == size - 1:
+            member.await_said(*(f"failed-{rank}" for rank in middle))
+            member.say("came-again")
+        return [attempt(member, store, 60) for _ in range(2)]
+
+    assert on_ranks(body, size) == [[float(size)] * 2] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -313,3 +365,25 @@ def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, 
         return mapped(), sorted(set(descriptors()) - set(before)), len(set(threading.enumerate()) - threads)
 
     assert on_ranks(body, 4) == [(0, [], 0)] * 4
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize(("size", "other"), [(2, 3), (3, 5)])
+def test_processes_that_disagree_on_the_worlds_size_compute_nothing_together(
+    size: int, other: int, several: bool
+) -> None:
+    """As when one of them has an old WORLD_SIZE: their sums would have too few terms on some, and say nothing."""
+
+    def body(member: Member) -> str:
+        if several:
+            pretend_host(member.rank % 2)
+        member.meet("all are there")  # else one could miss the others anyway
+        said = other if member.rank == size - 1 else size
+        with pytest.raises(InitializationError) as caught:
+            dist.init_process_group(
+                "phalanx", store=member.store(), rank=member.rank, world_size=said, timeout=timedelta(seconds=3)
+            )
+        return str(caught.value)
+
+    late = "not all of ranks .* came as far as this one in time" if several else "rank . did not come"
+    assert [text for text in on_ranks(body, size) if not re.search(late, text)] == []

@@ -293,8 +293,8 @@ def test_a_rank_that_cannot_reach_the_segment_is_named_on_every_rank() -> None:
             store = member.store()
 
             class Elsewhere(PrefixStore):
-                def get(self, key: str) -> bytes:
-                    value = super().get(key)
+                def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # how an offer is read
+                    value = super().compare_set(key, expected, desired)
                     return json.dumps([os.getpid(), 9999, json.loads(value)[2]]).encode() if key == "offer" else value
 
             place_store: Store = Elsewhere("x", store)

@@ -27,7 +27,7 @@ with phalanx.init() as world:
             future.wait()
     time.sleep(1000)
 """
-WAITING = r"worker1 \(rank 1, pid \d+ on \S+\) in slow \(\S*script\.py:\d+\)"
+WAITING = r"worker1 \(rank 1, pid \d+ on \S+\) in slow \(script\.py:\d+\)"
 
 
 def started(launcher: Launcher, what: str) -> RunningJob:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -11,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tests.launch_support import Launcher, RunningJob, launcher
+from tests.support.waiting import stop as suspend
 
 from phalanx.launch.running.jobs import running_jobs
-from phalanx.system import processes
 
 __all__ = ["launcher"]
 
@@ -91,8 +90,7 @@ def test_kill_gives_ranks_no_time(launcher: Launcher) -> None:
 
 def test_a_stopped_launcher_is_continued(launcher: Launcher) -> None:
     job = start(launcher)
-    os.kill(job.pid, signal.SIGSTOP)
-    processes.wait_until_stopped(job.pid, 60.0)
+    suspend(job.pid)
     done = stop(str(job.pid))
     assert done.returncode == 0, done.stderr
     assert f"its launcher (pid {job.pid}) is stopped (state T)" in done.stderr

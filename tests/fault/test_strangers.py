@@ -9,10 +9,9 @@ import struct
 from pathlib import Path
 
 import pytest
-from tests.launch_support import Launcher, RunningJob, launcher
-from tests.support.attackers import NOBODY, Attack, attack_all, delays, listening, sockets_of
+from tests.launch_support import Launcher, launcher
+from tests.support.attackers import NOBODY, Attack, attack_all, delays, listening, sockets_of, start_everything
 from tests.support.strangers import as_another_user, needs_another_user
-from tests.support.waiting import soon
 
 __all__ = ["launcher"]
 
@@ -106,41 +105,6 @@ def test_the_store_of_phalanx_run_answers_no_other_user(launcher: Launcher, tmp_
     assert (outcome.code, outcome.out_lines) == (0, ["['of rank 0', 'of rank 1'] False False"])
     assert "refused a connection from 127.0.0.1 to the job's store: it is not this user's" in outcome.err_text
     assert outcome.err_text.count("refused a connection") == 4
-
-
-HAS_EVERYTHING = """
-    import json, operator, pathlib, sys, time
-    import torch, torch.distributed as dist
-    import phalanx
-    from phalanx import rpc
-    folder = pathlib.Path(sys.argv[1])
-    world = phalanx.init(quiet=True)
-    rpc.init()
-    dist.all_reduce(torch.ones(4).to_sparse())  # only Gloo has it, which listens from now on
-    steps, works = [], True
-    while works:
-        began = time.monotonic()
-        over = torch.tensor([float((folder / "over").exists())])
-        world.all_reduce(over)
-        assert rpc.call((world.rank + 1) % world.size, operator.add, world.rank, 1) == world.rank + 1
-        works = not over.item()
-        steps.append((began, time.monotonic()))
-        (folder / f"works-{world.rank}").touch()
-        time.sleep(0.003)
-    dist.all_reduce(torch.ones(4).to_sparse())
-    dist.barrier(dist.new_group())
-    (folder / f"steps-{world.rank}").write_text(json.dumps(steps))
-    rpc.shutdown()
-    phalanx.close()
-"""
-
-
-def start_everything(launcher: Launcher, *options: str) -> RunningJob:
-    folder = launcher.directory
-    job = launcher.start("-n", "3", "-q", *options, launcher.script(HAS_EVERYTHING), str(folder))
-    assert soon(lambda: all((folder / f"works-{rank}").exists() for rank in range(3)) or job.process.poll() is not None)
-    assert job.process.poll() is None, job.finish().err_text
-    return job
 
 
 @needs_another_user

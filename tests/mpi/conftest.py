@@ -46,8 +46,11 @@ def remove_what_a_bare_mpiexec_leaves() -> Iterator[None]:
 
 
 def _names_a_process(name: str) -> bool:
-    """Whether a number in a name is the id of a process that runs, such as another test's, whose file it is."""
-    return any(Path("/proc", number).exists() for number in re.findall(r"\d+", name))
+    """Whether a number in a name is the id of a process that runs, such as another test's, whose file it is.
+
+    A part with letters is none: MPICH's names have hexadecimal digits.
+    """
+    return any(part.isdecimal() and Path("/proc", part).exists() for part in re.split(r"[^0-9A-Za-z]+", name))
 
 
 def _is_mapped(name: str) -> bool:

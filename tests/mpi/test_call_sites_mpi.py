@@ -40,11 +40,13 @@ dist.destroy_process_group()
 
 @dataclass(frozen=True)
 class Ran:
-    """What one rank said and raised in one program, how often it conferred with the others, and judged."""
+    """What one rank said and raised in one program, how often it conferred with the others, asked what they have found
+    in that, and judged."""
 
     said: str
     error: str
     conferred: int
+    asked: int
     judged: int
 
 
@@ -83,6 +85,21 @@ def test_a_mistake_is_an_error_on_all_ranks_if_the_user_wants_that(
         assert not any(of_rank[name].said for of_rank in results)
 
 
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_mistake_of_two_ranks_at_lines_that_rank_0_never_calls_is_noticed(
+    mpi: MpiEnvironment, size: int, tmp_path: Path
+) -> None:
+    last, name = size - 1, "swapped_beside_rank_0"
+    said = [of_rank[name].said for of_rank in ran(mpi, size, tmp_path, name)]
+    assert said[:last] == [""] * last
+    assert said[last].startswith(f"phalanx: warning: ranks 1 and {last} ")
+    for function in (first, second):
+        assert f"call_programs.py:{function.__code__.co_firstlineno + 1} was call #" in said[last]
+    errors = {of_rank[name].error for of_rank in ran(mpi, size, tmp_path, name, PHALANX_CALL_SITES="error")}
+    assert len(errors) == 1
+    assert WAS_CALL.search(errors.pop())
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_program_that_is_right_is_not_warned_of(mpi: MpiEnvironment, size: int, tmp_path: Path) -> None:
     names = CORRECT if size == 2 else CORRECT_AT_MANY
@@ -112,6 +129,12 @@ def test_ranks_that_are_in_step_do_not_confer(mpi: MpiEnvironment, tmp_path: Pat
         assert of_rank["ddp_with_accumulation"].conferred == 0
 
 
+def test_arms_that_ranks_take_in_turns_are_asked_about_once_each(mpi: MpiEnvironment, tmp_path: Path) -> None:
+    for of_rank in ran(mpi, 3, tmp_path, "arms_in_turns"):
+        assert of_rank["arms_in_turns"].conferred <= 20
+        assert of_rank["arms_in_turns"].asked == 3
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_program_with_many_lines_in_turns_is_not_judged_without_end(
     mpi: MpiEnvironment, size: int, tmp_path: Path
@@ -129,7 +152,7 @@ def test_a_program_with_many_lines_in_turns_is_not_judged_without_end(
 @pytest.mark.parametrize("setting", [{"PHALANX_CALL_SITES": "ignore"}, {"PHALANX_MPI_CHECK": "0"}])
 def test_nothing_is_said_if_the_user_wants_that(mpi: MpiEnvironment, setting: dict[str, str], tmp_path: Path) -> None:
     for of_rank in ran(mpi, 2, tmp_path, "swapped_functions", **setting):
-        assert of_rank["swapped_functions"] == Ran("", "", 0, 0)
+        assert of_rank["swapped_functions"] == Ran("", "", 0, 0, 0)
 
 
 def test_the_setting_of_rank_0_holds(mpi: MpiEnvironment, tmp_path: Path) -> None:

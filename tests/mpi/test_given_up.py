@@ -10,7 +10,7 @@ import pytest
 from tests.mpi.environments import SETTINGS, MpiEnvironment
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120
+PATIENCE_S = 300
 
 LATE = """
 import sys, time, torch, torch.distributed as dist
@@ -41,6 +41,12 @@ until_told(size)  # nobody ends the job for the others
 
 INTERRUPTED = """
 import signal, sys, time, torch, torch.distributed as dist
+from pathlib import Path
+
+def until_there(name):
+    until = time.monotonic() + 100
+    while not Path(sys.argv[2], name).exists() and time.monotonic() < until:
+        time.sleep(0.01)
 
 class Alarm(Exception): pass
 def raises(*_): raise Alarm
@@ -65,13 +71,47 @@ if rank == 0:
         print(0, "then", type(error).__name__, error, flush=True)
     dist.destroy_process_group()
     print(0, "destroyed", flush=True)
-    time.sleep(2)
+    Path(sys.argv[2], "destroyed").touch()
+    until_there("told")  # its end aborts the job
 else:
-    time.sleep(1)
+    until_there("destroyed")
     try:
         dist.all_reduce(torch.ones(1))
     except Exception as error:
         print(rank, type(error).__name__, error, flush=True)
+    Path(sys.argv[2], "told").touch()
+"""
+
+STOPPED = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+from pathlib import Path
+from phalanx.errors import CollectiveTimeout
+
+def is_stopped(pid):
+    return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+dist.init_process_group("mpi")
+rank, folder = dist.get_rank(), Path(sys.argv[1])
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+dist.barrier()
+dist.group.WORLD.set_timeout(timedelta(seconds=3))
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+if rank == 2:  # cannot answer, like a rank that waits for rank 1 in MPI itself
+    while not (folder / "told").exists():
+        time.sleep(0.01)
+if rank == 0:
+    while not is_stopped((folder / "pid-1").read_text()):
+        time.sleep(0.01)
+    try:
+        if sys.argv[2] == "recv":
+            dist.recv(torch.ones(4), 1)
+        else:
+            dist.all_reduce(torch.ones(4))
+    except CollectiveTimeout as error:
+        print(error, error.group_rank, error.rank, flush=True)
+        (folder / "told").touch()
 """
 
 NOT_WAITED_FOR = """
@@ -131,11 +171,22 @@ def test_a_rank_that_comes_when_others_have_given_up_is_told_at_once(
     assert ended.returncode == 1  # an operation is unanswered, and MPI could not end in order
 
 
+@pytest.mark.parametrize("call", ["all_reduce", "recv"])
+def test_of_ranks_that_do_not_come_one_that_is_stopped_is_named_as_that(
+    mpi: MpiEnvironment, call: str, tmp_path: Path
+) -> None:
+    ended = run(mpi, 3, tmp_path, STOPPED, str(tmp_path), call)
+    words = f"rank 1 of the group, which was stopped (state T), did not come within 3 s while rank 0 was in {call}"
+    assert words in ended.stdout, ended.stdout + ended.stderr
+    assert ended.stdout.rstrip().endswith(" 1 1")
+    assert ended.returncode != 0
+
+
 @pytest.mark.parametrize("after_s", ["0.00006", "0.0001", "0.01"])
 def test_a_group_that_a_signal_handler_has_interrupted_is_broken_everywhere(
     mpi: MpiEnvironment, after_s: str, tmp_path: Path
 ) -> None:
-    ended = run(mpi, 2, tmp_path, INTERRUPTED, after_s)
+    ended = run(mpi, 2, tmp_path, INTERRUPTED, after_s, str(tmp_path))
     for said in (
         "0 interrupted",
         "0 then PeerLost",

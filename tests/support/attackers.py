@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.wire.proof import GREETING_BYTES
+from tests.launch_support import Launcher, RunningJob
 from tests.support import attacks
 from tests.support.strangers import NOBODY
+from tests.support.waiting import soon
 
-__all__ = ["MOST_ANSWERED", "NOBODY", "Attack", "attack_all", "delays", "listening", "sockets_of"]
+__all__ = ["MOST_ANSWERED", "NOBODY", "Attack", "attack_all", "delays", "listening", "sockets_of", "start_everything"]
 
 PATIENCE_S = 200.0  # no busy machine needs as long
 # A listener greets, and tells a caller that proves another key so, with a digest and an empty verdict.
@@ -54,6 +56,42 @@ def sockets_of(pid: int) -> set[str]:
             if link.startswith("socket:["):
                 found.add(link[8:-1])
     return found
+
+
+HAS_EVERYTHING = """
+    import json, operator, pathlib, sys, time
+    import torch, torch.distributed as dist
+    import phalanx
+    from phalanx import rpc
+    folder = pathlib.Path(sys.argv[1])
+    world = phalanx.init(quiet=True)
+    rpc.init()
+    dist.all_reduce(torch.ones(4).to_sparse())  # only Gloo has it, which listens from now on
+    steps, works = [], True
+    while works:
+        began = time.monotonic()
+        over = torch.tensor([float((folder / "over").exists())])
+        world.all_reduce(over)
+        assert rpc.call((world.rank + 1) % world.size, operator.add, world.rank, 1) == world.rank + 1
+        works = not over.item()
+        steps.append((began, time.monotonic()))
+        (folder / f"works-{world.rank}").touch()
+        time.sleep(0.003)
+    dist.all_reduce(torch.ones(4).to_sparse())
+    dist.barrier(dist.new_group())
+    (folder / f"steps-{world.rank}").write_text(json.dumps(steps))
+    rpc.shutdown()
+    phalanx.close()
+"""
+
+
+def start_everything(launcher: Launcher, *options: str) -> RunningJob:
+    """Start three ranks that use all that listens, and return when each has done a step."""
+    folder = launcher.directory
+    job = launcher.start("-n", "3", "-q", *options, launcher.script(HAS_EVERYTHING), str(folder))
+    assert soon(lambda: all((folder / f"works-{rank}").exists() for rank in range(3)) or job.process.poll() is not None)
+    assert job.process.poll() is None, job.finish().err_text
+    return job
 
 
 @dataclass

@@ -29,6 +29,7 @@ __all__ = [
     "passes_in_silence",
     "said",
     "second",
+    "swapped_beside_rank_0",
     "swapped_functions",
 ]
 
@@ -122,6 +123,17 @@ def swapped_with_sizes_that_change(member: Member) -> None:
         tasks = [first, second]
         for turn, task in enumerate(reversed(tasks) if member.rank == member.size - 1 else tasks):
             task(torch.ones(2 * step + turn + 1))
+
+
+def swapped_beside_rank_0(member: Member) -> None:
+    """By rank 1 and the last rank, while all others, rank 0 among them, are at a line that these two never call."""
+    if member.rank not in (1, member.size - 1):
+        for _ in range(2):
+            dist.all_reduce(one())
+    else:
+        tasks = [first, second]
+        for task in tasks if member.rank == 1 else reversed(tasks):
+            task(one())
 
 
 MISTAKES: list[Program] = [
@@ -290,6 +302,19 @@ def compiled_on_one_rank(member: Member) -> None:
         dist.all_reduce(torch.ones(length))
 
 
+def in_step_in_between(member: Member) -> None:
+    """Ranks 1 and 2 call two lines in both orders, but between that they are at one line nine times."""
+    for step in range(11):
+        if member.rank == 0:
+            dist.all_reduce(one())
+        elif 0 < step < 10:
+            dist.all_reduce(one() * 2)
+        elif (step == 0) == (member.rank == 1):
+            first(one())
+        else:
+            second(one())
+
+
 RIGHT: list[Program] = [
     compiled_on_one_rank,
     a_branch_by_rank,
@@ -304,6 +329,7 @@ RIGHT: list[Program] = [
     through_a_wrapper,
     ddp_with_accumulation,
     uneven_batches_in_join,
+    in_step_in_between,
 ]
 
 

@@ -318,6 +318,9 @@ PASSES_RIGHTLY = dedent("""
         for _ in range(2 + rank):
             model(torch.ones(3, 4)).sum().backward()
     dist.barrier()
+    # Else Gloo's threads let go of the last gradients while the interpreter ends, which aborts the process.
+    del model
+    dist.destroy_process_group()
 """).removeprefix("\n")
 
 

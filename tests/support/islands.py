@@ -22,7 +22,10 @@ from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from tests.support.ranks import Member
 
-__all__ = ["ISLANDS", "divide_by", "pretend_host"]
+__all__ = ["ISLANDS", "OWN_KEYS", "divide_by", "pretend_host"]
+
+# The keys in the store that a rank's pretending leaves for each group that it makes.
+OWN_KEYS = 1
 
 HostOf = Callable[[int, int], int]
 

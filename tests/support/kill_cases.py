@@ -116,6 +116,7 @@ class Right:
     Attributes:
         codes: the exit codes that ``phalanx run`` may have.
         said: what it must say on standard error, as regular expressions.
+        instead: what it may say in place of that; then the job ends by itself.
         errors: the classes of which every survivor raises one; empty if they need not raise.
         words: what each survivor's error must say, as regular expressions.
         may_come_through: whether a survivor may end well, since the fault can come too late for it.
@@ -126,6 +127,7 @@ class Right:
 
     codes: tuple[int, ...]
     said: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     may_come_through: bool = False
@@ -154,14 +156,19 @@ def drawn(place: str, count: int) -> list[Case]:
     ]
 
 
-def what_is_right(case: Case) -> Right:
-    """What docs/launchers.md, diagnosis.md, clusters.md and mpi.md promise for it."""
+def what_is_right(case: Case, *, waits_in_mpi: bool = False) -> Right:
+    """What docs/launchers.md, diagnosis.md, clusters.md and mpi.md promise for it.
+
+    Args:
+        case: which one.
+        waits_in_mpi: the MPI library may let all others wait for a stopped rank inside MPI, where no timeout holds.
+    """
     if case.victim == "launcher":
         return _launcher_falls(case)
     if case.victim == "zygote":
         return _zygote_falls(case)
     if case.fault == "SIGSTOP":
-        return _rank_stops(case)
+        return _rank_stops(case, waits_in_mpi=waits_in_mpi)
     if case.fault == "exit(0)":
         return _rank_exits_well(case)
     return _rank_falls(case)
@@ -183,24 +190,29 @@ def _zygote_falls(case: Case) -> Right:
     return Right((128 + case.signal,), (rf"{how}; the job ended with it\n  host {host}, pid \d+",))
 
 
-def _rank_stops(case: Case) -> Right:
+def _rank_stops(case: Case, *, waits_in_mpi: bool) -> Right:
     """On one host nothing ends; a line says within 5 s that it is stopped, if a rank waits for it.
 
     Where the others cannot look at its process they give up, and name it: on two hosts within five seconds if all ranks
-    of its host are stopped, else at the group's timeout.
+    of its host are stopped, else at the group's timeout. Where they may wait in MPI itself it is one or the other.
     """
     rank = case.actor
     if case.operation == "close" or case.operation == "init":
         return Right((128 + signal.SIGTERM,), end="SIGTERM")
+    line = rf"phalanx: rank {rank} is stopped \(state T\), .*waits? for it"
     if case.place == "one host":
-        line = rf"phalanx: rank {rank} is stopped \(state T\), .*waits? for it"
         return Right((128 + signal.SIGTERM,), (line,), end="SIGTERM")
     words = (rf"rank {rank} of the group",)
     if case.place == "two hosts" and case.is_alone:
-        return Right((1,), _block(case.world, rank), ("PeerLost",), (*words, "stopped"))
-    if case.place == "mpi":
-        return Right((1,), _block(case.world, rank), timeout_s=GIVEN_UP_S)  # the first that fails ends the job
-    return Right((1,), _block(case.world, rank), ("CollectiveTimeout", "PeerLost"), words, timeout_s=GIVEN_UP_S)
+        return Right((1,), _block(case.world, rank), errors=("PeerLost",), words=(*words, "stopped"))
+    if case.place == "mpi":  # the first that fails ends the job
+        block = _block(case.world, rank)
+        if waits_in_mpi:
+            codes = (1, 128 + signal.SIGTERM)
+            return Right(codes, (line,), instead=block, timeout_s=GIVEN_UP_S, end="SIGTERM")
+        return Right((1,), block, timeout_s=GIVEN_UP_S)
+    errors = ("CollectiveTimeout", "PeerLost")
+    return Right((1,), _block(case.world, rank), errors=errors, words=words, timeout_s=GIVEN_UP_S)
 
 
 def _rank_exits_well(case: Case) -> Right:
@@ -212,12 +224,12 @@ def _rank_exits_well(case: Case) -> Right:
         said = (rf"phalanx: rank \d+ of {case.world} failed: phalanx\.errors\.\w+: .*rank {rank}\b.* ended",)
         if case.place == "mpi":
             return Right((1,), said)
-        return Right((1,), said, ("InitializationError", "PeerLost"), (rf"rank {rank}\b.* ended",))
+        return Right((1,), said, errors=("InitializationError", "PeerLost"), words=(rf"rank {rank}\b.* ended",))
     if case.place == "mpi":
         return Right((1,), _block(case.world, rank))  # the first that fails ends the job
     # Whether it is within a call that it leaves the others alone, or between two, is for chance.
     words = (rf"rank {rank} of the group", "left|interrupted|has ended")
-    return Right((1,), _block(case.world, rank), ("PeerLost",), words)
+    return Right((1,), _block(case.world, rank), errors=("PeerLost",), words=words)
 
 
 def _rank_falls(case: Case) -> Right:
@@ -238,7 +250,7 @@ def _rank_falls(case: Case) -> Right:
         return Right((code,), said)  # they have no group yet
     if case.place == "mpi":
         return Right((code,), said)  # MPI ends the others before they learn of it
-    return Right((code,), said, ("PeerLost",), words)
+    return Right((code,), said, errors=("PeerLost",), words=words)
 
 
 def _block(world: int, lost: int) -> tuple[str, ...]:

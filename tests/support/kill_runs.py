@@ -33,7 +33,9 @@ Start = Callable[[Sequence[str]], RemoteJob]
 Find = Callable[[RemoteJob], int]
 
 
-def run_case(case: Case, folder: Path, start: Start, find_victim: Find) -> dict[str, float]:
+def run_case(
+    case: Case, folder: Path, start: Start, find_victim: Find, *, waits_in_mpi: bool = False
+) -> dict[str, float]:
     """Run it, and fail with everything that was said unless it ends as it should.
 
     Args:
@@ -41,12 +43,13 @@ def run_case(case: Case, folder: Path, start: Start, find_victim: Find) -> dict[
         folder: an empty folder that all ranks see.
         start: starts ``phalanx run`` with these arguments.
         find_victim: the process of the launcher or the zygote.
+        waits_in_mpi: see :func:`~tests.support.kill_cases.what_is_right`.
 
     Returns:
         How long after the fault, in seconds, the last survivor had its error (``named``) and the job ended (``ended``),
         as far as these have happened.
     """
-    right = what_is_right(case)
+    right = what_is_right(case, waits_in_mpi=waits_in_mpi)
     arguments = ["-n", str(case.world), "-q", str(PROGRAM), json.dumps(case.for_program(right)), str(folder)]
     job = start(arguments)
     try:
@@ -60,8 +63,7 @@ def run_case(case: Case, folder: Path, start: Start, find_victim: Find) -> dict[
         assert soon(lambda: job.process.poll() is not None, SOON_S + right.timeout_s % 300), "the job does not end"
         ended_s = time.time() - fell
         assert job.process.returncode in right.codes
-        for words in right.said:
-            assert re.search(words, job.err), f"{words!r} is not said"
+        assert says(right, job), f"{right.said} is not said"
         survivors = [rank for rank in range(case.world) if not (case.of_rank and rank == case.actor)]
         named = [check_survivor(case, right, folder, rank) - fell for rank in survivors] if right.errors else []
     except AssertionError as error:
@@ -70,12 +72,13 @@ def run_case(case: Case, folder: Path, start: Start, find_victim: Find) -> dict[
 
 
 def end(job: RemoteJob, right: Right) -> None:
-    """End a job that goes on, when it has said what it must."""
+    """End a job that goes on, when it has said what it must, unless that is that it ends by itself."""
     if right.said:
-        for words in right.said:
-            assert soon(lambda words=words: re.search(words, job.err) is not None, SOON_S), f"{words!r} is not said"  # type: ignore[misc]
+        assert soon(lambda: says(right, job), SOON_S), f"{right.said} is not said"
     else:
         assert not soon(lambda: job.process.poll() is not None, GOES_ON_S), "the job has ended"
+    if right.instead and soon(lambda: says_instead(right, job), 2 * right.timeout_s):
+        return
     if right.end == "stop":
         command = [sys.executable, "-m", "phalanx", "stop", str(job.process.pid)]
         stopped = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -83,6 +86,15 @@ def end(job: RemoteJob, right: Right) -> None:
         assert "is stopped (state T)" in stopped.stderr
     else:
         job.process.send_signal(signal.Signals[right.end])
+
+
+def says(right: Right, job: RemoteJob) -> bool:
+    """Whether it has said what it must."""
+    return says_instead(right, job) or all(re.search(words, job.err) for words in right.said)
+
+
+def says_instead(right: Right, job: RemoteJob) -> bool:
+    return any(re.search(words, job.err) for words in right.instead)
 
 
 def check_survivor(case: Case, right: Right, folder: Path, rank: int) -> float:

@@ -69,6 +69,13 @@ def lasts(name: str) -> bool:
     return True
 
 
+def mapped_by(process: int | str) -> list[str]:
+    """The files of /dev/shm that a process has mapped, by their names there."""
+    lines = Path("/proc", str(process), "maps").read_text(errors="replace").splitlines()
+    names = {line.partition(" /dev/shm/")[2] for line in lines}
+    return sorted(name for name in names if name and not name.endswith(" (deleted)"))
+
+
 def mapped(name: str) -> bool:
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from ctypes import addressof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,8 +21,9 @@ from typing import Any, cast
 import click
 import torch
 
+from phalanx.c10d.reconfigure_handles import Handle
 from phalanx.commands.run import run as run_command
-from phalanx.errors import EncodingError, LaunchError
+from phalanx.errors import ArgumentError, EncodingError, LaunchError
 from phalanx.launch.job.config_file import read_config
 from phalanx.launch.output import report as rank_report
 from phalanx.launch.rank.trace import Trace, open_trace
@@ -128,9 +129,10 @@ def _from_ranks() -> Iterator[Parser]:
 
     yield Parser("a message with its digest", [sealed], session, (Malformed,))
 
-    claim = Claim(1, 3, 4242, "h1", "a job", 0, 1, None, "secret").encode()
-    yield Parser("the claim of a rank", [claim], Claim.decode, (NoProof,))
-    verdicts = [Verdict("welcome").encode(), Verdict("refused", "rank 1 is taken").encode()]
+    claim = Claim(1, 3, 4242, "h1", "a job", 0, 1, None, "secret", 123456, "0123456789abcdef")
+    yield Parser("the claim of a rank", [claim.encode()], Claim.decode, (NoProof,))
+    welcome = Verdict("welcome", rank_0=replace(claim.without_token(), rank=0))
+    verdicts = [welcome.encode(), Verdict("refused", "rank 1 is taken").encode()]
     yield Parser("the verdict on a claim", verdicts, Verdict.decode, (NoProof,))
 
     refused = (ValueError, TypeError, KeyError, IndexError)  # after all of which calls are compared no longer
@@ -170,6 +172,14 @@ def _from_ranks() -> Iterator[Parser]:
     hello = b"\0" + (0x3C85F7CE).to_bytes(4, "little")
     torchs = [hello + bytes([code]) + body for code in range(1, 20) for body in bodies]
     yield Parser("a request of torch's store client", torchs, torch_request, (Malformed,))
+
+    handles = [str(Handle.new(rank)).encode() for rank in (0, 12)]
+    yield Parser(
+        "the handle of a group whose ranks change",
+        handles,
+        lambda data: Handle.parse(data.decode("utf-8", "surrogateescape")),
+        (ArgumentError,),
+    )
 
     def signs(data: bytes) -> None:
         """The content of a message whose digest is right, and a stream of bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.system import awake
-from phalanx.system.awake import AwakeClock, wait_awake
+from phalanx.system.awake import AwakeClock, ended_early, wait_awake
 
 
 class Time:
@@ -62,3 +62,12 @@ def test_a_wait_that_is_over_returns_at_once(time: Time) -> None:
     assert wait_awake(lambda timeout_s: True, 10.0)
     assert wait_awake(lambda timeout_s: True, None)
     assert time.now_s == 100.0
+
+
+def test_a_wait_that_ended_before_half_of_its_time_was_no_timeout(time: Time) -> None:
+    began_s = time.now_s
+    time.now_s += 4.9
+    assert ended_early(began_s, 10.0)
+    time.now_s += 0.2  # clocks and schedulers differ: this may have been a timeout
+    assert not ended_early(began_s, 10.0)
+    assert not ended_early(began_s, 0.0)

@@ -31,6 +31,7 @@ from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.store import requests as wire
 from phalanx.store.claim import ROLE, Verdict
 from phalanx.store.client import JobStore, connect
+from phalanx.store.company import Company
 from phalanx.store.table import Table
 from phalanx.wire.framing import LONGEST_UNPROVEN, PREFIX_BYTES, Malformed, end_of_frame, frame
 from phalanx.wire.key import Key
@@ -89,7 +90,7 @@ def test_every_request_is_answered_once(program: list[tuple[int, int, list[bytes
         assert (parked is not None) == (not answers[-1])
         table.expire(now + 0.5)
     if lost:
-        table.lose("rank 1 has gone")
+        table.lose([b"rank 1 has gone"])
     table.expire(1e30)
     table.end("over")
     assert [len(each) for each in answers] == [1] * len(program)
@@ -154,6 +155,7 @@ class Liar:
 
     def __init__(self, *answer: Any) -> None:
         self.answer = answer
+        self.company = Company()
 
     def call(self, *_: Any) -> Any:
         return self.answer
@@ -229,7 +231,7 @@ def test_what_answers_is_rank_0_or_is_not(listener: socket.socket, answer: tuple
     point = MeetingPoint(host, (port,), "" if fixed else "a job", fixed, "a test")
     thread = one_answer(listener, answer[0], knows_the_key=answer[1])
     with contextlib.suppress(OSError, search._NotHere, InitializationError):
-        line, where = search._try(place, point, (host, port), Key(), claim(1, 2), 20.0)
+        line, where, _ = search._try(place, point, (host, port), Key(), claim(1, 2), 20.0)
         line.close()
         assert (where, answer[1]) == ((host, port), True)
     thread.join(20)

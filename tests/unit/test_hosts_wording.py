@@ -34,6 +34,19 @@ def test_a_rank_that_raised_is_said_with_its_exception() -> None:
     assert (error.group_rank, error.pid, error.host) == (2, 12, "h1")
 
 
+def test_every_rank_has_as_attributes_what_those_beside_a_lost_one_know_of_it() -> None:
+    known = {
+        "signal": 9,
+        "last_operation": "all_reduce #2 (float32, 4 B, sum) at train.py:3",
+        "last_line": "train.py:3",
+    }
+    fact = {"kind": "lost", "what": "", "text": "On h1: it has ended", "group_rank": 2, "by": 3, **known}
+    error = lost(fact, LAYOUT, PIDS, 0, "barrier() at train.py:5")
+    assert {name: getattr(error, name) for name in known} == known
+    del fact["signal"]
+    assert lost(fact, LAYOUT, PIDS, 0, "barrier() at train.py:5").signal == 0
+
+
 @pytest.mark.parametrize(
     ("places", "blamed"), [({2: "stopped (state T)"}, 2), ({1: "in recv from rank 2", 2: "stopped (state T)"}, 2)]
 )

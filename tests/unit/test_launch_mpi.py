@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.job import Job, make_job
 from phalanx.launch.job.mpi_launcher import (
+    Abort,
     MpiLauncher,
     carried_environment,
     find_abort,
@@ -29,6 +31,7 @@ from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.mpiexec import SHIM
 from phalanx.launch.mpi.placing import find_contradiction, place_ranks
 from phalanx.launch.rank.descriptors import open_descriptors
+from phalanx.system.processes import is_ending
 
 __all__ = ["launcher"]
 
@@ -149,8 +152,10 @@ def test_place_of_a_process() -> None:
 def test_a_rank_that_called_mpi_abort_is_known_by_what_it_printed() -> None:
     said = b"some warning\nAbort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 5)\n"
     line = "Abort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 5)"
-    assert find_abort("mpich", said) == (line, 5)
-    assert find_abort("intel", b"Abort(0)\n") == ("Abort(0)", 1)  # it did not end well
+    assert find_abort("mpich", said) == Abort(line, 5, by_mpi=False)
+    assert find_abort("intel", b"Abort(0)\n") == Abort("Abort(0)", 1, by_mpi=False)  # it did not end well
+    error = "Abort(745090447) on node 0 (rank 0 in comm 496): Fatal error in internal_Allreduce_c: Other MPI error"
+    assert find_abort("mpich", f"{error}\nMPIC_Wait(99): \n".encode()) == Abort(error, 745090447 & 0xFF, by_mpi=True)
     assert find_abort("slurm", b"I said Abort(5)\n") is None
     assert find_abort("openmpi", said) is None
 
@@ -269,6 +274,30 @@ def test_only_what_the_rank_has_made_is_removed() -> None:
     finally:
         for path in (before, mine, other, precious):
             path.unlink(missing_ok=True)
+
+
+def test_what_another_process_holds_is_removed_as_soon_as_that_has_ended() -> None:
+    path = Path(f"/dev/shm/mpich_shm_test{os.getpid()}")
+    holders: list[subprocess.Popen[bytes]] = []
+    try:
+        watch = SharedMemoryWatch()
+        path.write_bytes(b"x")
+        with path.open() as file:
+            watch.poll([os.getpid()])
+            # They end when their input does.
+            holders += [subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[file.fileno()]) for _ in range(2)]
+        assert watch.remove(0.1) == []
+        assert path.exists()
+        for holder in holders:
+            threading.Thread(target=holder.communicate).start()
+        assert watch.remove(200) == [str(path)]
+        assert all(is_ending(holder.pid) for holder in holders)
+        watch.close()
+    finally:
+        path.unlink(missing_ok=True)
+        for holder in holders:
+            holder.kill()
+            holder.wait()
 
 
 def test_a_file_that_took_the_name_is_left_alone() -> None:

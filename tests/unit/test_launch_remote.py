@@ -105,11 +105,11 @@ def test_differences_are_named_with_their_hosts() -> None:
 def test_what_an_agent_finds(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("pass")
-    invitation = Invitation("1", {}, str(tmp_path), "door", 0, "h1", True, str(script), 2, "")
+    invitation = Invitation("1", {}, str(tmp_path), "door", 0, "h1", True, str(script), 2, "", "job/0")
     found = look_around(invitation)
     assert found["problems"] == []
     assert list(found["same"]) == ["Python", "torch", str(script)]
-    lost = Invitation("1", {}, str(tmp_path / "no"), "door", 0, "h1", True, str(tmp_path / "no.py"), 2, "ib7")
+    lost = Invitation("1", {}, str(tmp_path / "no"), "door", 0, "h1", True, str(tmp_path / "no.py"), 2, "ib7", "job/0")
     found = look_around(lost)
     assert found["same"][str(tmp_path / "no.py")] == ""
     assert found["problems"][0] == f"{tmp_path / 'no'}: h1 has no such directory"

@@ -65,7 +65,7 @@ class DefaultsCommunicator(Communicator):
     def end_messages(self) -> None:
         self._inner.end_messages()
 
-    def abort(self) -> None:
+    def abort(self, doing: str = "") -> None:
         self._inner.abort()
 
     def close(self) -> None:

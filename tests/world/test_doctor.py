@@ -73,6 +73,23 @@ def test_a_host_without_faults_is_told_so() -> None:
     assert "failure" not in [level for level, _, _ in said.complaints()]
 
 
+@needs_hosts
+def test_this_host_alone_needs_no_name_or_interface_for_others() -> None:
+    # A namespace in which the host's own name and its only interface lead to loopback.
+    alone = "hostname localhost && ip link set lo up && exec " + shlex.join([sys.executable, "-m", "phalanx", "doctor"])
+    for words in ("-n 1", "-H localhost:1 --no-rates"):
+        done = subprocess.run(
+            ["unshare", "--net", "--uts", "sh", "-c", f"{alone} --json {words}"],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.stdout, done.stderr
+        said = Said(done.returncode, json.loads(done.stdout))
+        assert {subject for _, _, subject in said.complaints()}.isdisjoint({"own name", "interface"}), words
+
+
 def test_an_interface_that_is_not_there() -> None:
     said = run_doctor([], {"PHALANX_INTERFACE": "nope0"})
     level, text = said.about("interface")

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from tests.launch_support import Launcher, RunningJob, launcher, wait_for
 from tests.support.strangers import NOBODY, as_another_user, needs_another_user
+from tests.support.waiting import stop
 
 from phalanx.launch.running.jobs import running_jobs
 from phalanx.launch.running.watching import Watcher
-from phalanx.system import processes
 from phalanx.system.process_use import start_of
 
 __all__ = ["launcher"]
@@ -149,8 +149,7 @@ def test_top_tells_that_a_rank_is_stopped(launcher: Launcher) -> None:
     with waiting(launcher, 2) as (job, _):
         wait_for(lambda: look(job, "--interval", "0.3")["ranks"][0]["state"] == "waits")
         stopped = job.ranks()[0]
-        os.kill(stopped, signal.SIGSTOP)
-        processes.wait_until_stopped(stopped, 60.0)
+        stop(stopped)
         shown = look(job)["ranks"]
         os.kill(stopped, signal.SIGCONT)
         assert shown[0]["state"] == "stopped"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import PATIENCE_S, RemoteJob, RemoteLauncher, hosts, remote
+
+from phalanx.system.processes import children_of
 
 __all__ = ["hosts", "remote"]  # fixtures
 
@@ -198,4 +201,49 @@ def test_the_helpers_end_with_the_command(remote: RemoteLauncher) -> None:
     while left := {pid for host in (0, 1) for pid in remote.hosts.processes(host)} - before:
         assert time.monotonic() < until, left
         time.sleep(0.02)
+    end(remote, job)
+
+
+def test_a_host_that_falls_silent_is_named_while_it_is(remote: RemoteLauncher) -> None:
+    """The helper on the launcher's host is stopped, and goes on after the line about it."""
+    starter = remote.script("import os, sys\nos.execvp(sys.argv[2], sys.argv[2:])\n", "starter.py")
+    job = start(remote, "h0:1,h1:2", 3)
+    command = [sys.executable, "-m", "phalanx", "top", str(job.process.pid), "--json", "--interval", "0.2", "--here"]
+    from_elsewhere = ("-H", "login1", "--starter", f"{sys.executable} {starter}")
+    with subprocess.Popen([*command, *from_elsewhere], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        json.loads(watching.stdout.readline())
+        (helper,) = children_of(watching.pid)
+        os.kill(helper, signal.SIGSTOP)
+        said = watching.stderr.readline().decode()
+        os.kill(helper, signal.SIGCONT)
+        assert re.fullmatch(r"login1 has not answered for \d+ s\n", said)
+        for _ in range(20):  # it is looked at again
+            json.loads(watching.stdout.readline())
+        watching.send_signal(signal.SIGINT)
+        watching.communicate(timeout=PATIENCE_S)
+        assert watching.returncode == 0
+    end(remote, job)
+
+
+def test_ranks_of_a_host_that_falls_silent_are_not_shown_and_it_is_said_for_how_long(remote: RemoteLauncher) -> None:
+    job = start(remote, "h0:1,h1:2", 3)
+    before = set(remote.hosts.processes(1))
+    command = [sys.executable, "-m", "phalanx", "top", str(job.process.pid), "--json", "--interval", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+        assert watching.stdout is not None
+        while len(json.loads(watching.stdout.readline())["ranks"]) < 3:
+            pass
+        for pid in set(remote.hosts.processes(1)) - before:
+            os.kill(pid, signal.SIGSTOP)
+        while ranks_of(shown := json.loads(watching.stdout.readline())) != [0]:
+            pass
+        assert any(re.search(r"h1: not shown, since its host has not answered for \d+ s", n) for n in shown["notes"])
+        for pid in set(remote.hosts.processes(1)) - before:
+            os.kill(pid, signal.SIGCONT)
+        while len(json.loads(watching.stdout.readline())["ranks"]) < 3:
+            pass
+        watching.send_signal(signal.SIGINT)
+        watching.communicate(timeout=PATIENCE_S)
     end(remote, job)

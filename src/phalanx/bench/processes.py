@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,13 +25,14 @@ from typing import Any
 from phalanx.bench.cases import BenchOptions
 from phalanx.bench.mpi import Mpi, shared_memory_of
 from phalanx.errors import PhalanxError
-from phalanx.system.processes import descendants_of, die_with_parent, kill, set_name
+from phalanx.system.processes import await_ends, descendants_of, die_with_parent, kill, set_name
 
 __all__ = ["RankSet", "RanksFailed", "run_ranks"]
 
 SILENCE_S = 300.0  # for which rank 0 may report nothing
 GRACE_S = 5.0  # in which a process that is being ended must end
 LOG_LINES = 15
+_OTHERS_S = 0.2  # others may have failed at the same time as the first, and be about to write why
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 EventHandler = Callable[[dict[str, Any]], None]
@@ -179,6 +179,7 @@ def _follow(ranks: RankSet, pids: list[int], folder: Path, events: int, handle: 
                 text = _read(events, text, handle)
                 if status:
                     name = "mpiexec" if ranks.mpi else f"rank {rank_of[pid]} of {ranks.size}"
+                    await_ends(handles, _OTHERS_S)  # not all end when another one has failed
                     raise RanksFailed(f"{_output(folder)}{name} {_ended(status)}")
     finally:
         for descriptor in handles:
@@ -203,7 +204,6 @@ def _ended(status: int) -> str:
 
 def _output(folder: Path) -> str:
     """The traceback of the first rank that failed, or else the last lines that the ranks printed."""
-    time.sleep(0.2)  # others may have failed at the same time and be about to write
     errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
     if errors:
         return f"rank {errors[0].name.removeprefix('error-')}:\n{errors[0].read_text()}"
@@ -222,7 +222,7 @@ def _end(ranks: RankSet, pids: list[int]) -> None:
             kill(pid)
     for pid in pids:
         handle = os.pidfd_open(pid)
-        if not select.select([handle], [], [], GRACE_S)[0]:
+        if await_ends([handle], GRACE_S):
             kill(pid)
         os.close(handle)
         os.waitpid(pid, 0)

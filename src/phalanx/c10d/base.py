@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
 from phalanx.c10d.progress import Progress
 from phalanx.c10d.recording import RecordedCalls
+from phalanx.c10d.retiring import Retirement
 from phalanx.c10d.stand_ins import as_it_is, dense
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.c10d.watched import around
@@ -76,7 +78,9 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._passes = BackwardPasses(self._progress)
         self._messages = Messages(group_name, communicator)
         self._gloo = gloo
+        self.retire = Retirement(group_name, self._progress, self._messages, communicator, gloo)
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
+        self._dropped: weakref.finalize[[], BaseProcessGroup] | None = None  # what follows its end, once it is aborted
         self._attached = gloo.made is not None
         kinds = dist.ProcessGroup.BackendType
         if self._attached:
@@ -350,6 +354,8 @@ class BaseProcessGroup(dist.ProcessGroup):
         finally:
             self._communicator.close()
             self._gloo.shutdown()
+            if self._dropped is not None:
+                self._dropped.detach()
 
     def compare_at_exit(self, patience_s: float) -> PhalanxError | None:
         """Compare the ranks' last calls in a process that exits without shutting the group down."""
@@ -366,9 +372,16 @@ class BaseProcessGroup(dist.ProcessGroup):
         return None
 
     def abort(self) -> None:
-        """End operations under way on every rank with an error; the group cannot be used afterwards."""
+        """End operations under way on every rank with an error; the group cannot be used afterwards.
+
+        Its memory, connections and threads are given back by :meth:`shutdown`, or when nobody holds the group any more:
+        programs that survive the loss of ranks only drop it.
+        """
         if self._progress.inherited:
             return  # it is the parent's
+        if self._dropped is None:
+            self._dropped = weakref.finalize(self, self.retire)
+            self._dropped.atexit = False
         self._communicator.abort()
         self._gloo.abort()
 

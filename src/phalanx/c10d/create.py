@@ -15,6 +15,7 @@ from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.hooked import group_class
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.quick import quicken, quicken_messages
+from phalanx.transports.attendance import attend
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.gone import call_witness
@@ -22,7 +23,7 @@ from phalanx.transports.hosts.choosing import choose_engine
 from phalanx.transports.hosts.communicator import HostsCommunicator
 from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.islands import join_islands
-from phalanx.transports.meeting_store import MeetingStore
+from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
@@ -40,6 +41,9 @@ def create_process_group(
     group_name: str,
     ranks: Sequence[int],
     backend: str = settings.BACKEND,
+    *,
+    recorded: Sequence[int] = (),
+    kind: type[PhalanxProcessGroup] | None = None,
 ) -> PhalanxProcessGroup:
     """Make one rank's side of a group. Every member calls it.
 
@@ -51,6 +55,8 @@ def create_process_group(
         group_name: torch's name for the group, equal on every member.
         ranks: the members' ranks in the world; torch gives none for the world itself.
         backend: what the group says its backend is: ``phalanx``, or the one that it replaces.
+        recorded: the ranks of the job by which the flight recorder is to know the members; by default ``ranks``.
+        kind: the class of the group, which serves CPU tensors alone; by default what the process asks for.
 
     A group whose ranks cannot all reach one shared segment (several hosts, or containers with pid namespaces of their
     own) has shared memory among those that can, and an engine between them, Gloo or one that PHALANX_ENGINE names or a
@@ -61,7 +67,10 @@ def create_process_group(
         InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of
             this package.
     """
-    own = MeetingStore(f"phalanx/{group_name}/{','.join(map(str, ranks))}", store, ranks)
+    # Worlds of different sizes meet in different places, since a collective of both would be wrong on each.
+    name = f"phalanx/{group_name}/{','.join(map(str, ranks)) or f'of {size}'}"
+    own = MeetingStore(name, store, ranks or range(size), world=not ranks)
+    limit = timeout if ranks else time_left(timeout)
 
     def split(members: Sequence[int], timeout: timedelta, name: str) -> PhalanxProcessGroup:
         world_ranks = [ranks[member] if ranks else member for member in members]
@@ -69,24 +78,27 @@ def create_process_group(
 
     def group_of(communicator: Communicator, gloo: GlooOnDemand) -> PhalanxProcessGroup:
         arguments = (backend, communicator, gloo, group_name, store, split)
-        if not torch.accelerator.is_available():
-            group = group_class()(*arguments)
+        if kind is not None or not torch.accelerator.is_available():
+            group = (kind or group_class())(*arguments)
         else:
             from phalanx.c10d.vendor import Membership, MixedProcessGroup
 
             member = Membership(own, rank, size, timeout, group_name, ranks)
             group = MixedProcessGroup(member, *arguments)
-        group.record(ranks)
+        group.record(recorded or ranks)
         name_parameters()
         return group
 
-    def gloo_in(meeting_point: Store, one_host: bool = True) -> GlooOnDemand:
-        return GlooOnDemand(lambda timeout: lazy_gloo(meeting_point, rank, size, timeout, one_host=one_host), timeout)
+    def gloo_in(store: Store, one_host: bool = True, own: int | None = None) -> GlooOnDemand:
+        return GlooOnDemand(
+            lambda timeout: lazy_gloo(store, rank, size, timeout, one_host=one_host), timeout, store, own
+        )
 
     def over_hosts(reason: NotOneHost, made: contextlib.ExitStack) -> PhalanxProcessGroup:
         """The group of ranks that do not all share memory; ``made`` gets what is closed if that fails."""
         met = own.part(reason.meeting)
-        layout, local, one_machine = join_islands(met.part("hosts"), rank, size, timeout)
+        layout, local, one_machine = join_islands(met.part("hosts"), rank, size, limit)
+        local.set_timeout(timeout)
         made.callback(local.close)
         if one_machine and rank == 0:
             who = (
@@ -96,7 +108,8 @@ def create_process_group(
             )
             warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate over Gloo", stacklevel=3)
         gloo, lanes, messages = [
-            gloo_in(PrefixStore(name, met), one_host=False) for name in ("gloo", "lanes", "messages")
+            gloo_in(PrefixStore(name, met), one_host=False, own=rank if name == "gloo" else None)
+            for name in ("gloo", "lanes", "messages")
         ]
         for each in (gloo, lanes, messages):
             made.callback(each.release)
@@ -114,6 +127,8 @@ def create_process_group(
         way = engine(messages, UNLIMITED, awaits_what_came=True)
         reasons = met.part("broken")
         hosts = HostsCommunicator(layout, rank, local, chosen.engine, way, reasons, timeout, world=not ranks)
+        for read in (own.part("shm"), met.part("hosts"), met.part("engine")):
+            read.clear()  # all have come to the making of the communicator, so they have read all of these
         made.pop_all()
         made.callback(gloo.release)
         made.callback(hosts.close)
@@ -130,18 +145,19 @@ def create_process_group(
     communicator: Communicator
     if size == 1:
         return group_of(SoloCommunicator(), gloo_in(HashStore()))
-    with own.explaining():
+    with contextlib.nullcontext() if ranks else attend(own, rank), own.explaining():
         # Gloo's keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or
         # by a failed attempt to make one.
         try:
-            communicator = SharedMemoryCommunicator(own.part("shm"), rank, size, timeout)
+            communicator = SharedMemoryCommunicator(own.part("shm"), rank, size, limit)
+            communicator.set_timeout(timeout)
         except NotOneHost as reason:
             with contextlib.ExitStack() as made:
                 group = over_hosts(reason, made)
                 made.pop_all()
                 return group
     try:
-        gloo = gloo_in(PrefixStore(f"gloo/{communicator.meeting}", own))
+        gloo = gloo_in(PrefixStore(f"gloo/{communicator.meeting}", own), own=rank)
         gloo.on_timeout = communicator.set_timeout
         group = group_of(communicator, gloo)
         quicken(group, communicator)

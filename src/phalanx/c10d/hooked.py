@@ -28,7 +28,7 @@ from phalanx.c10d.messages import DoneWork
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.uncompiled import uncompiled
 
-__all__ = ["HookedProcessGroup", "group_class", "hooks_are_asked_for"]
+__all__ = ["CALLS", "HookedProcessGroup", "group_class", "hooks_are_asked_for"]
 
 RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the first that is set holds, as in torch
 NAN_CHECK = "TORCH_DIST_NAN_CHECK"

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from phalanx.errors import PhalanxError
 from phalanx.system.awake import AwakeClock, wait_awake
 from phalanx.watch import call_site
 
 __all__ = ["Operation"]
+
+
+class Queue(Protocol):
+    """The queue of a group.
+
+    Attributes:
+        given_up: what its operations raise from now on, if they are given up.
+    """
+
+    given_up: BaseException | None
 
 
 class Operation:
@@ -36,14 +47,22 @@ class Operation:
         self._done_event: threading.Event | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def run(self) -> None:
-        """Run the body and wake the threads that wait. Called once, by the holder of the group's lock."""
+    def run(self, queue: Queue | None = None) -> None:
+        """Run the body and wake the threads that wait. Called once, by the holder of the group's lock.
+
+        Args:
+            queue: the one that it is taken from, if any. Once that is given up, the body is not run, and an error of
+                ours that it raises has come of that.
+        """
         body, self._body = self._body, _nothing  # the tensors that the body refers to must not outlive it
         call_site.running.site = self._site
         try:
+            if queue is not None and queue.given_up is not None:
+                raise queue.given_up
             body()
         except BaseException as error:
-            self.error = error
+            given_up = None if queue is None else queue.given_up
+            self.error = given_up if given_up is not None and isinstance(error, PhalanxError) else error
         finally:
             call_site.running.site = None
         with self._lock:

@@ -14,6 +14,7 @@ import torch
 from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.dispatcher import front, watch_all, watch_calls_of_cpp
 from phalanx.c10d.uncompiled import uncompiled
+from phalanx.errors import ArgumentError
 
 __all__ = ["PhalanxProcessGroup"]
 
@@ -30,6 +31,24 @@ class PhalanxProcessGroup(Collectives):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         watch_calls_of_cpp()
+
+    # For torch >= 2.15; the groups of ``reconfigurable.py`` can.
+    supports_reconfigure = False
+
+    def get_reconfigure_handle(self) -> str:
+        """Refused.
+
+        Raises:
+            ArgumentError: the ranks of this group stay as they are.
+        """
+        raise ArgumentError(
+            f"the ranks of process group {self.group_name!r} stay as they are: give init_process_group "
+            "enable_reconfigure=True for one whose ranks can change"
+        )
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Refused, as :meth:`get_reconfigure_handle`."""
+        self.get_reconfigure_handle()
 
     def boxed(self) -> torch.ScriptObject:
         """This group as an argument of an operation of torch's library ``c10d``, called by itself."""

@@ -78,6 +78,7 @@ class Progress:
         self._calls: TimedQueue[str] = TimedQueue()
         self._threads: list[threading.Thread] = []
         self._leaving = False
+        self.given_up: BaseException | None = None  # written once, by give_up(), and read by who runs an operation
         self._served = 0  # how many operations of the queue have run
         self._wanted: Operation | None = None
         self._draining = self._napping = self._in_callbacks = 0
@@ -167,6 +168,27 @@ class Progress:
             self.run(self.queue.appendleft, None)  # at the head: nothing after it runs
         self._end_threads()
 
+    def give_up(self, error: BaseException, abort: Callable[[], None]) -> None:
+        """End what is queued, and the operation under way, with ``error``.
+
+        Args:
+            error: what they raise.
+            abort: ends the operation under way; not called if there is none, and nothing is queued.
+        """
+        if self.running.acquire(blocking=False):
+            idle = not (self.busy or self.queue)
+            self.running.release()
+            if idle:
+                return
+        self.given_up = error  # first: the operation that is ended by `abort` reads it
+        abort()
+        while True:
+            with self.running:
+                if not self._waits():
+                    return
+                operation = self._run_next()
+            operation.finish()
+
     def leave(self) -> list[threading.Thread]:
         """Ask the threads to end after the operation they run, if any; the process exits."""
         self._leaving = True
@@ -191,7 +213,7 @@ class Progress:
             raise self._closed_error()
         self.queue.popleft()
         self._served += 1
-        operation.run()
+        operation.run(self)
         return operation
 
     def _require_idle(self) -> None:

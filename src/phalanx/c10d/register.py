@@ -134,9 +134,15 @@ def _create(options: Any, backend_options: Any, backend: str = settings.BACKEND)
     from phalanx.c10d.torch_versions import note_if_newer, refuse_if_older
 
     refuse_if_older(torch.__version__)
+    note_if_newer(torch.__version__, options.group_rank)
+    if getattr(options, "enable_reconfigure", False):  # from torch 2.15 on
+        from phalanx.c10d.reconfigurable import ReconfigurableProcessGroup
+
+        return ReconfigurableProcessGroup(
+            options.store, options.group_rank, options.group_size, options.timeout, options.group_id, backend
+        )
     from phalanx.c10d.create import create_process_group
 
-    note_if_newer(torch.__version__, options.group_rank)
     return create_process_group(
         options.store,
         options.group_rank,

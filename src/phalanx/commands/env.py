@@ -52,7 +52,7 @@ each other), with the reason on standard error.
 """
 
 
-@click.command(help=_HELP)
+@click.command(help=_HELP, short_help="Show which launcher started this process, and its place.")
 @click.option(
     "--json",
     "as_json",

@@ -11,7 +11,7 @@ import click
 __all__ = ["list"]
 
 
-@click.command()
+@click.command(short_help="Show your jobs that run on this host.")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of objects, one for each job.")
 def list(as_json: bool) -> None:
     """Show the jobs of phalanx run, and of phalanx.launch(), that you have running on this host.

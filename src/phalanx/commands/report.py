@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["report"]
 
 
-@click.command()
+@click.command(short_help="Print why a job hung: its newest report.")
 @click.argument("path", metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 @click.option(
@@ -45,7 +45,10 @@ def report(path: str, as_json: bool, html_file: str | None) -> None:
         if found is not None and found.is_dir():
             found = latest_report(found)
         if found is None:
-            raise LaunchError(f"{path} has no report: phalanx run --report-dir {path} writes one when ranks hang")
+            raise LaunchError(
+                f"{path} has no report: phalanx run --report-dir {path} writes one when ranks hang, and so does "
+                f"--log-dir {path}"
+            )
         read = read_report(found)
     except OSError as error:
         raise LaunchError(f"{path} cannot be read: {error.strerror}") from None

@@ -33,7 +33,11 @@ __all__ = ["run"]
 
 
 # The target ends the options: all arguments after it are its own, as with python and python -m.
-@click.command(cls=RunCommand, context_settings={"allow_interspersed_args": False})
+@click.command(
+    cls=RunCommand,
+    context_settings={"allow_interspersed_args": False},
+    short_help="Start a program as ranks that work together.",
+)
 @click.option(
     "-n",
     "--ranks",
@@ -293,8 +297,8 @@ def run(
     OMP_NUM_THREADS is each rank's share of the cores unless you set it.
 
     Exit codes: 0 if every rank ends well; otherwise that of the rank that failed first (128 + signal if it was killed);
-    2 for a mistake on the command line; 74 if the output cannot be written; 128 + the signal if Ctrl-C (130), SIGTERM
-    (143) or SIGHUP (129) ended the job.
+    1 if --strict ended the job; 2 for a mistake on the command line; 74 if the output cannot be written; 128 + the
+    signal if Ctrl-C (130), SIGTERM (143) or SIGHUP (129) ended the job.
     """
     if placement is not None and rehearse is None:
         raise LaunchError(

@@ -9,7 +9,7 @@ from phalanx.words import format_count, tell
 __all__ = ["stop"]
 
 
-@click.command()
+@click.command(short_help="End a running job of yours.")
 @click.argument("job", metavar="JOB")
 @click.option("--kill", "at_once", is_flag=True, help="Give the ranks no time to end by themselves.")
 def stop(job: str, at_once: bool) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx.launch.running.other_host import WatcherElsewhere
     from phalanx.launch.running.watching import Look, Watcher
 
@@ -23,6 +25,8 @@ _FIRST_S = 0.5
 # For how long other hosts' answers are waited for: by one look among many, and by the only one. A host that is off
 # answers after eight seconds that it cannot be reached.
 _PATIENCE_S, _PATIENCE_ONCE_S = 1.0, 12.0
+# Two lines about a host that does not answer are of two silences if so much time is between them.
+_SILENCE_S = 2.5
 
 
 @click.command()
@@ -125,15 +129,18 @@ def _watcher(job: str | None, host: str | None, starter: str | None, here: bool)
 
     raise_file_limit()  # each host takes three descriptors
     if host is not None:
-        return WatcherElsewhere(host, parse_starter(starter), job, here=here)
+        return WatcherElsewhere(host, parse_starter(starter), job, here=here, say=_say_once())
     return Watcher(find_job(job), here=here)
 
 
 def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool) -> None:
     """Look at a job until it has ended."""
     from phalanx.launch.running.looking import pause_after_s
+    from phalanx.launch.running.other_host import WatcherElsewhere
 
     screen = sys.stdout.isatty() and not as_json and os.environ.get("TERM", "dumb") != "dumb"
+    if screen and isinstance(watcher, WatcherElsewhere):
+        watcher.say = _show_above
     show = _show if screen else lambda look: _print(look, as_json)
     last: Look | None = None
     pause_s = min(interval_s, _FIRST_S)
@@ -156,6 +163,26 @@ def _watch(watcher: Watcher | WatcherElsewhere, interval_s: float, as_json: bool
             sys.stdout.write("\x1b[?25h\x1b[?1049l")
             if last is not None:
                 _print(last, as_json)
+
+
+def _say_once() -> Callable[[str], None]:
+    """What prints the first line of each silence on standard error."""
+    said_at = float("-inf")
+
+    def say(line: str) -> None:
+        nonlocal said_at
+        now = time.monotonic()
+        if now - said_at > _SILENCE_S:
+            click.echo(line, err=True)
+        said_at = now
+
+    return say
+
+
+def _show_above(line: str) -> None:
+    """Draw a line over the first one of the look before, which shows nothing of now."""
+    sys.stdout.write(f"\x1b[H{line}\x1b[K")
+    sys.stdout.flush()
 
 
 def _show(look: Look) -> None:

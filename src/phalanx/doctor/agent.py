@@ -3,8 +3,8 @@
 It talks to the doctor through the pipe of the program that started it (ssh, for one), so that it can say what is wrong
 with the network between the hosts even where nothing else passes.
 
-Questions, by their ``do``: ``examine`` (``directory``, ``ranks``), ``time``, ``listen``, and ``probe`` (``name``,
-``port``, ``token``, ``rate``).
+Questions, by their ``do``: ``examine`` (``directory``, ``ranks``, ``several_hosts``), ``time``, ``listen``, and
+``probe`` (``name``, ``port``, ``token``, ``rate``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.system.host import this_host
 __all__: list[str] = []
 
 
-def _examine(directory: str, ranks: int | None) -> dict[str, Any]:
+def _examine(directory: str, ranks: int | None, several_hosts: bool) -> dict[str, Any]:
     try:
         os.chdir(directory)
         lacking = ""
@@ -32,7 +32,7 @@ def _examine(directory: str, ranks: int | None) -> dict[str, Any]:
     return {
         "host": asdict(this_host()),
         "directory": lacking,
-        "findings": [asdict(finding) for finding in examine(ranks, several_hosts=True)],
+        "findings": [asdict(finding) for finding in examine(ranks, several_hosts=several_hosts)],
     }
 
 

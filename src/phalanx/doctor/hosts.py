@@ -15,6 +15,7 @@ from phalanx.doctor.between import clocks, differences, in_order, paths, rates
 from phalanx.doctor.finding import Finding, Level
 from phalanx.doctor.probe import Reach
 from phalanx.doctor.rounds import rounds
+from phalanx.launch.job.reach import is_here
 from phalanx.launch.remote.helpers import Helper, Unanswered
 
 __all__ = ["Examination", "examine_hosts"]
@@ -62,8 +63,12 @@ def examine_hosts(
         agents = _started(hosts, starter, running, pool, made)
         directory = os.getcwd()
         progress("looking at each host")
+        # A host that is reached from here has to be reachable itself, also if it is the only one of the job.
+        several = len(hosts) > 1 or not all(is_here(name, starter=bool(starter)) for name in agents)
         answers = _each(
-            pool, made, {name: partial(_examine, agent, directory, hosts[name]) for name, agent in agents.items()}
+            pool,
+            made,
+            {name: partial(_examine, agent, directory, hosts[name], several) for name, agent in agents.items()},
         )
         for name, answer in answers.items():
             made.findings += [Finding(Level(said.pop("level")), **{**said, "host": name}) for said in _copies(answer)]
@@ -110,8 +115,8 @@ def _ready(agent: Helper) -> bool:
     return True
 
 
-def _examine(agent: Helper, directory: str, ranks: int | None) -> dict[str, Any]:
-    return agent.ask("examine", directory=directory, ranks=ranks)
+def _examine(agent: Helper, directory: str, ranks: int | None, several_hosts: bool) -> dict[str, Any]:
+    return agent.ask("examine", directory=directory, ranks=ranks, several_hosts=several_hosts)
 
 
 def _clock(agent: Helper) -> float:

@@ -3,10 +3,12 @@
 The launcher looks at the ranks' flight recorders a few times between two warnings: at how many operations each has
 begun, and whether the last is under way. That takes microseconds; on other hosts, those who hold the ranks there do it
 (``sight.py``). Only when a rank has been in one operation for long are the recordings read, and the ranks that the
-others wait for asked where they are. For a report all are asked.
+others wait for asked where they are. For a report all are asked. On a busy machine one may not say it in time: then the
+report is written without it, and written again once it has said so.
 
 A rank that computes for long cannot be told apart from one that hangs. So the line says only what is seen: for whom the
-others wait, and where that one is. It is repeated ever more seldom.
+others wait, and where that one is. It is repeated ever more seldom. A rank that is stopped does not go on by itself, so
+the line on it comes sooner (``stopped_ranks.py``), and once.
 """
 
 from __future__ import annotations
@@ -21,17 +23,21 @@ from typing import Any
 
 from phalanx.launch.job.job import Job
 from phalanx.launch.output.stacks import format_stack, frames_in, place_in
-from phalanx.launch.sight import Examination, Sight
+from phalanx.launch.sight import Examination, Pace, Sight
+from phalanx.launch.stopped_ranks import StoppedRanks
 from phalanx.system.folder import own_folder
 from phalanx.watch.disagreement import calls_that_differ
 from phalanx.watch.parting import parting
 from phalanx.watch.verdict import Seen, Verdict, judge
+from phalanx.words import format_named
 
 __all__ = ["HangWatch"]
 
 _AGAIN = 4  # each warning of one wait comes when it has lasted so many times longer than at the last
 _UNANSWERED_S = 10.0  # the zygote, or the relay, waits a few seconds for ranks that do not say where they are
 _MOST_ASKED = 4  # of those that wait, one for each line, for a warning
+# How long after a report that lacks ranks all are asked again, twice as long each time, and how often.
+_FILLED_AFTER_S, _MOST_FILLED = 2.0, 5
 
 
 class HangWatch:
@@ -41,33 +47,40 @@ class HangWatch:
         job: the job.
         sight: how its ranks are seen. Its answers that come later are given to :meth:`answered` or :meth:`hear`.
         say: prints a line.
+        clock: gives the time in seconds.
     """
 
-    def __init__(self, job: Job, sight: Sight, say: Callable[[str], None]) -> None:
-        self._job, self._sight, self._say = job, sight, say
+    def __init__(
+        self, job: Job, sight: Sight, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._job, self._sight, self._say, self._clock = job, sight, say, clock
         self._wanted = job.diagnosis
         self._on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
-        self._next = time.monotonic() + self._wanted.look_every_s
+        self._next = clock() + self._wanted.look_every_s
         self._warn_at_s = self._wanted.warn_after_s  # the next warning comes after a wait of so many seconds
         self._reported = False
         self._asked_at: float | None = None
         self._asks_for_stacks = False
         self._wants_report = False
         self._report_not_before = 0.0
+        self._report: Path | None = None  # the one on the present wait
+        self._lacking: list[int] = []
+        self._filled = 0
         self._begun_at = time.time()
+        self._stopped = StoppedRanks(clock)
 
     def due_in_s(self) -> float | None:
         """When :meth:`look` has something to do; None for never."""
-        return max(0.0, self._next - time.monotonic()) if self._on else None
+        return max(0.0, self._next - self._clock()) if self._on else None
 
-    @property
-    def expects_stacks(self) -> bool:
-        """Whether the stacks that the ranks of this host write next are for this watch."""
-        return self._asked_at is not None and self._asks_for_stacks and self._job.is_local
+    def take_stacks(self, stacks: Mapping[int, str]) -> None:
+        """The ranks of this host have written where they are, as faulthandler does, because this watch has asked."""
+        if self._asked_at is not None and self._asks_for_stacks:
+            self._answered(stacks)
 
     def look(self) -> None:
         """Look at the ranks, if it is time to."""
-        if self._on and time.monotonic() >= self._next:
+        if self._on and self._clock() >= self._next:
             with self._guarded():
                 self._look()
 
@@ -81,29 +94,37 @@ class HangWatch:
             self._say(f"no more is said of ranks that wait, because that has failed: {type(error).__name__}: {error}")
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._next = now + self._wanted.look_every_s
         if self._asked_at is not None:
             if now - self._asked_at > _UNANSWERED_S:
-                self.answered({})
+                self._answered({})
             return
-        waited_s, still_s = self._sight.look()
-        if waited_s < self._wanted.warn_after_s:
+        pace = self._sight.look()
+        if pace.waited_s < self._wanted.warn_after_s:
             self._warn_at_s, self._reported = self._wanted.warn_after_s, False
-            return
-        long_enough = min(still_s, waited_s) >= self._wanted.report_after_s
-        self._wants_report = not self._reported and long_enough and now >= self._report_not_before
-        if waited_s >= self._warn_at_s or self._wants_report:
+            self._report, self._filled = None, 0
+            self._wants_report = False
+        else:
+            long_enough = min(pace.still_s, pace.waited_s) >= self._wanted.report_after_s
+            self._wants_report = not self._reported and long_enough and now >= self._report_not_before
+        looks_closely = self._stopped.ask_for_look(pace.stopped)
+        self._next = now + self._look_again_in_s(pace, now)
+        if pace.waited_s >= self._warn_at_s or self._wants_report or looks_closely:
             self._ask((), (), for_stacks=False)
 
+    def _look_again_in_s(self, pace: Pace, now: float) -> float:
+        until_report_s = self._wanted.report_after_s - min(pace.still_s, pace.waited_s)
+        until_close_look_s = self._stopped.next_at - now
+        return self._wanted.look_again_in_s(self._warn_at_s - pace.waited_s, until_report_s, until_close_look_s)
+
     def _ask(self, of: Sequence[int], skip: Sequence[int], *, for_stacks: bool) -> None:
-        self._asked_at, self._asks_for_stacks = time.monotonic(), for_stacks
+        self._asked_at, self._asks_for_stacks = self._clock(), for_stacks
         found = self._sight.ask(of, skip, whole=self._wants_report)
         if found is not None:
             self._examined(found)
 
-    def answered(self, stacks: Mapping[int, str]) -> None:
-        """The ranks of this host have written where they are, as faulthandler does, or do not answer."""
+    def _answered(self, stacks: Mapping[int, str]) -> None:
         with self._guarded():
             self._examined(self._sight.see(stacks))
 
@@ -113,6 +134,8 @@ class HangWatch:
             found = self._sight.hear(message)
             if found is not None:
                 self._examined(found)
+            else:
+                self._next = self._clock()  # a wait may be over the limit now
 
     def _examined(self, found: Examination | None) -> None:
         """Ask the ranks on which it depends where they are; or if they have been asked, say what was found."""
@@ -122,14 +145,18 @@ class HangWatch:
         report_after_s = self._wanted.report_after_s
         if self._wants_report and found.still_s < report_after_s:
             # Ranks of a host on which nobody waits have moved.
-            self._report_not_before = time.monotonic() + report_after_s - found.still_s
+            self._report_not_before = self._clock() + report_after_s - found.still_s
             self._wants_report = False
         if self._asks_for_stacks:
             self._tell(found)
             return
         verdict = judge(found.ranks)
+        certain = self._stopped.are_to_blame(verdict, found.ranks)
+        self._next = min(self._next, self._stopped.next_at)
         if verdict is None or not (found.waited_s >= self._warn_at_s or self._wants_report):
-            return  # they went on meanwhile
+            if verdict is not None and certain:
+                self._say_it(verdict, found)  # without stacks, for a stopped rank has none to give
+            return  # or else they went on meanwhile
         # One that is stopped would write where it is when it goes on, and the line would wait for that.
         running = [
             seen.rank for seen in found.ranks if not seen.ended and not seen.silent and seen.state not in ("T", "t")
@@ -148,15 +175,36 @@ class HangWatch:
             # Else the ranks are at different lines because their calls differed.
             verdict = replace(verdict, hint=parting(verdict, seen, own_folder(), self._begun_at))
         if found.waited_s >= self._warn_at_s:
+            is_first = self._warn_at_s == self._wanted.warn_after_s
             self._warn_at_s = found.waited_s * _AGAIN
-            said = f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}"
-            self._say("\n  ".join([said, *differing]))
+            if not (is_first and self._stopped.are_told(verdict, seen)):
+                self._say_it(verdict, found, differing)
         if self._wants_report:
             self._reported = True
             if self._wanted.report_dir:
-                self._write(verdict, seen, found.stacks)
+                self._report_on(verdict, seen, found.stacks)
 
-    def _write(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> None:
+    def _say_it(self, verdict: Verdict, found: Examination, differing: Sequence[str] = ()) -> None:
+        said = f"{verdict.sentence}, for {found.waited_s:.0f} s now{verdict.advice}"
+        self._say("\n  ".join([said, *differing]))
+        self._stopped.note_told(verdict, found.ranks)
+
+    def _report_on(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> None:
+        """Write the report, or write it again if it lacks fewer ranks now."""
+        lacking = [rank.rank for rank in seen if _says_nothing(rank, stacks)]
+        if self._report is None or len(lacking) < len(self._lacking):
+            self._report = self._write(verdict, seen, stacks)
+            self._lacking = lacking
+            if self._report is not None:
+                ranks = f" but of {format_named('rank', lacking)}" if lacking else ""
+                has = f"{self._report} has every rank's stack and operations{ranks}"
+                self._say(f"{has}: phalanx report {self._wanted.report_dir}")
+        if self._report is not None and lacking and self._filled < _MOST_FILLED:
+            self._reported = False
+            self._report_not_before = self._clock() + _FILLED_AFTER_S * 2**self._filled
+            self._filled += 1
+
+    def _write(self, verdict: Verdict, seen: Sequence[Seen], stacks: Mapping[int, str]) -> Path | None:
         from phalanx.watch.hang_report import HangReport, write_report
 
         job = self._job
@@ -170,11 +218,15 @@ class HangWatch:
             {rank: format_stack(stack) for rank, stack in stacks.items()},
         )
         try:
-            path = write_report(Path(self._wanted.report_dir), report)
+            return write_report(Path(self._wanted.report_dir), report, self._report)
         except OSError as error:
             self._say(f"the report on this could not be written to {self._wanted.report_dir}: {error.strerror}")
-            return
-        self._say(f"{path} has every rank's stack and operations: phalanx report {self._wanted.report_dir}")
+            return None
+
+
+def _says_nothing(seen: Seen, stacks: Mapping[int, str]) -> bool:
+    """Whether a rank may still say where it is, and has not. One that is stopped says nothing before it goes on."""
+    return not seen.ended and (seen.silent or not (seen.rank in stacks or seen.state in ("T", "t")))
 
 
 def _placed(seen: Seen, stack: str) -> Seen:

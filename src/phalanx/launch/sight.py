@@ -16,12 +16,15 @@ from phalanx.system.folder import own_folder
 from phalanx.watch.records import Recording, read_recording
 from phalanx.watch.verdict import Seen
 
-__all__ = ["Examination", "Sight", "SightElsewhere", "SightHere", "Watched"]
+__all__ = ["Examination", "Pace", "Sight", "SightElsewhere", "SightHere", "Watched"]
 
 # How many of a rank's last operations other hosts send: for a line, and for a report.
 _RECORDS_OF_LINE, _RECORDS_OF_REPORT = 16, 512
 # The same for all ranks of a large job together, in a report: they come in one message, which is read at once.
 _RECORDS_OF_ALL, _FEWEST_RECORDS = 1 << 16, 16
+# A rank in an operation for so long may wait for one that is stopped. While none is, as in a suspended job, the
+# recordings need not be read for that.
+_MAY_WAIT_S = 0.5
 # How long they may take, and how much longer if ranks are to write their stacks: a stopped one does not, and their
 # zygote waits three seconds for it.
 _ANSWER_S, _STACKS_S = 3.0, 3.0
@@ -32,6 +35,20 @@ class Watched(Protocol):
 
     pid: int | None
     end: End | None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the ranks get on, as far as that can be known at once.
+
+    Attributes:
+        waited_s, still_s: as in :class:`Examination`.
+        stopped: the ranks that a signal has stopped, if others may wait for them.
+    """
+
+    waited_s: float
+    still_s: float
+    stopped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,8 +76,8 @@ class Examination:
 class Sight(Protocol):
     """How the launcher sees its ranks."""
 
-    def look(self) -> tuple[float, float]:
-        """``waited_s`` and ``still_s`` of :class:`Examination`, as far as they can be known at once."""
+    def look(self) -> Pace:
+        """How the ranks get on."""
 
     def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination | None:
         """Look closely, and have ranks write their stacks; None if the answer comes later.
@@ -91,10 +108,14 @@ class SightHere:
         self._trace, self._ranks, self._order = trace, ranks, order
         self._progress = Progress(trace)
 
-    def look(self) -> tuple[float, float]:
+    def look(self) -> Pace:
         """See :class:`Sight`."""
-        self._progress.look(rank for rank, known in enumerate(self._ranks()) if _runs(known))
-        return self._progress.waited_s, time.monotonic() - self._progress.moved_at
+        progress = self._progress
+        progress.look(
+            {rank: known.pid for rank, known in enumerate(self._ranks()) if known.pid is not None and known.end is None}
+        )
+        stopped = progress.stopped if progress.others_waited_s >= _MAY_WAIT_S else ()
+        return Pace(progress.waited_s, time.monotonic() - progress.moved_at, stopped)
 
     def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination | None:
         """See :class:`Sight`. The stacks come in a message, whose receiver calls :meth:`see`."""
@@ -105,9 +126,9 @@ class SightHere:
 
     def see(self, stacks: Mapping[int, str]) -> Examination:
         """See :class:`Sight`."""
-        waited_s, still_s = self.look()
+        pace = self.look()
         ranks = [self._seen(rank, known) for rank, known in enumerate(self._ranks())]
-        return Examination(ranks, stacks, waited_s, still_s)
+        return Examination(ranks, stacks, pace.waited_s, pace.still_s)
 
     def hear(self, message: Mapping[str, Any]) -> Examination | None:
         """See :class:`Sight`."""
@@ -150,13 +171,16 @@ class SightElsewhere:
         self._ranks, self._hosts, self._order = ranks, hosts, order
         # Of each parent whose ranks wait: since when they do, and when one of them was last seen to move.
         self._waits: dict[int, tuple[float, float]] = {}
+        self._stopped: dict[int, tuple[int, ...]] = {}
 
-    def look(self) -> tuple[float, float]:
+    def look(self) -> Pace:
         """See :class:`Sight`. Parents whose ranks do not wait are not known to stand still before they are asked."""
+        stopped = tuple(sorted(rank for ranks in self._stopped.values() for rank in ranks))
         if not self._waits:
-            return 0.0, 0.0
+            return Pace(0.0, 0.0, stopped)
         now = time.monotonic()
-        return now - min(since for since, _ in self._waits.values()), now - max(at for _, at in self._waits.values())
+        waited_s = now - min(since for since, _ in self._waits.values())
+        return Pace(waited_s, now - max(at for _, at in self._waits.values()), stopped)
 
     def ask(self, of: Sequence[int], skip: Sequence[int], *, whole: bool) -> Examination | None:
         """See :class:`Sight`."""
@@ -180,6 +204,7 @@ class SightElsewhere:
         """See :class:`Sight`."""
         if message["event"] == "waits":
             now = time.monotonic()
+            self._stopped[message["parent"]] = tuple(message["stopped"])
             self._waits.pop(message["parent"], None)
             if message["waited_s"]:
                 self._waits[message["parent"]] = now - message["waited_s"], now - message["still_s"]
@@ -211,10 +236,6 @@ def _sent(rank: int, known: Watched, sent: Mapping[str, Any], host: str, *, sile
         silent=silent and not ended,
         ended_well=_well(known.end),
     )
-
-
-def _runs(known: Watched) -> bool:
-    return known.pid is not None and known.end is None
 
 
 def _ended(end: End | None) -> str:

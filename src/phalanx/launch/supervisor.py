@@ -110,7 +110,7 @@ class Supervisor:
         self.give_up_at: float | None = None
         self.early_signals: list[int] = []
         self.overdue: dict[float, list[int]] = {}
-        self.places = Places(descriptors.trace, job.ranks)
+        self.places = Places(descriptors.trace, job.ranks, runs_python=job.target.is_python)
         self.refusal: tuple[str, int] | None = None
         self.rows = job.rows()
         # A program that became the launcher by exec may have had children before; they are not this job's.
@@ -256,10 +256,7 @@ class Supervisor:
     def _drain(self, rank: _Rank) -> None:
         for stream in rank.streams:
             taken = 0
-            while stream.descriptor >= 0 and taken < LARGEST_REMAINDER:
-                length = self._read(stream)
-                if not length:
-                    break
+            while stream.descriptor >= 0 and taken < LARGEST_REMAINDER and (length := self._read(stream)):
                 taken += length
             self._close(stream)
 
@@ -279,24 +276,24 @@ class Supervisor:
             if self.interrupted is not None:
                 self._order(self.interrupted)
             for signum in self.early_signals:
-                self._tell(do="signal", signal=signum)
+                self._hand_on(signum)
         elif message["event"] == "overdue":
             self.overdue.setdefault(message["patience_s"], []).append(message["rank"])
         elif message["event"] == "stacks":
             if message.get("unasked") and self.interrupted is None:
                 return  # written after the answer that it was for
             self.places.add(message.get("stacks"))
-            if self.hangs.expects_stacks:
-                self.hangs.answered(self.places.take())
-            elif self.interrupted is None:
-                self.console.say(self.places.text(message.get("late", ())))
+            if message.get("watch"):
+                self.hangs.take_stacks(self.places.take())
+            elif self.interrupted is None and (text := self.places.answer(message.get("late", ()))):
+                self.console.say(text)
         elif message["event"] in ("calls", "recorded"):
             self.mistakes.hear(message)
         elif message["event"] in ("waits", "examined"):
             if not self.ending:
                 self.hangs.hear(message)
         elif message["event"] == "exited":
-            by_launcher = self.ending or message.get("by_others", False)
+            by_launcher = (self.ending or message.get("by_others", False)) and not message.get("by_itself", False)
             self._on_exit(
                 message["rank"], End(message["status"], message["time"], by_launcher, message["out_of_memory"])
             )
@@ -401,13 +398,14 @@ class Supervisor:
             os.kill(self.zygote, signal.SIGCONT)
 
     def _hand_on(self, signum: int) -> None:
-        if signum == signal.SIGQUIT:
-            if self.started_at is None:
+        if self.started_at is None:
+            if signum == signal.SIGQUIT and not (self.job.is_local and processes.children_of(self.zygote)):
                 self.console.say("SIGQUIT: the ranks have not been started yet")
             else:
-                self._tell(do="stacks")
-        elif self.started_at is None:
-            self.early_signals.append(signum)
+                self.early_signals.append(signum)  # the message that ranks have been started may be on its way
+        elif signum == signal.SIGQUIT:
+            self.places.ask()
+            self._tell(do="stacks")
         else:
             self._tell(do="signal", signal=int(signum))
 

@@ -47,6 +47,7 @@ from phalanx.launch.rank.descriptors import (
     release_input,
     report_name,
 )
+from phalanx.launch.rank.held_signals import HeldSignals
 from phalanx.launch.rank.preload import preload
 from phalanx.launch.rank.start import RankStart, enter_rank, leave_siblings
 from phalanx.launch.rank.torch_store import host_store
@@ -108,6 +109,9 @@ class _Zygote:
         """Wait for the order to start, fork, watch. Returns in each rank its start, in the zygote the next attempt."""
         if self.descriptors.zygote.receive() is None:
             return None
+        # From the first rank on only this process can find what the ranks start, so it must outlive the supervisor. It
+        # sees the supervisor's end as the end of the socket, unless it has been stopped.
+        processes.wake_with_parent()
         # A rank restores its handlers before it unblocks, so no signal is lost to the zygote's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         forked = self._fork_all(code, spec)
@@ -237,6 +241,7 @@ class _Ranks:
         hosts: the host of each rank in the world, if there are several.
         kill_at: when each of the ranks that were asked to end is killed, in the seconds of ``time.monotonic()``, and
             how long it then had.
+        held: signals of the user's that a rank has no handler for yet.
     """
 
     run_id: str
@@ -249,11 +254,10 @@ class _Ranks:
     ends: EndsChannel | None
     hosts: Sequence[str]
     kill_at: dict[int, tuple[float, float]] = field(default_factory=dict)
+    held: HeldSignals = field(default_factory=HeldSignals)
 
     def watch(self) -> None:
         """Reap ranks and carry out orders until no rank is left or the supervisor has gone."""
-        # The end of the supervisor is seen as the end of its socket, unless this process has been stopped.
-        processes.wake_with_parent()
         wakeup, wakeup_write = os.pipe()
         os.set_blocking(wakeup, False)
         os.set_blocking(wakeup_write, False)
@@ -261,6 +265,7 @@ class _Ranks:
         for signum in (signal.SIGCHLD, signal.SIGUSR1):
             signal.signal(signum, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self.held.begin()
         try:
             self._watch(wakeup)
         finally:
@@ -276,10 +281,7 @@ class _Ranks:
             self._reap()
             if not self.pids:
                 return
-            wait_ms = None
-            if self.kill_at:
-                wait_ms = max(0.0, (min(self.kill_at.values())[0] - time.monotonic()) * 1000 + 1)
-            for descriptor, _ in poll.poll(wait_ms):
+            for descriptor, _ in poll.poll(self._patience_ms()):
                 if descriptor == wakeup:
                     # A rank sends SIGUSR1 when it has written its report, which may be long before it ends.
                     if signal.SIGUSR1 in os.read(wakeup, 4096):
@@ -294,11 +296,12 @@ class _Ranks:
                         self.trace.ask(self.pids, STACKS_S)
                     self._end(order["signal"], order["grace_s"], order["spare"])
                 elif order["do"] == "signal":
-                    self._hand_on(order["signal"])
+                    self.held.add(self.pids, order["signal"])
                 elif order["do"] == "stacks":
                     asked = {part: pid for part, pid in self.pids.items() if part in order.get("of", self.pids)}
                     late = self.trace.ask(asked, STACKS_OF_RUNNING_S)
-                    self.supervisor.send(event="stacks", late=late)
+                    self.supervisor.send(event="stacks", late=late, watch="of" in order)
+            self.held.send(self.pids)
             now = time.monotonic()
             overdue = [rank for rank, (when, _) in self.kill_at.items() if when <= now]
             for rank in overdue:
@@ -307,11 +310,11 @@ class _Ranks:
                     self.supervisor.send(event="overdue", rank=rank, patience_s=patience_s)
             self._kill_ranks(overdue)
 
-    def _hand_on(self, signum: int) -> None:
-        """Signal the ranks alone: what they have started, such as a loader's workers, need not handle the signal."""
-        for pid in self.pids.values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signum)
+    def _patience_ms(self) -> float | None:
+        waits_s = [max(0.0, min(self.kill_at.values())[0] - time.monotonic())] if self.kill_at else []
+        held_s = self.held.due_in_s()
+        waits_s += [held_s] if held_s is not None else []
+        return min(waits_s) * 1000 + 1 if waits_s else None
 
     def _end(self, signum: int, grace_s: float, spare: Collection[int]) -> None:
         now = time.monotonic()

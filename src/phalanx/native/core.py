@@ -55,7 +55,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 22
+ABI = 24
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -161,7 +161,7 @@ class SeenRecord(Structure):
     failed: int
 
 
-MPI_WORDS = 5  # PHX_MPI_WORDS
+MPI_WORDS = 4  # PHX_MPI_WORDS
 
 
 class MpiGroup(Structure):
@@ -248,6 +248,7 @@ def library() -> ctypes.CDLL:
         ("phx_pairs_close", None, [c_void_p]),
         ("phx_line_now", c_uint32, []),
         ("phx_pairs_meet", c_int, [c_void_p, c_uint32, c_uint32, POINTER(Crossing)]),
+        ("phx_pairs_meet_at", c_int, [c_void_p, c_uint32, c_uint32, c_uint32, c_uint32, POINTER(Crossing)]),
         ("phx_pairs_settled", c_int, [c_void_p]),
         ("phx_recorder_open", c_void_p, [c_int, c_uint64, c_uint32, c_int32, c_uint32]),
         ("phx_recorder_names", None, [c_uint32, c_int32, c_uint32]),
@@ -288,12 +289,15 @@ def library() -> ctypes.CDLL:
         ("phx_message_free", None, [comm, message]),
         ("phx_mpi_begin", None, [c_void_p, c_void_p, c_void_p, c_ssize_t]),
         ("phx_mpi_hopeless", None, []),
+        ("phx_mpi_remove_at_abort", None, [c_char_p, c_uint64]),
         ("phx_mpi_ended", None, []),
         ("phx_mpi_meet", c_int, [group, c_int64]),
         ("phx_mpi_offer", None, [group, c_int64]),
         ("phx_mpi_compared", c_int, [group]),
-        ("phx_mpi_compare_lines", c_int, [group, c_int]),
-        ("phx_mpi_note_lines", c_int, [group, POINTER(Crossing)]),
+        ("phx_mpi_compare_lines", c_int, [group, c_int, c_int]),
+        ("phx_mpi_tell_line", c_uint64, [group]),
+        ("phx_mpi_hear_lines", c_int, [group, data]),
+        ("phx_mpi_next_crossing", c_int, [group, POINTER(Crossing)]),
         ("phx_mpi_end_lines", None, [group]),
         ("phx_mpi_all_reduce", c_int, [group, data]),
     ):

@@ -109,14 +109,26 @@ def why_failed(error: BaseException, store: Store | None, meeting: Store | None)
         with contextlib.suppress(RuntimeError):  # it is gone
             if ended := ranks_that_ended(store, meeting):
                 return InitializationError.ranks_ended(ended)
+    if isinstance(store, JobStore) and store.company.rank_0_is_stopped():
+        return store.company.find_stopped() or error
     # Rank 0 has ended, and the store with it.
     return InitializationError(str(error)) if isinstance(error, DistStoreError) else error
 
 
-def leave(store: Store) -> None:
-    """Stop using a store of :func:`meet`. Rank 0's answers until all other ranks have left, or its process ends."""
-    if isinstance(store, JobStore):
-        store.end()
+def leave(store: Store, reason: BaseException | None = None) -> None:
+    """Stop using a store of :func:`meet`. Rank 0's answers until all other ranks have left, or its process ends.
+
+    Args:
+        store: the store.
+        reason: why this rank gives up the meeting, if it does. If that is another rank, the others are told of that
+            one, and not of this one.
+    """
+    if not isinstance(store, JobStore):
+        return
+    if isinstance(reason, InitializationError) and reason.rank >= 0 and not store.company.rank_0_is_stopped():
+        with contextlib.suppress(DistError, InitializationError):  # it has gone, or has told this rank the same
+            store.give_up(reason)
+    store.end()
 
 
 def meet_by_broadcast(

@@ -20,6 +20,7 @@ from phalanx.rendezvous.meeting_point import MeetingPoint
 from phalanx.rendezvous.opening import FIRST_ANSWER_S, REMIND_S
 from phalanx.store.claim import Claim
 from phalanx.store.client import Connections, JobStore, connect
+from phalanx.store.company import Company
 from phalanx.system.awake import AwakeClock
 from phalanx.system.host import this_host
 from phalanx.system.interfaces import is_loopback
@@ -40,6 +41,10 @@ LATER_ANSWER_S = 0.75
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.005, 0.25
 
 
+# The connection, where it leads, and what rank 0 says of itself.
+_Found = tuple[Line, tuple[str, int], Claim | None]
+
+
 def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float) -> JobStore:
     """Search for rank 0 until it is found, join, and wait until every rank has joined.
 
@@ -54,13 +59,19 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
             waiting for other ranks.
     """
     clock = AwakeClock()
-    line, where = _find(place, point, key, claim, timeout_s, clock)
-    connections = Connections(line, where, key, claim, source_address(where[0]))
+    line, where, rank_0 = _find(place, point, key, claim, timeout_s, clock)
+    company = Company()
+    if rank_0 is not None:
+        company.know_rank_0(rank_0)
+    connections = Connections(line, where, key, claim, source_address(where[0]), company)
     store = JobStore(connections, timedelta(seconds=timeout_s))
     try:
         missing = store.wait_for_all(max(0.001, timeout_s - clock.now()))
     except DistStoreError as error:
+        stopped = company.find_stopped() if company.rank_0_is_stopped() else None
         store.end()
+        if stopped is not None:
+            raise stopped from error
         raise InitializationError(f"rank {place.rank} had joined, but {error}") from error
     except BaseException:
         store.end()
@@ -73,9 +84,7 @@ def find_store(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeou
     return store
 
 
-def _find(
-    place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float, clock: AwakeClock
-) -> tuple[Line, tuple[str, int]]:
+def _find(place: Place, point: MeetingPoint, key: Key, claim: Claim, timeout_s: float, clock: AwakeClock) -> _Found:
     remind_s = REMIND_S
     silent: list[int] = []  # the ports where something accepts connections and says nothing
     while True:
@@ -124,10 +133,8 @@ class _NotHere(Exception):
     """The process that listens there is not rank 0 of this job, or not yet."""
 
 
-def _try(
-    place: Place, point: MeetingPoint, where: tuple[str, int], key: Key, claim: Claim, limit_s: float
-) -> tuple[Line, tuple[str, int]]:
-    """Try to join at one port; return the connection, and where it leads.
+def _try(place: Place, point: MeetingPoint, where: tuple[str, int], key: Key, claim: Claim, limit_s: float) -> _Found:
+    """Try to join at one port.
 
     Raises:
         OSError, _NotHere: rank 0 does not listen there, but may at another port, or later.
@@ -151,7 +158,7 @@ def _try(
             ) from None
         raise _NotHere(f"what listens on port {where[1]} proves another key ({key.source or 'none here'})") from None
     if verdict.kind == "welcome":
-        return line, where
+        return line, where, verdict.rank_0
     line.close()
     if verdict.kind == "refused":
         raise InitializationError.rank_refused(place.rank, verdict.reason)

@@ -18,7 +18,7 @@ from phalanx.rpc.future import Future
 from phalanx.rpc.links.contract import Link
 from phalanx.rpc.members import Member
 from phalanx.rpc.message import Kind, Message
-from phalanx.watch.call_site import CallSite, text_of
+from phalanx.watch.call_site import CallSite, shown, text_of
 from phalanx.watch.waiting import publish
 
 __all__ = ["Call", "Calls", "facts_of"]
@@ -123,12 +123,12 @@ class Call:
 
     def describe(self) -> str:
         """The call for people: ``add (train.py:12), 3.1 s ago``."""
-        where = text_of(self.site)
+        where = shown(text_of(self.site))
         return f"{self.asked}{f' ({where})' if where else ''}, {time.monotonic() - self.began:.1f} s ago"
 
     def waiting(self) -> str:
         """What a caller waits for, for people: ``worker1 (rank 1, ...) in add (train.py:12)``."""
-        where = text_of(self.site)
+        where = shown(text_of(self.site))
         return f"{self.to} in {self.asked}{f' ({where})' if where else ''}"
 
     def lost(self, why: str) -> WorkerLost:

@@ -26,6 +26,7 @@ from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member, Members
 from phalanx.rpc.serving import PROGRESS, Incoming
 from phalanx.system.processes import state_of
+from phalanx.watch.call_site import shown
 from phalanx.watch.from_outside import is_there, place_of
 from phalanx.words import format_count, tell
 
@@ -223,7 +224,7 @@ def _stopped(member: Member, state: str) -> Finding | None:
 
 
 def _held(state: str, at: str) -> Finding:
-    where = f" It is at {at}." if at else ""
+    where = f" It is at {shown(at)}." if at else ""
     return Finding(
         "interpreter",
         f"Its process is there (in the state {state}), but runs no Python for others: something in it holds the "
@@ -236,7 +237,7 @@ def _told(entry: dict[str, Any]) -> Finding:
     """What a worker says about one call, or about itself."""
     if "main" in entry:
         at = str(entry["main"])
-        return Finding("handler", f"It runs; its main thread is at {at}." if at else "It runs.", at)
+        return Finding("handler", f"It runs; its main thread is at {shown(at)}." if at else "It runs.", at)
     if "behind" in entry:
         others, running = int(entry["behind"]), int(entry["running"])
         return Finding(
@@ -246,6 +247,6 @@ def _told(entry: dict[str, Any]) -> Finding:
         )
     if "for_s" in entry:
         at = str(entry["at"])
-        where = f"and is at {at}" if at else "and its answer comes later, from other code there"
+        where = f"and is at {shown(at)}" if at else "and its answer comes later, from other code there"
         return Finding("handler", f"It has worked on this for {entry['for_s']:.1f} s {where}.", at)
     return Finding("on the way", "It does not work on this: the call or its answer is on the way.")

@@ -28,7 +28,7 @@ from phalanx.rpc.autograd import requests
 from phalanx.rpc.codecs import pickled_parts
 from phalanx.rpc.future import Future
 from phalanx.rpc.members import Member
-from phalanx.watch.call_site import call_site
+from phalanx.watch.call_site import capture, text_of
 
 __all__ = ["ObjectInfo", "RemoteObject", "local", "make", "objects"]
 
@@ -294,7 +294,7 @@ def make(
         session.agent(),
         to,
         _MAKE,
-        (kind, args, kwargs, call_site()),
+        (kind, args, kwargs, text_of(capture())),
         timeout_s,
         asked=f"to make a {verbs.name_of(kind)}",
         codec=_MAKING,

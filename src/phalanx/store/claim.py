@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from phalanx.system.host import this_host
+from phalanx.system.process_use import start_of
+from phalanx.system.sight import own_sight
 from phalanx.wire.proof import NoProof
 from phalanx.wire.sockets import KeepAlive
 
@@ -37,6 +39,8 @@ class Claim:
         attempt: how often the launcher has started the job anew.
         opening: which of the process's worlds this is: 1 for the first that it opens.
         node_rank: its host's index, if its launcher says it.
+        start: when the process was started, as ``system/process_use.py`` counts.
+        sight: equal for processes that see each other (``system/sight.py``).
         token: a secret of this process, by which rank 0 recognises its further connections. The process chooses it,
             so rank 0 recognises it even if the first answer came too late and the process has connected anew.
     """
@@ -50,11 +54,21 @@ class Claim:
     opening: int = 0
     node_rank: int | None = None
     token: str = ""
+    start: int = 0
+    sight: str = ""
 
     @property
     def name(self) -> str:
         """The process, for people."""
         return f"pid {self.pid} on {self.host}"
+
+    @property
+    def _texts(self) -> tuple[str, ...]:
+        return self.host, self.job, self.token, self.sight
+
+    def without_token(self) -> Claim:
+        """What another rank may know of it."""
+        return replace(self, token="")
 
     def encode(self) -> bytes:
         """The claim as it is sent."""
@@ -71,12 +85,12 @@ class Claim:
             claim = Claim(**json.loads(data))
         except (TypeError, ValueError, RecursionError):
             raise NoProof from None
-        numbers = [claim.rank, claim.world_size, claim.pid, claim.attempt, claim.opening]
+        numbers = [claim.rank, claim.world_size, claim.pid, claim.attempt, claim.opening, claim.start]
         if claim.node_rank is not None:
             numbers.append(claim.node_rank)
         if not all(type(number) is int and abs(number) < 1 << 63 for number in numbers):
             raise NoProof
-        if not all(isinstance(text, str) and _is_unicode(text) for text in (claim.host, claim.job, claim.token)):
+        if not all(isinstance(text, str) and _is_unicode(text) for text in claim._texts):
             raise NoProof
         return replace(claim, host="".join(letter for letter in claim.host[:_LONGEST_HOST] if letter.isprintable()))
 
@@ -89,10 +103,12 @@ class Verdict:
         kind: ``welcome``; ``refused``; ``other``: this is rank 0 of another job; ``earlier``: this is rank 0 of an
             earlier attempt, which will end.
         reason: why the process is not welcome, for people.
+        rank_0: rank 0's own claim, without its token, if the process is welcome and may look at rank 0.
     """
 
     kind: Literal["welcome", "refused", "other", "earlier"]
     reason: str = ""
+    rank_0: Claim | None = None
 
     def encode(self) -> bytes:
         """The verdict as it is sent."""
@@ -108,6 +124,8 @@ class Verdict:
         """
         try:
             verdict = Verdict(**json.loads(data))
+            if verdict.rank_0 is not None:
+                verdict = replace(verdict, rank_0=Claim.decode(json.dumps(verdict.rank_0).encode()))
         except (TypeError, ValueError, RecursionError):
             raise NoProof from None
         if verdict.kind not in ("welcome", "refused", "other", "earlier") or not isinstance(verdict.reason, str):
@@ -118,7 +136,9 @@ class Verdict:
 def own_claim(rank: int, world_size: int, job: str, attempt: int, opening: int, node_rank: int | None) -> Claim:
     """The claim of this process, with a new token."""
     token = secrets.token_hex(16)
-    return Claim(rank, world_size, os.getpid(), this_host().name, job, attempt, opening, node_rank, token)
+    pid, host = os.getpid(), this_host().name
+    where = start_of(pid), own_sight()
+    return Claim(rank, world_size, pid, host, job, attempt, opening, node_rank, token, *where)
 
 
 def _is_unicode(text: str) -> bool:

@@ -19,15 +19,16 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import NoReturn
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from phalanx.errors import InitializationError
 from phalanx.store import requests
 from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim, Verdict
+from phalanx.store.company import Company
+from phalanx.store.gathering import BEGINS, GIVES_UP, HAS_ALL
 from phalanx.store.server import StoreServer
 from phalanx.system.awake import wait_awake
 from phalanx.wire.dial import Line, dial
@@ -36,10 +37,12 @@ from phalanx.wire.key import Key
 from phalanx.wire.proof import NoProof, WrongKey
 from phalanx.wire.session import TAG_BYTES
 
-__all__ = ["Connections", "JobStore", "connect"]
+__all__ = ["Connections", "JobStore", "connect", "end_calls", "underlying"]
 
-# How much longer than the timeout a rank waits for an answer, so that rank 0's answer LATE can arrive.
+# How much longer than the timeout a rank waits for an answer, so that rank 0's answer LATE can arrive, at most and at
+# least; and the least time that it waits for an answer that rank 0 gives at once.
 MARGIN_S = 30.0
+_LEAST_MARGIN_S = 10.0
 LONGEST_WAIT_S = 1e8  # sockets accept no longer timeout
 _PAUSE_S = 0.05
 _Result = tuple[int, int, Sequence[bytes]]
@@ -80,19 +83,30 @@ class Connections:
         key: the job's key.
         claim: what this process says of itself.
         source: the address to connect from; any of this host's by default.
+        company: the ranks that this process looks at while it waits.
     """
 
-    def __init__(self, first: Line, where: tuple[str, int], key: Key, claim: Claim, source: str = "") -> None:
+    def __init__(
+        self,
+        first: Line,
+        where: tuple[str, int],
+        key: Key,
+        claim: Claim,
+        source: str = "",
+        company: Company | None = None,
+    ) -> None:
         self._where = where
         self._key = key
         self._claim = claim
         self._source = source
+        self.company = company or Company()
         self._idle = [first]
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ended = False
+        self._in_use: dict[int, Line] = {}  # by id: each call adds and removes its own, in one step of Python's
         self._last_answer: _Result | None = None  # LOST: no other follows it
-        _inherited.add(self)
+        _all.add(self)
 
     def call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Result:
         """Carry out a request on a connection that no other call uses meanwhile, and return the answer's parts.
@@ -103,13 +117,14 @@ class Connections:
         message = requests.pack(code, number, fields)
         if self._last_answer is not None:
             return self._last_answer
-        line = self._take()
+        line = self._take(MARGIN_S if timeout_s is None else min(timeout_s, MARGIN_S))
+        margin_s = 0.0 if timeout_s is None else _margin_s(code, timeout_s)
+        self._in_use[id(line)] = line
         try:
-            line.sock.settimeout(None if timeout_s is None else timeout_s + MARGIN_S)
+            line.sock.settimeout(None if timeout_s is None else timeout_s + margin_s)
             with contextlib.suppress(ConnectionError):  # what rank 0 has said before it went can still be read
                 line.sock.sendall(line.session.seal(message))
-            if timeout_s is not None and not wait_awake(partial(_readable, line.sock), timeout_s + MARGIN_S):
-                raise TimeoutError("no answer came")
+            self._await_answer(line, timeout_s, margin_s)
             data = bytearray()
             while True:
                 length = requests.length_of(data)
@@ -129,6 +144,8 @@ class Connections:
         except BaseException:
             line.close()  # an answer may still be on its way
             raise
+        finally:
+            self._in_use.pop(id(line), None)
         with self._lock:
             if result[0] == requests.LOST:
                 self._last_answer = result
@@ -138,8 +155,27 @@ class Connections:
         line.close()
         return result
 
-    def _take(self) -> Line:
-        """A connection that no call uses: an idle one, or a new one.
+    def _await_answer(self, line: Line, timeout_s: float | None, margin_s: float) -> None:
+        """Wait until an answer comes, and look meanwhile whether a rank is stopped.
+
+        Raises:
+            TimeoutError: none came in time, nor in the margin, which a rank 0 that is seen stopped does not get.
+        """
+
+        def has_come(slice_s: float) -> bool:
+            if _readable(line.sock, slice_s):
+                return True
+            self.company.look()
+            return False
+
+        waited_s = timeout_s
+        while not wait_awake(has_come, waited_s):
+            if margin_s == 0.0 or self.company.rank_0_is_stopped():
+                raise TimeoutError(f"no answer came for {timeout_s:.0f} s")
+            timeout_s, waited_s, margin_s = (timeout_s or 0.0) + margin_s, margin_s, 0.0
+
+    def _take(self, patience_s: float) -> Line:
+        """A connection that no call uses: an idle one, or a new one, for which rank 0 has so many seconds to answer.
 
         Rank 0 may send a connection away that has not proven itself yet, when very many others come at the same time,
         so this is tried again for a while, unless nothing listens there any more.
@@ -153,12 +189,12 @@ class Connections:
         until = time.monotonic() + MARGIN_S
         while True:
             try:
-                line, verdict = connect(self._where, self._key, claim, MARGIN_S, self._source)
+                line, verdict = connect(self._where, self._key, claim, patience_s, self._source)
                 break
             except (ConnectionRefusedError, NoProof, WrongKey) as error:
                 self._lost(error)
             except OSError as error:
-                if time.monotonic() >= until:
+                if time.monotonic() >= until or self.company.rank_0_is_stopped():
                     self._lost(error)
                 time.sleep(_PAUSE_S)
         if verdict.kind != "welcome":
@@ -168,6 +204,10 @@ class Connections:
 
     def _lost(self, error: BaseException) -> NoReturn:
         why = "rank 0 has ended, or the network to it is cut"
+        if isinstance(error, TimeoutError):
+            stopped = self.company.find_stopped()
+            is_rank_0 = stopped is not None and stopped.rank == 0
+            why = str(stopped) if is_rank_0 else "rank 0 is stopped, or the network to it is cut"
         if isinstance(error, Malformed):
             why = "another process has changed what rank 0 sent"
         elif isinstance(error, (NoProof, WrongKey)):
@@ -185,23 +225,46 @@ class Connections:
         for line in idle:
             line.close()
 
+    def cut(self) -> None:
+        """:meth:`end`, and end the requests that are under way, too: they raise that rank 0 is lost."""
+        self.end()
+        for line in list(self._in_use.values()):
+            with contextlib.suppress(OSError):  # its request has ended meanwhile
+                line.sock.shutdown(socket.SHUT_RDWR)
+
     def let_go(self) -> None:
         """In a forked child: close the parent's connections, which it still uses. The child makes its own on demand."""
         self._lock = threading.Lock()
+        self._in_use = {}
         idle, self._idle = self._idle, []
         for line in idle:
             line.close()
 
 
-_inherited: weakref.WeakSet[Connections] = weakref.WeakSet()
+_all: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def end_calls() -> None:
+    """End every request to rank 0's store of this process, which is about to end, and take no more.
+
+    One whose connection has been taken in this very moment is not ended, and waits for its answer.
+    """
+    for connections in list(_all):
+        connections.cut()
 
 
 def _after_fork() -> None:
-    for connections in list(_inherited):
+    for connections in list(_all):
         connections.let_go()
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _margin_s(code: int, timeout_s: float) -> float:
+    if code in requests.WAITING:
+        return min(MARGIN_S, max(_LEAST_MARGIN_S, timeout_s))
+    return max(0.0, MARGIN_S - timeout_s)
 
 
 def _readable(sock: socket.socket, patience_s: float) -> bool:
@@ -226,6 +289,7 @@ class JobStore(Store):
         super().__init__()
         self.set_timeout(timeout)
         self._peer = peer
+        self.company = peer.company
         if isinstance(peer, StoreServer):
             weakref.finalize(self, peer.retire).atexit = False
 
@@ -279,9 +343,19 @@ class JobStore(Store):
     deleteKey = delete_key  # noqa: N815
 
     def wait_for_all(self, timeout_s: float) -> str:
-        """Wait until every rank has joined; return the ranks that have not in time, for people, or an empty string."""
+        """Wait until every rank has joined; return the ranks that have not in time, for people, or an empty string.
+
+        From then on this rank looks at those of its host that are next to it, until it has all that it needs of them.
+        """
         code, _, fields = self._call(requests.EVERYBODY, _milliseconds(timeout_s), [], timeout_s)
-        return _text(fields) if code == requests.LATE else ""
+        if code == requests.LATE:
+            return _text(fields)
+        try:
+            claims = [Claim.decode(data) for data in fields]
+        except NoProof:
+            raise DistStoreError("the store has not said which ranks are here: is that rank 0 of this job?") from None
+        self.company.meet(claims)
+        return ""
 
     def meeting(self, begins: bool) -> None:
         """Say that this rank begins to exchange with the others what they need to work together, or has all of it.
@@ -289,18 +363,25 @@ class JobStore(Store):
         In between, all that the others ask of the store ends with InitializationError if this one goes. Ranks that have
         all that they need get it only where they wait.
         """
-        self._ask(requests.MEETING, int(begins), [])
+        if not begins:
+            self.company.part()
+        self._ask(requests.MEETING, BEGINS if begins else HAS_ALL, [])
+
+    def give_up(self, error: InitializationError) -> None:
+        """Say that this rank leaves the others because of the rank that the error names, which is their reason too."""
+        about = [str(value).encode() for value in (error.rank, error.pid, error.host)]
+        self._ask(requests.MEETING, GIVES_UP, [str(error).encode(), *about])
 
     def end(self) -> None:
         """Stop using the store. Rank 0's store answers until all other ranks have stopped too, or its process ends."""
+        self.company.part()
         if isinstance(self._peer, StoreServer):
             self._peer.retire()
         else:
             self._peer.end()
 
     def _wait_for(self, code: int, keys: Sequence[str], timeout: timedelta) -> Sequence[bytes]:
-        timeout_s = timeout.total_seconds()
-        limit = timeout_s if 0 < timeout_s < LONGEST_WAIT_S else None
+        timeout_s, limit = timeout.total_seconds(), self._limit(timeout)
         answered, _, fields = self._call(code, _milliseconds(limit or 0.0), [key.encode() for key in keys], limit)
         if answered == requests.LATE:
             missing = ", ".join(field.decode(errors="replace") for field in fields[:8]) + (
@@ -309,18 +390,30 @@ class JobStore(Store):
             raise DistStoreError(f"wait timeout after {timeout_s:g} s, keys: {missing}")
         return _checked(fields, len(keys)) if code == requests.READ else fields
 
+    @staticmethod
+    def _limit(timeout: timedelta) -> float | None:
+        """A timeout in seconds; None for one without limit."""
+        timeout_s = timeout.total_seconds()
+        return timeout_s if 0 < timeout_s < LONGEST_WAIT_S else None
+
     def _ask(self, code: int, number: int, fields: Sequence[bytes]) -> tuple[int, Sequence[bytes]]:
-        _, result, said = self._call(code, number, fields, None)
+        _, result, said = self._call(code, number, fields, self._limit(self.timeout))
         return result, said
 
     def _call(self, code: int, number: int, fields: Sequence[bytes], timeout_s: float | None) -> _Result:
         """Carry out a request, and return its answer, DONE or LATE."""
         answer = self._peer.call(code, number, fields, timeout_s)
         if answer[0] == requests.LOST:
-            raise InitializationError(_text(answer[2]))
+            raise _lost(answer[2])
         if answer[0] not in (requests.DONE, requests.LATE):
             raise DistStoreError(_text(answer[2]))
         return answer
+
+
+def underlying(store: Store) -> Store:
+    """The whole of which a store is a part, at any depth."""
+    whole: Store = getattr(PrefixStore("", store), "_underlying_non_prefix_store")  # noqa: B009 - not in torch's stubs
+    return whole
 
 
 def _checked(fields: Sequence[bytes], count: int) -> Sequence[bytes]:
@@ -328,6 +421,15 @@ def _checked(fields: Sequence[bytes], count: int) -> Sequence[bytes]:
     if len(fields) != count:
         raise DistStoreError(f"the store sent {len(fields)} values where {count} belong: is that rank 0 of this job?")
     return fields
+
+
+def _lost(fields: Sequence[bytes]) -> InitializationError:
+    """The error of an answer LOST."""
+    if len(fields) == 4:
+        with contextlib.suppress(ValueError):  # else that is not rank 0 of this job
+            rank, pid, host = int(fields[1]), int(fields[2]), fields[3].decode()
+            return InitializationError.of_rank(_text(fields), rank, pid, host)
+    return InitializationError(_text(fields))
 
 
 def _text(fields: Sequence[bytes]) -> str:

@@ -31,18 +31,24 @@ __all__ = [
     "SET",
     "SHORTEST",
     "WAIT",
+    "WAITING",
     "length_of",
     "pack",
     "unpack",
 ]
 
 # Requests. For READ, WAIT and EVERYBODY the number is how long to wait, in milliseconds (0: without limit); for ADD it
-# is the summand; for MEETING it is 1 when the rank begins to exchange what the ranks need of each other, and 0 when it
-# has all; all others send 0. The fields are keys, or keys and values in turn.
+# is the summand; for MEETING it is 1 when the rank begins to exchange what the ranks need of each other, 0 when it has
+# all, and 2 when it gives up; all others send 0. The fields are keys, or keys and values in turn; for MEETING they say
+# why it gives up (``gathering.py``).
 SET, ADD, APPEND, COMPARE_SET, DELETE, CHECK, COUNT, LIST, READ, WAIT, EVERYBODY, MEETING = range(1, 13)
-# Answers. DONE carries the result, as a number or as fields. LATE means that the wait took too long; its fields name
-# what is missing. The field of FAILED is the reason. So is that of LOST: a rank went while the ranks were meeting. LOST
-# is also sent unasked, as the answer to whatever is asked next; nothing else is answered on the connection after it.
+#: Those that rank 0 may answer later.
+WAITING = (READ, WAIT, EVERYBODY)
+# Answers. DONE carries the result, as a number or as fields: for EVERYBODY, the claims of the ranks that this one may
+# look at. LATE means that the wait took too long; its fields name what is missing. The field of FAILED is the reason.
+# So is the first of LOST: a rank went while the ranks were meeting; if that is about another rank, its rank, pid and
+# host follow. LOST is also sent unasked, as the answer to whatever is asked next; nothing else is answered on the
+# connection after it.
 DONE, LATE, FAILED, LOST = range(4)
 
 # Eight times what torch's own store accepts.

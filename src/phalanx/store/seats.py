@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 
 from phalanx.store.claim import Claim, Verdict
+from phalanx.store.company import neighbours
 from phalanx.words import format_spans
 
 __all__ = ["Seats"]
@@ -94,12 +95,16 @@ class Seats:
         elif not self._same(claim):
             other = self._taken[claim.rank]
             return Verdict("refused", f"there are two of rank {claim.rank}: {claim.name} and {other.name}")
-        return Verdict("welcome")
+        return Verdict("welcome", rank_0=own.without_token())
 
     def _same(self, claim: Claim) -> bool:
         """Whether this is another connection of the process that has the seat."""
         token = self._taken[claim.rank].token
         return bool(token) and secrets.compare_digest(claim.token.encode(), token.encode())
+
+    def neighbours(self, rank: int) -> list[Claim]:
+        """The ranks that this one may look at, when all have come."""
+        return neighbours([self._taken[each].without_token() for each in range(self.own.world_size)], rank)
 
     def leave(self, rank: int) -> bool:
         """Free a rank's seat if not all have come, so that no rank has gone on yet; return whether it was freed."""

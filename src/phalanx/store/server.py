@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import math
 import os
 import selectors
@@ -22,19 +21,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 from phalanx.store import requests
 from phalanx.store.claim import KEEP_ALIVE, ROLE, Claim
+from phalanx.store.company import Company
+from phalanx.store.gathering import Gathering
+from phalanx.store.guest import Guest
 from phalanx.store.seats import Seats
-from phalanx.store.table import Parked, Table
+from phalanx.store.table import Table
 from phalanx.system.awake import SLICE_S, AwakeClock, wait_awake
 from phalanx.wire import door as doors
 from phalanx.wire.door import Arrival, Displaced, Door, Silent
 from phalanx.wire.framing import Malformed
 from phalanx.wire.key import Key
 from phalanx.wire.proof import Address, NoProof, PassedOn, WrongKey
-from phalanx.wire.session import TAG_BYTES, Session
+from phalanx.wire.session import TAG_BYTES
 from phalanx.words import tell
 
 __all__ = ["StoreServer"]
@@ -44,35 +46,6 @@ MOST_COMPLAINTS = 16
 _BLOCK = 1 << 18
 # How long rank 0's process, when it ends, waits for ranks that still read its answers.
 LINGER_S = 0.3
-
-
-@dataclass(eq=False)
-class _Guest:
-    """A connection of a process that has joined.
-
-    Attributes:
-        sock: the socket.
-        peer: the address it comes from, for people.
-        claim: what the process said of itself.
-        session: the digests of its requests and of the answers.
-        data: received bytes that are not a whole message yet.
-        out: bytes that the network has not taken yet; nothing more is read until it has.
-        waits: whether a request of this connection has not been answered yet.
-        parked: that request, if it waits for keys.
-        stuck: whether the selector waits for ``out`` to be taken.
-        told: whether it has been told of a lost rank, which is the last thing that it is told.
-    """
-
-    sock: socket.socket
-    peer: str
-    claim: Claim
-    session: Session
-    data: bytearray = field(default_factory=bytearray)
-    out: bytearray = field(default_factory=bytearray)
-    waits: bool = False
-    parked: Parked | None = None
-    stuck: bool = False
-    told: bool = False
 
 
 class StoreServer:
@@ -101,14 +74,14 @@ class StoreServer:
         self._clock = AwakeClock()  # by which requests wait
         self._complaints = 0
         self._over = ""
-        self._meeting: set[int] = set()  # the ranks that have joined, and have not all that they need of the others
-        self._met: set[int] = set()  # those that have it
+        self._gathering = Gathering()
+        self.company = Company(say)
         self._retired = self._stopped = False
         # Guards everything here. No thread waits for anything while holding it.
         self._lock = threading.RLock()
         self._came = threading.Condition(self._lock)
-        self._waiting_for_all: list[tuple[float, _Guest]] = []
-        self._guests: dict[int, _Guest] = {}
+        self._waiting_for_all: list[tuple[float, Guest]] = []
+        self._guests: dict[int, Guest] = {}
         self._selector = selectors.DefaultSelector()
         self._door = Door(
             listener, key, ROLE, KEEP_ALIVE, self._selector, self._admit, self._on_refused, announced=announced
@@ -144,17 +117,24 @@ class StoreServer:
             if self._over:
                 return requests.FAILED, 0, [self._over.encode()]
             if code == requests.MEETING:
-                self._meet(self._seats.own.rank, number)
+                self._gathering.hear(self._seats.own.rank, number, fields)
                 return requests.DONE, 0, ()
-            parked = self._table.handle(code, number if timeout_s is None else 0, fields, take, self._clock.now())
+            number = number if timeout_s is None or code not in requests.WAITING else 0  # this thread ends the wait
+            parked = self._table.handle(code, number, fields, take, self._clock.now())
         if parked is not None:
             try:
-                wait_awake(done.wait, timeout_s)
+                wait_awake(partial(self._wait_and_look, done), timeout_s)
             finally:
                 with self._lock:
                     if not answers:
                         self._table.forget(parked)
         return answers[0] if answers else (requests.LATE, 0, sorted(parked.missing) if parked else [])
+
+    def _wait_and_look(self, done: threading.Event, slice_s: float) -> bool:
+        if done.wait(slice_s):
+            return True
+        self.company.look()
+        return False
 
     def wait_for_all(self, timeout_s: float) -> bool:
         """Wait for every rank to come, at most that many seconds; return whether all have."""
@@ -200,7 +180,7 @@ class StoreServer:
                 with self._lock:
                     now = self._clock.now()
                     for key, events in ready:
-                        if isinstance(key.data, _Guest):
+                        if isinstance(key.data, Guest):
                             self._attend(key.data, events, now)
                         else:
                             key.data()
@@ -234,7 +214,7 @@ class StoreServer:
         pause = min(until - now, self._door.tend(real) - real)
         return None if pause == math.inf else max(0.0, min(pause, SLICE_S))
 
-    def _attend(self, guest: _Guest, events: int, now: float) -> None:
+    def _attend(self, guest: Guest, events: int, now: float) -> None:
         if guest.sock.fileno() < 0:
             return  # it was dismissed after the selector had found its socket ready
         if events & selectors.EVENT_WRITE:
@@ -252,7 +232,7 @@ class StoreServer:
             guest.data += data
             self._read_requests(guest, now)
 
-    def _read_requests(self, guest: _Guest, now: float) -> None:
+    def _read_requests(self, guest: Guest, now: float) -> None:
         try:
             while guest.data:
                 if guest.waits or guest.out:
@@ -267,32 +247,31 @@ class StoreServer:
                     self._await_everybody(guest, number, now)
                     continue
                 if code == requests.MEETING:
-                    self._meet(guest.claim.rank, number)
+                    self._gathering.hear(guest.claim.rank, number, fields)
                     self._reply(guest, requests.DONE, 0, ())
                     continue
-                parked = self._table.handle(code, number, fields, functools.partial(self._reply, guest), now)
+                parked = self._table.handle(code, number, fields, partial(self._reply, guest), now)
                 if parked is not None:
                     guest.parked, guest.waits = parked, True
         except Malformed as error:
             self._complain(guest.peer, f"sent bytes that are not a request ({error})")
             self._dismiss(guest)
 
-    def _await_everybody(self, guest: _Guest, number: int, now: float) -> None:
+    def _await_everybody(self, guest: Guest, number: int, now: float) -> None:
         guest.waits = True
         self._waiting_for_all.append((now + number / 1000 if number > 0 else math.inf, guest))
         self._answer_if_complete()
 
     def _answer_if_complete(self) -> None:
-        """If every rank has joined, answer those that wait for that."""
+        """If every rank has joined, answer those that wait for that, and say whom each may look at from now on."""
         if self._seats.complete:
             for _, waiting in self._waiting_for_all:
-                self._reply(waiting, requests.DONE, 0, ())
+                said = [claim.encode() for claim in self._seats.neighbours(waiting.claim.rank)]
+                self._reply(waiting, requests.DONE, 0, said)
+            if not self._gathering.is_through(self._seats.own.rank):
+                self.company.meet(self._seats.neighbours(self._seats.own.rank))
             self._waiting_for_all.clear()
             self._came.notify_all()
-
-    def _meet(self, rank: int, begins: int) -> None:
-        (self._meeting.add if begins else self._meeting.discard)(rank)
-        (self._met.discard if begins else self._met.add)(rank)
 
     def _lose(self, claim: Claim) -> None:
         """If the rank has gone before it had all that it needs, the others wait in vain for what they need of it.
@@ -300,14 +279,14 @@ class StoreServer:
         They are told now, also those that have not asked for it yet: rank 0's process may be gone when they do. It may
         end as soon as it knows itself, so it is told last.
         """
-        if claim.rank not in self._meeting:
+        if not self._gathering.is_in(claim.rank):
             return
-        why = f"rank {claim.rank} ({claim.name}) has ended, or given up, while the ranks were meeting"
+        why = self._gathering.reason(claim)
         for guest in list(self._guests.values()):
-            if guest.claim.rank not in self._met and not guest.told:
+            if not self._gathering.is_through(guest.claim.rank) and not guest.told:
                 if guest.parked is not None:
                     self._table.forget(guest.parked)
-                self._reply(guest, requests.LOST, 0, [self._table.lost or why.encode()])
+                self._reply(guest, requests.LOST, 0, self._table.lost or why)
                 guest.told = True
         self._table.lose(why)
 
@@ -324,7 +303,7 @@ class StoreServer:
         verdict = self._seats.judge(claim)
         arrival.answer(verdict.encode())
         if verdict.kind == "welcome":
-            guest = _Guest(arrival.sock, arrival.peer, claim, arrival.proven.session(), arrival.rest)
+            guest = Guest(arrival.sock, arrival.peer, claim, arrival.proven.session(), arrival.rest)
             self._guests[guest.sock.fileno()] = guest
             self._selector.register(guest.sock, selectors.EVENT_READ, guest)
             self._answer_if_complete()
@@ -356,7 +335,7 @@ class StoreServer:
             more = "; further ones are not reported" if self._complaints == MOST_COMPLAINTS else ""
             self._say(f"refused a connection from {peer}, which {why}{more}")
 
-    def _dismiss(self, guest: _Guest) -> None:
+    def _dismiss(self, guest: Guest) -> None:
         """Close a connection, and forget what it waits for."""
         descriptor = guest.sock.fileno()
         if descriptor < 0:
@@ -379,7 +358,7 @@ class StoreServer:
 
     # -- sending -----------------------------------------------------------------------------------
 
-    def _reply(self, guest: _Guest, code: int, number: int, fields: Sequence[bytes]) -> None:
+    def _reply(self, guest: Guest, code: int, number: int, fields: Sequence[bytes]) -> None:
         guest.parked, guest.waits = None, False
         if guest.sock.fileno() < 0:
             return
@@ -390,7 +369,7 @@ class StoreServer:
         guest.out += guest.session.seal(message)
         self._push(guest)
 
-    def _push(self, guest: _Guest) -> None:
+    def _push(self, guest: Guest) -> None:
         """Send what the network takes now; while bytes are left, wait until it takes them and read nothing."""
         try:
             while guest.out:

@@ -48,7 +48,7 @@ class Table:
     """The keys of one job.
 
     Attributes:
-        lost: which rank has gone before it had set its keys; empty if none has.
+        lost: the fields of the answer LOST, about the rank that has gone before it had set its keys; empty if none has.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Table:
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._most_deadlines = 64
         self._order = count()
-        self.lost = b""
+        self.lost: Sequence[bytes] = ()
 
     def handle(self, code: int, number: int, fields: Sequence[bytes], answer: Answer, now: float) -> Parked | None:
         """Carry out one request.
@@ -76,7 +76,7 @@ class Table:
             self._settle(parked)
             if self.lost and not parked.over:
                 self._leave(parked)
-                parked.finish(requests.LOST, 0, [self.lost])
+                parked.finish(requests.LOST, 0, self.lost)
             if parked.over:
                 return None
             if deadline < math.inf:
@@ -126,12 +126,12 @@ class Table:
                 parked.finish(requests.FAILED, 0, [why.encode()])
         self._parked.clear()
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: Sequence[bytes]) -> None:
         """Answer every request that waits, now or later, with the rank that went before it had set its keys."""
-        self.lost = self.lost or why.encode()  # the first to go makes the others give up
+        self.lost = self.lost or why  # the first to go makes the others give up
         for waiting in list(self._parked.values()):
             for parked in waiting:
-                parked.finish(requests.LOST, 0, [self.lost])
+                parked.finish(requests.LOST, 0, self.lost)
         self._parked.clear()
 
     # -- requests --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["SLICE_S", "AwakeClock", "wait_awake"]
+__all__ = ["SLICE_S", "AwakeClock", "ended_early", "wait_awake"]
 
 SLICE_S = 1.0  # a thread that waits reads the clock at least as often
 _LONGEST_S = 2 * SLICE_S  # of a longer gap between two readings no more than this counts
@@ -48,3 +48,16 @@ def wait_awake(wait: Callable[[float], bool], timeout_s: float | None, clock: Aw
         if clock.now() >= end:
             return False
     return True
+
+
+def ended_early(began_s: float, timeout_s: float) -> bool:
+    """Whether a wait that has failed did so for another reason than its timeout, whose error may have the same text.
+
+    Stores and Gloo raise one class of error for both, so the time tells them apart: less than half of the timeout is no
+    timeout, whatever clock they count by.
+
+    Args:
+        began_s: when the wait began, by ``time.monotonic()``.
+        timeout_s: how long it could have taken.
+    """
+    return time.monotonic() - began_s < timeout_s / 2

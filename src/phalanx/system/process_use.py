@@ -6,10 +6,17 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-__all__ = ["ProcessUse", "process_use", "start_of"]
+__all__ = ["STATES", "ProcessUse", "process_use", "start_of", "state_text"]
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# In words, what the kernel's letters mean that are of interest.
+STATES = {
+    "T": "stopped (state T)",
+    "t": "held by a debugger (state t)",
+    "D": "waiting for a disk or a driver (state D)",
+    "R": "running",
+}
 
 
 @dataclass(frozen=True)
@@ -49,3 +56,8 @@ def start_of(pid: int) -> int:
     """When a process was started, in clock ticks after the boot; 0 if there is none, or if it has ended."""
     found = process_use(pid)
     return 0 if found is None or found.has_ended else found.start
+
+
+def state_text(state: str) -> str:
+    """What the kernel's letter for a process's state means, as "stopped (state T)"."""
+    return STATES.get(state) or ("sleeping" if state == "S" else f"state {state}" if state else "not known")

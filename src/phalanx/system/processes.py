@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import time
 from collections.abc import Collection, Iterable
@@ -19,6 +20,9 @@ from typing import NoReturn
 __all__ = [
     "adopt_orphans",
     "await_children",
+    "await_ends",
+    "await_ends_of",
+    "await_standstill",
     "awaits_signal",
     "belongs_to",
     "blocks",
@@ -28,19 +32,20 @@ __all__ = [
     "die_with_parent",
     "end_descendants",
     "ignores",
+    "is_ending",
     "kill",
     "send_to_group",
     "set_name",
     "skip_library_teardown",
     "state_of",
     "state_of_thread",
-    "wait_until_stopped",
     "wake_with_parent",
 ]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4  # among the kernel's flags of a thread, the seventh field after the command in /proc/<pid>/stat
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -109,13 +114,21 @@ def catches(pid: int, signum: int) -> bool:
     return not signum or _has_signal(pid, signum, "SigCgt:", "SigIgn:", "SigBlk:")
 
 
+def handles(pid: int, signum: int) -> bool:
+    """Whether a process would handle or ignore a signal that came now; not one that blocks it, and may yet choose."""
+    masks = _signal_sets(pid)
+    bit = 1 << (signum - 1)
+    caught = masks.get("SigCgt:", 0) & ~masks.get("SigBlk:", 0)
+    return bool((caught | masks.get("SigIgn:", 0)) & bit)
+
+
 def ignores(pid: int, signum: int) -> bool:
     """Whether a process ignores a signal."""
     return _has_signal(pid, signum, "SigIgn:")
 
 
 def blocks(pid: int, signum: int) -> bool:
-    """Whether a process's first thread blocks a signal, as it does while it handles one."""
+    """Whether a process's first thread, or the thread of this id, blocks a signal, as it does while it handles one."""
     return _has_signal(pid, signum, "SigBlk:")
 
 
@@ -126,12 +139,18 @@ def awaits_signal(pid: int, signum: int) -> bool:
 
 def _has_signal(pid: int, signum: int, *sets: str) -> bool:
     """Whether a signal is in any of these sets of a process, as /proc names them."""
-    masks = 0
+    return any(masks >> (signum - 1) & 1 for name, masks in _signal_sets(pid).items() if name in sets)
+
+
+def _signal_sets(pid: int) -> dict[str, int]:
+    """The sets of signals of a process, by the names that /proc gives them; empty if it has gone."""
+    found = {}
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         for line in file:
-            if line.startswith(sets):
-                masks |= int(line.split()[1], 16)
-    return bool(masks >> (signum - 1) & 1)
+            if line.startswith(("Sig", "ShdPnd:")) and not line.startswith("SigQ:"):
+                name, masks = line.split()
+                found[name] = int(masks, 16)
+    return found
 
 
 def state_of(pid: int) -> str:
@@ -145,18 +164,51 @@ def state_of_thread(pid: int, thread: int) -> str:
 
 
 def _state_in(path: str) -> str:
-    with contextlib.suppress(OSError, IndexError), open(path, "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0].decode()
+    with contextlib.suppress(OSError, IndexError):
+        return _fields_in(path)[0].decode()
     return ""
 
 
-def wait_until_stopped(pid: int, patience_s: float) -> None:
-    """Wait until a process that was sent SIGSTOP has stopped, for at most ``patience_s`` seconds."""
+def _fields_in(path: str) -> list[bytes]:
+    with open(path, "rb") as file:
+        # The command between the parentheses may hold spaces and parentheses of its own.
+        return file.read().rpartition(b")")[2].split()
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process has begun to end, or has ended: no signal makes a difference to it any more.
+
+    Others may notice its end from then on, because its memory and its connections go; its parent is told only when all
+    of that is gone, which takes long if the process had much memory.
+    """
+    try:
+        return bool(int(_fields_in(f"/proc/{pid}/stat")[6]) & _PF_EXITING)
+    except (OSError, IndexError):
+        return True
+
+
+def await_standstill(child: int, patience_s: float) -> bool:
+    """Wait until no thread of a child that was sent SIGSTOP runs any more, or it has ended.
+
+    Args:
+        child: its process id. Nothing may wait for children at the same time; SIGCHLDs that come meanwhile are taken.
+        patience_s: the longest wait. A thread may be in a call of the kernel's that no signal interrupts.
+
+    Returns:
+        Whether it is so.
+    """
     until = time.monotonic() + patience_s
-    while time.monotonic() < until:
-        if state_of(pid) in "TtZX":  # or it is gone
-            return
-        time.sleep(0.0005)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        while os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            left_s = until - time.monotonic()
+            if left_s <= 0:
+                return False
+            # A stop is reported to the parent only when the last thread has stopped.
+            signal.sigtimedwait({signal.SIGCHLD}, left_s)
+        return True
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def children_of(pid: int) -> list[int]:
@@ -186,9 +238,8 @@ def _children_by_scan(parent: int) -> list[int]:
     children = []
     for name in os.listdir("/proc"):
         if name.isdigit():
-            with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
-                # The command between the parentheses may hold spaces and parentheses of its own.
-                if int(file.read().rpartition(b")")[2].split()[1]) == parent:
+            with contextlib.suppress(OSError, IndexError):
+                if int(_fields_in(f"/proc/{name}/stat")[1]) == parent:
                     children.append(int(name))
     return children
 
@@ -245,6 +296,44 @@ def kill(pid: int) -> bool:
     return True
 
 
+def await_ends(handles: Iterable[int], patience_s: float) -> list[int]:
+    """Wait until processes have ended.
+
+    Args:
+        handles: a pidfd of each, as of ``os.pidfd_open``: it never comes to mean another process.
+        patience_s: the longest wait; with 0 or less it is only looked which have ended.
+
+    Returns:
+        The handles of those that have not.
+    """
+    left = dict.fromkeys(handles)
+    poll = select.poll()
+    for handle in left:
+        poll.register(handle, select.POLLIN)
+    until = time.monotonic() + patience_s
+    while left:
+        ended = poll.poll(max(0.0, until - time.monotonic()) * 1000)
+        if not ended:
+            break
+        for handle, _ in ended:
+            poll.unregister(handle)
+            del left[handle]
+    return [*left]
+
+
+def await_ends_of(pids: Iterable[int], patience_s: float) -> None:
+    """Wait until none of these processes is left, whoever's they are, for so long at most."""
+    handles = []
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                handles.append(os.pidfd_open(pid))
+        await_ends(handles, patience_s)
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
 def await_children(timeout_s: float, *, but: Collection[int] = ()) -> None:
     """Wait until this process has no child, for so long at most, and reap those that end meanwhile.
 
@@ -254,10 +343,10 @@ def await_children(timeout_s: float, *, but: Collection[int] = ()) -> None:
     """
     until = time.monotonic() + timeout_s
     while time.monotonic() < until and (children := set(children_of(os.getpid())) - set(but)):
-        for pid in children:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-        time.sleep(0.01)
+        pid = min(children)  # the end of each has to be waited for anyway, in any order
+        await_ends_of([pid], until - time.monotonic())
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def end_descendants(*, but: Collection[int] = ()) -> None:

@@ -275,8 +275,12 @@ class Communicator(ABC):
         """Give back what would disturb the interpreter's end; called after :meth:`leave`, and no call follows."""
 
     @abstractmethod
-    def abort(self) -> None:
-        """Break the group from any thread: calls under way, here and on the other ranks, raise at once."""
+    def abort(self, doing: str = "") -> None:
+        """Break the group from any thread: calls under way, here and on the other ranks, raise at once.
+
+        Args:
+            doing: what this rank is doing, for the others' errors.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from phalanx import settings
 from phalanx.errors import CollectiveMismatch, InitializationError
 from phalanx.native.core import Crossing
-from phalanx.watch.call_site import CallSite, text_of
+from phalanx.watch.call_site import CallSite, shown, text_of
 from phalanx.watch.program_text import are_alternatives, call_text_at
 from phalanx.watch.recorder import place_of
 from phalanx.words import tell
@@ -120,4 +120,5 @@ def crossed_lines(found: Crossing, own: int, peer: int) -> CrossedLines | None:
 
 def _place(site: CallSite | None) -> str:
     text = call_text_at(site) if site is not None else ""
-    return f"{text} at {text_of(site)}" if text else text_of(site)
+    line = shown(text_of(site))
+    return f"{text} at {line}" if text else line

@@ -1,17 +1,24 @@
 """The part of the job's store in which the ranks of a new group meet: a wait there ends when one of them has gone.
 
-The world's group tells which ranks have gone (``gone.py``). Where there is none, as for the world itself, a wait lasts
-as long as in any other store.
+The world's group tells which ranks have gone (``gone.py``); for the world itself the ranks that are meeting do
+(``attendance.py``). Where there is neither, a wait lasts as long as in any other store.
 
 Who writes, who reads, and when the writer dies. A key of a meeting is written by one rank, and read by ranks that wait
 for it. If its writer dies right before it has written, the wait ends at the next look, which finds the writer gone. If
 it dies right after, the key is there: it is looked for once more after its writer was found gone. A rank that is found
 gone although its keys are there has come to the end of this step only; the next step finds it gone as well.
+
+Who deletes. A rank deletes the keys of a part that it has written itself, once all ranks have come to a later step and
+so have read them (:meth:`MeetingStore.clear`). If it dies before, or the meeting fails for it, its keys stay. Nobody
+reads them by then, because every meeting of a group is under a name of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -20,18 +27,68 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError, DistStoreError
 
 from phalanx.errors import InitializationError
-from phalanx.system.awake import AwakeClock
+from phalanx.store.client import JobStore, underlying
+from phalanx.system.awake import AwakeClock, ended_early
+from phalanx.system.process_use import state_text
+from phalanx.transports.attendance import Attendance, attending
 from phalanx.transports.gone import WAYS, gone_ranks, has_witness
-from phalanx.words import format_named
+from phalanx.words import format_named, tell
 
-__all__ = ["MeetingStore", "error_of", "part_of"]
+__all__ = ["MeetingStore", "error_of", "meeting_within", "part_of", "peek", "time_left"]
 
 # How often a rank that waits looks for ranks that have gone; in a large group each costs the store two questions.
 _LOOK_S = 0.5
+_LOOK_S_IN_WORLD = 0.1  # the ranks that meet ask the store and the kernel, and do not look after each other otherwise
 _LOOK_S_PER_RANK = 0.002
 # How long after the store its rank may show as gone: a process takes seconds to end once torch is loaded.
 _ENDING_S = 10.0
 _PAUSE_S = 0.02
+_SHORTEST_WAIT_S = 0.1
+_NOTHING = b"\x00nothing"  # what no key has as its value
+# How much longer than all steps together may take a rank waits in the last one: those that time out first say why.
+_GRACE_S = 5.0
+# The pause between two questions for a key is an eighth of the time that the wait has taken, within these limits: it
+# delays the meeting by little, and many ranks that wait for long do not flood the store.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.05
+_LONGEST_PAUSE_S_PER_RANK = 0.0005
+# For how long a rank is stopped before the user is told: one that is suspended with its whole job goes on with it.
+_STOPPED_S = 3.0
+
+
+class _Deadline:
+    """When the world's ranks are to have met, by a clock that stands still while the process does."""
+
+    def __init__(self, clock: AwakeClock, timeout_s: float) -> None:
+        self._clock, self._timeout_s = clock, timeout_s
+
+    def left_s(self) -> float:
+        """The seconds until then, and a little if it has passed: what is there already can still be read."""
+        return max(_SHORTEST_WAIT_S, self._timeout_s - self._clock.now())
+
+
+# That of the world which is being made. Written by the thread that makes it, which also makes its first group.
+_deadline: _Deadline | None = None
+
+
+@contextlib.contextmanager
+def meeting_within(clock: AwakeClock, timeout_s: float) -> Iterator[None]:
+    """While the body runs, the world's ranks meet, step after step, and have so much time for all steps together.
+
+    Args:
+        clock: how long they have been meeting.
+        timeout_s: how long it may take, in seconds.
+    """
+    global _deadline
+    _deadline = _Deadline(clock, timeout_s)
+    try:
+        yield
+    finally:
+        _deadline = None
+
+
+def time_left(timeout: timedelta) -> timedelta:
+    """How long the next step of making the world may take: what is left for all, if a step alone may take longer."""
+    return timeout if _deadline is None else min(timeout, timedelta(seconds=_deadline.left_s()))
 
 
 class _Late(DistStoreError):
@@ -44,46 +101,106 @@ class MeetingStore(PrefixStore):
     Args:
         name: of the part.
         store: the whole.
-        ranks: the ranks of the new group, in the world; empty if it is the world.
+        ranks: the ranks of the new group, in the world.
+        world: the new group is the world, whose ranks look after each other while they attend (``attendance.py``).
     """
 
     timeout: timedelta  # torch's own property, which its stubs leave out
 
-    def __init__(self, name: str, store: Store, ranks: Sequence[int]) -> None:
+    def __init__(self, name: str, store: Store, ranks: Sequence[int], world: bool = False) -> None:
         super().__init__(name, store)
         self._ranks = ranks
+        self._world = world
+        whole = underlying(store)
+        # What this process sees of the others while they meet in Phalanx's own store.
+        self._company = whole.company if world and isinstance(whole, JobStore) else None
+        self._clock, self._stopped_since_s = AwakeClock(), math.inf
+        # The keys that this process has written and not deleted, by their names in the whole meeting, which all its
+        # parts note in the same place. Written by the thread that meets, and by others once the group is watched.
+        self._whole, self._path, self._written = PrefixStore(name, store), "", dict[str, None]()
+        self._told_of: set[int] = set()  # the stopped ranks of which this process has told, or another one has
 
     def part(self, name: str) -> MeetingStore:
         """A part of this part."""
-        return MeetingStore(name, self, self._ranks)
+        made = MeetingStore(name, self, self._ranks, self._world)
+        made._whole, made._path, made._written = self._whole, f"{self._path}{name}/", self._written
+        return made
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, value)
+        self._written[self._path + key] = None
+
+    def delete_key(self, key: str) -> bool:
+        self._written.pop(self._path + key, None)
+        return super().delete_key(key)
+
+    def clear(self) -> None:
+        """Delete what this process has written in this part, and in parts of it; every rank has read that.
+
+        If the store has gone, nothing is raised: whoever needs it next finds that.
+        """
+        with contextlib.suppress(RuntimeError):
+            for key in list(self._written):  # in one step: once a group is watched, other threads write as well
+                if key.startswith(self._path):
+                    del self._written[key]
+                    self._whole.delete_key(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for keys.
 
         Raises:
-            InitializationError: a rank of the group has gone, and so a key will not come, or the store has gone.
+            InitializationError: a rank of the group has gone, and so a key will not come, or the store has gone; or the
+                keys did not come in time, and a rank is stopped.
             DistStoreError: they did not come in time.
         """
         total_s = (self.timeout if timeout is None else timeout).total_seconds()
-        if not self._ranks or not has_witness() or total_s <= 0:
-            super().wait(list(keys), timedelta(seconds=total_s))
+        if self._world and _deadline is not None and total_s > 0:
+            total_s = min(total_s, _deadline.left_s() + _GRACE_S)
+        if not self._is_watched or total_s <= 0:
+            self._wait_in_company(keys, total_s)
             return
         clock = AwakeClock()
-        look_s = max(_LOOK_S, _LOOK_S_PER_RANK * len(self._ranks))
-        while True:
-            began, slice_s = time.monotonic(), min(look_s, max(total_s - clock.now(), 0.001))
-            try:
-                super().wait(list(keys), timedelta(seconds=slice_s))
-                return
-            except InitializationError:
-                raise  # the store knows of a rank that has gone
-            except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
-                if time.monotonic() - began < slice_s / 2:
-                    raise self.explained(error) from error
-            self._refuse_gone(keys)
-            if clock.now() >= total_s:
+        look_s = max(_LOOK_S_IN_WORLD if self._world else _LOOK_S, _LOOK_S_PER_RANK * len(self._ranks))
+        next_look_s = look_s
+        while not self._has(keys):
+            waited_s = clock.now()
+            if waited_s >= next_look_s:
+                next_look_s = waited_s + look_s
+                self._refuse_gone(keys)
+                self.look()
+            if waited_s >= total_s:
+                self._refuse_gone(keys)
+                if (stopped := self.find_stopped()) is not None:
+                    raise stopped
                 named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
                 raise _Late(f"wait timeout after {total_s:g} s, keys: {named}")
+            longest_s = max(_LONGEST_PAUSE_S, _LONGEST_PAUSE_S_PER_RANK * len(self._ranks))
+            time.sleep(min(max(_SHORTEST_PAUSE_S, waited_s / 8), longest_s, total_s - waited_s))
+        if self._attendance is not None:
+            self._attendance.read_rank_0()
+
+    def _wait_in_company(self, keys: Sequence[str], total_s: float) -> None:
+        """Wait in a store that knows itself which ranks go, or where nobody does."""
+        began = time.monotonic()
+        try:
+            super().wait(list(keys), timedelta(seconds=total_s))
+        except InitializationError:
+            raise
+        except RuntimeError as error:
+            stopped = None if ended_early(began, total_s) else self.find_stopped()
+            if stopped is None:
+                raise
+            raise stopped from error
+
+    def _has(self, keys: Sequence[str]) -> bool:
+        # Asked for again and again, rather than waited for in slices: at the end of each slice torch's TCPStore writes
+        # two lines of warnings to standard error.
+        try:
+            return self.check(list(keys))
+        except InitializationError:
+            raise  # the store knows of a rank that has gone
+        except RuntimeError as error:
+            raise self.explained(error) from error
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
@@ -93,18 +210,30 @@ class MeetingStore(PrefixStore):
         except _Late as error:
             raise InitializationError(f"not all of {self._group} came as far as this one in time: {error}") from error
         except DistError as error:
-            if not self._ranks:
+            if not self._is_watched:
                 raise
             raise self.explained(error) from error
 
     def explained(self, error: BaseException) -> InitializationError:
         """What a rank raises that cannot ask the store any more: most often the rank has gone that had it."""
         until = time.monotonic() + _ENDING_S
-        while time.monotonic() < until:
+        while True:
             if (found := self.find_gone()) is not None:
-                return found
+                stopped = self.find_stopped()
+                return found if stopped is None else InitializationError(f"{found}. And {stopped}")
+            # In a meeting of the world a store goes with rank 0 or with the launcher, and only the former can be seen.
+            vain = self._attendance is not None and (not self._attendance.sees_rank_0() or self._answers())
+            if vain or time.monotonic() >= until:
+                break
             time.sleep(_PAUSE_S)
-        return InitializationError(f"the store in which {self._group} were meeting cannot be asked any more: {error}")
+        return InitializationError.store_lost(f"{self._group} were meeting", error)
+
+    def _answers(self) -> bool:
+        try:
+            self.check(["offer"])
+        except RuntimeError:
+            return False
+        return True
 
     def _refuse_gone(self, keys: Sequence[str]) -> None:
         found = self.find_gone()
@@ -119,23 +248,84 @@ class MeetingStore(PrefixStore):
 
     def find_gone(self) -> InitializationError | None:
         """The error for a rank of the group that has gone; None if no group of this process knows of one."""
-        gone = gone_ranks(self._ranks)
+        if self._world:
+            gone = self._attendance.gone(self._ranks) if self._attendance else {}
+        else:
+            gone = gone_ranks(self._ranks)
         if not gone:
             return None
         rank, who = min(gone.items(), key=lambda each: (WAYS.index(each[1].way), each[0]))
         return InitializationError.rank_gone(rank, who.pid, who.host, who.words, who.remedy, self._group)
+
+    def find_stopped(self) -> InitializationError | None:
+        """The error that names a stopped rank, or None. It is for the timeout: until then the rank may go on."""
+        if self._attendance is None:
+            return self._company.find_stopped() if self._company is not None else None
+        stopped = self._attendance.stopped()
+        if not stopped:
+            return None
+        rank, (pid, host, state) = min(stopped.items())
+        return InitializationError.rank_stopped(rank, pid, host, state_text(state), self._group)
+
+    def look(self) -> None:
+        """Tell the user of a rank that has been stopped for some seconds; for one that waits, every second or so."""
+        if self._company is not None:
+            self._company.look()
+        stopped = None
+        if self._attendance is not None:
+            self._attendance.read_new()
+            stopped = self.find_stopped()
+        now_s = self._clock.now()
+        self._stopped_since_s = math.inf if stopped is None else min(self._stopped_since_s, now_s)
+        if stopped is not None and now_s - self._stopped_since_s >= _STOPPED_S:
+            self._tell_once(stopped)
+
+    def _tell_once(self, stopped: InitializationError) -> None:
+        """Print this, unless another rank has."""
+        if stopped.rank in self._told_of:
+            return
+        self._told_of.add(stopped.rank)
+        own = f"{os.getpid()} {secrets.token_hex(4)}"
+        with contextlib.suppress(RuntimeError):  # it has gone
+            if self.compare_set(f"stopped/{stopped.rank}/{stopped.pid}", "", own).decode() == own:
+                tell(str(stopped))
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether anybody could know that a rank of the group has gone."""
+        return self._attendance is not None if self._world else has_witness()
+
+    @property
+    def _attendance(self) -> Attendance | None:
+        return attending() if self._world else None
 
     @property
     def _group(self) -> str:
         return format_named("rank", self._ranks)
 
 
-def error_of(store: Store, otherwise: str) -> InitializationError:
-    """The error of a rank that finds the ranks not to meet: which has gone, if that is known, else ``otherwise``."""
-    found = store.find_gone() if isinstance(store, MeetingStore) else None
-    return found or InitializationError(otherwise)
+def error_of(store: Store, otherwise: str, *, late: bool = False) -> InitializationError:
+    """The error of a rank that finds the ranks not to meet: which has gone, if that is known, else ``otherwise``.
+
+    Args:
+        store: where they meet.
+        otherwise: the text if it is not known.
+        late: they may not have gone, but have not come in time; so one that is stopped is named as well.
+    """
+    if not isinstance(store, MeetingStore):
+        return InitializationError(otherwise)
+    return store.find_gone() or (store.find_stopped() if late else None) or InitializationError(otherwise)
 
 
 def part_of(store: Store, name: str) -> Store:
     """A part of a store in which ranks meet, where waits end as they do in the whole."""
     return store.part(name) if isinstance(store, MeetingStore) else PrefixStore(name, store)
+
+
+def peek(store: Store, key: str) -> bytes | None:
+    """The value of a key, or None if it is not there.
+
+    One request, which never waits. A ``get`` after a ``check`` would wait for a key that was deleted in between.
+    """
+    value = store.compare_set(key, _NOTHING.decode(), _NOTHING.decode())
+    return None if value == _NOTHING else value

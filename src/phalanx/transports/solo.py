@@ -60,7 +60,7 @@ class SoloCommunicator(Communicator):
     def end_messages(self) -> None:
         pass
 
-    def abort(self) -> None:
+    def abort(self, doing: str = "") -> None:
         pass
 
     def close(self) -> None:

@@ -6,7 +6,9 @@ import sys
 import threading
 from types import CodeType, FrameType, TracebackType
 
-__all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running", "running_at", "text_of"]
+from phalanx.system.folder import beside, jobs_folder
+
+__all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running", "running_at", "shown", "text_of"]
 
 # The code and the place in it, in bytes. The line follows from them, and finding it takes longer than an operation may.
 CallSite = tuple[CodeType, int]
@@ -45,7 +47,7 @@ def inside(frame: FrameType) -> bool:
 
 
 def text_of(site: CallSite | None) -> str:
-    """The place as ``file:line``; empty for None."""
+    """The place as ``file:line``, with the path as Python has it; empty for None."""
     if site is None:
         return ""
     code, instruction = site
@@ -55,13 +57,30 @@ def text_of(site: CallSite | None) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}"
 
 
+def shown(place: str) -> str:
+    """A place as the errors and notes of a rank name it: below the folder of ``phalanx run`` without that folder.
+
+    This is how the launcher's own lines name it. Without ``phalanx run`` a place stays as it is.
+
+    Args:
+        place: ``file:line``, or ``function (file:line)`` as :func:`running_at` gives it.
+    """
+    if place.endswith(")"):
+        function, bracket, line = place.partition(" (")
+        return f"{function}{bracket}{beside(line, jobs_folder())}"
+    return beside(place, jobs_folder())
+
+
 def call_site() -> str:
-    """Where the user's program made the call that this thread is in, as ``file:line``; empty if torch's C++ made it."""
-    return text_of(capture(2))
+    """Where the user's program made the call that this thread is in, for people; empty if torch's C++ made it."""
+    return shown(text_of(capture(2)))
 
 
 def running_at(frame: FrameType | None) -> str:
-    """The innermost place of the user's program in a stack, as ``function (file:line)``; empty if there is none."""
+    """The innermost place of the user's program in a stack, as ``function (file:line)``; empty if there is none.
+
+    The path is absolute, since processes of other jobs may be told: the one that puts it into words shortens it.
+    """
     while frame is not None and inside(frame):
         frame = frame.f_back
     if frame is None:

@@ -11,14 +11,15 @@ group have done the same collective, and of each rank the newest ones only.
 
 from __future__ import annotations
 
+import ctypes
 import linecache
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from phalanx import settings
 from phalanx.errors import CollectiveMismatch
-from phalanx.system.folder import beside
+from phalanx.native.core import Crossing, Status, library
+from phalanx.system.folder import beside, own_folder
 from phalanx.watch.decisions import Place, Program, read_program
 from phalanx.watch.disagreement import has_own_size
 from phalanx.watch.done_calls import DoneCall, DoneCalls
@@ -27,7 +28,7 @@ from phalanx.words import format_named
 
 __all__ = ["Comparison"]
 
-_PAIRS, _CALM = 16, 8  # as in native/csrc/line_pairs.h
+_MOST_LINES = 1 << 15  # of two ranks, since they last were in step; a program has fewer
 _MOST_JUDGED = 64
 _MOST_GROUPS = 1024  # that are compared at a time: a program may make ever new ones
 _MOST_KNOWN = 1 << 14
@@ -44,47 +45,49 @@ class _Line:
     root: int
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A call in which two ranks were at different lines; the place is the first one's."""
-
-    mine: _Line
-    theirs: _Line
-    place: str
-    number: int
-
-
-@dataclass
 class _Lines:
-    """The lines at which two ranks have met."""
+    """The lines at which two ranks have met, in the core."""
 
-    pairs: deque[_Pair] = field(default_factory=lambda: deque(maxlen=_PAIRS))
-    calm: int = 0
+    def __init__(self) -> None:
+        self._core = library()
+        self._pairs: int | None = self._core.phx_pairs_open()
+        self._numbers: dict[_Line, int] = {}
+        self._places: dict[str, int] = {}
 
-    def meet(self, pair: _Pair) -> list[tuple[str, int, int]]:
-        """Two lines that are crossed now: each with its place and its number on either rank; empty if none are."""
-        if pair.mine == pair.theirs:
-            self.calm += 1
-            if self.calm >= _CALM:
-                self.pairs.clear()
-            return []
-        self.calm = 0
-        if any((known.mine, known.theirs) == (pair.mine, pair.theirs) for known in self.pairs):
-            return []
-        self.pairs.append(pair)
-        first = self._crossed(pair.mine) or self._crossed(pair.theirs)
-        if first is None:
-            return []
-        for known in self.pairs:
-            second = self._crossed(known.mine)
-            if second is not None and second[0] != first[0]:
-                return [first, second]
-        return []
+    def __del__(self) -> None:
+        if self._pairs:
+            self._core.phx_pairs_close(self._pairs)
 
-    def _crossed(self, line: _Line) -> tuple[str, int, int] | None:
-        mine = next((pair for pair in self.pairs if pair.mine == line), None)
-        theirs = next((pair for pair in self.pairs if pair.theirs == line), None)
-        return (mine.place, mine.number, theirs.number) if mine is not None and theirs is not None else None
+    @property
+    def settled(self) -> bool:
+        """Whether it makes no difference that they have met."""
+        return not self._pairs or bool(self._core.phx_pairs_settled(self._pairs))
+
+    def meet(self, mine: _Line, theirs: _Line, place: str, number: int) -> list[tuple[str, int, int]]:
+        """Note a call in which the ranks were at these lines.
+
+        Args:
+            mine, theirs: the lines of the first rank and of the other.
+            place: the place of the first one's.
+            number: the call's number in the group.
+
+        Returns:
+            Two lines that are crossed now: each with its place and its number on either rank; empty if none are.
+        """
+        if not self._pairs or len(self._numbers) > _MOST_LINES:
+            return []
+        found = Crossing()
+        place_of = self._places.setdefault(place, len(self._places))
+        lines = (self._number(line) for line in (mine, theirs))
+        met = self._core.phx_pairs_meet_at(self._pairs, *lines, place_of, number, ctypes.byref(found))
+        if met != Status.CROSSED:
+            return []
+        places = [*self._places]
+        return [(places[found.lines[at]], found.mine[at], found.theirs[at]) for at in (0, 1)]
+
+    def _number(self, line: _Line) -> int:
+        # The core compares 16 bits, which here no two lines share.
+        return self._numbers.setdefault(line, len(self._numbers) + 1)
 
 
 @dataclass
@@ -203,8 +206,10 @@ class Comparison:
                 continue
             if mine == theirs and other not in state.lines:
                 continue
-            lines = state.lines.setdefault(other, _Lines())
-            crossed = lines.meet(_Pair(mine, theirs, same[first].site, number))
+            lines = state.lines.get(other) or state.lines.setdefault(other, _Lines())
+            crossed = lines.meet(mine, theirs, same[first].site, number)
+            if lines.settled:
+                del state.lines[other]
             if crossed and state.judgements_left:
                 state.judgements_left -= 1
                 if not self._are_alternatives(crossed[0][0], crossed[1][0]):
@@ -257,7 +262,8 @@ def _differing(group: Group, number: int, calls: Mapping[int, DoneCall]) -> str:
     lines = []
     for ranks in alike.values():
         record = calls[ranks[0]].record(group, number)
-        lines.append(f"  {format_named('rank', ranks)}: {replace(record, site=beside(record.site)).text()}")
+        named = replace(record, site=beside(record.site, own_folder()))
+        lines.append(f"  {format_named('rank', ranks)}: {named.text()}")
     return CollectiveMismatch.let_pass(group.backend, "\n".join(lines))
 
 
@@ -265,7 +271,8 @@ def _crossing(low: int, high: int, crossed: list[tuple[str, int, int]]) -> str:
     lines = []
     for place, mine, theirs in crossed:
         text = linecache.getline(*_parts(place)).strip()
-        at = f"{text} at {beside(place)}" if text else beside(place)
+        line = beside(place, own_folder())
+        at = f"{text} at {line}" if text else line
         lines.append(f"  {at} was call #{mine} of rank {low} and #{theirs} of rank {high}")
     told = CollectiveMismatch.in_different_orders(low, high, "\n".join(sorted(lines)))
     return f"{told} If it is meant, {settings.CALL_SITES}=ignore says nothing"

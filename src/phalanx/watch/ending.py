@@ -26,7 +26,7 @@ from typing import Protocol
 from phalanx.exception import PhalanxError, chain
 from phalanx.native.core import TEXT_BYTES, library
 from phalanx.system.bounded import within
-from phalanx.watch.call_site import raised_at
+from phalanx.watch.call_site import raised_at, shown
 from phalanx.watch.exit_code import before_exit, exit_code
 
 __all__ = [
@@ -162,7 +162,7 @@ def _interactive() -> bool:
 def _tell_failure(error: BaseException) -> None:
     with contextlib.suppress(Exception):  # a __str__ that fails must not hide the error itself
         first = str(error).partition("\n")[0]
-        site = raised_at(error.__traceback__)
+        site = shown(raised_at(error.__traceback__))
         text = f"{type(error).__name__}: {first}" if first else type(error).__name__
         _tell(error, f"{text[:200]}{f' at {site}' if site else ''}")
 

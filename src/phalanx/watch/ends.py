@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-__all__ = ["how_ended", "learn_by"]
+from phalanx.system import processes
 
-# The kernel tells the parent of an end at the moment at which others can see it, so only a busy machine is late.
-PATIENCE_S = 0.1
+__all__ = ["AT_ONCE_S", "Ending", "how_ended", "learn_by"]
+
+# The parent says how a process has ended before it reaps it. As long as the process is there, ending or a zombie, its
+# end may still be said. Only a busy machine, or much memory to give back, makes that late.
+PATIENCE_S = 2.0
+AT_ONCE_S = 0.1
 _POLL_S = 0.001
 
-_look: Callable[[int], str] | None = None
+
+class Ending(NamedTuple):
+    """How a process has ended.
+
+    Attributes:
+        text: as ``with exit code 3`` or ``by signal 9 (SIGKILL)``; empty if that is not known.
+        signal: by which signal; 0 if by none, or if that is not known.
+    """
+
+    text: str = ""
+    signal: int = 0
 
 
-def learn_by(function: Callable[[int], str]) -> None:
-    """Have ends looked up by ``function``, which takes a pid and gives an empty text for a process that runs.
+_look: Callable[[int], Ending | None] | None = None
+
+
+def learn_by(function: Callable[[int], Ending | None]) -> None:
+    """Have ends looked up by ``function``, which takes a pid and gives None for a process that runs.
 
     The launcher does so in its ranks.
     """
@@ -23,11 +41,15 @@ def learn_by(function: Callable[[int], str]) -> None:
     _look = function
 
 
-def how_ended(pid: int) -> str:
-    """How a process that is gone has ended, as ``with exit code 3``; empty if no launcher has said so in time."""
+def how_ended(pid: int, patience_s: float = PATIENCE_S) -> Ending:
+    """How a process that is gone, or is ending, has ended, as far as a launcher says so within ``patience_s``."""
     if _look is None:
-        return ""
-    until = time.monotonic() + PATIENCE_S
-    while not (how := _look(pid)) and time.monotonic() < until:
+        return Ending()
+    until = time.monotonic() + patience_s
+    while True:
+        # In this order: the end of one that has been reaped was said before.
+        may_be_said = processes.state_of(pid) != "" and time.monotonic() < until
+        found = _look(pid)
+        if found is not None or not may_be_said:
+            return found or Ending()
         time.sleep(_POLL_S)
-    return how

@@ -27,8 +27,11 @@ __all__ = ["PLACE_SIGNAL", "Place", "is_there", "place_of"]
 PLACE_SIGNAL = signal.SIGRTMAX - 4
 _LARGEST = 1 << 20  # how large the file may be before a reader cuts it
 _BLOCK = 1 << 16
-_WRITTEN_S = 0.1  # how long a thread may take to write, which only a busy machine delays
+# How long a thread may take to begin and end its handler. A busy machine delays it, and so does a disk that the thread
+# waits for; one that cannot write, being stopped or gone, is not waited for.
+_WRITTEN_S = 0.5
 _LOOK_S = 0.002
+_SILENT = ("", "T", "t", "Z", "X")  # the kernel's letters for a thread that runs no handler: gone, stopped, ended
 _MOST_THREADS = 4
 _libc = ctypes.CDLL(None)
 
@@ -119,11 +122,12 @@ def _stack_of(pid: int, thread: int, file: int) -> str:
         _libc.tgkill(pid, thread, int(PLACE_SIGNAL))
     elif thread == pid:
         os.kill(pid, PLACE_SIGNAL)
-    size, until = before, time.monotonic() + _WRITTEN_S
+    until = time.monotonic() + _WRITTEN_S
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
-        now = os.fstat(file).st_size
-        if now == size != before:
+        # The stack is written in many small pieces, by the signal's handler, which blocks the signal until it returns.
+        if os.fstat(file).st_size > before and not processes.blocks(thread, PLACE_SIGNAL):
             break
-        size = now
+        if processes.state_of_thread(pid, thread) in _SILENT:
+            break
     return os.pread(file, _BLOCK, before).decode(errors="replace")

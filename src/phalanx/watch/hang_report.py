@@ -96,7 +96,7 @@ class HangReport:
             alike.setdefault(tuple(stack), []).append(rank)
         for frames, ranks in alike.items():
             lines += ["", f"{format_named('rank', ranks)} {'is' if len(ranks) == 1 else 'are'} at", *frames]
-        lines += ["", f"The last operations, newest last, with how long before the report they began (of {_SHOWN}):"]
+        lines += ["", f"The last {_SHOWN} operations of each rank, with how long before the report each began:"]
         for seen in self.ranks:
             if not seen.silent:
                 lines += [f"rank {seen.rank}", *self._operations(seen)]
@@ -132,16 +132,22 @@ class HangReport:
         return max(0.0, (self.now_ns - at_ns) / 1e9)
 
 
-def write_report(folder: Path, report: HangReport) -> Path:
+def write_report(folder: Path, report: HangReport, over: Path | None = None) -> Path:
     """Write a report behind those that the folder has; its path.
 
     The file appears whole. A reader never finds the half of one.
+
+    Args:
+        folder: the folder, which is made if it is not there.
+        report: the report.
+        over: an earlier report of the folder, in whose place it is written.
 
     Raises:
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((number for number, _ in _reports(folder)), default=0)
+    match = _NAME.fullmatch(over.name) if over is not None else None
+    number = int(match[1]) if match else 1 + max((number for number, _ in _reports(folder)), default=0)
     recordings = {seen.rank: seen.recording for seen in report.ranks if seen.recording is not None}
     write_torch_traces(folder / f"hang-{number}-torch", recordings)
     path = folder / f"hang-{number}.json"

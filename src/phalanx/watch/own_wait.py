@@ -17,7 +17,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 def with_own_wait(error: _Error) -> _Error:
-    """Add to an error in which group this process waited, how long, and which rank of the world is to blame.
+    """Add to an error in which operation of which group this process was, how long, and which rank is to blame.
 
     It looks at the oldest collective that is under way, or else at the oldest message, or at the last operation if that
     has just failed. Nothing is added without a recorder, for another error, or if operations of several groups are
@@ -31,7 +31,7 @@ def with_own_wait(error: _Error) -> _Error:
     if copy is None or own is None:
         return error
     group = copy.group(own.group)
-    error.group = group.name
+    error.group, error.sequence = group.name, own.in_group
     error.elapsed_s = error.elapsed_s or ((own.left_ns or time.monotonic_ns()) - own.entered_ns) / 1e9
     if error.rank < 0 and 0 <= error.group_rank < len(group.ranks):
         error.rank = group.ranks[error.group_rank]

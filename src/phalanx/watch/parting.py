@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from phalanx.system.folder import beside
 from phalanx.watch.decisions import Decision, Place, Program, read_program
 from phalanx.watch.records import Record
 from phalanx.watch.stack_text import Frame
@@ -69,7 +70,7 @@ def parting(verdict: Verdict, ranks: Sequence[Seen], folder: str, unchanged_sinc
         return ""
     file, decision = found
     elsewhere = {step.file for rank in waiting for step in _steps_of_site(rank.operation, folder)} != {file}
-    return f"the `{decision.word}` in line {decision.line}{f' of {_beside(file, folder)}' if elsewhere else ''}"
+    return f"the `{decision.word}` in line {decision.line}{f' of {beside(file, folder)}' if elsewhere else ''}"
 
 
 class _Search:
@@ -266,7 +267,3 @@ def _steps(frames: Sequence[Frame]) -> tuple[_Step, ...]:
         found.append(_Step(os.path.abspath(frame.file), frame.line, through_library))
         through_library = False
     return tuple(found)
-
-
-def _beside(file: str, folder: str) -> str:
-    return file.removeprefix(folder.rstrip(os.sep) + os.sep)

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from phalanx.native.core import FOUND_LATE, RECORDER_BYTES, RECORDS, STRINGS_AT, SeenRecord, library
+from phalanx.system.folder import beside
 from phalanx.system.foreign_values import checked, read_json
 from phalanx.watch.recorder import MEMORY_NAME, ranks_in, spans
 from phalanx.words import format_bytes
@@ -212,10 +213,7 @@ class Recording:
         """The same with the files of a folder named without it, as people write them; unchanged if that is empty."""
         if not folder:
             return self
-        start = folder.rstrip(os.sep) + os.sep
-        return replace(
-            self, records=tuple(replace(record, site=record.site.removeprefix(start)) for record in self.records)
-        )
+        return replace(self, records=tuple(replace(each, site=beside(each.site, folder)) for each in self.records))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, from which :meth:`from_json` makes the same recording."""

@@ -11,23 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.system.process_use import STATES
 from phalanx.watch.records import Record, Recording, world_rank
 from phalanx.watch.stack_text import Frame
 from phalanx.words import format_named
 
-__all__ = ["Seen", "Verdict", "judge", "state_text"]
-
-_STATES = {
-    "T": "stopped (state T)",
-    "t": "held by a debugger (state t)",
-    "D": "waiting for a disk or a driver (state D)",
-    "R": "running",
-}
-
-
-def state_text(state: str) -> str:
-    """What the kernel's letter for a process's state means, as "stopped (state T)"."""
-    return _STATES.get(state) or ("sleeping" if state == "S" else f"state {state}" if state else "not known")
+__all__ = ["Seen", "Verdict", "judge"]
 
 
 @dataclass(frozen=True)
@@ -198,7 +187,7 @@ def _doing(rank: Seen) -> str:
         return "out of sight: the host does not answer"
     record = rank.operation
     place = f"at {rank.place}" if rank.place else ""
-    how = _STATES.get(rank.state, "")
+    how = STATES.get(rank.state, "")
     if rank.state in ("T", "t", "D") and record is None:
         last = rank.recording.last if rank.recording is not None else None
         behind = f", behind {last.name()}{_at(last)}" if last is not None and not place else ""

@@ -34,6 +34,8 @@ def train(rank: int, size: int, backend: str, folder: Path) -> None:
         model(torch.full((2, 3), float(rank + step))).square().sum().backward()
         optimizer.step()
     torch.save(model.module.state_dict(), folder / f"trained{rank}")
+    # Or DDP is the last to hold the group: it joins Gloo's threads while it has the interpreter, for which they wait.
+    del model
     dist.destroy_process_group()
 
 

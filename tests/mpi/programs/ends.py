@@ -1,4 +1,7 @@
-"""A rank of three that does not go on as the others do; how, is the argument. Says when, in seconds since the epoch."""
+"""A rank of three that does not go on as the others do; how, is the argument.
+
+Says when, in seconds since the epoch, and which files of /dev/shm the ranks have mapped.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from tests.support.leaks import mapped_by
 
 
 def leave(how: str) -> None:
@@ -33,6 +37,8 @@ def main() -> None:
     dist.init_process_group("mpi")
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
+    print(f"mapped {' '.join(mapped_by('self'))}", flush=True)
+    dist.barrier()
     if dist.get_rank() == 1:
         leave(sys.argv[1])
     dist.all_reduce(tensor)

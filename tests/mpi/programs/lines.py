@@ -87,15 +87,22 @@ HERE = (many_lines_in_turns, many_lines_after_a_swap, swapped_in_a_group, swappe
 
 
 class Counted:
-    """How often the ranks have conferred, and how often this one has judged crossed lines."""
+    """How often the ranks have conferred, and asked what the others have found in that; how often this one judged."""
 
     def __init__(self) -> None:
-        self.conferred = self.judged = 0
-        self._confer, self._judge = Lines.confer, crossed_lines
+        self._confer, self._least, self._judge = Lines.confer, Lines._least, crossed_lines
+        self.clear()
+
+    def clear(self) -> None:
+        self.conferred = self.asked = self.judged = 0
 
     def confer(self, lines: Lines) -> str | None:
         self.conferred += 1
         return self._confer(lines)
+
+    def ask(self, lines: Lines, number: int) -> int:
+        self.asked += 1
+        return self._least(lines, number)
 
     def judge(self, *arguments: Any) -> Any:
         self.judged += 1
@@ -104,6 +111,7 @@ class Counted:
     def patches(self) -> contextlib.ExitStack:
         stack = contextlib.ExitStack()
         stack.enter_context(mock.patch.object(Lines, "confer", lambda lines: self.confer(lines)))
+        stack.enter_context(mock.patch.object(Lines, "_least", lambda lines, number: self.ask(lines, number)))
         stack.enter_context(mock.patch.object(crossing, "crossed_lines", self.judge))
         return stack
 
@@ -124,8 +132,9 @@ def main() -> None:
 
 def ran(name: str, folder: Path, counted: Counted) -> dict[str, Any]:
     """What came of a program in a world of its own."""
-    programs = {program.__name__: program for program in (*call_programs.MISTAKES, *call_programs.RIGHT, *HERE)}
-    counted.conferred = counted.judged = 0
+    mistakes = (*call_programs.MISTAKES, call_programs.swapped_beside_rank_0)
+    programs = {program.__name__: program for program in (*mistakes, *call_programs.RIGHT, *HERE)}
+    counted.clear()
     error = ""
     dist.init_process_group("mpi")
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -136,7 +145,8 @@ def ran(name: str, folder: Path, counted: Counted) -> dict[str, Any]:
         except PhalanxError as caught:
             error = f"{type(caught).__name__}: {caught}"
     dist.destroy_process_group()
-    return {"said": said.getvalue(), "error": error, "conferred": counted.conferred, "judged": counted.judged}
+    counts = {"conferred": counted.conferred, "asked": counted.asked, "judged": counted.judged}
+    return {"said": said.getvalue(), "error": error, **counts}
 
 
 if __name__ == "__main__":

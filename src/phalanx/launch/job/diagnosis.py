@@ -30,6 +30,14 @@ class Diagnosis:
         """How often the launcher looks at the ranks, or has somebody look: a few times between two warnings."""
         return min(_LONGEST_LOOK_S, self.warn_after_s / 4)
 
+    def look_again_in_s(self, *left_s: float) -> float:
+        """When to look again: as often as always, and when something is due.
+
+        Args:
+            left_s: in how many seconds that is, if nothing changes; negative if it is over.
+        """
+        return min([self.look_every_s, *(due_in_s for due_in_s in left_s if due_in_s > 0)])
+
     def why_unwatched(self, *, is_python: bool, ranks: int) -> str:
         """Why the launcher does not watch the ranks of a job, as a clause; empty if it does.
 

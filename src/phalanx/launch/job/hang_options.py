@@ -32,8 +32,8 @@ def diagnosis_options(command: _Command) -> _Command:
                 metavar="SECONDS",
                 expose_value=False,
                 callback=_keep,
-                help="Say which rank the others wait for, and where it is, once one has waited for so long. No report "
-                "is written earlier. 0: say and report nothing.",
+                help="Say which rank the others wait for, and where it is, once one has waited for so long; a rank "
+                "that is stopped is named sooner. No report is written earlier. 0: say and report nothing.",
             ),
             click.option(
                 "--report-dir",

@@ -25,6 +25,7 @@ from phalanx.launch.job.rehearsal import Rehearsal
 from phalanx.launch.job.target import Target
 from phalanx.system import interfaces
 from phalanx.system.device_files import accelerator_files, count_devices
+from phalanx.system.folder import own_folder
 from phalanx.system.host import machine_name
 from phalanx.system.limits import memory_left, usable_cores
 from phalanx.topology.table import RankRow
@@ -246,6 +247,7 @@ class Job:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "OMP_NUM_THREADS": threads,
             settings.RUN_ID: self.run_id,
+            settings.DIRECTORY: own_folder(),
             # With this variable phalanx.init() does not print the table a second time.
             settings.TABLE_SHOWN: "1",
             **({settings.CALL_SITES: "error"} if self.diagnosis.strict else {}),

@@ -24,7 +24,7 @@ from phalanx.place.launcher import Launcher
 from phalanx.place.launchers import MPICH, OPENMPI, SLURM
 
 __all__ = [
-    "SHARED_MEMORY",
+    "Abort",
     "MpiLauncher",
     "carried_environment",
     "find_abort",
@@ -62,10 +62,8 @@ class _Row:
         own: the beginnings of the names of the variables that it sets for each process (regular expressions).
         session_folder: the variable with the folder that it makes on each host for its processes.
         bind: how the user has it bind ranks, as an error says it; ``{}`` is replaced by the unit (core, numa).
-        shared_memory: the beginnings of the names of the files that its library makes in /dev/shm (regular
-            expressions).
         abort: what the library prints in a process that calls MPI_Abort, or that its own errors end (a regular
-            expression whose group is the exit code).
+            expression whose first group is the exit code, and whose second is there only for the library's errors).
     """
 
     title: Callable[[str], str | None]
@@ -80,13 +78,12 @@ class _Row:
     own: tuple[str, ...] = ()
     session_folder: str = ""
     bind: str = ""
-    shared_memory: tuple[str, ...] = ()
     abort: re.Pattern[bytes] | None = None
 
 
 # -- Hydra, of MPICH, MVAPICH and Intel MPI ------------------------------------------------------------
 
-_HYDRA_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+)?[^\n]*", re.MULTILINE)
+_HYDRA_ABORT = re.compile(rb"^Abort\((-?\d+)\)(?: on node \d+[^\n:]*: (Fatal error in )?)?[^\n]*", re.MULTILINE)
 
 
 def _hydra(said: str) -> str | None:
@@ -165,7 +162,6 @@ _ROWS = {
         host_files=("I_MPI_HYDRA_HOST_FILE",),
         own=("I_MPI_(HYDRA|INFO|PIN_INFO|PIN_MAPPING)",),
         bind="I_MPI_PIN_DOMAIN={} for Intel MPI",
-        shared_memory=(r"\d+:\d+:\d+$", "fi_shm", "efa_shm", "psm2_shm", "psm3_shm", "Intel_MPI", "shm_impi", "impi_"),
         abort=_HYDRA_ABORT,
     ),
     "mpich": _Row(
@@ -176,7 +172,6 @@ _ROWS = {
         host_files=("HYDRA_HOST_FILE",),
         own=("PMI_", "HYDRA_", "HYDI_", "MPI_", "MPIR_", "MPIEXEC_", "MV2_"),
         bind="--mpi 'mpiexec -bind-to {}' for MPICH",
-        shared_memory=("mpich_shm_", "mpich_shar_"),
         abort=_HYDRA_ABORT,
     ),
     "openmpi": _Row(
@@ -195,7 +190,6 @@ _ROWS = {
         own=("PMIX_", "OMPI_", "PRTE_"),
         session_folder="PMIX_SERVER_TMPDIR",
         bind="--mpi 'mpirun --bind-to {}' for Open MPI",
-        shared_memory=(r"sm_segment\.", r"vader_segment\.", "pmix-", "prte", "ucx_"),
     ),
     "slurm": _Row(
         title=_slurm,
@@ -213,7 +207,6 @@ _OWN_TO_PROCESS = re.compile(
     "|".join(name for row in _ROWS.values() for name in row.own)
     + r"|PALS_|SSH_|(HOSTNAME|HOST|PWD|OLDPWD|SHLVL|_|XDG_RUNTIME_DIR|XDG_SESSION_ID|DISPLAY|KMP_AFFINITY)$"
 )
-SHARED_MEMORY = re.compile("|".join(name for row in _ROWS.values() for name in row.shared_memory))
 
 
 @dataclass(frozen=True)
@@ -349,8 +342,23 @@ def place_of(kind: str, environment: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def find_abort(kind: str, printed: bytes) -> tuple[str, int] | None:
-    """The line that a process printed when it called MPI_Abort, and the exit code there; None if it did not call it.
+@dataclass(frozen=True)
+class Abort:
+    """What a process printed that ended its job by way of MPI.
+
+    Attributes:
+        text: the line.
+        code: the exit code there.
+        by_mpi: whether an error inside MPI ended it, and not a call of MPI_Abort.
+    """
+
+    text: str
+    code: int
+    by_mpi: bool
+
+
+def find_abort(kind: str, printed: bytes) -> Abort | None:
+    """What a process printed when it called MPI_Abort, or when MPI ended it; None if neither has happened.
 
     Args:
         kind: the row of the MPI launcher that started it.
@@ -358,7 +366,9 @@ def find_abort(kind: str, printed: bytes) -> tuple[str, int] | None:
     """
     pattern = _ROWS[kind].abort
     found = pattern.search(printed) if pattern is not None else None
-    return (found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1) if found is not None else None
+    if found is None:
+        return None
+    return Abort(found[0].decode(errors="replace"), int(found[1]) & 0xFF or 1, by_mpi=found[2] is not None)
 
 
 def session_folder(environment: Mapping[str, str]) -> str:

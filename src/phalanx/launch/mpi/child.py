@@ -75,6 +75,7 @@ class Child:
         self._say = say
         self._kill_at: float | None = None
         self._patience_s = 0.0
+        self._asked_by: set[int] = set()
 
     @property
     def reported(self) -> bool:
@@ -98,9 +99,11 @@ class Child:
         between. A rank that handles the signal is not stopped: after SIGCONT the kernel may deliver it to a thread of
         an MPI library, and Python's main thread would sleep on.
         """
+        if signum and not processes.is_ending(self.pid):
+            self._asked_by.add(signum)
         if not processes.catches(self.pid, signum):
             processes.send_to_group(self.pid, signal.SIGSTOP)
-            processes.wait_until_stopped(self.pid, _STANDSTILL_S)
+            processes.await_standstill(self.pid, _STANDSTILL_S)
         self.note_files()
         processes.send_to_group(self.pid, signum)
         # A stopped process handles no signal but SIGKILL.
@@ -155,6 +158,15 @@ class Child:
     def last_operation(self, when: float) -> str:
         """Its last operation, in words, as it was at this time; empty if it has recorded none."""
         return last_operation(self._trace, 0, when)
+
+    def ended_by_itself(self, status: int) -> bool:
+        """Whether the rank, which ended like this, had begun to end before this keeper first asked it to.
+
+        Then it may be what made the MPI launcher, or ``phalanx run``, end the others: they notice the end of a rank
+        earlier than its parent does.
+        """
+        # Nobody can handle SIGKILL, so a rank that was sent no other signal and ended in another way was quicker.
+        return not self._asked_by or (self._asked_by == {signal.SIGKILL} and status != -signal.SIGKILL)
 
     def reap(self) -> tuple[int, float] | None:
         """If the rank has ended, end and reap all its descendants, and return how and when it ended.

@@ -37,6 +37,7 @@ from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, report_name
+from phalanx.launch.rank.held_signals import HeldSignals
 from phalanx.launch.rank.start import RankStart, enter_rank
 from phalanx.launch.rank.trace import Trace, open_trace
 from phalanx.launch.relay.channel import Lost, join
@@ -55,7 +56,7 @@ _OWN_END_S = 0.25
 _SECOND_POLL_S = 0.05
 # How long other ranks may still hold shared memory once all are to end.
 _SHARED_S = 0.5
-# The signals that ask a shim to end, and those that are only handed on to the rank.
+# The signals that ask a shim to end, and those that are only handed on to the rank, once it can have a handler.
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -131,6 +132,7 @@ class _Keeper:
         self.connected = True
         self.watch = SharedMemoryWatch()
         self.child: Child | None = None
+        self.held = HeldSignals()
         self.oom_kills = count_oom_kills()
         self.ended = False
         self.asked_at: float | None = None
@@ -185,7 +187,7 @@ class _Keeper:
         times = [when for when in (self.asked_at, kill_at, self.poll_at) if when is not None]
         waits = [max(0.0, min(times) - time.monotonic())] if times else []
         due_in_s = self.child.observer.due_in_s() if self.child is not None else None
-        waits += [due_in_s] if due_in_s is not None else []
+        waits += [wait_s for wait_s in (due_in_s, self.held.due_in_s()) if wait_s is not None]
         return min(waits) * 1000 + 1 if waits else None
 
     def _act_on_time(self) -> None:
@@ -202,6 +204,7 @@ class _Keeper:
         if self.child is not None:
             self.child.kill_if_due(now)
             self.child.observer.look()
+        self.held.send({self.rank: self.child.pid} if self.child is not None else {})
 
     def _read_shim(self) -> None:
         try:
@@ -215,17 +218,11 @@ class _Keeper:
             return
         for signum in signals:
             if signum in PASSED_ON:
-                self._hand_on(signum)
+                self.held.add([self.rank], signum)
                 continue
             self.ask_with = signum
         if any(signum in ASKED for signum in signals) and self.asked_at is None:
             self.asked_at = time.monotonic() + _OWN_END_S
-
-    def _hand_on(self, signum: int) -> None:
-        """Signal the rank alone: what it has started, such as a loader's workers, need not handle the signal."""
-        if self.child is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.child.pid, signum)
 
     def _kill_with_shim(self) -> None:
         if self.child is not None:
@@ -256,7 +253,7 @@ class _Keeper:
                         self.child.send_stack()
                     self.child.end(order["signal"], order["patience_s"])
             elif order["do"] == "signal":
-                self._hand_on(order["signal"])
+                self.held.add([self.rank], order["signal"])
             elif order["do"] == "stacks":
                 if self.child is not None:
                     self.child.send_stack()
@@ -330,6 +327,7 @@ class _Keeper:
         diagnosis = Diagnosis(order["warn_after_s"]) if order["warn_after_s"] else None
         grace_s = order["grace_s"]
         child = self.child = Child(pid, streams, report, trace, grace_s, self.watch, self._say, self.rank, diagnosis)
+        self.held.begin()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         streams.keep_own_ends()
         self._close_all_but(child.own_descriptors())
@@ -351,7 +349,7 @@ class _Keeper:
 
     def _refuse(self, text: str) -> None:
         self._say(event="reported", age=0.0, report=_plain_report(text))
-        self._say(event="exited", status=2, age=0.0, by_others=False, out_of_memory=False)
+        self._say(event="exited", status=2, age=0.0, by_others=False, by_itself=True, out_of_memory=False)
         self.ended = True
 
     def _send(self, kind: bytes, data: bytes) -> None:
@@ -369,7 +367,10 @@ class _Keeper:
         status, when = found
         for kind, data in child.streams.drain():
             self._send(kind, data)
-        by_others = child.by_others and not self._has_aborted(child, status)
+        by_itself = child.ended_by_itself(status)
+        by_others = child.by_others and not by_itself
+        if self._has_aborted(child, status):
+            by_others = False
         out_of_memory = count_oom_kills() > self.oom_kills
         operation = child.last_operation(when) if status != 0 else ""
         age = time.monotonic() - when
@@ -378,6 +379,7 @@ class _Keeper:
             status=status,
             age=age,
             by_others=by_others,
+            by_itself=by_itself,
             out_of_memory=out_of_memory,
             operation=operation,
         )
@@ -387,15 +389,17 @@ class _Keeper:
             self.leave()
 
     def _has_aborted(self, child: Child, status: int) -> bool:
-        """Whether the shim was killed because this rank called MPI_Abort; if so, that is its report."""
-        if self.shim >= 0 or not status:
-            return False
-        abort = find_abort(self.kind, child.streams.last_errors)
-        if abort is None:
+        """Whether this rank called MPI_Abort, or MPI ended it for an error of its own; if so, that is its report.
+
+        Such an error is said to be a consequence. It often is: a library that reads the memory of a rank which has just
+        ended, for one, ends the process that reads. Where it is not, no other rank has failed by itself.
+        """
+        abort = find_abort(self.kind, child.streams.last_errors) if status else None
+        # The MPI launcher may kill the shim of such a rank before the rank has ended, or after that.
+        if abort is None or not (self.shim < 0 or abort.by_mpi or status == abort.code):
             return False
         if not child.reported:
-            text, code = abort
-            self._say(event="reported", age=0.0, report=_plain_report(text, code))
+            self._say(event="reported", age=0.0, report=_plain_report(abort.text, abort.code, abort.by_mpi))
         return True
 
     # The end.
@@ -409,12 +413,8 @@ class _Keeper:
         if self.child is not None:
             self.child.signal(signal.SIGKILL)
             processes.end_descendants()
-        self.watch.remove()
         # Other ranks may be being killed just now too, and hold what they share with this one a moment longer.
-        until = time.monotonic() + _SHARED_S
-        while self.watch.left() and time.monotonic() < until:
-            time.sleep(0.02)
-            self.watch.remove()
+        self.watch.remove(_SHARED_S)
         self.channel.finish(1.0)
         os._exit(0 if self.connected else 1)
 
@@ -440,5 +440,5 @@ def _host() -> dict[str, str]:
     return {"host": here.name, "machine": f"{here.boot_id} {here.pid_namespace}", "folder": session_folder(os.environ)}
 
 
-def _plain_report(text: str, code: int = 2) -> dict[str, Any]:
-    return Report("", text, "", False, time.monotonic(), code).to_record()
+def _plain_report(text: str, code: int = 2, consequence: bool = False) -> dict[str, Any]:
+    return Report("", text, "", False, time.monotonic(), code, consequence=consequence).to_record()

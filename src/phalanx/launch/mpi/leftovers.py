@@ -13,15 +13,16 @@ import contextlib
 import ctypes
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from phalanx.launch.job.mpi_launcher import SHARED_MEMORY
+from phalanx.system.mpi_files import FOLDER, NAMES
+from phalanx.system.processes import await_ends_of
 
 __all__ = ["SharedMemoryWatch"]
 
-FOLDER = "/dev/shm"
 # Beside the libraries' names those of torch's workers and of POSIX semaphores.
-_NAMES = re.compile(rf"{SHARED_MEMORY.pattern}|torch_\d+_|sem\.")
+_NAMES = re.compile(rf"{NAMES.pattern}|torch_\d+_|sem\.")
 _IN_CREATE, _IN_MOVED_TO, _IN_NONBLOCK, _IN_CLOEXEC = 0x100, 0x80, 0o4000, 0o2000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -71,22 +72,39 @@ class SharedMemoryWatch:
         for path, (device, inode) in files.items():
             self._seen.setdefault(path, (device, inode))
 
-    def remove(self) -> list[str]:
-        """Remove the recorded files that no living process holds; return their paths."""
-        still = [path for path, key in self._seen.items() if _identity(path) == key]
+    def remove(self, patience_s: float = 0.0) -> list[str]:
+        """Remove the recorded files that no living process holds; return their paths.
+
+        Args:
+            patience_s: how long to wait for the ends of the processes that hold files.
+        """
+        until = time.monotonic() + patience_s
+        removed, holders = self._remove()
+        while holders and time.monotonic() < until:
+            await_ends_of(holders, until - time.monotonic())
+            more, holders = self._remove()
+            removed += more
+        return removed
+
+    def _remove(self) -> tuple[list[str], list[int]]:
+        """Remove what nobody holds now. Returns the paths, and the processes that hold other recorded files."""
+        still = {path: key for path, key in self._seen.items() if _identity(path) == key}
         if not still:
-            return []
+            return [], []
+        wanted = set(still.values())
         held: set[tuple[int, int]] = set()
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                held |= _held(int(name))
+        holders = []
+        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+            found = _held(pid) & wanted
+            held |= found
+            holders += [pid] if found else []
         removed = []
-        for path in still:
-            if self._seen[path] not in held and _identity(path) == self._seen[path]:
+        for path, key in still.items():
+            if key not in held and _identity(path) == key:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                     removed.append(path)
-        return removed
+        return removed, holders
 
     def left(self) -> bool:
         """Whether a recorded file is still there."""

@@ -314,7 +314,7 @@ class _Relay:
         elif event == "exited":
             if rank is self.reader:
                 self.input.release()
-            rank.out_of_memory = message["out_of_memory"]
+            rank.out_of_memory, rank.by_itself = message["out_of_memory"], message["by_itself"]
             self.descriptors.trace.note_operation(rank.number, message.get("operation", ""))
             if message["status"] == 0:
                 several = len({row.host for row in self.rows}) > 1
@@ -350,7 +350,7 @@ class _Relay:
         rank.status, rank.ended_at, rank.by_others = status, when, by_others
         rank.pid = rank.pid or rank.here["pid"]
         self.survey.lose(rank.number)
-        self.announcer.wait(rank.number, {"waited_s": 0.0, "still_s": 0.0})
+        self.announcer.wait(rank.number, {"waited_s": 0.0, "still_s": 0.0, "stopped": []})
         self.announcer.start()
 
     # The end.

@@ -6,7 +6,7 @@ import linecache
 import os
 from collections.abc import Mapping, Sequence
 
-from phalanx.system.folder import beside
+from phalanx.system.folder import beside, own_folder
 from phalanx.watch.stack_text import OWN, Frame, asked_in, frames_of
 from phalanx.words import format_named
 
@@ -26,7 +26,7 @@ def _described(frame: Frame) -> str:
     """``train.py:6 dist.all_reduce(x)``; the function's name in place of a line that cannot be read."""
     text = linecache.getline(frame.file, frame.line).strip() or frame.function
     shown = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 1]}…"
-    return f"{beside(frame.file)}:{frame.line} {shown}"
+    return f"{beside(frame.file, own_folder())}:{frame.line} {shown}"
 
 
 def _frames(stack: str) -> list[Frame]:

@@ -30,7 +30,7 @@ def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
     recording = _recording(trace, part)
     if recording is None or recording.last is None:
         return ""
-    last = replace(recording.last, site=beside(recording.last.site))
+    last = replace(recording.last, site=beside(recording.last.site, own_folder()))
     now_ns = (time.monotonic() if at is None else at) * 1e9
     if last.under_way:
         since_s = max(0.0, now_ns - last.entered_ns) / 1e9

@@ -40,7 +40,7 @@ from phalanx.launch.rank.late_variables import apply_threads, hide_torch
 from phalanx.launch.rank.trace import Stage, advance, look_up_end, note_asked, open_own, place_of_recorder
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
-from phalanx.watch.ends import learn_by
+from phalanx.watch.ends import Ending, learn_by
 from phalanx.watch.recorder import keep_in
 from phalanx.watch.waiting import publish_by
 
@@ -139,11 +139,13 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     learn_by(partial(_how_ended, start.run_id))
 
 
-def _how_ended(run_id: str, pid: int) -> str:
+def _how_ended(run_id: str, pid: int) -> Ending | None:
     status = look_up_end(run_id, pid)
     if status is None:
-        return ""
-    return f"by signal {-status} ({signal_name(-status)})" if status < 0 else f"with exit code {status}"
+        return None
+    if status < 0:
+        return Ending(f"by signal {-status} ({signal_name(-status)})", -status)
+    return Ending(f"with exit code {status}")
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:

@@ -66,8 +66,9 @@ class Announcer:
         self._control.send(event="stacks", stacks=stacks, unasked=True)
 
     def wait(self, parent: int, pace: Mapping[str, Any]) -> None:
-        """For how long a rank of this parent has been in one operation, which its parent has said."""
-        self._control.send(event="waits", parent=parent, waited_s=pace["waited_s"], still_s=pace["still_s"])
+        """How long a rank of this parent has been in one operation, and which are stopped, as the parent says."""
+        said = {"waited_s": pace["waited_s"], "still_s": pace["still_s"], "stopped": pace["stopped"]}
+        self._control.send(event="waits", parent=parent, **said)
 
     def calls(self, ranks: Sequence[int], calls: Any) -> None:
         """What these ranks have called, as their parent has sent it; nobody has looked at that so far."""
@@ -120,5 +121,6 @@ class Announcer:
                     status=rank.status,
                     time=rank.ended_at,
                     by_others=rank.by_others,
+                    by_itself=rank.by_itself,
                     out_of_memory=rank.out_of_memory,
                 )

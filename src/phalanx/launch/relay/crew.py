@@ -57,6 +57,7 @@ class Member:
         status: its exit code, or minus the signal that ended it; None while it has not ended.
         ended_at: when, on this host's monotonic clock.
         by_others: whether its keeper ended it because the MPI launcher wanted that.
+        by_itself: whether its keeper found that it had begun to end before anybody asked it to.
         out_of_memory: whether its host's kernel had by then killed a process of the job's cgroup for want of memory.
         reported: whether it has reported why it failed.
         announced: whether the supervisor has been sent its end.
@@ -71,6 +72,7 @@ class Member:
     status: int | None = None
     ended_at: float = 0.0
     by_others: bool = False
+    by_itself: bool = False
     out_of_memory: bool = False
     reported: bool = False
     announced: bool = False

@@ -1,9 +1,9 @@
 """What the parent of ranks that the launcher cannot see looks at for it: a host's agent does so, for example.
 
 It looks at their recorders, as the launcher does with ranks of its own host, and says nothing as long as they go on.
-Once a rank has been in one operation for long it says so at every look. The launcher then asks what the ranks do
-(``survey.py``). An answer has few operations of each rank, and never more than ``LARGEST_ANSWER`` bytes of them: it
-travels over the connection by which the ranks' output comes.
+Once a rank has been in one operation for long it says so at every look, and it says which ranks are stopped whenever
+that changes. The launcher then asks what the ranks do (``survey.py``). An answer has few operations of each rank, and
+never more than ``LARGEST_ANSWER`` bytes of them: it travels over the connection by which the ranks' output comes.
 
 All times are those of this host's clock, or tell how long ago something was; the answer has the time of this clock.
 """
@@ -52,7 +52,7 @@ class Observer:
         self._progress = Progress(trace)
         self._pids: dict[int, int] = {}
         self._next: float | None = None
-        self._has_said = False
+        self._has_said: tuple[bool, list[int]] = (False, [])
         self._questions: deque[Mapping[str, Any] | None] = deque()
 
     def begin(self, pids: Sequence[int]) -> None:
@@ -72,17 +72,18 @@ class Observer:
         return None if self._next is None else max(0.0, self._next - time.monotonic())
 
     def look(self) -> None:
-        """Look at the ranks, if it is time to, and say so if one waits for long, or does not any more."""
+        """Look at the ranks, if it is time to, and say so if one waits for long or is stopped, or is not any more."""
         now = time.monotonic()
         if self._diagnosis is None or self._next is None or now < self._next:
             return
-        self._next = now + self._diagnosis.look_every_s
         self._progress.look(self._pids)
+        self._next = now + self._diagnosis.look_again_in_s(self._diagnosis.warn_after_s - self._progress.waited_s)
         waits = self._progress.waited_s >= self._diagnosis.warn_after_s
-        if waits or self._has_said:
+        stopped = [self._numbers[part] for part in self._progress.stopped]
+        if waits or self._has_said != (False, stopped):
             pace = self._pace(now)
-            self._say(event="waits", **(pace if waits else {**pace, "waited_s": 0.0}))
-        self._has_said = waits
+            self._say(event="waits", stopped=stopped, **(pace if waits else {**pace, "waited_s": 0.0}))
+        self._has_said = waits, stopped
 
     def _pace(self, now: float) -> dict[str, float]:
         return {"waited_s": self._progress.waited_s, "still_s": now - self._progress.moved_at}

@@ -14,7 +14,7 @@ from phalanx.launch.job.reach import is_here
 from phalanx.launch.job.target import Refusal
 from phalanx.launch.remote.environment import carried_variables
 from phalanx.launch.remote.host import Host
-from phalanx.launch.remote.protocol import Invitation
+from phalanx.launch.remote.protocol import Invitation, attempt_name
 from phalanx.launch.remote.starter import AgentProgram
 from phalanx.launch.remote.tree import starting_host
 from phalanx.words import format_list
@@ -102,6 +102,7 @@ class Arrivals:
             path=job.target.path,
             ranks=len(host.ranks),
             interface=job.interface,
+            attempt=attempt_name(job),
         )
         try:
             program = host.program = AgentProgram(host.name, job.starter, invitation)

@@ -33,7 +33,8 @@ from phalanx.launch.remote.agreement import find_differences
 from phalanx.launch.remote.arrivals import Arrivals
 from phalanx.launch.remote.farewell import see_out
 from phalanx.launch.remote.host import Host, place_ranks
-from phalanx.launch.remote.protocol import job_as_sent
+from phalanx.launch.remote.protocol import agent_name, attempt_name, job_as_sent
+from phalanx.launch.remote.sweeping import Sweeps
 from phalanx.system import processes
 from phalanx.words import format_count
 
@@ -73,6 +74,7 @@ class _Head:
         self.selector.register(descriptors.zygote, selectors.EVENT_READ, self._on_order)
         self.door, invitation = open_door(job.address, self.selector, self.exchange.welcome, job.key)
         self.arrivals = Arrivals(job, self.hosts, self.selector, invitation)
+        self.sweeps = Sweeps(job.starter)
         self.going = self.ordered = False
         self.called_off = False  # the head has ended the job's start by itself, because a host was lost during it
         self.connected = True
@@ -239,7 +241,7 @@ class _Head:
             host.done = True
             self._has_answered(host)
             self.survey.lose(host.number)
-            self.announcer.wait(host.number, {"waited_s": 0.0, "still_s": 0.0})
+            self.announcer.wait(host.number, {"waited_s": 0.0, "still_s": 0.0, "stopped": []})
             for rank in host.ranks:
                 if rank.status is None:
                     # It never began: its zygote was ended before.
@@ -282,6 +284,8 @@ class _Head:
     def _lose(self, host: Host) -> None:
         self._has_answered(host)
         self.survey.lose(host.number)
+        if not host.done:
+            self.sweeps.begin(host.name, agent_name(attempt_name(self.job), host.number))
         now = time.monotonic()
         for rank in host.ranks:
             if rank.status is None:
@@ -305,7 +309,7 @@ class _Head:
     def dismiss(self) -> None:
         """Have agents end what is left, and wait until they have, or can no longer be waited for."""
         self.door.close()
-        see_out(self.hosts, self.descriptors.zygote if self.connected else None)
+        see_out(self.hosts, self.sweeps, self.descriptors.zygote if self.connected else None)
         processes.end_descendants()
 
 

@@ -41,6 +41,10 @@ An agent is *joining* until it has said ``here``, *waiting* until ``start``, *ru
 processes of the job on its host and end itself. A connection whose other side is silent ends after about four seconds
 (``relay/channel.py``), so a head that was killed, or a network that was cut, leaves nothing behind.
 
+If an agent, its zygote and its ranks are all killed at once, processes that the ranks had started are left. So of a
+host that is lost while ranks run the head starts a program by the same starter that kills what is left
+(``sweep_host.py``), and waits for it for a few seconds; a host that cannot be reached is left alone.
+
 A host is *starting* for the head until ``here``, then *here* until ``start``, *running* until ``ended``, and after that
 *done*. A host whose connection ends before it is done is lost: its ranks count as failed for that reason.
 """
@@ -53,13 +57,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx import settings
 from phalanx.launch.job.attempt import Attempt
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.host_slots import HostSlots
 from phalanx.launch.job.job import Job
 from phalanx.launch.job.target import Target
 
-__all__ = ["OTHER_VERSION", "UNREACHABLE", "Invitation", "job_as_sent", "received_job", "split_rank", "with_rank"]
+__all__ = [
+    "OTHER_VERSION",
+    "UNREACHABLE",
+    "Invitation",
+    "agent_name",
+    "attempt_name",
+    "job_as_sent",
+    "received_job",
+    "split_rank",
+    "with_rank",
+]
 
 # The exit codes of an agent that cannot reach the head (EX_UNAVAILABLE), or would not understand it (EX_CONFIG). Its
 # last line says why.
@@ -83,6 +98,7 @@ class Invitation:
             has to be there.
         ranks: how many ranks the host gets.
         interface: the network interface that the user chose; empty for none.
+        attempt: the job and the attempt, by a name that nothing else has.
     """
 
     version: str
@@ -95,10 +111,32 @@ class Invitation:
     path: str
     ranks: int
     interface: str
+    attempt: str
+
+    @property
+    def agent(self) -> str:
+        """The agent's name, by which all that is started on its host can be found (``settings.AGENT``)."""
+        return agent_name(self.attempt, self.host)
 
     def line(self) -> bytes:
         """As it is sent: one line."""
-        return json.dumps(asdict(self)).encode() + b"\n"
+        environment = {**self.environment, settings.AGENT: self.agent}
+        return json.dumps({**asdict(self), "environment": environment}).encode() + b"\n"
+
+
+def attempt_name(job: Job) -> str:
+    """The name of this attempt at a job."""
+    return f"{job.run_id}/{job.attempt.number}"
+
+
+def agent_name(attempt: str, host: int) -> str:
+    """The name of the agent of a host.
+
+    Args:
+        attempt: as of :func:`attempt_name`.
+        host: the number of the host among those of the job.
+    """
+    return f"{attempt}/{host}"
 
 
 def job_as_sent(job: Job) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class _Host:
         self._is_ready = False
         self._seen: dict[int, RankLook] = {}
         self._seen_at = float("-inf")
+        self._asked_at = 0.0
         try:
             self._helper = Helper(name, starter, _HELPER)
         except Unanswered as error:
@@ -96,6 +97,7 @@ class _Host:
 
     def ask(self, ranks: Sequence[RankProcess], threads: ThreadPoolExecutor) -> None:
         if self.answer is None and not self._failed:
+            self._asked_at = time.monotonic()
             self.answer = threads.submit(self._ask, [(rank.rank, rank.pid, rank.part) for rank in ranks])
 
     def _ask(self, ranks: list[tuple[int, int, int]]) -> dict[str, Any]:
@@ -109,7 +111,7 @@ class _Host:
 
     def answered(self, ranks: Sequence[RankProcess], found: Elsewhere) -> None:
         """Add what the helper has answered, or why it has not."""
-        why = self._failed or "its host has not answered yet"
+        why = self._failed or f"its host has not answered for {time.monotonic() - self._asked_at:.0f} s"
         seen: dict[int, RankLook] = {}
         if self.answer is not None and not self.answer.done() and time.monotonic() - self._seen_at < _KEPT_S:
             seen = self._seen

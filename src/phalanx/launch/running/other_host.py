@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.errors import LaunchError
@@ -14,6 +14,7 @@ __all__ = ["WatcherElsewhere"]
 
 _HELPER = "phalanx.launch.running.helper"
 _ANSWER_S = 20.0  # beside what the helper itself may wait for
+_SAID_AFTER_S = 3.0  # for how long a silence is nothing to speak of
 
 
 class WatcherElsewhere:
@@ -24,25 +25,29 @@ class WatcherElsewhere:
         starter: the program that starts a command there, and its arguments; empty for ssh.
         name: which job, as :func:`~phalanx.launch.running.jobs.find_job` takes it.
         here: look at the ranks of that host only.
+        say: shows a line as long as the host does not answer, again each second.
 
     Attributes:
         id: the name by which users call the job.
+        say: as given; it may be replaced.
         pause_s: how long the job's hosts are to be left alone before the next look.
 
     Raises:
         LaunchError: the host cannot be reached, or has no such job.
     """
 
-    def __init__(self, host: str, starter: Sequence[str], name: str | None, *, here: bool) -> None:
-        self._host, self._only_there = host, here
+    def __init__(
+        self, host: str, starter: Sequence[str], name: str | None, *, here: bool, say: Callable[[str], None]
+    ) -> None:
+        self._host, self._only_there, self.say = host, here, say
         self.pause_s = 0.0
         try:
-            self._helper = Helper(host, starter, _HELPER)
+            self._helper = Helper(host, starter, _HELPER, self._on_silence)
         except Unanswered as error:
             raise self._cannot(error) from error
         try:
             self._helper.wait_ready()
-            found = self._helper.ask("find", name=name)
+            found = self._helper.ask("find", _ANSWER_S, name=name)
             if "refused" in found:
                 raise LaunchError(f"{host}: {found['refused']}")
             self._pid, self.id = int(found["pid"]), str(found["id"])
@@ -84,6 +89,10 @@ class WatcherElsewhere:
             raise self._cannot(error) from error
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise LaunchError(f"{self._host}: another version of Phalanx answers there; install this one") from error
+
+    def _on_silence(self, waited_s: float) -> None:
+        if waited_s >= _SAID_AFTER_S:
+            self.say(f"{self._host} has not answered for {waited_s:.0f} s")
 
     def _cannot(self, error: Unanswered) -> LaunchError:
         return LaunchError(f"{self._host}: {error}; {error.remedy}")

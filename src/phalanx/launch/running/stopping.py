@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ _LAUNCHER_S = 30.0
 _KILL_S = 10.0
 # How long a launcher may take to notice the first signal.
 _TAKEN_S = 1.0
+_LOOK_S = 0.005
 # After so long it is said that the ranks have time to end.
 _SAID_AFTER_S = 2.0
 
@@ -92,9 +92,7 @@ class _Process:
 
     def has_ended_within(self, patience_s: float) -> bool:
         """Wait for its end."""
-        poll = select.poll()
-        poll.register(self.descriptor, select.POLLIN)
-        return bool(poll.poll(max(0.0, patience_s) * 1000))
+        return not processes.await_ends([self.descriptor], patience_s)
 
 
 class _Processes:
@@ -130,8 +128,8 @@ class _Processes:
 
     def await_ends(self, patience_s: float) -> list[_Process]:
         """Those that have not ended within so many seconds."""
-        until = time.monotonic() + patience_s
-        return [process for process in self._held if not process.has_ended_within(until - time.monotonic())]
+        left = processes.await_ends([process.descriptor for process in self._held], patience_s)
+        return [process for process in self._held if process.descriptor in left]
 
 
 def _ends_by_itself(launcher: _Process, job: RunningJob, *, at_once: bool, say: Callable[[str], None]) -> bool:
@@ -151,7 +149,8 @@ def _ends_by_itself(launcher: _Process, job: RunningJob, *, at_once: bool, say: 
     # A launcher that was asked kills its ranks at Ctrl-C, if it has taken the first signal by then.
     until = time.monotonic() + _TAKEN_S
     while time.monotonic() < until and processes.awaits_signal(launcher.pid, heard[0]):
-        time.sleep(0.005)
+        if launcher.has_ended_within(_LOOK_S):  # its end is an event; that it has taken a signal is none
+            return True
     if launcher.has_ended_within(0.1):
         return True
     if signal.SIGINT not in heard:

@@ -11,6 +11,7 @@ from typing import Any
 from phalanx.launch.running.jobs import RunningJob
 from phalanx.launch.running.rank_look import RankLook
 from phalanx.launch.running.watching import Look
+from phalanx.system.folder import beside
 from phalanx.topology.table import format_table
 from phalanx.watch.records import Record, world_rank
 from phalanx.words import format_bytes, format_count, format_named
@@ -165,7 +166,7 @@ def _operation_values(record: Record | None, job: RunningJob) -> dict[str, Any] 
         "name": record.name(),
         **values,
         "group": record.group.name,
-        "site": _beside(record.site, job.directory),
+        "site": beside(record.site, job.directory),
         "under_way": record.under_way,
         "awaits": world_rank(record.group, record.awaits) if record.under_way and record.awaits >= 0 else None,
         "for_s": round(_for_s(record), 3),
@@ -175,10 +176,6 @@ def _operation_values(record: Record | None, job: RunningJob) -> dict[str, Any] 
 def _for_s(record: Record) -> float:
     """For how long an operation has been under way, or how long it took."""
     return max(0, (record.left_ns or time.monotonic_ns()) - record.entered_ns) / 1e9
-
-
-def _beside(site: str, directory: str) -> str:
-    return site.removeprefix(f"{directory.rstrip('/')}/") if directory else site
 
 
 def format_look(look: Look, *, width: int | None = None, height: int | None = None, color: bool = False) -> str:
@@ -257,7 +254,7 @@ def _operation(rank: RankLook, job: RunningJob) -> str:
 
 
 def _named(record: Record, job: RunningJob) -> str:
-    site = _beside(record.site, job.directory)
+    site = beside(record.site, job.directory)
     return f"{record.name()} at {_printable(site)}" if site else record.name()
 
 

@@ -14,14 +14,18 @@ PHX_API void phx_mpi_begin(void *abort, void *finalized, void *finalize, intptr_
  * may call it. */
 PHX_API void phx_mpi_hopeless(void);
 
+/* Have phx_mpi_end() remove files before it aborts MPI, which leaves them. `paths` has `nbytes`, a NUL after each path.
+ * Called once, at the end of the process. Without memory for it the files stay. */
+PHX_API void phx_mpi_remove_at_abort(const char *paths, uint64_t nbytes);
+
 /* Have phx_mpi_end() do nothing: MPI has been finalised. */
 PHX_API void phx_mpi_ended(void);
 
 /* One group over MPI: the integers that a persistent request reduces to their minima, and MPI's functions and handles.
  * Filled in by transports/mpi/direct.py. */
-#define PHX_MPI_WORDS 5u
+#define PHX_MPI_WORDS 4u
 typedef struct phx_mpi_group {
-    int64_t own[PHX_MPI_WORDS]; /* a call and its complement; where lines are compared, three more (mpi_lines.h) */
+    int64_t own[PHX_MPI_WORDS]; /* a call and its complement; where lines are compared, two more (mpi_lines.h) */
     int64_t common[PHX_MPI_WORDS]; /* their minima over the group */
     struct phx_mpi_lines *lines;   /* NULL if no lines are compared */
     uint64_t sequence;             /* how many comparisons have begun */
@@ -49,14 +53,20 @@ PHX_API int phx_mpi_meet(phx_mpi_group *group, int64_t call);
 PHX_API void phx_mpi_offer(phx_mpi_group *group, int64_t call);
 PHX_API int phx_mpi_compared(phx_mpi_group *group);
 
-/* Have the lines compared from which the ranks of the group call; before its first call, on all ranks or none. The other
- * ranks compare their lines with those of one rank, for which `first` is 1. Returns PHX_OK, or PHX_SYSTEM if there is no
- * memory. */
-PHX_API int phx_mpi_compare_lines(phx_mpi_group *group, int first);
+/* Have the lines compared from which the ranks of the group call; before its first call, on all ranks or none. If it
+ * gets no memory it returns PHX_SYSTEM, and the lines are not compared; else PHX_OK. */
+PHX_API int phx_mpi_compare_lines(phx_mpi_group *group, int rank, int size);
 
-/* After PHX_LINES_DIFFER, on all ranks: note the lines of this rank and the first. Returns PHX_CROSSED if two lines are
- * crossed now, and says in `out` which, but for the peer; else PHX_OK. */
-PHX_API int phx_mpi_note_lines(phx_mpi_group *group, struct phx_crossing *out);
+/* After PHX_LINES_DIFFER, on all ranks, in this order. Get what this rank tells the others. */
+PHX_API uint64_t phx_mpi_tell_line(const phx_mpi_group *group);
+
+/* Take what every rank has told, by rank. Returns PHX_OK if no rank can find crossed lines that it has not found before;
+ * else PHX_LINES_DIFFER; the same on all ranks. */
+PHX_API int phx_mpi_hear_lines(phx_mpi_group *group, const uint64_t *told);
+
+/* Note the lines of this rank and the lower ones. Returns PHX_CROSSED if two lines are crossed now, and says in `out` which:
+ * then there may be more, and it is to be called again. Returns PHX_OK at the end. */
+PHX_API int phx_mpi_next_crossing(phx_mpi_group *group, struct phx_crossing *out);
 
 /* Compare lines no longer; on all ranks after the same call, or when the group is given up. */
 PHX_API void phx_mpi_end_lines(phx_mpi_group *group);

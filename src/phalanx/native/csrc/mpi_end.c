@@ -10,6 +10,8 @@
  */
 #include "mpi_contract.h"
 
+#include <stdlib.h>
+#include <string.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -20,6 +22,8 @@ static struct {
     int (*finalize)(void); /* NULL: not ours to call */
     intptr_t comm;
     int hopeless; /* MPI_Finalize would wait for ever */
+    char *paths;  /* of files to remove before MPI_Abort, each with its NUL; NULL: none */
+    uint64_t nbytes;
 } mpi;
 
 PHX_API void phx_mpi_begin(void *abort_, void *finalized, void *finalize, intptr_t comm)
@@ -37,6 +41,15 @@ PHX_API void phx_mpi_hopeless(void)
     mpi.hopeless = 1;
 }
 
+PHX_API void phx_mpi_remove_at_abort(const char *paths, uint64_t nbytes)
+{
+    free(mpi.paths);
+    mpi.paths = malloc(nbytes + 1); /* of 0 bytes malloc may return NULL */
+    mpi.nbytes = mpi.paths ? nbytes : 0;
+    if (mpi.paths)
+        memcpy(mpi.paths, paths, nbytes);
+}
+
 PHX_API void phx_mpi_ended(void)
 {
     mpi.pid = 0;
@@ -49,8 +62,11 @@ PHX_API void phx_mpi_end(int code, void *unused)
     if (mpi.pid != getpid() || mpi.finalized(&done) || done)
         return;
     mpi.pid = 0;
-    if (mpi.abort && (code || mpi.hopeless))
+    if (mpi.abort && (code || mpi.hopeless)) {
+        for (uint64_t at = 0; at < mpi.nbytes; at += strlen(mpi.paths + at) + 1)
+            unlink(mpi.paths + at);
         mpi.abort(mpi.comm, code ? code : 1);
-    else if (mpi.finalize)
+    } else if (mpi.finalize) {
         mpi.finalize();
+    }
 }

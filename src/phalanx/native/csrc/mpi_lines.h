@@ -1,19 +1,21 @@
-/* The lines from which the ranks of an MPI group call, each compared with that of the group's first rank.
+/* The lines from which the ranks of an MPI group call, each compared with that of every other rank.
  *
- * line_pairs.h has the rule for two ranks; whoever is out of order is so against the first one. What a rank must know for
- * it comes with the reduction of the calls (mpi_meet.c), in three more words that are reduced to their minima:
+ * line_pairs.h has the rule for two ranks; of two, the higher one keeps their pairs. Whether all ranks are at one line
+ * comes with the reduction of the calls (mpi_meet.c), in two more words that are reduced to their minima: own[2] says where
+ * this rank is, and own[3] is the complement of that. All are equal if the minimum is the maximum.
  *
- *   own[2], own[3]  where this rank is, and the complement of that. All are equal if the minimum is the maximum.
- *   own[4]          the first rank's line; INT64_MAX on the others. The minimum is the first rank's line.
- *
- * If all ranks are at one line, that is all. If not, each rank learns from own[4] whether its line and the first one's are
- * crossed, but not whether those of another rank are, and all must decide alike whether the call is an error. So all ranks
- * then tell each other what they have found (transports/mpi/crossing.py): they *confer*, which takes a reduction of its own.
+ * If all ranks are at one line, that is all. If not, they tell each other their lines, and each compares its own with those
+ * of the lower ranks. What one finds, all must know, because all must decide alike whether the call is an error, so then
+ * they ask for that too (transports/mpi/crossing.py). The ranks *confer*: it takes one or two operations of its own.
  *
  * A program with an `if rank == 0:` would confer at each such call. To spare it that, a rank that was at this line when
- * the ranks conferred last, and knows the pair of lines that has met there, offers in own[2] the number of that conference
- * in the place of its line. If all ranks offer the same number, all are where they were then, and none has found anything
- * new. The numbers are equal on all ranks because every rank takes part in every conference.
+ * the ranks conferred last, and has forgotten no pair of lines since, offers in own[2] the number of that conference in the
+ * place of its line. If all ranks offer the same number, all are where they were then, and none can find anything new. The
+ * numbers are equal on all ranks because every rank takes part in every conference.
+ *
+ * Arms that ranks take in turns need a conference at each call. It is only the first of its two operations if the same
+ * lines have met in an earlier one, since which no rank has forgotten a pair: each rank tells beside its line since when
+ * that is so, and all ranks remember the same conferences.
  *
  * All of this is one rank's own memory, used by the thread that is in the collective alone. */
 #ifndef PHALANX_MPI_LINES_H

@@ -15,12 +15,12 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 22
+#define PHX_ABI 24
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
 enum phx_status {
-    PHX_LINES_DIFFER = -5, /* over MPI: the ranks make the same call from lines that phx_mpi_note_lines() is to note */
+    PHX_LINES_DIFFER = -5, /* over MPI: the ranks make the same call from lines about which they are to confer */
     PHX_CROSSED = -4,     /* the collective is done, and phx_crossing() tells of lines that may have been swapped */
     PHX_PEER_LEFT = -3,   /* of a message: its peer has left the group in order, or every rank that could send it has */
     PHX_NOTICE = -2,      /* over MPI: all ranks have come, and a notice has arrived (transports/mpi/notices.py) */
@@ -212,6 +212,10 @@ PHX_API uint32_t phx_line_now(void);
 /* Note that this thread's collective has met one of the other rank, from these lines; neither is 0. Returns PHX_CROSSED
  * if two lines are crossed now, and says in `out` which, but for the peer; else PHX_OK. */
 PHX_API int phx_pairs_meet(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, struct phx_crossing *out);
+
+/* The same for two calls of which this process only knows: at `line` the first was made, as call `in_group` of both. */
+PHX_API int phx_pairs_meet_at(phx_line_pairs *pairs, uint32_t mine, uint32_t theirs, uint32_t line, uint32_t in_group,
+                              struct phx_crossing *out);
 
 /* Whether calls from equal lines need not be noted. */
 PHX_API int phx_pairs_settled(const phx_line_pairs *pairs);

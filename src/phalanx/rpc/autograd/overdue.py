@@ -15,7 +15,7 @@ from phalanx.rpc.calls import facts_of
 from phalanx.rpc.codecs import FACTS
 from phalanx.rpc.inquiry import Finding
 from phalanx.rpc.members import Member
-from phalanx.watch.call_site import call_site
+from phalanx.watch.call_site import capture, shown, text_of
 
 __all__ = ["STATE", "overdue"]
 
@@ -39,10 +39,10 @@ def overdue(
     if found is None:
         return None
     blamed, finding = found
-    line = call_site()
+    line = text_of(capture())
     return CallTimeout.not_answered(
         str(blamed),
-        f"its part of backward() ({line})" if line else "its part of backward()",
+        f"its part of backward() ({shown(line)})" if line else "its part of backward()",
         timeout_s,
         finding.text,
         cause=finding.cause,
@@ -78,7 +78,7 @@ def _found(
             return member, Finding("gone", "It is gone.")
         if "for_s" in state:
             at = str(state["at"])
-            where = f" and is at {at}" if at else ""
+            where = f" and is at {shown(at)}" if at else ""
             return member, Finding("handler", f"It has computed that for {state['for_s']:.1f} s{where}.", at)
         if state["waits_for"]:
             names = ", ".join(state["waits_for"])

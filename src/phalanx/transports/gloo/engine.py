@@ -1,7 +1,15 @@
-"""Making a Gloo group: when it is made, which address it listens on, and when it connects."""
+"""Making a Gloo group: when it is made, which address it listens on, and when it connects.
+
+Gloo, in C++, writes the address of a rank into the store when the group is made, and another rank reads it there when
+it first has something to exchange with that one. What two ranks exchange is done only when both have posted it, and so
+have read each other's addresses: what was done needs the address of neither, and a rank that has ended its side can be
+connected to no more. So a rank may delete its own address when it ends its side. If it dies before, the key stays. If
+it dies after, a rank that wants to connect to it waits for the address, as for a rank that has not come.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -11,12 +19,14 @@ from datetime import timedelta
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from phalanx.errors import ClosedError
+from phalanx.system.bounded import within
 from phalanx.system.interfaces import LOOPBACK, chosen_interface, outward_address
 
 __all__ = ["AttachedGloo", "GlooOnDemand", "lazy_gloo"]
 
 # For this many times the timeout Gloo waits for a rank that should connect to this one (its ``Pair::waitUntil``).
 CONNECT_FACTOR = 5
+_FORGETTING_S = 0.7  # how long the store may take to delete an address; where it can be reached, it does so at once
 
 
 class AttachedGloo(ProcessGroupGloo):
@@ -72,14 +82,24 @@ class GlooOnDemand:
     Args:
         make: makes it, given its timeout; every rank of the group finds the others in the same place.
         timeout: for connecting and for every operation.
+        addresses: the part of the store in which its ranks find each other, and nothing else is; None if there is no
+            need to delete anything there.
+        own: the rank of which the address is deleted when the group ends; None if :meth:`forget` is called for that.
 
     Attributes:
         timeout: the one that holds now.
         on_timeout: called with the new timeout if somebody changes Gloo's; set once, before the group is used.
     """
 
-    def __init__(self, make: Callable[[timedelta], AttachedGloo], timeout: timedelta) -> None:
+    def __init__(
+        self,
+        make: Callable[[timedelta], AttachedGloo],
+        timeout: timedelta,
+        addresses: Store | None = None,
+        own: int | None = None,
+    ) -> None:
         self._make = make
+        self._addresses, self._own = addresses, own
         self._made: AttachedGloo | None = None
         self._ended = False
         self._lock = threading.RLock()
@@ -120,6 +140,10 @@ class GlooOnDemand:
             self._ended = True
             if self._made is not None:
                 self._made.shutdown()
+                own, self._own = self._own, None
+                if own is not None:
+                    with contextlib.suppress(RuntimeError, TimeoutError):  # the store has gone, or cannot be reached
+                        within(_FORGETTING_S, lambda: self.forget(own))
 
     def release(self) -> None:
         """:meth:`shutdown`, and give back its connections and threads now, which otherwise wait for the last reference.
@@ -129,6 +153,11 @@ class GlooOnDemand:
         with self._lock:
             self.shutdown()
             self._made = None
+
+    def forget(self, rank: int) -> None:
+        """Delete the address of a rank to which no other connects any more."""
+        if self._addresses is not None:
+            self._addresses.delete_key(f"0/{rank}")  # it listens on one device, which Gloo counts from 0
 
     def abort(self) -> None:
         """Abort it if it was made, and never make it."""

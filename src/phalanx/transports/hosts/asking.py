@@ -3,31 +3,38 @@
 Each question waits a limited time. One that is not answered in that time goes on by itself on its thread, and until it
 is answered little else is asked, as that would take as long. So a store that stands still for a second is asked again
 as soon as it answers, and one that never does is not waited for again and again.
+
+A rank that leaves its group says so as the last thing that it writes there (:meth:`Questions.close`): a later request
+could recreate a key that another rank has deleted, or wait for one.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from phalanx.store.client import end_calls
 from phalanx.system.bounded import keep_spare_thread, on_spare_thread, within
 
-__all__ = ["STORE_S", "Questions", "aside"]
+__all__ = ["STORE_S", "Questions"]
 
 # How long the store may take to answer. Where it can be reached, it answers at once.
 STORE_S = 0.7
-# How long the end of the process waits for threads that talk to the store. If one of them came back from torch's C++
-# while the interpreter finalises, the process would abort.
+# How long the end of the process waits for threads that talk to the store, and then once more for them after it has
+# ended their requests, because the store's host is cut off. If one of them came back from torch's C++ while the
+# interpreter finalises, as one that waits for an answer does every second, the process would abort.
 _LEAVING_S = 0.5
 
 T = TypeVar("T")
 
-# What threads of this process do here, each set when it is done. Each thread adds and removes its own, in one step of
-# Python's; one that never comes back keeps the end of the process waiting for ``_LEAVING_S``.
+# What threads of this process do here, each set when it is done. It is added before the thread asks anything, and the
+# thread removes its own, in one step of Python's; one that never comes back keeps the end of the process waiting for
+# twice ``_LEAVING_S``.
 _under_way: set[threading.Event] = set()
 
 
@@ -37,15 +44,22 @@ class Questions:
     ``_unanswered`` has those whose time is over. The thread that waited for one adds it, unless it has been answered by
     then; the thread that asks it marks it as answered and removes it; each does so under ``_lock``. If that thread
     never comes back, the store is taken to be late for as long as the group exists.
+
+    ``_begun`` has all that are not answered: the thread that asks adds it, and the one that has carried it out removes
+    it, under ``_lock`` as well. ``_closed`` and ``_last`` are written under it by :meth:`close`, and the thread that
+    finds nothing begun any more takes ``_last``. If a question is never answered, that is never carried out.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._unanswered: set[threading.Event] = set()
+        self._begun: set[threading.Event] = set()
+        self._closed = False
+        self._last: Callable[[], object] | None = None
         keep_spare_thread(self)  # a rank says that it leaves also when its interpreter ends
 
     def ask(self, task: Callable[[], T], patience_s: float = STORE_S, anyway: bool = False) -> T | None:
-        """What the store says; None if it cannot be reached, or is late already.
+        """What the store says; None if it cannot be reached, or is late already, or nothing is asked any more.
 
         Args:
             task: asks it.
@@ -54,16 +68,16 @@ class Questions:
         """
         if self.are_late and not anyway:
             return None
-        answered = threading.Event()
+        answered = self._begin()
+        if answered is None:
+            return None
 
         def asked() -> T:
             _under_way.add(answered)
             try:
                 return task()
             finally:
-                with self._lock:
-                    answered.set()
-                    self._unanswered.discard(answered)
+                self._end(answered)
                 _under_way.discard(answered)
 
         try:
@@ -73,12 +87,64 @@ class Questions:
                 if not answered.is_set():
                     self._unanswered.add(answered)
         except RuntimeError:
-            pass  # it has gone with rank 0
+            self._end(answered)  # it has gone with rank 0, or there is no thread that could ask
         return None
 
     def say(self, task: Callable[[], T]) -> T | None:
         """:meth:`ask` for what others have to learn: a store that is late is told as well, and not waited for."""
         return self.ask(task, 0.0 if self.are_late else STORE_S, anyway=True)
+
+    def aside(self, task: Callable[[], object]) -> None:
+        """Do something that may have to wait for the store on a thread of its own, unless nothing is asked any more."""
+        answered = self._begin()
+        if answered is None:
+            return
+
+        def run() -> None:
+            try:
+                task()
+            finally:
+                self._end(answered)
+
+        try:
+            _aside(run)
+        except RuntimeError:
+            self._end(answered)
+            raise
+
+    def close(self, last: Callable[[], object]) -> None:
+        """Ask nothing more, and have ``last`` carried out when all that was asked has been answered. Waits for nothing.
+
+        Only the first call does anything.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._begun:
+                self._last = last
+                return
+        with contextlib.suppress(RuntimeError):  # there is no thread for it
+            _aside(last)
+
+    def _begin(self) -> threading.Event | None:
+        answered = threading.Event()
+        with self._lock:
+            if self._closed:
+                return None
+            self._begun.add(answered)
+        return answered
+
+    def _end(self, answered: threading.Event) -> None:
+        with self._lock:
+            answered.set()
+            self._unanswered.discard(answered)
+            self._begun.discard(answered)
+            last = None
+            if not self._begun:
+                last, self._last = self._last, None
+        if last is not None:
+            last()
 
     @property
     def are_late(self) -> bool:
@@ -86,28 +152,37 @@ class Questions:
         return bool(self._unanswered)
 
 
-def aside(task: Callable[[], object]) -> None:
-    """Do something that may have to wait for the store on a thread of its own."""
+def _aside(task: Callable[[], object]) -> None:
     done = threading.Event()
 
     def run() -> None:
-        _under_way.add(done)
         try:
             task()
         finally:
             done.set()
             _under_way.discard(done)
 
+    _under_way.add(done)  # not on the thread: the process may end before that has come so far
     try:
         threading.Thread(target=run, name="phalanx-reason", daemon=True).start()
     except RuntimeError:  # the interpreter ends
-        on_spare_thread(run)
+        try:
+            on_spare_thread(run)
+        except RuntimeError:
+            _under_way.discard(done)
+            raise
 
 
 def _at_exit() -> None:
+    if not _all_done():
+        end_calls()
+        _all_done()
+
+
+def _all_done() -> bool:
+    """Wait for what threads do here; return whether all have done it in time."""
     until = time.monotonic() + _LEAVING_S
-    for done in list(_under_way):
-        done.wait(max(0.0, until - time.monotonic()))
+    return all(done.wait(max(0.0, until - time.monotonic())) for done in list(_under_way))
 
 
 atexit.register(_at_exit)

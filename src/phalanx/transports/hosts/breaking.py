@@ -4,6 +4,12 @@ The rank that finds something wrong writes down why, and aborts its host's memor
 learn it by the shortest way that is open: from the job's store, from a rank of another host (``lookout.py``), or from
 the segment of their host (``guard.py``). The store may be on a host that cannot be reached, so each question to it has
 a limit.
+
+Who deletes. What the ranks write into the store may be read by each of them as long as it is in the group. So each that
+has left counts itself in ``departed``, as the last thing that it does there, and the last one deletes all keys of the
+group: nobody can read or write them any more. A rank that dies before it has counted itself, or ends without leaving
+the group, is never counted, and the keys stay. If the last one dies while it deletes, those stay that it has not come
+to; nobody reads them.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 from torch._C._distributed_c10d import Store
@@ -21,13 +28,14 @@ from torch._C._distributed_c10d import Store
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
-from phalanx.transports.hosts.asking import Questions, aside
+from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.crossing import Crossed
 from phalanx.transports.hosts.guard import Guard, Messages
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.whereabouts import PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
-from phalanx.transports.hosts.wording import Fact, awaited_elsewhere, late, late_message, lost, who
+from phalanx.transports.hosts.whereabouts import NOTED, PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
+from phalanx.transports.hosts.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who
+from phalanx.transports.meeting_store import peek
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.watch.ending import who_left
 from phalanx.watch.own_wait import with_own_wait
@@ -38,6 +46,10 @@ LOOK_S = 0.02
 # In characters, each of which is up to 12 bytes of JSON; a lookout's message has at most 64 KiB.
 _LONGEST_TEXT = 4000
 _AWAY = "away"  # the key that is there once a rank has gone
+# The last rank to leave looks for the keys of these kinds only if it finds one of the marks. A rank that writes such a
+# key writes a mark in the same question, so a rank that has left the group has written both.
+_MARKS = ("broken", _AWAY, NOTED)
+_WRITTEN_WHEN_BROKEN = ("call", "message", "place", "stands", "gone")
 
 
 class Differs(Exception):
@@ -121,6 +133,16 @@ class Reason:
         """This rank leaves the group."""
         self._guard.close()
 
+    def depart(self, forget: Callable[[int], None]) -> None:
+        """This rank has closed all that it had of the group. The last rank to do so deletes the group's keys.
+
+        Nothing of this one reads or writes them from now on.
+
+        Args:
+            forget: deletes what a rank has written elsewhere.
+        """
+        self._questions.close(partial(_depart, self._store, self._guard.size, forget))
+
     def error(self, error: BaseException, call: str, timeout_s: float, of_message: bool = False) -> BaseException:
         """What this rank raises.
 
@@ -135,7 +157,7 @@ class Reason:
         if known is None and self._aborted():
             known = self._guard.wait(PROMPT_S)  # the store is slower, if it cannot be reached
         if known is not None and known["kind"] == "lost":
-            aside(lambda: self._tell(known))
+            self._questions.aside(lambda: self._tell(known))
             return with_own_wait(self._raised(known, error, call, timeout_s, of_message))
         kind, before = ("message", 0) if of_message else ("call", 1)
         self._whereabouts.write(kind, self._doing(call, before))
@@ -181,7 +203,15 @@ class Reason:
             return late(places, self._layout, self._guard.pids, self._rank, call, timeout_s)
         if fact["kind"] == "failed" and fact["by"] == self._rank:
             return error
-        return lost(fact, self._layout, self._guard.pids, self._rank, call)
+        return lost(self._with_what_is_known_here(fact), self._layout, self._guard.pids, self._rank, call)
+
+    def _with_what_is_known_here(self, fact: Fact) -> Fact:
+        """Another host's ranks see that a rank has ended, and those beside it how, and what it did last."""
+        rank = fact["group_rank"]
+        if fact["what"] != "ended" or not isinstance(self._local, SharedMemoryCommunicator):
+            return fact
+        host, place = self._layout.place(rank)
+        return {**fact, **self._local.ended(place, self._guard.pids[rank])} if host == self._layout.host else fact
 
     def about_to_fail(self, error: BaseException) -> None:
         """An exception is about to end this rank's script: if that is for a rank that has left, it is the reason."""
@@ -226,7 +256,8 @@ class Reason:
         """Those of these ranks that have left, and whose messages for this one have come, as far as the store says."""
 
         def look() -> list[int]:
-            return [rank for rank in self._leaving(ranks) if self._rank not in self._but_for(rank)]
+            said = {rank: peek(self._store, f"left/{rank}") for rank in ranks}
+            return [rank for rank, but_for in said.items() if but_for and self._rank not in json.loads(but_for)]
 
         return self._questions.ask(look) or []
 
@@ -257,8 +288,8 @@ class Reason:
             for rank in self._leaving(ranks):
                 found[rank] = LEFT, ""
             for rank in ranks:
-                if self._store.check([f"gone/{rank}"]):
-                    way, text = json.loads(self._store.get(f"gone/{rank}"))
+                if said := peek(self._store, f"gone/{rank}"):
+                    way, text = json.loads(said)
                     if way == FAILED or rank not in found:
                         found[rank] = way, text
 
@@ -281,29 +312,30 @@ class Reason:
                     self._write_gone(rank, ENDED, "")
 
         if self._world:
-            aside(tell)
-
-    def _but_for(self, rank: int) -> list[int]:
-        ranks: list[int] = json.loads(self._store.get(f"left/{rank}"))
-        return ranks
+            self._questions.aside(tell)
 
     # -- what has happened -------------------------------------------------------------------------
 
     def _found(self, error: BaseException, of_message: bool) -> Fact | None:
         """The reason that an error of this rank is; None if it may be a consequence of what another has found."""
-        where = self._layout.name(self._rank)
         if isinstance(error, (Differs, Crossed, CollectiveMismatch)):
             at = -1 if of_message else self._guard.calls - self.history.is_late()
             return {**self._fact("differs", "", -1), "at": at}
         if isinstance(error, CollectiveTimeout) and of_message:
-            return {**self._fact("late", f"On {where}: {error}", error.group_rank), "what": "message"}
+            # A rank of this host whose own time is over says which operation it was in, and how long it has waited.
+            local = self._local
+            elsewhere = isinstance(local, SharedMemoryCommunicator) and local.timed_out_elsewhere
+            return None if elsewhere else self._late_message(error)
         if isinstance(error, (CollectiveTimeout, TransferLate)):
             return self._fact("late", "", -1)
         if isinstance(error, TransferFailed):
             return None
         if isinstance(error, PeerLost):
-            return None if self._aborted() else self._fact("lost", f"On {where}: {error}", error.group_rank)
-        self_named = f"rank {self._rank} of the group on {where}"
+            if self._aborted():
+                return None
+            known = {name: getattr(error, name) for name in KNOWN_BESIDE}
+            return {**self._fact("lost", self._here(error), error.group_rank), **known}
+        self_named = f"rank {self._rank} of the group on {self._layout.name(self._rank)}"
         if isinstance(error, Exception):
             return self._fact("failed", f"{self_named} has failed ({type(error).__name__}: {error})", self._rank)
         return self._fact("interrupted", f"{self_named} was interrupted ({type(error).__name__})", self._rank)
@@ -318,7 +350,15 @@ class Reason:
             return {**self._fact("lost", "", error.peer), "what": "failed"}
         if isinstance(error, TransferFailed):
             return self._fact("lost", "a rank of the group gave up, and did not say why in time", -1)
+        if isinstance(error, CollectiveTimeout):
+            return self._late_message(error)
         return self._fact("lost", str(error), getattr(error, "group_rank", -1))
+
+    def _late_message(self, error: CollectiveTimeout) -> Fact:
+        return {**self._fact("late", self._here(error), error.group_rank), "what": "message"}
+
+    def _here(self, error: Exception) -> str:
+        return f"On {self._layout.name(self._rank)}: {error}"
 
     def _fact(self, kind: str, text: str, group_rank: int) -> Fact:
         return {"kind": kind, "what": "", "text": text[:_LONGEST_TEXT], "group_rank": group_rank, "by": self._rank}
@@ -332,10 +372,8 @@ class Reason:
 
     def _written(self) -> Fact | None:
         """The reason that stands in the store; it may have to be waited for."""
-        if not self._store.check(["broken"]):
-            return None
-        fact: Fact = json.loads(self._store.get("broken"))
-        return fact
+        said = peek(self._store, "broken")
+        return json.loads(said) if said else None
 
     def _read_store(self, ranks: Collection[int]) -> None:
         def read() -> None:
@@ -346,7 +384,7 @@ class Reason:
                     self._guard.know_left(rank)
             self._guard.know_store(ranks)
 
-        aside(read)
+        self._questions.aside(read)
 
     def _told(self) -> Fact | None:
         """The reason that another rank has found, from whoever says it first."""
@@ -360,7 +398,7 @@ class Reason:
                         self._guard.know(written)
                         return
 
-        aside(ask)
+        self._questions.aside(ask)
         try:
             return self._guard.wait(PATIENCE_S)
         finally:
@@ -370,7 +408,7 @@ class Reason:
 
     def _tell_place(self, place: str, message: str) -> None:
         kind, text = ("message", message) if message else ("place", place)
-        aside(lambda: self._whereabouts.write(kind, self._doing(text, 0)))
+        self._whereabouts.write_aside(kind, self._doing(text, 0))
 
     def _gather(self, own: str) -> Found:
         return self._whereabouts.gather(self._doing(own, 1))
@@ -378,3 +416,18 @@ class Reason:
     def _doing(self, text: str, before: int) -> Note:
         """What this rank does, or where it is, and the collective before that, or the last one (0)."""
         return self._guard.calls, text, self.history.last_but(before)
+
+
+def _depart(store: Store, size: int, forget: Callable[[int], None]) -> None:
+    """Count this rank as one that has left; the last one clears the store."""
+    with contextlib.suppress(RuntimeError):  # it has gone with rank 0
+        if store.add("departed", 1) < size:
+            return
+        marked = any(store.check([mark]) for mark in _MARKS)
+        kinds = ("lookout", "left", *(_WRITTEN_WHEN_BROKEN if marked else ()))
+        for rank in range(size):
+            for kind in kinds:
+                store.delete_key(f"{kind}/{rank}")
+            forget(rank)
+        for key in ("departed", *(_MARKS if marked else ())):
+            store.delete_key(key)

@@ -120,6 +120,8 @@ def choose_engine(
     for name, engine in engines.items():
         if name != best:
             engine.close()
+            with contextlib.suppress(RuntimeError):  # the store has gone
+                engine.forget(rank)  # all have been measured, so no rank connects to it any more
     if world:
         _of_the_world = best
     return Chosen(engines[best], _explained(times, engines, best))

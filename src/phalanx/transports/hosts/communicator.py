@@ -41,7 +41,7 @@ from phalanx.transports.hosts.small import Small
 from phalanx.transports.reductions import AVG, SUM, reducible
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.wording import text_of_call
-from phalanx.watch.call_site import CallSite, capture, text_of
+from phalanx.watch.call_site import CallSite, capture, shown, text_of
 from phalanx.watch.calls import exchange_text
 from phalanx.watch.ending import tell_of_failure
 
@@ -84,7 +84,7 @@ class HostsCommunicator(Communicator):
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
         self._layout = layout
         self._local = local
-        self._engine = engine
+        self._engine, self._way = engine, way
         sizes = sizes or Sizes.among(len(layout.hosts))
         frames = self._frames(sizes.frame_bytes) if layout.leader else None
         self._frame_bytes = sizes.frame_bytes
@@ -272,7 +272,9 @@ class HostsCommunicator(Communicator):
         self._engine.give_back()
         self.messages.give_back()
 
-    def abort(self) -> None:
+    def abort(self, doing: str = "") -> None:
+        if doing:
+            self._local.abort(doing)
         self._wake()
 
     def _wake(self) -> None:
@@ -286,7 +288,18 @@ class HostsCommunicator(Communicator):
         self._reason.close()
         self._local.close()
         self._engine.close()
-        self.messages.close()
+        self.messages.close(partial(_close_last, self._way, self._reason, partial(_forget, self._engine, self._way)))
+
+
+def _close_last(way: Engine, reason: Reason, forget: Callable[[int], None]) -> None:
+    """Give back the last that is used, and say that this rank has left."""
+    way.close()
+    reason.depart(forget)
+
+
+def _forget(engine: Engine, way: Engine, rank: int) -> None:
+    engine.forget(rank)
+    way.forget(rank)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -306,7 +319,7 @@ def _in_words(call: _Words | None) -> str:
     if call is None:
         return ""
     make, arguments, place = call
-    site = text_of(place)
+    site = shown(text_of(place))
     return f"{make(*arguments)} at {site}" if site else make(*arguments)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
+from phalanx.system.awake import ended_early
 from phalanx.system.bounded import within
 from phalanx.system.timed_queue import TimedQueue
 from phalanx.transports.gloo.engine import GlooOnDemand
@@ -173,7 +174,7 @@ class GlooEngine(Engine):
                 work = self.apart(peer, start) if profiler._is_profiler_enabled else start()
         except RuntimeError as error:
             # Gloo calls it a timeout as well if the other rank's port refuses it a few times.
-            early = time.monotonic() - began < self._gloo.timeout.total_seconds() / 2
+            early = ended_early(began, self._gloo.timeout.total_seconds())
             raise self.failure(peer, error, early) from error
         return _GlooTransfer(self, peer, work, tensor)
 
@@ -273,6 +274,9 @@ class GlooEngine(Engine):
         # A thread that an abort has left alone may be making the group, and wait for a store that cannot be reached.
         with contextlib.suppress(TimeoutError):
             within(_CLOSING_S, self._gloo.release) if self._aborted else self._gloo.release()
+
+    def forget(self, rank: int) -> None:
+        self._gloo.forget(rank)
 
     def give_back(self) -> None:
         apart = self._apart

@@ -34,7 +34,7 @@ from phalanx.transports.hosts.lookout import Lookout, lookout
 from phalanx.transports.hosts.watcher import Endpoint
 from phalanx.transports.hosts.wording import Fact
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
-from phalanx.watch.call_site import running_at
+from phalanx.watch.call_site import running_at, shown
 
 __all__ = ["Guard", "Messages", "watched_places"]
 
@@ -103,6 +103,7 @@ class Guard:
         away: the ranks of other hosts that have gone, each with how, of those that this one watches.
         has_told: this rank has written down in which collective it found the group broken. As ``inside``.
         pids: the process id of each rank.
+        size: the number of ranks.
         reason: why the group broke; None if it has not, or the rank that broke it has not said.
         inside: this rank is in a collective.
         calls: how many it has begun.
@@ -173,7 +174,7 @@ class Guard:
         store.set(f"lookout/{self._rank}", json.dumps([secrets.token_hex(8), os.getpid(), own]))
         keys = [f"lookout/{rank}" for rank in range(sum(map(len, self._layout.hosts)))]
         store.wait(keys, timeout)
-        said = [json.loads(store.get(key)) for key in keys]
+        said = [json.loads(value) for value in store.multi_get(keys)]
         return said[0][0], [(pid, Endpoint.decode(text) if text else None) for _, pid, text in said]
 
     # -- from the thread that makes collectives ----------------------------------------------------
@@ -181,6 +182,10 @@ class Guard:
     @property
     def pids(self) -> list[int]:
         return [pid for pid, _ in self._ranks]
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
 
     def attend(self, messages: Messages) -> None:
         """Have the ranks judged that messages wait for; they are kept weakly."""
@@ -384,7 +389,7 @@ class Guard:
                 wake()
         if not (self.inside or self.has_told) and (tell := self._tell_place()) is not None:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            tell(running_at(frame), message)
+            tell(shown(running_at(frame)), message)
 
 
 def _short(fact: Fact) -> str:

@@ -434,10 +434,10 @@ class HostsMessages(Matching):
                         way.say_last(BROKEN)
         self._engine.abort()
 
-    def close(self) -> None:
-        """Give back connections and threads."""
+    def close(self, close: Callable[[], None]) -> None:
+        """End; ``close`` gives back the engine, and is called on any thread when nothing needs it any more."""
         self.end()
-        self._close_when_ended(self._engine.close)
+        self._close_when_ended(close)
 
     def _close_when_ended(self, close: Callable[[], None]) -> None:
         with self.lock:

@@ -13,7 +13,7 @@ from phalanx.transports.hosts.lane import Transfer
 from phalanx.transports.hosts.message_timeouts import Overdue
 from phalanx.transports.hosts.message_way import Arrival, Way
 from phalanx.transports.shm.mailbox import WithdrawableReceive
-from phalanx.watch.call_site import capture, text_of
+from phalanx.watch.call_site import capture, shown, text_of
 
 __all__ = ["RemoteMessage"]
 
@@ -93,5 +93,5 @@ class RemoteMessage(Message):
 
     def words(self) -> str:
         """What it is, in words, with the line that called for it. Called before it is settled."""
-        line = text_of(self._site)
+        line = shown(text_of(self._site))
         return f"{self._text()} at {line}" if line else self._text()

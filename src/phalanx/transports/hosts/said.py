@@ -41,4 +41,4 @@ def said_by_all(store: Store, name: str, rank: int, size: int, timeout: timedelt
             f"while this group over several hosts was made, {format_named('rank', absent)} said nothing for "
             f"{timeout.total_seconds():.0f} s (in the step {name!r}); look at the output of each such rank"
         ) from error
-    return [store.get(key).decode() for key in keys]
+    return [value.decode() for value in store.multi_get(keys)]

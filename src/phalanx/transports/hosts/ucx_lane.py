@@ -206,6 +206,9 @@ class UcxEngine(PolledEngine):
 
     # -- the end -----------------------------------------------------------------------------------
 
+    def forget(self, rank: int) -> None:
+        self._store.delete_key(f"ucx/{rank}")
+
     def _end(self, *, orderly: bool) -> None:
         if self._process != os.getpid():
             return
@@ -220,7 +223,8 @@ class UcxEngine(PolledEngine):
         left += [request for request, _ in self._given_up]
         for request in left:
             self._c.ucp_request_cancel(self._worker, request)
-        # The address stays in the store: a rank that connects late is refused at once, and need not wait for one.
+        # The address stays in the store as long as there are ranks in the group: one that connects late is refused at
+        # once, and need not wait for one.
         closing = [self._c.ucp_ep_close_nbx(each, byref(_BY_FORCE)) for each in self._endpoints.values()]
         self._settle_all([*closing, *left])
         self._c.ucp_worker_destroy(self._worker)

@@ -6,6 +6,7 @@ neither; each is written once, by rank R. ``stands/R`` is written by the ranks o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -16,15 +17,17 @@ from torch._C._distributed_c10d import Store
 from phalanx.system import processes
 from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.meeting_store import peek
 from phalanx.watch.calls import listed
 
-__all__ = ["PATIENCE_S", "PROMPT_S", "Found", "Note", "Whereabouts"]
+__all__ = ["NOTED", "PATIENCE_S", "PROMPT_S", "Found", "Note", "Whereabouts"]
 
 # How long to wait for what others say. A rank in a call is woken by the break, and writes at once.
 PATIENCE_S = 2.0
 # The same for the ranks of a host, which share memory.
 PROMPT_S = 0.3
 _LOOK_S = 0.01
+NOTED = "noted"  # the key that is there once a rank has written down what it does, or that another one stands
 
 # A process that is stopped writes nothing, so those of its host do; others see its state in no other way.
 _STANDS = {"T": "stopped (state T)", "t": "held by a debugger (state t)"}
@@ -101,7 +104,16 @@ class Whereabouts:
             kind: ``call``, ``message`` or ``place``.
             note: what it does, or where it is.
         """
-        self._questions.say(lambda: self._store.set(f"{kind}/{self._rank}", json.dumps(note)))
+        self._questions.say(lambda: self._set(kind, note))
+
+    def write_aside(self, kind: str, note: Note) -> None:
+        """:meth:`write`, without waiting for the store."""
+        self._questions.aside(lambda: self._set(kind, note))
+
+    def _set(self, kind: str, note: Note) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone with rank 0
+            self._store.set(NOTED, "")
+            self._store.set(f"{kind}/{self._rank}", json.dumps(note))
 
     def gather(self, own: Note) -> Found:
         """What is known of the ranks, in ``PATIENCE_S`` at most.
@@ -118,13 +130,14 @@ class Whereabouts:
                 for rank in set(range(self._size)) - calls.keys():
                     # A rank that is woken from a message of its own host has said its place before it says which.
                     for kind in ("message", "place", "call"):
-                        if (kind == "message" or rank not in places) and self._store.check([f"{kind}/{rank}"]):
-                            number, text, before = json.loads(self._store.get(f"{kind}/{rank}"))
+                        wanted = kind == "message" or rank not in places
+                        if wanted and (said := peek(self._store, f"{kind}/{rank}")):
+                            number, text, before = json.loads(said)
                             (places if kind == "place" else calls)[rank] = number, text, before
                             break
                     else:
-                        if self._store.check([f"stands/{rank}"]):
-                            standing[rank] = self._store.get(f"stands/{rank}").decode()
+                        if stands := peek(self._store, f"stands/{rank}"):
+                            standing[rank] = stands.decode()
                 known = calls.keys() | places.keys() | standing.keys()
                 patience_s = PROMPT_S if len(known) == self._size else PATIENCE_S
                 if len(calls) == self._size or time.monotonic() > began + patience_s:
@@ -140,4 +153,5 @@ class Whereabouts:
         for rank in self._layout.here:
             state = processes.state_of(self._pids[rank]) if rank != self._rank else ""
             if state in _STANDS:
+                self._store.set(NOTED, "")
                 self._store.set(f"stands/{rank}", _STANDS[state])

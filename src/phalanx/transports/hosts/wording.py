@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import CollectiveTimeout, PeerLost
-from phalanx.lost import rank_of_group
+from phalanx.lost import did_last, rank_of_group
 from phalanx.transports.hosts.contact import SILENT_S, STILL_S
 from phalanx.transports.hosts.layout import Layout
 from phalanx.words import format_list
 
-__all__ = ["Fact", "awaited_elsewhere", "late", "late_message", "lost", "who"]
+__all__ = ["KNOWN_BESIDE", "Fact", "awaited_elsewhere", "late", "late_message", "lost", "who"]
 
 # ``kind``: lost, late, differs or interrupted. ``what``: silent, stopped, ended, raised, left or unreachable, or
 # message if one is late, as far as a word says it; else ``text`` says what happened, and with raised by which
-# exception. ``group_rank``: whom it is about. ``by``: the rank that noticed it.
+# exception. ``group_rank``: whom it is about. ``by``: the rank that noticed it. If that is a rank of the same
+# host, the fact may have ``KNOWN_BESIDE`` too. A rank of that host adds to ended ``how``, ``was_in_it`` and these.
 Fact = dict[str, Any]
+#: What the ranks beside a lost one know of it, as attributes of their errors.
+KNOWN_BESIDE = ("signal", "last_operation", "last_line")
 
 
 def who(ranks: Sequence[int], layout: Layout, pids: Sequence[int]) -> str:
@@ -38,7 +41,8 @@ def lost(fact: Fact, layout: Layout, pids: Sequence[int], own: int, call: str) -
     text = f"{what}. Rank {own} was in {call}{f'. {remedy}' if remedy else ''}"
     if rank < 0:
         return PeerLost(text)
-    return PeerLost(text, group_rank=rank, pid=pids[rank], host=layout.name(rank))
+    known = {name: fact[name] for name in KNOWN_BESIDE if name in fact}
+    return PeerLost(text, group_rank=rank, pid=pids[rank], host=layout.name(rank), **known)
 
 
 def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> tuple[str, str]:
@@ -60,7 +64,9 @@ def _what(fact: Fact, layout: Layout, pids: Sequence[int]) -> tuple[str, str]:
             "Suspend a job on all of its hosts together",
         )
     if what == "ended":
-        return f"{_first(rank, layout, pids)} has ended", own_output
+        how = f" {fact['how']}" if fact.get("how") else ""
+        did = did_last(fact.get("last_operation", ""), within=fact.get("was_in_it", False))
+        return f"{_first(rank, layout, pids)} has ended{how}{did}", own_output
     if what == "raised":
         return f"{_first(rank, layout, pids)} has failed ({fact['text']})", own_output
     if what == "left":

@@ -46,7 +46,9 @@ YIELD_S = 0.001
 NAP_S = 0.00005
 LONG_S, LONG_NAP_S = 0.1, 0.001
 CHECK_S = 0.005  # how often a waiting rank checks for notices
-PATIENCE_S = 0.3  # how long a rank that gives up collects the notices of the other ranks that were waiting
+# How long a rank that gives up collects the notices of the other ranks that were waiting, if more than one may be
+# missing. They send them at once, but on a busy machine that takes them a second.
+PATIENCE_S = 2.0
 
 
 class Agreement:
@@ -233,12 +235,16 @@ class Agreement:
         if self.aborted:
             raise PeerLost(f"the group was aborted while rank {self._rank} was in {call()}")
         if waited > self.timeout_s:
-            self.broken = CollectiveTimeout(
-                f"{call()} on rank {self._rank} of the group was not done within {self.timeout_s:g} s. Does the other "
-                f"rank make the matching call, with the same tag?",
-                group_rank=-1 if peer is None else peer,
-                elapsed_s=waited,
-            )
+            if peer is not None and self._standing([peer]):
+                self.broken = self._did_not_come([peer], self._rank, call(), waited)
+            else:
+                self.broken = CollectiveTimeout(
+                    f"{call()} on rank {self._rank} of the group was not done within {self.timeout_s:g} s. Does the "
+                    f"other rank make the matching call, with the same tag?",
+                    group_rank=-1 if peer is None else peer,
+                    elapsed_s=waited,
+                )
+            with_own_wait(self.broken)
             self._give_up("interrupted", call())
             raise self.broken
         if waited > last_call_s and peer is not None and peer != self._rank:
@@ -296,7 +302,14 @@ class Agreement:
             time.sleep(CHECK_S)
 
     def _did_not_come(self, missing: Sequence[int], waiting: int, call: str, waited: float) -> PhalanxError:
+        standing = self._standing(missing)
+        if standing:
+            # A rank may stop in the comparison. Then others may be past it, and wait for that rank in MPI's operation,
+            # where they send no notice.
+            missing = sorted(standing)
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
+        if standing:
+            names += f", which {'were' if len(missing) > 1 else 'was'} {standing[missing[0]]},"
         return CollectiveTimeout.did_not_come(
             names,
             f"rank {waiting} was in {call}",
@@ -304,6 +317,10 @@ class Agreement:
             group_rank=missing[0] if missing else -1,
             elapsed_s=waited,
         )
+
+    def _standing(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Those of these ranks whose processes are known not to run on, each with the reason in words."""
+        return {rank: text for rank in ranks if (text := self._runtime.standing(self._members[rank]))}
 
     def interrupted(self, error: BaseException, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
         """This rank leaves an operation by an exception of its own, a signal handler's: the group is broken.

@@ -300,7 +300,7 @@ class MpiCommunicator(Communicator):
         """How long every collective and message waits for another rank from now on."""
         self._agreement.timeout_s = timeout.total_seconds()
 
-    def abort(self) -> None:
+    def abort(self, doing: str = "") -> None:
         self._agreement.abort()
 
     def close(self) -> None:

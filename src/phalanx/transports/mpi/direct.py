@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,8 @@ class FingerprintCheck:
     Args:
         runtime, comm: MPI under way, and the group's communicator.
         spins: how often to test for the others before :meth:`compare` returns.
-        lines: whether to compare the lines from which the ranks call as well, with those of rank 0
-            (``native/csrc/mpi_lines.h``); equal on all ranks.
+        lines: whether to compare the lines from which the ranks call as well (``native/csrc/mpi_lines.h``); equal on
+            all ranks.
 
     Attributes:
         direct: True if the C core calls MPI itself (``native/csrc/mpi_meet.c``); False if mpi4py does. :meth:`prepare`
@@ -49,7 +49,7 @@ class FingerprintCheck:
         self._spins = spins
         self._core, self._address = core, address = library(), ctypes.addressof(group)
         words = MPI_WORDS if lines else _CALL_WORDS
-        if lines and core.phx_mpi_compare_lines(address, comm.rank == 0) != Status.OK:
+        if lines and core.phx_mpi_compare_lines(address, comm.rank, comm.size) != Status.OK:
             raise MemoryError
         self._notice = partial(runtime.world.Iprobe, mpi.ANY_SOURCE, NOTICE_TAG)
         own, common = (
@@ -130,17 +130,38 @@ class FingerprintCheck:
         """How the comparison has come out that is done; called once.
 
         Returns:
-            ``Status.OK`` or ``MISMATCH``; ``LINES_DIFFER`` if the ranks make the same call from lines that are to be
-            noted: then all must call :meth:`note_lines`.
+            ``Status.OK`` or ``MISMATCH``; ``LINES_DIFFER`` if the ranks make the same call from lines about which they
+            must confer: then all must tell each other what :meth:`own_line` returns.
         """
         outcome: int = self._core.phx_mpi_compared(self._address)
         return outcome
 
-    def note_lines(self) -> Crossing | None:
-        """Note that this rank's line has met rank 0's; returns what these two have called in different orders."""
+    def own_line(self) -> int:
+        """What this rank tells the others of its line, in 64 bits."""
+        return int(self._core.phx_mpi_tell_line(self._address))
+
+    def hear_lines(self, told: bytearray) -> bool:
+        """Take what every rank has told.
+
+        Args:
+            told: eight bytes a rank, by rank.
+
+        Returns:
+            Whether any rank may find something new; equal on all. Then all must go through :meth:`crossings`.
+        """
+        data = (ctypes.c_char * len(told)).from_buffer(told)
+        status: int = self._core.phx_mpi_hear_lines(self._address, ctypes.addressof(data))
+        return status == Status.LINES_DIFFER
+
+    def crossings(self) -> Iterator[Crossing]:
+        """Note that this rank's line has met those of the lower ranks.
+
+        Returns:
+            What this rank and one of those have called in different orders, to be gone through to the end.
+        """
         found = Crossing()
-        status = self._core.phx_mpi_note_lines(self._address, ctypes.byref(found))
-        return found if status == Status.CROSSED else None
+        while self._core.phx_mpi_next_crossing(self._address, ctypes.byref(found)) == Status.CROSSED:
+            yield found
 
     def end_lines(self) -> None:
         """Compare lines no longer; on all ranks after the same call."""

@@ -26,6 +26,9 @@ from phalanx import settings
 from phalanx.errors import InitializationError
 from phalanx.native.core import library
 from phalanx.place.launchers import MPI_SIZES
+from phalanx.system.mpi_files import own_files, remove
+from phalanx.system.process_use import state_text
+from phalanx.system.processes import state_of
 from phalanx.transports.mpi.interface import tell_libraries
 from phalanx.transports.mpi.notices import Notices
 
@@ -74,7 +77,7 @@ class Runtime:
         self._require_one_world()
         self.notices = Notices(mpi, self.world)
         self.check = bool(self.world.bcast(_wants_check(), 0))
-        self._hosts = self._first_ranks()
+        self._hosts, self._processes = self._first_ranks(), self._process_ids()
         # By identity: unlike a WeakSet it can be listed in one step, while other threads begin messages.
         self.messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._keeps = self._exiting = False
@@ -103,6 +106,22 @@ class Runtime:
         neighbours.Free()
         return list(self.world.allgather(first))
 
+    def _process_ids(self) -> list[tuple[int, str]]:
+        """Each rank's process id, and the namespace in which it is one."""
+        namespace = ""
+        with contextlib.suppress(OSError):
+            namespace = os.readlink("/proc/self/ns/pid")
+        return list(self.world.allgather((os.getpid(), namespace)))
+
+    def standing(self, rank: int) -> str:
+        """In words why the process of a rank of the world does not run on; empty if it does, or is on another host."""
+        pid, namespace = self._processes[rank]
+        own = self._processes[self.world.rank]
+        if not self.one_host((rank, self.world.rank)) or not namespace or namespace != own[1]:
+            return ""
+        state = state_of(pid)
+        return state_text(state) if state in ("T", "t") else ""
+
     def leave_unanswered(self, what: object) -> None:
         """Record that an operation of several ranks was given up: MPI_Finalize would wait for it without end.
 
@@ -125,12 +144,24 @@ class Runtime:
     def _leave_process(self) -> None:
         """Called as one of the last exit handlers: keep what MPI may still use, and send the notice of leaving."""
         self._exiting = True
+        self._have_files_removed()
         if self.usable:
             # A message that nobody has waited for may be under way when the interpreter takes its memory back.
             for reference in self.messages.valuerefs():
                 if (message := reference()) is not None:
                     message.keep()
         self._leave()
+
+    def _have_files_removed(self) -> None:
+        """If MPI is aborted, remove the library's shared memory first: it would stay in /dev/shm, and fill it up."""
+        if not self.usable or self._alone:
+            return
+        files = own_files()
+        if self.failed:
+            remove(files)
+        else:  # the exit code decides, which is not known yet
+            paths = b"".join(os.fsencode(path) + b"\0" for path in files)
+            self._core.phx_mpi_remove_at_abort(paths, len(paths))
 
     def begin(self) -> None:
         """Called when the world's group is made."""
@@ -250,6 +281,7 @@ class Runtime:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
         if self.usable:
+            remove(own_files())
             self.mpi.COMM_WORLD.Abort(1)
 
 

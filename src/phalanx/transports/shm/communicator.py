@@ -18,7 +18,7 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.gone import Gone
 from phalanx.transports.reductions import reducible
 from phalanx.transports.shm.crossing import begin_to_compare, judge, tells
-from phalanx.transports.shm.departures import departed
+from phalanx.transports.shm.departures import departed, ended
 from phalanx.transports.shm.explanation import explain, left_text
 from phalanx.transports.shm.mailbox import Mailbox, WithdrawableReceive
 from phalanx.transports.shm.numbers import DTYPES, OP_NUMBERS, REDUCED
@@ -26,7 +26,7 @@ from phalanx.transports.shm.pointers import Pointers, fill, fill_evenly, fill_un
 from phalanx.transports.shm.segment import join_segment
 from phalanx.transports.shm.tuning import Tuning, load_tuning
 from phalanx.transports.shm.wording import exchanged, text_of_call
-from phalanx.watch.call_site import CallSite, call_site, capture, text_of
+from phalanx.watch.call_site import CallSite, call_site, capture, shown, text_of
 from phalanx.watch.calls import shape_word
 from phalanx.watch.ending import tell_how_the_script_ends, who_left
 from phalanx.watch.own_wait import with_own_wait
@@ -119,7 +119,7 @@ class SharedMemoryCommunicator(Communicator):
         """:meth:`abort`, and let the other ranks read why; a text that is too long is left out, and so is a second."""
         with self._mailbox.handle() as comm:
             if comm:
-                if len(text.encode()) < TEXT_BYTES:
+                if text and len(text.encode()) < TEXT_BYTES:
                     self._core.phx_describe(comm, text.encode())
                 self._core.phx_abort(comm)
 
@@ -141,9 +141,13 @@ class SharedMemoryCommunicator(Communicator):
     @property
     def aborted(self) -> bool:
         """Whether a rank has broken the group by :meth:`abort`, or because a signal interrupted it."""
-        why = Breakage()
-        with self._mailbox.handle() as comm:
-            return bool(comm and self._core.phx_breakage(comm, ctypes.byref(why))) and why.status == Status.INTERRUPTED
+        return self._mailbox.why_broken().status == Status.INTERRUPTED
+
+    @property
+    def timed_out_elsewhere(self) -> bool:
+        """Whether another rank has broken the group, because its time was over."""
+        why = self._mailbox.why_broken()
+        return why.status == Status.TIMEOUT and why.rank != self.rank
 
     def who_left(self, error: BaseException) -> tuple[int, str] | None:
         """The rank that has left this group, so that an error came about, and the error of the message; see there."""
@@ -164,6 +168,10 @@ class SharedMemoryCommunicator(Communicator):
         """See ``transports/gone.py``."""
         return departed(self._mailbox, ranks)
 
+    def ended(self, rank: int, pid: int) -> dict[str, Any]:
+        """What this host knows of a rank of the group that has ended; empty in a group that this rank has closed."""
+        return ended(self._mailbox, rank, pid)
+
     @property
     def last_call(self) -> int:
         """Where this rank's last call began, as :attr:`differs_at` counts."""
@@ -172,10 +180,8 @@ class SharedMemoryCommunicator(Communicator):
     @property
     def differs_at(self) -> int | None:
         """Where the call began in which the ranks' calls differ, if that has broken the group."""
-        why = Breakage()
-        with self._mailbox.handle() as comm:
-            broken = self._core.phx_breakage(comm, ctypes.byref(why)) if comm else 0
-        return int(why.chunk) if broken and why.status == Status.MISMATCH else None
+        why = self._mailbox.why_broken()
+        return int(why.chunk) if why.status == Status.MISMATCH else None
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -352,10 +358,8 @@ class SharedMemoryCommunicator(Communicator):
         if self._comm:
             self._core.phx_set_rests(self._comm, rests)
 
-    def abort(self) -> None:
-        with self._mailbox.handle() as comm:
-            if comm:
-                self._core.phx_abort(comm)
+    def abort(self, doing: str = "") -> None:
+        self.abort_because(doing)
 
     def compare_rest(self, patience_s: float) -> None:
         with self._mailbox.handle() as comm:
@@ -369,7 +373,7 @@ class SharedMemoryCommunicator(Communicator):
             mismatch = why.status == Status.MISMATCH and why.chunk == self._core.phx_call_chunk(comm)
             if mismatch or (not broken and why.how == Going.LEFT):
                 place, text, arguments = self._last_unheard() or (None, _leaving, ())
-                raise self._error(comm, text(*arguments), text_of(place))
+                raise self._error(comm, text(*arguments), shown(text_of(place)))
 
     def close(self) -> None:
         self._mailbox.end()
@@ -409,16 +413,13 @@ class SharedMemoryCommunicator(Communicator):
         """The error for a broken group, given what this rank was doing."""
         if self._comm and self.part_of is not None:
             return self._error(self._comm, self.part_of(), "")
-        comm = self._comm
-        if not comm:
+        if not (comm := self._comm):
             return ClosedError.of_message()
-        why = Breakage()
-        self._core.phx_breakage(comm, ctypes.byref(why))
-        site = call_site()
-        before = self._last_unheard()
+        why = self._mailbox.why_broken()
+        site, before = call_site(), self._last_unheard()
         if before and why.status == Status.MISMATCH and why.chunk < self._core.phx_call_chunk(comm):
             place, text, arguments = before
-            call, site = text(*arguments), text_of(place)
+            call, site = text(*arguments), shown(text_of(place))
         return self._error(comm, call, site)
 
     def _explain_message(self, message: str) -> PhalanxError:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection
+from typing import Any
 
 from phalanx.native.core import TEXT_BYTES, Going, library
 from phalanx.system.host import machine_name
 from phalanx.transports.gone import ENDED, FAILED, LEFT, REPLACED, Gone
+from phalanx.transports.shm.explanation import facts_of
 from phalanx.transports.shm.mailbox import Mailbox
-from phalanx.watch.ends import how_ended
+from phalanx.watch.ends import AT_ONCE_S, how_ended
 
-__all__ = ["departed"]
+__all__ = ["departed", "ended"]
 
 _WAYS = {Going.LEFT: LEFT, Going.FAILED: FAILED, Going.ENDED: ENDED, Going.REPLACED: REPLACED}
 
@@ -33,10 +35,24 @@ def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:
     return found
 
 
+def ended(mailbox: Mailbox, peer: int, pid: int) -> dict[str, Any]:
+    """What this host knows of a rank that has ended: the facts of :class:`PeerLost` that are known, and ``how``.
+
+    Args:
+        mailbox: of a group, broken or not; of one that this rank has closed nothing is known.
+        peer: the rank in that group.
+        pid: its process.
+    """
+    ending = how_ended(pid)
+    with mailbox.handle() as comm:
+        facts = facts_of(comm, peer) if comm else {}
+    return {**facts, "how": ending.text, "signal": ending.signal}
+
+
 def _in_words(comm: int, rank: int, how: int, pid: int) -> Gone:
     way, text = _WAYS[how], ""
     if way == ENDED:
-        text = how_ended(pid)
+        text = how_ended(pid, AT_ONCE_S).text
     elif way == FAILED:
         said = ctypes.create_string_buffer(TEXT_BYTES)
         if library().phx_description(comm, rank, said) and not said.value.startswith(b"{"):

@@ -6,19 +6,21 @@ import ctypes
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.system import processes
+from phalanx.system.folder import beside, jobs_folder
 from phalanx.system.host import machine_name
+from phalanx.system.process_use import state_text
 from phalanx.watch.calls import listed
 from phalanx.watch.ends import how_ended
 from phalanx.watch.records import read_memory
-from phalanx.watch.verdict import state_text
 
-__all__ = ["explain", "left_text"]
+__all__ = ["explain", "facts_of", "left_text"]
 
 # How long to wait for other ranks' calls. Ranks that wait in the group are woken by the break and write their call down
 # within a millisecond or two, unless the machine is busy; a rank that computes is in no call.
@@ -67,7 +69,7 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
             group_rank=lost,
             elapsed_s=timeout_s,
             pid=why.peer_pid,
-            **_facts(comm, why),
+            **facts_of(comm, why.peer),
         )
     if why.status == Status.INTERRUPTED:
         return PeerLost.out_of_step(
@@ -80,7 +82,7 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
 
 def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
     """The error for a rank that went, and for how it went."""
-    facts = _facts(comm, why)
+    facts = facts_of(comm, why.peer)
     if why.how == Going.LEFT:
         return PeerLost.left(lost, why.peer_pid, waiting, **facts)
     if why.how == Going.REPLACED:
@@ -92,7 +94,8 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
             return PeerLost.left_before_failure(left[0], left[1], lost, why.peer_pid, waiting)
         cause = _calls(comm, [why.peer], 0.0).get(why.peer, "")
         return PeerLost.failed(lost, why.peer_pid, cause, waiting, **facts)
-    return PeerLost.ended(lost, why.peer_pid, waiting, how_ended(why.peer_pid), **facts)
+    ending = how_ended(why.peer_pid)
+    return PeerLost.ended(lost, why.peer_pid, waiting, ending.text, signal=ending.signal, **facts)
 
 
 def _living(pid: int) -> str:
@@ -124,16 +127,16 @@ def _left(comm: int, rank: int) -> tuple[int, str] | None:
     return (said["left"], said["text"]) if "left" in said else None
 
 
-def _facts(comm: int, why: Breakage) -> dict[str, Any]:
-    """What is known of the rank that the group broke for, from its flight recorder."""
+def facts_of(comm: int, peer: int) -> dict[str, Any]:
+    """What is known of a rank from its flight recorder."""
     facts: dict[str, Any] = {"host": machine_name()}
-    memory = library().phx_recorder_of(comm, why.peer)
+    memory = library().phx_recorder_of(comm, peer)
     recording = read_memory(memory) if memory else None
     if recording is not None:
         facts["rank"] = recording.rank
         if recording.last is not None:
-            facts["last_operation"], facts["last_line"] = recording.last.text(), recording.last.site
-            facts["was_in_it"] = recording.last.under_way
+            facts["last_line"], facts["was_in_it"] = recording.last.site, recording.last.under_way
+            facts["last_operation"] = replace(recording.last, site=beside(recording.last.site, jobs_folder())).text()
     return facts
 
 

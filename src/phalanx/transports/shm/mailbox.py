@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from phalanx.errors import BackendError, ClosedError, PeerLost, PhalanxError
-from phalanx.native.core import ANY_SOURCE, Status, library
+from phalanx.native.core import ANY_SOURCE, Breakage, Status, library
 from phalanx.native.signals import SignalPoll
 from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.watch.call_site import call_site
@@ -60,6 +61,13 @@ class Mailbox:
             yield self.comm
         finally:
             self.inside.pop()
+
+    def why_broken(self) -> Breakage:
+        """Why the group is broken; its status is ``OK`` while it is not, or when it has been closed."""
+        why = Breakage()
+        with self.handle() as comm:
+            broken = comm and self.core.phx_breakage(comm, ctypes.byref(why))
+        return why if broken else Breakage()
 
     def send(self, tensor: torch.Tensor, dtype: int, peer: int, tag: int) -> Message:
         """Start sending; most small messages are done at once. ``dtype`` is the core's number."""

@@ -6,7 +6,9 @@ is. A rank that can open it and reads the right cookie is on the same host; host
 
 The ranks meet under one key, ``offer``. Rank 0 deletes the offer before it publishes the outcome, so a rank that has
 read the outcome cannot mistake the old offer for the next meeting's. Every other key carries the offer's cookie. So a
-meeting that failed leaves nothing that the next one could take for its own, however often each rank has tried.
+meeting that failed leaves nothing that the next one could take for its own, however often each rank has tried. A rank
+that gives up while rank 0 still waits takes its answer back, so that nobody counts on it, and it may come again to the
+same offer. If it dies before it has, the others find its process gone when all have attached.
 
 When all have attached, each looks whether it sees the others' processes, by descriptors of the segment that they hold
 open meanwhile. Otherwise it could not learn of their deaths: a rank may have a /proc, or a clock, of its own. The ranks
@@ -21,15 +23,15 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
 from phalanx.native.core import NOBODY, Status, library
-from phalanx.system.awake import AwakeClock
-from phalanx.transports.meeting_store import error_of
+from phalanx.system.awake import AwakeClock, ended_early
+from phalanx.transports.meeting_store import MeetingStore, error_of, peek
 from phalanx.transports.shm.tuning import Tuning
 
 __all__ = ["NotOneHost", "join_segment", "own_pid"]
@@ -40,6 +42,8 @@ _Attached = tuple[int | None, str]  # the core's handle, or why there is none
 OUTCOME_GRACE = timedelta(seconds=5)
 SIGHT_S = 5.0  # how long to wait for a rank that one cannot see, and so cannot know to be alive
 NAP_S = 0.0005
+_SHORTEST_WAIT_S = 0.1  # rather than none, which would mean no limit
+LOOK_S = 0.5  # how often a rank that waits for others to look tells whether one is stopped
 MAX_RANKS = 1024  # PHX_MAX_RANKS
 _ENDED_WAIT = "the store ended the wait before its time"
 
@@ -91,17 +95,21 @@ def join_segment(
                 comm, reason = _attach(descriptor, rank, cookie, spin, poll)
             missing, apart, blamed = _offer(store, size, timeout, descriptor, cookie.hex(), reason)
         else:
-            _wait(store, "offer", timeout, f"rank 0 did not come to a group of {size} ranks")
-            pid, number, name = json.loads(store.get("offer"))
+            pid, number, name = json.loads(_await_offer(store, size, timeout))
             cookie, reason = bytes.fromhex(name), ""
             if number >= 0:
                 descriptor, reason = _reach(pid, number)
                 if not reason:
                     comm, reason = _attach(descriptor, rank, cookie, spin, poll)
-            store.set(f"{name}/answer/{rank}", json.dumps(reason))
-            # Wait longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
-            outcome = f"{name}/outcome"
-            _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
+            answer, outcome = f"{name}/answer/{rank}", f"{name}/outcome"
+            store.set(answer, json.dumps(reason))
+            try:
+                # Longer than rank 0 waits for the others, so that its outcome, which names the missing ranks, arrives.
+                _wait(store, outcome, timeout + OUTCOME_GRACE, f"rank 0 did not finish a group of {size} ranks")
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the store has gone
+                    store.delete_key(answer)
+                raise
             missing, apart, blamed = json.loads(store.get(outcome))
         if blamed:
             raise InitializationError.of_rank(missing, *blamed)
@@ -156,6 +164,17 @@ def _offer(
     return outcome
 
 
+def _await_offer(store: Store, size: int, timeout: timedelta) -> bytes:
+    """Rank 0's offer. It may be taken back between two requests; then a ``get`` would wait in silence for another."""
+    began = time.monotonic()
+    offer = None
+    while offer is None:
+        left_s = max(_SHORTEST_WAIT_S, timeout.total_seconds() - (time.monotonic() - began))
+        _wait(store, "offer", timedelta(seconds=left_s), f"rank 0 did not come to a group of {size} ranks")
+        offer = peek(store, "offer")
+    return offer
+
+
 def own_pid() -> int:
     """This process's id as its /proc counts, in which the others look for it; getpid() counts in a namespace."""
     try:
@@ -198,11 +217,6 @@ def _reach(pid: int, number: int) -> tuple[int, str]:
         return -1, f"{error.strerror} (/proc/{pid}/fd)"
 
 
-def _is_early(began: float, timeout: timedelta) -> bool:
-    """Whether a wait that began then has ended before its time: the text of its error is that of a timeout even so."""
-    return time.monotonic() - began < timeout.total_seconds() / 2
-
-
 def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout_s: float) -> str:
     """Look at the other ranks' processes, and wait until all ranks have looked.
 
@@ -214,12 +228,23 @@ def _see_each_other(store: Store, comm: int, descriptor: int, rank: int, timeout
     """
     core, by, whom = library(), ctypes.c_uint32(), ctypes.c_uint32()
     core.phx_look(comm, descriptor)
-    clock = AwakeClock()
+    clock, next_look_s = AwakeClock(), LOOK_S
     while (status := core.phx_all_seen(comm, ctypes.byref(by), ctypes.byref(whom))) != Status.OK:
         waited_s = clock.now()
         unseen = core.phx_sees(comm, by.value) == 0
-        if status == Status.PEER_LOST or waited_s > (min(SIGHT_S, timeout_s) if unseen else timeout_s):
+        if status == Status.PEER_LOST:
             raise error_of(store, f"rank {rank}: rank {by.value} of the group ended while the ranks met")
+        if waited_s > (limit_s := min(SIGHT_S, timeout_s) if unseen else timeout_s):
+            raise error_of(
+                store,
+                f"rank {rank}: rank {by.value} of the group had attached to the shared segment, and did not look for "
+                f"the others within {limit_s:.0f} s. Has it ended, or is it stopped?",
+                late=True,
+            )
+        if waited_s >= next_look_s:
+            next_look_s = waited_s + LOOK_S
+            if isinstance(store, MeetingStore):
+                store.look()
         time.sleep(NAP_S)
     if whom.value == NOBODY:
         return ""
@@ -233,14 +258,14 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
     """The outcome, given rank 0's own answer: why it cannot attach."""
     keys = {peer: f"{name}/answer/{peer}" for peer in range(1, size)}
     began = time.monotonic()
-    try:
-        store.wait(list(keys.values()), timeout)  # one deadline for all of them
-    except InitializationError:
-        raise  # a rank has gone
-    except RuntimeError as error:
-        if _is_early(began, timeout):
-            raise InitializationError(f"rank 0 could not wait for the other ranks: {_ENDED_WAIT} ({error})") from error
-        absent = [peer for peer, key in keys.items() if not store.check([key])]
+    texts: dict[int, bytes] = {}
+    while len(texts) < len(keys):
+        left_s = timeout.total_seconds() - (time.monotonic() - began)
+        absent = _absent(store, keys, timedelta(seconds=max(_SHORTEST_WAIT_S, left_s)))
+        if not absent:
+            texts = {peer: text for peer, key in keys.items() if (text := peek(store, key)) is not None}
+            if left_s <= 0:
+                absent = sorted(keys.keys() - texts.keys())  # else a rank has just given up, and may come again
         if absent:
             names = f"rank{'s' if absent[1:] else ''} {', '.join(map(str, absent))}"
             late = (
@@ -248,11 +273,25 @@ def _collect_answers(store: Store, size: int, timeout: timedelta, name: str, ans
                 f"create the same groups in the same order?"
             )
             return late, "", ()
-    answers = [answer, *(json.loads(store.get(key)) for key in keys.values())]
+    answers = [answer, *map(json.loads, texts.values())]
     for key in keys.values():
         store.delete_key(key)
     apart = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(answers) if text)
     return "", apart, ()
+
+
+def _absent(store: Store, keys: Mapping[int, str], timeout: timedelta) -> list[int]:
+    """Wait for the keys of these ranks, with one deadline for all; the ranks whose keys are not there by then."""
+    began = time.monotonic()
+    try:
+        store.wait(list(keys.values()), timeout)
+    except InitializationError:
+        raise  # a rank has gone
+    except RuntimeError as error:
+        if ended_early(began, timeout.total_seconds()):
+            raise InitializationError(f"rank 0 could not wait for the other ranks: {_ENDED_WAIT} ({error})") from error
+        return [peer for peer, key in keys.items() if not store.check([key])]
+    return []
 
 
 def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
@@ -262,6 +301,6 @@ def _wait(store: Store, key: str, timeout: timedelta, otherwise: str) -> None:
     except InitializationError:
         raise  # a rank has gone
     except RuntimeError as error:  # each kind of store has a subclass of its own for a wait that timed out
-        if _is_early(began, timeout):
+        if ended_early(began, timeout.total_seconds()):
             raise InitializationError(f"{otherwise}: {_ENDED_WAIT} ({error})") from error
         raise InitializationError(f"{otherwise} within {timeout.total_seconds():.0f} s ({error})") from error

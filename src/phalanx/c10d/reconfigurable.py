@@ -1,0 +1,281 @@
+"""A process group whose ranks change: ``torch.distributed._reconfigure``, which torch has from 2.15 on.
+
+``init_process_group(enable_reconfigure=True)`` waits for nobody. The group that it makes has no ranks yet, only the
+store in which they will meet. From then on the program (torchft, or a loop of its own) decides which processes belong
+to it: it collects a handle from each, and all of those call ``reconfigure`` with the same handles and a number that was
+not used before. They meet as the ranks of any new group do, under that number. So a rank that is lost is left out, and
+a process that has just been started comes in. Processes that are not listed are not asked, and may be gone.
+
+Each of these constellations is a process group of its own, a :class:`PhalanxProcessGroup`, and this one hands every
+call to the present one. The new one is made before the old one is given up: where that fails, the old one stays as it
+was, and the program may try again with another number. An operation of the old one that is still under way ends with an
+error; the old one's memory, connections and threads are given back before ``reconfigure`` returns.
+
+torch's hooks (its flight recorder, its check for NaN) do not see these groups, which serve CPU tensors alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Backend, PrefixStore, Store
+from torch.distributed.distributed_c10d import GroupName
+
+from phalanx.c10d.create import create_process_group
+from phalanx.c10d.hooked import CALLS
+from phalanx.c10d.messages import DoneWork
+from phalanx.c10d.process_group import PhalanxProcessGroup
+from phalanx.c10d.reconfigure_handles import Handle, digest, ordered
+from phalanx.c10d.uncompiled import uncompiled
+from phalanx.errors import ArgumentError, ClosedError, InitializationError
+
+__all__ = ["ReconfigurableProcessGroup"]
+
+_COLLECTIVES = (
+    *CALLS,
+    "all_to_all_single",
+    "all_gather_single_coalesced",
+    "gather_single",
+    "reduce_scatter_single_coalesced",
+)
+# What the present group does; all others of torch's methods are about the name, or go to the backend below.
+_HANDED_ON = (
+    *_COLLECTIVES,
+    "_start_coalescing",
+    "_end_coalescing",
+    "_set_sequence_number_for_group",
+    "_get_sequence_number_for_group",
+    "split_group",
+)
+
+
+class _Backend(Backend):
+    """What torch's dispatcher and programs that ask for the group's backend call: the group itself.
+
+    torch keeps the backends of a group for good, and so each constellation's own cannot be given to it.
+    """
+
+    # torch asks for these without end where a class written in Python leaves them to it.
+    supports_coalescing = supports_shrinking = supports_splitting = supports_window = False
+    _supports_time_estimate = False
+    supports_reconfigure = True
+
+    def __init__(self, group: ReconfigurableProcessGroup) -> None:
+        super().__init__(group.getRank(), group.getSize())
+        self._of = weakref.ref(group)  # which holds this one
+
+    @property
+    def group(self) -> ReconfigurableProcessGroup:
+        group = self._of()
+        if group is None:
+            raise ClosedError("the backend of a process group was used after the group was gone")
+        return group
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return self.group.getBackendName()
+
+    def rank(self) -> int:
+        return self.group.getRank()
+
+    def size(self) -> int:
+        return self.group.getSize()
+
+    def get_reconfigure_handle(self) -> str:
+        return self.group.get_reconfigure_handle()
+
+    def reconfigure(self, opts: Any) -> Any:
+        return self.group.reconfigure(opts)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.group.set_timeout(timeout)
+
+    def abort(self) -> None:
+        self.group.abort()
+
+    def shutdown(self) -> None:
+        self.group.shutdown()
+
+
+@uncompiled
+class ReconfigurableProcessGroup(dist.ProcessGroup):
+    """A process group whose ranks :meth:`reconfigure` sets. Made by ``init_process_group``, not by hand.
+
+    Args:
+        store: the group's part of the job's store. All processes that may belong to the group reach it, and it must
+            outlive them: a store in one of them is lost with that one.
+        rank: this process's rank until the first :meth:`reconfigure`, by which others are ordered and recorded.
+        size: the number of ranks until then.
+        timeout: for the meeting of the ranks, and for every operation.
+        group_name: torch's name for the group.
+        backend: what the group says its backend is.
+    """
+
+    supports_reconfigure = True
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, group_name: str, backend: str) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._store, self._timeout, self._backend_name = store, timeout, backend
+        self._rank, self._size = rank, size
+        self._handle = Handle.new(rank)
+        self._pid = os.getpid()
+        self._present: PhalanxProcessGroup | None = None
+        self._used: set[int] = set()
+        self._closed = False
+        self._backend = _Backend(self)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, self._backend)
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        self._set_group_name(GroupName(group_name))
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return "phalanx" if self._backend_name == "gloo" else self._backend_name
+
+    def _get_backend_name(self) -> str:
+        return self._backend_name
+
+    def name(self) -> str:
+        return self._backend_name
+
+    def getRank(self) -> int:  # noqa: N802 - torch's name
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802 - torch's name
+        return self._size
+
+    def get_group_store(self) -> Store:
+        """The store in which the ranks meet, at every :meth:`reconfigure` the same."""
+        return self._store
+
+    @property
+    def engine(self) -> str:
+        """The library whose connections carry the bytes between the present ranks; empty if they are our own."""
+        return "" if self._present is None else self._present.engine
+
+    # -- the ranks ---------------------------------------------------------------------------------
+
+    def get_reconfigure_handle(self) -> str:
+        """What names this process to the others. It stays the same until the group is destroyed."""
+        return str(self._handle)
+
+    def reconfigure(self, opts: Any) -> Any:
+        """Give the group the ranks of ``opts.handles``. All of those call it, and no others.
+
+        Args:
+            opts: torch's ``ReconfigureOptions``. ``handles``: one for each rank; a list gives the order of the ranks,
+                and of a set they are ordered by the ranks given to ``init_process_group``. ``uuid``: a number that this
+                group has not used yet, equal on all. ``timeout``: how long to wait for the others, by default the
+                group's own, which operations keep. ``hints``: ignored.
+
+        Returns:
+            A ``Work`` that is done.
+
+        Raises:
+            ArgumentError: the handles cannot be right, this process's own is not among them, or the number was used.
+            InitializationError: not all came in time. The group is as it was before; try again with another number.
+            ClosedError: the group was destroyed, or belongs to the process that this one was forked from.
+        """
+        if self._pid != os.getpid():
+            raise ClosedError.of_parent(f"process group {self.group_name!r}", os.getpid())
+        if self._closed:
+            raise ClosedError(f"process group {self.group_name!r} was reconfigured after it had been destroyed")
+        members = ordered(opts.handles)
+        if self._handle not in members:
+            raise ArgumentError(
+                f"reconfigure: none of the {len(members)} handles is this process's own, {self._handle}: only the "
+                "processes that are to belong to the group call it"
+            )
+        if opts.uuid in self._used:
+            raise ArgumentError(
+                f"reconfigure: the uuid {opts.uuid} was already used by this group; give each call a new one, also "
+                "after one that failed"
+            )
+        self._used.add(opts.uuid)
+        made = self._meet(members, opts.uuid, self._timeout if opts.timeout is None else opts.timeout)
+        before, self._present = self._present, made
+        self._rank, self._size = made.rank(), made.size()
+        vars(self).update({name: getattr(made, name) for name in _HANDED_ON})
+        if before is not None:
+            over_hosts = bool(before.engine)
+            before.retire()
+            del before
+            if over_hosts:
+                # Receives that were posted ahead hold Gloo's connections and threads, in a circle of references.
+                gc.collect()
+        return DoneWork([])
+
+    def _meet(self, members: list[Handle], uuid: int, timeout: timedelta) -> PhalanxProcessGroup:
+        """Make the group of these members, each of which does so now."""
+        given = [member.rank for member in members]
+        try:
+            made = create_process_group(
+                # Those who name others, or in another order, are in another meeting.
+                PrefixStore(f"reconfigure/{uuid}/{digest(members)}", self._store),
+                members.index(self._handle),
+                len(members),
+                timeout,
+                self.group_name,
+                [],
+                self._backend_name,
+                recorded=given if len(set(given)) == len(given) else range(len(members)),
+                kind=PhalanxProcessGroup,
+            )
+        except InitializationError as error:
+            raise InitializationError(
+                f"process group {self.group_name!r} could not be reconfigured to {len(members)} ranks: {error}. All of "
+                f"these must call it with the same handles in the same order and with the uuid {uuid}; the group is "
+                "as it was before, and the next attempt needs a new uuid"
+            ) from error
+        made.set_timeout(self._timeout)
+        return made
+
+    # -- lifetime ----------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of every operation that starts from now on, also when the ranks have changed."""
+        self._timeout = timeout
+        if self._present is not None:
+            self._present.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """End operations under way on every rank with an error. :meth:`reconfigure` makes the group usable again."""
+        if self._present is not None:
+            self._present.abort()
+
+    def shutdown(self) -> None:
+        """Give the group back, as :meth:`PhalanxProcessGroup.shutdown`; it cannot be reconfigured afterwards."""
+        self._closed = True
+        if self._present is not None:
+            self._present.shutdown()
+
+
+def _before_the_first(name: str) -> Callable[..., Any]:
+    def call(self: ReconfigurableProcessGroup, *arguments: Any, **named: Any) -> Any:
+        raise InitializationError(
+            f"process group {self.group_name!r} has no ranks yet, so it cannot {name.strip('_')}: it was made with "
+            "enable_reconfigure=True. Call torch.distributed._reconfigure() first, with a handle of each rank"
+        )
+
+    call.__name__ = name
+    return call
+
+
+def _of_backend(name: str) -> Callable[..., Any]:
+    def call(self: _Backend, *arguments: Any, **named: Any) -> Any:
+        work = getattr(self.group, name)(*arguments, **named)
+        return DoneWork([]) if work is None else work
+
+    call.__name__ = name
+    return call
+
+
+for _name in _HANDED_ON:
+    setattr(ReconfigurableProcessGroup, _name, _before_the_first(_name))
+uncompiled(ReconfigurableProcessGroup)
+for _name in _COLLECTIVES:
+    setattr(_Backend, _name, _of_backend(_name))

@@ -1,0 +1,63 @@
+"""The user's signals to ranks that have no handler for them yet.
+
+SIGUSR1 and SIGUSR2 are for the script, and one that comes during a start or a restart would end the job. So the parent
+of the ranks, a zygote or a keeper, holds such a signal back. The kernel reports no change of a process's handlers, so
+the parent looks again and again, but only while it holds a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+
+from phalanx.system import processes
+
+__all__ = ["HeldSignals"]
+
+# How long after its start a rank, or the program that it becomes, may take to set its handler.
+_HANDLERS_S = 20.0
+_LOOK_S = 0.05
+
+
+class HeldSignals:
+    """The signals that one parent has for its ranks, from when they come to when they are sent."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[int, int]] = []
+        self._until: float | None = None
+
+    def begin(self) -> None:
+        """The ranks have been started; before, every signal waits."""
+        self._until = time.monotonic() + _HANDLERS_S
+
+    def add(self, ranks: Iterable[int], signum: int) -> None:
+        """A signal has come for these ranks; :meth:`send` sends it."""
+        self._held += [(rank, signum) for rank in ranks]
+
+    def due_in_s(self) -> float | None:
+        """When :meth:`send` has something to do; None for never."""
+        return _LOOK_S if self._held and self._until is not None else None
+
+    def send(self, pids: Mapping[int, int]) -> None:
+        """Send the signals to the ranks that have a handler, or have had the time to set one.
+
+        They go to the ranks alone: what those have started, such as a loader's workers, need not handle the signal.
+
+        Args:
+            pids: the process id of each rank that has not been reaped, by rank. Signals to others are dropped.
+        """
+        if self._until is None or not self._held:
+            return
+        waits = time.monotonic() < self._until
+        held, self._held = self._held, []
+        for rank, signum in dict.fromkeys(held):
+            pid = pids.get(rank)
+            if pid is None:
+                continue
+            if waits and not processes.handles(pid, signum):
+                self._held.append((rank, signum))
+                continue
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signum)

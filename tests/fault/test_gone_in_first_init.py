@@ -1,0 +1,249 @@
+"""A rank that goes while the first world is made, under a launcher that tells nobody: the others name it at once.
+
+The store is torchrun's, which does not know its clients; or rank 0's, of torch, which ends with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.islands import pretend_host
+from tests.support.ports import held_port
+from tests.support.ranks import Member, Outcome, run_ranks
+from torch._C._distributed_c10d import TCPStore
+
+import phalanx
+from phalanx.c10d import create, quick
+from phalanx.errors import InitializationError
+from phalanx.system.sight import own_sight
+from phalanx.topology import device
+from phalanx.transports import attendance
+from phalanx.transports.hosts.guard import Guard
+from phalanx.transports.shm import segment
+
+TIMEOUT_S = 200.0
+LIMIT_S = 100.0  # a busy machine needs less, and a rank that waits for the timeout needs more
+
+
+class Fault(Exception):
+    """What the script of a rank raises."""
+
+
+def fail() -> None:
+    raise Fault("this batch is empty")
+
+
+WAYS: dict[str, tuple[Callable[[], object], str]] = {
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), "has ended while"),
+    "exits at once": (lambda: os._exit(3), "has ended while"),
+    "exits": (lambda: sys.exit(0), "has ended with exit code 0 while"),
+    "raises": (fail, "has failed (Fault: this batch is empty) while"),
+}
+
+
+def as_launched(member: Member, size: int, port: int, torchrun: bool) -> None:
+    """The variables of a launcher."""
+    place = {"RANK": member.rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if torchrun:
+        place |= {"LOCAL_RANK": member.rank, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1}
+        place |= {
+            "TORCHELASTIC_RUN_ID": "none",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+    os.environ.update({name: str(value) for name, value in place.items()})
+
+
+def join(by: str, timeout_s: float = TIMEOUT_S) -> None:
+    if by == "init":
+        phalanx.init(timeout_s=timeout_s, quiet=True, device="cpu")
+    else:
+        dist.init_process_group("phalanx", timeout=timedelta(seconds=timeout_s))
+
+
+def leave(by: str) -> None:
+    (phalanx.close if by == "init" else dist.destroy_process_group)()
+
+
+def fall_at(place: Any, name: str, fall: Callable[[], object]) -> None:
+    """Go in a step of making the world."""
+
+    def falls(*_: Any, **__: Any) -> None:
+        fall()
+
+    pytest.MonkeyPatch().setattr(place, name, falls)
+
+
+def under_launcher(size: int, body: Callable[[Member], Any], *, torchrun: bool = True) -> list[Outcome]:
+    """Run a function on ranks; under ``torchrun`` beside a process that keeps their store, as its agent does."""
+    with held_port() as port:
+
+        def started(member: Member) -> Any:
+            if member.rank == size:
+                store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+                member.say("kept")
+                while any(not has_gone(member, rank) for rank in range(size)):
+                    time.sleep(0.01)
+                del store
+                return None
+            if torchrun:
+                member.await_said("kept")
+            as_launched(member, size, port, torchrun)
+            try:
+                return body(member)
+            finally:
+                member.say(f"over-{member.rank}")
+
+        def has_gone(member: Member, rank: int) -> bool:
+            return any((member.folder / f"{how}-{rank}").exists() for how in ("over", "goes"))
+
+        return run_ranks(started, size + torchrun)
+
+
+def told(
+    by: str,
+    size: int,
+    victim: int,
+    way: str,
+    step: tuple[Any, str],
+    hosts: int = 1,
+    *,
+    torchrun: bool = True,
+    late: bool = False,
+) -> None:
+    """Check what the others say, and that they say it long before the timeout; ``late``: they come when it goes."""
+    go, how = WAYS[way]
+
+    def body(member: Member) -> str:
+        if hosts > 1:
+            host = member.rank * hosts // size
+            pretend_host(host)
+            pytest.MonkeyPatch().setattr(attendance, "own_sight", lambda: f"{own_sight()}-{host}")
+        if member.rank == victim:
+
+            def fall() -> None:
+                member.say(f"goes-{victim}")
+                go()
+
+            fall_at(*step, fall)
+        elif late:
+            while not (member.folder / f"goes-{victim}").exists():
+                time.sleep(0.01)
+        started, said = time.monotonic(), ""
+        try:
+            join(by)
+        except InitializationError as error:
+            said = f"{error.rank} {error}"
+        assert time.monotonic() - started < LIMIT_S, said
+        return said
+
+    for outcome in under_launcher(size, body, torchrun=torchrun)[:size]:
+        if outcome.rank != victim:
+            assert outcome.error is None, outcome.traceback
+            assert outcome.value.startswith(f"{victim} rank {victim} (pid "), outcome.value
+            assert how in outcome.value, outcome.value
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("by", ["init", "torch"])
+def test_the_rank_is_named_under_torchrun(by: str, size: int, way: str) -> None:
+    told(by, size, size - 1, way, (segment, "_reach"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("by", ["init", "torch"])
+def test_rank_0_is_named_under_torchrun(by: str, way: str) -> None:
+    told(by, 3, 0, way, (segment, "_make_segment"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("by", "step"),
+    [("init", (importlib.import_module("phalanx.world"), "gather")), ("torch", (segment, "_make_segment"))],
+)
+def test_ranks_that_come_later_name_it(by: str, step: tuple[Any, str], way: str) -> None:
+    told(by, 3, 0, way, step, late=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_named_between_the_steps_of_init(way: str) -> None:
+    told("init", 5, 2, way, (device, "open_device"))
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_named_where_rank_0_has_the_store(way: str, victim: int) -> None:
+    told("torch", 3, victim, way, (segment, "_reach"), torchrun=False)
+
+
+@pytest.mark.parametrize(
+    ("victim", "place", "step"), [(0, create, "join_islands"), (4, create, "choose_engine"), (2, Guard, "_meet")]
+)
+@pytest.mark.parametrize("by", ["init", "torch"])
+def test_ranks_of_other_hosts_are_told_by_those_that_see_it(by: str, victim: int, place: Any, step: str) -> None:
+    told(by, 5, victim, "killed", (place, step), hosts=2)
+
+
+def test_a_rank_that_raises_alone_on_its_host_is_named() -> None:
+    told("torch", 2, 1, "raises", (create, "join_islands"), hosts=2)
+
+
+@pytest.mark.parametrize("by", ["init", "torch"])
+def test_a_meeting_that_failed_does_not_end_the_next_one(by: str) -> None:
+    def body(member: Member) -> str:
+        said = ""
+        with pytest.MonkeyPatch.context() as patch:
+            if member.rank == 1:
+                patch.setattr(segment, "_reach", lambda *_: fail())
+            try:
+                join(by)
+            except (InitializationError, Fault) as error:
+                said = str(error)
+        member.say(f"failed-{member.rank}")
+        member.await_said("failed-0", "failed-1", "failed-2")
+        if member.rank == 1:
+            member.await_said("waits-0", "waits-2")
+            time.sleep(1.0)  # the others look several times
+        member.say(f"waits-{member.rank}")
+        join(by)
+        dist.all_reduce(torch.ones(4))
+        leave(by)
+        return said
+
+    for outcome in under_launcher(3, body)[:3]:
+        assert outcome.error is None, outcome.traceback
+        assert "this batch is empty" in outcome.value
+
+
+@pytest.mark.parametrize("by", ["init", "torch"])
+def test_a_rank_that_ends_as_soon_as_it_is_in_disturbs_nobody(by: str) -> None:
+    def body(member: Member) -> float:
+        if member.rank != 1:
+            # The others come to their end of the meeting when that rank has ended.
+            own = quick.quicken
+
+            def late(*arguments: Any) -> None:
+                member.await_said("goes-1")
+                own(*arguments)
+
+            pytest.MonkeyPatch().setattr(create, "quicken", late)
+        join(by)
+        if member.rank == 1:
+            member.say("goes-1")
+            os._exit(0)
+        return 1.0
+
+    for outcome in under_launcher(3, body)[:3]:
+        if outcome.rank != 1:
+            assert outcome.value == 1.0, outcome.traceback
