@@ -7,6 +7,7 @@ import threading
 from types import CodeType, FrameType, TracebackType
 
 from phalanx.system.folder import beside, jobs_folder
+from phalanx.watch.stack_text import is_library
 
 __all__ = ["CallSite", "call_site", "capture", "inside", "raised_at", "running", "running_at", "shown", "text_of"]
 
@@ -79,21 +80,32 @@ def call_site() -> str:
 def running_at(frame: FrameType | None) -> str:
     """The innermost place of the user's program in a stack, as ``function (file:line)``; empty if there is none.
 
-    The path is absolute, since processes of other jobs may be told: the one that puts it into words shortens it.
+    Installed libraries are passed over, unless the whole program is one. The path is absolute, since processes of
+    other jobs may be told: the one that puts it into words shortens it.
     """
-    while frame is not None and inside(frame):
+    within = ""
+    while frame is not None:
+        if not inside(frame):
+            code = frame.f_code
+            place = f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}:{frame.f_lineno})"
+            if not is_library(code.co_filename):
+                return place
+            within = within or place
         frame = frame.f_back
-    if frame is None:
-        return ""
-    code = frame.f_code
-    return f"{getattr(code, 'co_qualname', code.co_name)} ({code.co_filename}:{frame.f_lineno})"
+    return within
 
 
 def raised_at(trace: TracebackType | None) -> str:
-    """The innermost line of the user's program in a traceback, as ``file:line``; empty if there is none."""
-    site = ""
+    """The innermost line of the user's program in a traceback, as ``file:line``; empty if there is none.
+
+    Installed libraries are passed over, unless the whole program is one.
+    """
+    site = within = ""
     while trace is not None:
         if not inside(trace.tb_frame):
-            site = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+            file = trace.tb_frame.f_code.co_filename
+            within = f"{file}:{trace.tb_lineno}"
+            if not is_library(file):
+                site = within
         trace = trace.tb_next
-    return site
+    return site or within

@@ -7,7 +7,7 @@ import re
 import sysconfig
 from dataclasses import dataclass
 
-__all__ = ["ASKED", "OWN", "Frame", "asked_in", "frames_of"]
+__all__ = ["ASKED", "OWN", "Frame", "asked_in", "frames_of", "is_library"]
 
 # In front of what a rank has asked another process for (``waiting.py``), behind its stack.
 ASKED = "\nAsked: "
@@ -29,7 +29,12 @@ class Frame:
     @property
     def is_librarys(self) -> bool:
         """Whether it belongs to an installed library or to Phalanx, and not to the user's program."""
-        return self.file.startswith(("<", *_LIBRARIES, OWN))
+        return is_library(self.file)
+
+
+def is_library(file: str) -> bool:
+    """Whether the code of this file is an installed library's, Python's or Phalanx's, and not the user's program."""
+    return file.startswith(("<", *_LIBRARIES, OWN))
 
 
 def frames_of(stack: str) -> list[Frame]:
