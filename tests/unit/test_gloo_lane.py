@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from phalanx.transports.gloo.engine import lazy_gloo
 from phalanx.transports.hosts import gloo_lane
 from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
-from phalanx.transports.hosts.lane import TransferFailed, TransferLate
+from phalanx.transports.hosts.lane import SHORT_BYTES, TransferFailed, TransferLate
 
 PATIENCE_S = 60.0
 
@@ -125,7 +125,8 @@ class EndedWork(Work):
 def test_what_gloo_calls_a_timeout_is_late_only_if_the_time_is_over(gloo: Any) -> None:
     engine = GlooEngine(gloo, timedelta(seconds=PATIENCE_S))
     with pytest.raises(TransferFailed) as failed:
-        engine.send(torch.ones(1), 1, 1).wait()
+        engine.send(torch.ones(SHORT_BYTES), 1, 1).wait()
+    engine.close()
     assert not isinstance(failed.value, TransferLate), failed.value
     assert failed.value.peer == 1
 

@@ -86,7 +86,7 @@ class HostsCommunicator(Communicator):
         self._local = local
         self._engine, self._way = engine, way
         sizes = sizes or Sizes.among(len(layout.hosts))
-        frames = self._frames(sizes.frame_bytes) if layout.leader else None
+        self._frames = frames = self._make_frames(sizes.frame_bytes) if layout.leader else None
         self._frame_bytes = sizes.frame_bytes
         self._small = Small(layout, local, frames)
         early = EarlyReceives(engine)
@@ -120,7 +120,7 @@ class HostsCommunicator(Communicator):
             reason.close()
             raise
 
-    def _frames(self, nbytes: int) -> Frames:
+    def _make_frames(self, nbytes: int) -> Frames:
         layout, local = self._layout, self._local
         tells = local.tells_crossing if isinstance(local, SharedMemoryCommunicator) else lambda: True
         others = {host: members[0] for host, members in enumerate(layout.hosts) if host != layout.host}
@@ -269,6 +269,7 @@ class HostsCommunicator(Communicator):
         return self.messages.leave()
 
     def give_back(self) -> None:
+        self._release_frames()
         self._engine.give_back()
         self.messages.give_back()
 
@@ -287,8 +288,13 @@ class HostsCommunicator(Communicator):
     def close(self) -> None:
         self._reason.close()
         self._local.close()
+        self._release_frames()
         self._engine.close()
         self.messages.close(partial(_close_last, self._way, self._reason, partial(_forget, self._engine, self._way)))
+
+    def _release_frames(self) -> None:
+        if self._frames is not None:
+            self._frames.release()
 
 
 def _close_last(way: Engine, reason: Reason, forget: Callable[[int], None]) -> None:

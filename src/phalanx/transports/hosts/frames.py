@@ -65,7 +65,9 @@ class Frames:
         # Before the data of an all_to_all there are the sizes of all its parts. All hosts cut frames into equal pieces.
         self._largest = _HEAD_BYTES + nbytes + 8 * max(map(len, hosts)) ** 2
         self._piece = -(-self._largest // -(-self._largest // SHORT_BYTES))
-        self._outgoing: list[_Memory] = []
+        # Of this frame and of the one before, which may be on its way until the others' next frames have come.
+        self._outgoing: list[list[_Memory]] = [[], []]
+        self._sent: list[list[Transfer]] = [[], []]
         # A frame may be read until the one after it is exchanged, and the next one waits in the other's place.
         self._incoming = [{number: self._memory() for number in self._peers} for _ in range(2)]
         self._coming: list[list[Transfer]] = []  # of the frames to come, in their order
@@ -74,11 +76,9 @@ class Frames:
         self._count = self._call = self._line = 0
 
     def exchange(self, call: int, data: Mapping[int, Data]) -> tuple[bool, dict[int, int]]:
-        """:meth:`begin`, and what :meth:`end` returns; the frames have been sent as well."""
+        """:meth:`begin`, and what :meth:`end` returns."""
         sent = self.begin(call, data)
         outcome = self.end()
-        # The others have sent theirs, so they have read what was sent to them in earlier calls: nothing is on its way
-        # to them before these frames, and they need no wait that somebody can end.
         for transfer in sent:
             transfer.wait()
         return outcome
@@ -91,12 +91,12 @@ class Frames:
             data: for other hosts, by their numbers, at most ``nbytes`` each. The same may be for several.
 
         Returns:
-            The transfers of the frames, to be waited for before the next call. If more was sent before them in this
-            call, they are behind it, and a wait for them lasts as long as one for that, or for ever if that one does.
+            The transfers of the frames, to be waited for before the next call; none if the engine cannot end such a
+            wait. If more was sent before them in this call, they are behind it.
         """
         self._line = self._lines.own()
         frames: dict[Data, tuple[_Memory, int]] = {}
-        sent: list[Transfer] = []
+        sent = self._sent[self._count % 2]
         while len(self._coming) < 2:
             self._listen()
         for number, rank in self._peers.items():
@@ -105,7 +105,10 @@ class Frames:
                 frames[part] = self._packed(len(frames), call, part)
             self._send(*frames[part], rank, sent)
         self._call = call
-        return sent
+        if self._engine.ends_waits_for_sends:
+            self._sent[self._count % 2] = []
+            return sent
+        return []
 
     def end(self) -> tuple[bool, dict[int, int]]:
         """Hear the others' calls.
@@ -119,6 +122,11 @@ class Frames:
         """
         for transfer in self._coming.pop(0):
             transfer.wait()
+        # The others have sent theirs, so they have read those before: these are done, and no wait for them can last.
+        before = self._sent[1 - self._count % 2]
+        for transfer in before:
+            transfer.wait()
+        before.clear()
         same, parts, lines = True, {}, {}
         for number, memory in self._incoming[self._count % 2].items():
             count, call, nbytes, lines[number] = _HEAD.unpack_from(memory.head)
@@ -131,14 +139,21 @@ class Frames:
             self._lines.meet(self._line, lines)
         return same, parts
 
+    def release(self) -> None:
+        """No frame follows; the last ones need not have been sent."""
+        for sent in self._sent:
+            self._engine.outlive(sent)
+            sent.clear()
+
     def _memory(self) -> _Memory:
         return _Memory(self._largest, self._piece)
 
     def _packed(self, number: int, call: int, data: Data) -> tuple[_Memory, int]:
         """A frame, in the memory of this number, and its bytes."""
-        if number == len(self._outgoing):
-            self._outgoing.append(self._memory())
-        memory = self._outgoing[number]
+        outgoing = self._outgoing[self._count % 2]
+        if number == len(outgoing):
+            outgoing.append(self._memory())
+        memory = outgoing[number]
         address, nbytes = data
         _HEAD.pack_into(memory.head, 0, self._count, call, nbytes, self._line)
         if nbytes:
@@ -146,10 +161,10 @@ class Frames:
         return memory, _HEAD_BYTES + nbytes
 
     def _send(self, memory: _Memory, nbytes: int, rank: int, sent: list[Transfer]) -> None:
-        sent.append(self._engine.send(memory.whole[: min(nbytes, self._piece)], rank, _TAG))
+        sent.append(self._engine.send_kept(memory.whole[: min(nbytes, self._piece)], rank, _TAG))
         for turn, begin in enumerate(range(self._piece, nbytes, self._piece)):
             tail = memory.whole[begin : min(nbytes, begin + self._piece)]
-            sent.append(self._engine.send(tail, rank, _TAIL_TAG + turn))
+            sent.append(self._engine.send_kept(tail, rank, _TAIL_TAG + turn))
 
     def _listen(self) -> None:
         incoming = self._incoming[(self._count + len(self._coming)) % 2]

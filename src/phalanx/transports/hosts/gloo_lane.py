@@ -21,6 +21,7 @@ from phalanx.system.bounded import within
 from phalanx.system.timed_queue import TimedQueue
 from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.hosts.lane import SHORT_BYTES, Engine, Transfer, TransferFailed, TransferLate
+from phalanx.transports.hosts.short_sends import GONE, ShortSends, copy_of
 
 __all__ = ["UNLIMITED", "GlooEngine"]
 
@@ -30,6 +31,9 @@ _T = TypeVar("_T")
 
 _LOOK_S = 0.1
 _CLOSING_S = 1.0
+# How long a rank that leaves waits for the next of its last short sends to be gone, which it is at once, unless much
+# lies in front of it or the other host is not there any more.
+_FLUSHED_S = 2.0
 # How long an abort waits for connections that are being made. The other rank makes them at once if it comes to the same
 # call, and not at all once it knows that the group is broken, which it learns in milliseconds.
 _CONNECTING_S = 0.7
@@ -53,6 +57,10 @@ class _GlooTransfer(Transfer):
         except RuntimeError as error:
             raise engine.failure(self._peer, error) from error
 
+    def let_go(self) -> None:
+        """Return when Gloo does not need the tensor any more, or raise its RuntimeError."""
+        self._work.wait(self._engine.timeout)
+
     def finish(self) -> None:
         try:
             self._work.wait(self._engine.timeout)
@@ -61,6 +69,7 @@ class _GlooTransfer(Transfer):
 
     def wait_with(self, others: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
         # One wait for all: each wait that is made apart costs two switches of threads.
+        others = [each for each in others if each is not GONE]
         if not others and meanwhile is None:
             self.wait()
             return
@@ -137,6 +146,7 @@ class GlooEngine(Engine):
     """
 
     name = "Gloo"
+    ends_waits_for_sends = False
 
     def __init__(self, gloo: GlooOnDemand, timeout: timedelta, awaits_what_came: bool = False) -> None:
         self._gloo = gloo
@@ -144,6 +154,8 @@ class GlooEngine(Engine):
         self.awaits_what_came = awaits_what_came
         self._connected: set[int] = set()  # only added to, by the threads that connect
         self._apart: _Apart | None = None
+        self._making_apart = threading.Lock()
+        self._short = ShortSends(self.begin_apart)
         # Guards the three words below. A thread that connects counts itself before it begins, unless the engine has
         # been aborted, and notifies when it is done; who aborts waits for that.
         self._connects = threading.Condition()
@@ -152,12 +164,21 @@ class GlooEngine(Engine):
         self._closes = False  # written once: from then on a connection that is made late is closed by who has made it
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        if self.awaits_what_came or tensor.nbytes > SHORT_BYTES:
+            return self._start("send", tensor, peer, tag)
+        self._short.keep([self._start("send", copy_of(tensor), peer, tag).let_go])
+        return GONE
+
+    def send_kept(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         return self._start("send", tensor, peer, tag)
+
+    def outlive(self, transfers: Sequence[Transfer]) -> None:
+        self._short.keep([each.let_go for each in cast(Sequence[_GlooTransfer], transfers)])
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
         return self._start("recv", tensor, peer, tag)
 
-    def _start(self, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+    def _start(self, verb: str, tensor: torch.Tensor, peer: int, tag: int) -> _GlooTransfer:
         def start() -> dist.Work:
             work: dist.Work = getattr(self._gloo.get(), verb)([tensor], peer, tag)
             return work
@@ -214,8 +235,9 @@ class GlooEngine(Engine):
 
     def begin_apart(self, task: Callable[[], Any]) -> TimedQueue[Any]:
         """The first half of :meth:`apart`."""
-        if self._apart is None:
-            self._apart = _Apart()
+        with self._making_apart:
+            if self._apart is None:
+                self._apart = _Apart()
         return self._apart.begin(task)
 
     def await_apart(self, peer: int, outcome: TimedQueue[Any]) -> Any:
@@ -269,6 +291,8 @@ class GlooEngine(Engine):
         return TransferLate(peer, text) if late else TransferFailed(peer, text)
 
     def close(self) -> None:
+        if not self._aborted:
+            self._short.flush(_FLUSHED_S)
         if self._apart is not None:
             self._apart.end()
         # A thread that an abort has left alone may be making the group, and wait for a store that cannot be reached.
@@ -279,6 +303,8 @@ class GlooEngine(Engine):
         self._gloo.forget(rank)
 
     def give_back(self) -> None:
+        if not self._aborted:
+            self._short.flush(_FLUSHED_S)
         apart = self._apart
         if apart is not None:
             apart.end()

@@ -75,9 +75,12 @@ class Engine(ABC):
 
     Attributes:
         name: the library, for people.
+        ends_waits_for_sends: whether :meth:`abort` ends the wait for a send. If not, nobody may wait for a short one,
+            since the other side may end right before it has read it; see ``short_sends.py``.
     """
 
     name: str
+    ends_waits_for_sends = True
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
@@ -89,6 +92,13 @@ class Engine(ABC):
         Raises:
             TransferFailed: the ranks cannot be connected.
         """
+
+    def send_kept(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
+        """The same for a short tensor that its owner keeps until the peer has read it, as what it sends later shows."""
+        return self.send(tensor, peer, tag)
+
+    def outlive(self, transfers: Sequence[Transfer]) -> None:  # noqa: B027 - others have been waited for
+        """Keep sends that :meth:`send_kept` has begun until they are on the wire, since their owner ends."""
 
     @abstractmethod
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:

@@ -48,7 +48,7 @@ SMALL, STAGED, LARGE, DONE, CREDIT, LEFT, BROKEN = range(7)
 _HEAD = struct.Struct("<BxHIIqQQQQ")
 HEAD_BYTES = 64  # so that the data is aligned
 
-# The engine's tags: of frames, of stages, of the byte by which a side knows that all it sent is there, and a pair for
+# The engine's tags: of frames, of stages, of the bytes by which a side knows that all it sent is there, and a pair for
 # each slot: its data and its last byte. MPI allows 32767.
 _FRAME, _STAGE, _THERE = 0, 1, 2
 _LASTING, _SLOTS = 3, 1024  # slots of messages that are alike
@@ -124,7 +124,7 @@ class Way:
         self._stages_read = self._stages_told = 0
         self._held = [0, 0]  # frames and stages that have been read and keep their credit
         self._numbers = 0
-        self._there: Transfer | None = None
+        self._there: list[Transfer] = []
 
     # -- opening -----------------------------------------------------------------------------------
 
@@ -145,8 +145,8 @@ class Way:
         for _ in range(STAGES):
             stage = torch.empty(STAGED_BYTES, dtype=torch.uint8)
             self._outgoing_stages.append((stage, stage.data_ptr()))
-        # The engine keeps it until the other side asks for it; see wait_until_there.
-        self._there = self._engine.send(torch.empty(1, dtype=torch.uint8), self.peer, _THERE)
+        # The engine keeps them until the other side asks for them; see wait_until_there.
+        self._there = [self._engine.send(torch.empty(1, dtype=torch.uint8), self.peer, _THERE) for _ in range(2)]
 
     def _await_frame(self, frame: torch.Tensor, memory: memoryview, address: int) -> None:
         self._frames.append((frame, memory, address, self._engine.recv(frame, self.peer, _FRAME)))
@@ -217,8 +217,10 @@ class Way:
     def wait_until_there(self, sent: Sequence[Transfer]) -> None:
         """Wait until what was sent is in the other process's memory for it, whether or not somebody reads there.
 
-        The other side has given its engine a byte for this one, which the engine hands out without asking anybody. It
-        is asked for when everything else is on the wire, and the engine over there reads a connection in order.
+        The other side has given its engine two bytes for this one, which the engine hands out without asking anybody.
+        The second is asked for when everything else is on the wire, and the engine over there reads a connection in
+        order. The first is asked for before that: if the connection has broken, the wait for a byte ends, while that
+        for what was sent may not (``short_sends.py``).
 
         Args:
             sent: what :meth:`say_last` has returned.
@@ -226,6 +228,7 @@ class Way:
         Raises:
             TransferFailed: the connection has ended.
         """
+        self._engine.recv(torch.empty(1, dtype=torch.uint8), self.peer, _THERE).wait()
         for transfer in sent:
             transfer.wait()
         self._engine.recv(torch.empty(1, dtype=torch.uint8), self.peer, _THERE).wait()
