@@ -33,6 +33,7 @@ from phalanx.transports.hosts.exchanging import Exchanging
 from phalanx.transports.hosts.frames import Frames
 from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
+from phalanx.transports.hosts.message_way import Way
 from phalanx.transports.hosts.messages import HostsMessages
 from phalanx.transports.hosts.parts import Parts, PartsOfWhole
 from phalanx.transports.hosts.reducing import Reducing
@@ -269,7 +270,7 @@ class HostsCommunicator(Communicator):
         return self.messages.leave()
 
     def give_back(self) -> None:
-        self._release_frames()
+        self._let_go()
         self._engine.give_back()
         self.messages.give_back()
 
@@ -288,18 +289,22 @@ class HostsCommunicator(Communicator):
     def close(self) -> None:
         self._reason.close()
         self._local.close()
-        self._release_frames()
+        self._let_go()
         self._engine.close()
-        self.messages.close(partial(_close_last, self._way, self._reason, partial(_forget, self._engine, self._way)))
+        forget = partial(_forget, self._engine, self._way)
+        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._reason, forget))
 
-    def _release_frames(self) -> None:
+    def _let_go(self) -> None:
+        self._exchanging.release()
         if self._frames is not None:
             self._frames.release()
 
 
-def _close_last(way: Engine, reason: Reason, forget: Callable[[int], None]) -> None:
+def _close_last(engine: Engine, ways: Collection[Way], reason: Reason, forget: Callable[[int], None]) -> None:
     """Give back the last that is used, and say that this rank has left."""
-    way.close()
+    engine.close()
+    for way in ways:
+        way.let_go()
     reason.depart(forget)
 
 

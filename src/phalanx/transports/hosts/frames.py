@@ -140,10 +140,12 @@ class Frames:
         return same, parts
 
     def release(self) -> None:
-        """No frame follows; the last ones need not have been sent."""
+        """No frame follows; the last ones need not have been sent. Each transfer keeps the engine's connections."""
         for sent in self._sent:
             self._engine.outlive(sent)
             sent.clear()
+        self._coming.clear()
+        self._tails.clear()
 
     def _memory(self) -> _Memory:
         return _Memory(self._largest, self._piece)

@@ -72,6 +72,7 @@ class Delivery:
             for thread in threads:  # those that were still in the engine have been woken
                 thread.join(THREADS_S)
         finally:  # the end of the process waits for it, whatever has failed
+            self._sent.clear()  # a transfer keeps its connection
             self._over.set()
             _under_way.discard(self)
 

@@ -300,6 +300,11 @@ class Way:
         data = self._engine.recv(tensor, self.peer, slot)
         return self._engine.recv(torch.empty(1, dtype=torch.uint8), self.peer, slot + 1), data
 
+    def let_go(self) -> None:
+        """The engine has been closed: keep none of its transfers, each of which keeps its connections."""
+        for transfers in (self._frames, self._stages, self._sent, self._sent_stages, self._there):
+            transfers.clear()
+
     def release(self) -> None:
         """Give credit for all that was read without."""
         frames, stages = self._held

@@ -74,6 +74,10 @@ class Streams:
                 message.transfer.finish()
         wait_for([message.transfer for message in messages if message.late])
 
+    def release(self) -> None:
+        """No message follows: keep no transfer, each of which keeps the engine's connections."""
+        self._waiting.clear()
+
     def send(self, host: int, message: torch.Tensor, place: int) -> Transfer:
         """Send another host what the rank at a place of this host has for it."""
         return self._engine.send(message, self._leaders[host], _TAG + place)

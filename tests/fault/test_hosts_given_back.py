@@ -1,0 +1,96 @@
+"""A group over hosts that has been closed has given back its connections and threads.
+
+So it is while garbage is not collected, and while the script still has the closed group.
+"""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+
+import pytest
+import torch
+from tests.support.connecting import PLACEMENTS, over_hosts
+from tests.support.leaks import Holdings
+from tests.support.ranks import Member, run_ranks, values
+from tests.support.waiting import soon
+from torch.distributed import ReduceOp
+
+from phalanx.errors import PhalanxError
+from phalanx.transports.contract import Communicator
+
+SUM = int(ReduceOp.SUM)  # type: ignore[call-overload]
+LENGTHS = [1, 3_000, 40_000]  # in a frame, through shared memory, and in chunks
+
+
+def joined(member: Member, name: str) -> Communicator:
+    limit = timedelta(seconds=60)
+    return over_hosts(member.store(name), member.rank, member.size, PLACEMENTS["two hosts"], limit)
+
+
+def use(group: Communicator, member: Member) -> None:
+    """Every way on which tensors travel."""
+    rank, size = member.rank, member.size
+    for length in LENGTHS:
+        tensor = torch.full((length,), float(rank))
+        group.all_reduce(tensor, SUM)
+        assert bool((tensor == size * (size - 1) / 2).all())
+        parts = [torch.full((length,), float(rank)) for _ in range(size)]
+        outputs = [torch.empty(length) for _ in range(size)]
+        group.all_to_all(outputs, parts)
+        assert [float(part[-1]) for part in outputs] == [*range(size)]
+        to, source = (rank + 1) % size, (rank - 1) % size
+        received = torch.empty(length)
+        for message in group.send(torch.full((length,), float(rank)), to, 5), group.recv(received, source, 5):
+            message.wait()
+        assert bool((received == source).all())
+
+
+def warmed_up(member: Member) -> Holdings:
+    """What this process holds once it has what it keeps for all its groups."""
+    first = joined(member, "first")
+    use(first, member)
+    first.close()
+    gc.collect()
+    gc.disable()
+    return Holdings.now()
+
+
+def left_since(before: Holdings) -> list[str]:
+    soon(lambda: not before.left_by(Holdings.now()), 30.0)
+    return before.left_by(Holdings.now())
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_closed_group_has_given_back_its_connections_and_threads(size: int) -> None:
+    def run(member: Member) -> list[str]:
+        before = warmed_up(member)
+        group = joined(member, "second")
+        use(group, member)
+        group.close()
+        left = left_since(before)
+        del group  # which was there until now
+        return left
+
+    assert values(run_ranks(run, size)) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_so_has_a_broken_one_when_its_errors_are_gone(size: int) -> None:
+    def run(member: Member) -> list[str]:
+        before = warmed_up(member)
+        group = joined(member, "second")
+        use(group, member)
+        if member.rank == 0:
+            group.abort("ValueError: the last line of its script")
+        with pytest.raises(PhalanxError):
+            while True:
+                group.all_reduce(torch.ones(1), SUM)
+        group.close()
+        del group
+        gc.enable()
+        # An error keeps what its traceback shows; a thread that was woken may have the group for a moment.
+        soon(lambda: gc.collect() >= 0 and not before.left_by(Holdings.now()), 30.0)
+        return before.left_by(Holdings.now())
+
+    assert values(run_ranks(run, size)) == [[]] * size
