@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from phalanx.errors import PeerLost
 from phalanx.native.core import TEXT_BYTES
-from phalanx.transports.hosts import asking
+from phalanx.transports.hosts import asking, breaking
 from phalanx.transports.hosts.breaking import Reason
 from phalanx.transports.hosts.contact import Sign
 from phalanx.transports.hosts.guard import GRACE_S, _short
@@ -77,9 +77,12 @@ class Unconcerned:
 
 @contextlib.contextmanager
 def make_reason(
-    store: LateStore, monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint | None = None
+    store: LateStore,
+    monkeypatch: pytest.MonkeyPatch,
+    endpoint: Endpoint | None = None,
+    hosts: Sequence[int] = (0, 1, 2),
 ) -> Iterator[Reason]:
-    """Rank 0 of three hosts, and where the lookout of the first other one is."""
+    """Rank 0 of three, and where the lookout of the next one is."""
     monkeypatch.setattr(asking, "keep_spare_thread", lambda user: None)  # the interpreter does not end here
     for rank, where in (OTHER, endpoint), (THIRD, None):
         store.held.set(f"lookout/{rank}", json.dumps(["name", 123, where and where.encode()]))
@@ -87,7 +90,7 @@ def make_reason(
     reason = Reason(
         store,  # type: ignore[arg-type]
         0,
-        Layout([0, 1, 2], 0),
+        Layout(hosts, 0),
         SoloCommunicator(),
         abort=member.abort,
         aborted=lambda: False,
@@ -249,3 +252,43 @@ def test_a_rank_that_has_ended_is_named_though_the_store_does_not_answer(
         wait_until(lambda: reason._guard.reason is not None)
         assert reason._guard.reason is not None
         assert (reason._guard.reason["what"], reason._guard.reason["group_rank"]) == ("ended", OTHER)
+
+
+ENDED_FACT = {"kind": "lost", "what": "ended", "text": "", "group_rank": OTHER, "by": 0}
+KNOWN = {
+    "how": "by signal 9 (SIGKILL)",
+    "signal": 9,
+    "last_operation": "all_reduce #7 (float32, 16 B, sum) at there.py:3",
+    "last_line": "there.py:3",
+}
+
+
+def test_a_rank_of_another_host_says_what_those_beside_the_lost_one_know_of_it(
+    store: LateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which come to it a moment later."""
+    monkeypatch.setattr(breaking, "BESIDE_S", 60.0)
+    with make_reason(store, monkeypatch, hosts=[0, 1, 1]) as reason:
+        reason._guard.reason = dict(ENDED_FACT)
+        threading.Timer(0.2, lambda: store.held.set(f"how/{OTHER}", json.dumps(KNOWN))).start()
+        error = reason.error(TransferFailed(OTHER, "closed"), "all_reduce() at here.py:1", 60.0)
+        assert isinstance(error, PeerLost)
+        assert (error.signal, error.last_operation, error.last_line) == (
+            9,
+            KNOWN["last_operation"],
+            KNOWN["last_line"],
+        )
+        assert "has ended by signal 9 (SIGKILL)" in str(error)
+        wait_until(lambda: store.held.check(["broken"]))
+
+
+@pytest.mark.parametrize("hosts", [[0, 1, 2], [0, 1, 1]])
+def test_it_names_the_lost_one_though_nobody_beside_it_says_anything(
+    store: LateStore, monkeypatch: pytest.MonkeyPatch, hosts: list[int]
+) -> None:
+    with make_reason(store, monkeypatch, hosts=hosts) as reason:
+        reason._guard.reason = dict(ENDED_FACT)
+        error = reason.error(TransferFailed(OTHER, "closed"), "all_reduce() at here.py:1", 60.0)
+        assert isinstance(error, PeerLost)
+        assert (error.group_rank, error.signal, error.last_operation) == (OTHER, 0, "")
+        wait_until(lambda: store.held.check(["broken"]))

@@ -43,13 +43,15 @@ from phalanx.watch.own_wait import with_own_wait
 __all__ = ["Differs", "Reason"]
 
 LOOK_S = 0.02
+# How long a rank that knows who has ended waits for those beside that one to say how.
+BESIDE_S = 0.25
 # In characters, each of which is up to 12 bytes of JSON; a lookout's message has at most 64 KiB.
 _LONGEST_TEXT = 4000
 _AWAY = "away"  # the key that is there once a rank has gone
 # The last rank to leave looks for the keys of these kinds only if it finds one of the marks. A rank that writes such a
 # key writes a mark in the same question, so a rank that has left the group has written both.
 _MARKS = ("broken", _AWAY, NOTED)
-_WRITTEN_WHEN_BROKEN = ("call", "message", "place", "stands", "gone")
+_WRITTEN_WHEN_BROKEN = ("call", "message", "place", "stands", "gone", "how")
 
 
 class Differs(Exception):
@@ -203,15 +205,39 @@ class Reason:
             return late(places, self._layout, self._guard.pids, self._rank, call, timeout_s)
         if fact["kind"] == "failed" and fact["by"] == self._rank:
             return error
-        return lost(self._with_what_is_known_here(fact), self._layout, self._guard.pids, self._rank, call)
+        return lost(self._with_what_is_known_beside(fact), self._layout, self._guard.pids, self._rank, call)
 
-    def _with_what_is_known_here(self, fact: Fact) -> Fact:
-        """Another host's ranks see that a rank has ended, and those beside it how, and what it did last."""
+    def _with_what_is_known_beside(self, fact: Fact) -> Fact:
+        """Another host's ranks see that a rank has ended; those beside it know how, and what it did last, and say so.
+
+        Who has noticed it first says why the group broke, and that may be a rank of another host.
+        """
         rank = fact["group_rank"]
-        if fact["what"] != "ended" or not isinstance(self._local, SharedMemoryCommunicator):
+        if fact["what"] != "ended":
             return fact
         host, place = self._layout.place(rank)
-        return {**fact, **self._local.ended(place, self._guard.pids[rank])} if host == self._layout.host else fact
+        if host != self._layout.host:
+            is_complete = any(name in fact for name in KNOWN_BESIDE) or len(self._layout.hosts[host]) == 1
+            return fact if is_complete else {**fact, **self._heard_beside(rank)}
+        if not isinstance(self._local, SharedMemoryCommunicator):
+            return fact
+        known = self._local.ended(place, self._guard.pids[rank])
+        self._questions.aside(lambda: self._store.set(f"how/{rank}", json.dumps(known)))  # each rank here says the same
+        return {**fact, **known}
+
+    def _heard_beside(self, rank: int) -> Fact:
+        """What the ranks beside one that has ended say of it; empty if they do not in time, or have ended as well."""
+        until = time.monotonic() + BESIDE_S
+
+        def read() -> Fact:
+            while True:
+                if said := peek(self._store, f"how/{rank}"):
+                    return dict(json.loads(said))
+                if time.monotonic() > until:
+                    return {}
+                time.sleep(LOOK_S)
+
+        return self._questions.ask(read, BESIDE_S + LOOK_S) or {}
 
     def about_to_fail(self, error: BaseException) -> None:
         """An exception is about to end this rank's script: if that is for a rank that has left, it is the reason."""
