@@ -16,7 +16,7 @@ from tests.support.ranks import Member, run_ranks, values
 from tests.support.waiting import soon
 from torch.distributed import ReduceOp
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator
 
 SUM = int(ReduceOp.SUM)  # type: ignore[call-overload]
@@ -81,7 +81,9 @@ def test_so_has_a_broken_one_when_its_errors_are_gone(size: int) -> None:
         before = warmed_up(member)
         group = joined(member, "second")
         use(group, member)
+        (member.folder / f"used-{member.rank}").touch()
         if member.rank == 0:
+            assert soon(lambda: len(list(member.folder.glob("used-*"))) == size)
             group.abort("ValueError: the last line of its script")
         with pytest.raises(PhalanxError):
             while True:
@@ -90,6 +92,27 @@ def test_so_has_a_broken_one_when_its_errors_are_gone(size: int) -> None:
         del group
         gc.enable()
         # An error keeps what its traceback shows; a thread that was woken may have the group for a moment.
+        soon(lambda: gc.collect() >= 0 and not before.left_by(Holdings.now()), 30.0)
+        return before.left_by(Holdings.now())
+
+    assert values(run_ranks(run, size)) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_that_goes_on_does_not_hold_those_that_have_closed_the_group(size: int) -> None:
+    """What it sends them comes to a connection that they are giving back."""
+
+    def run(member: Member) -> list[str]:
+        before = warmed_up(member)
+        group = joined(member, "second")
+        use(group, member)
+        if member.rank == size - 1:
+            with pytest.raises(PeerLost, match="has left the group in order"):
+                while True:
+                    group.all_reduce(torch.ones(LENGTHS[1]), SUM)
+            gc.enable()
+        group.close()
+        del group
         soon(lambda: gc.collect() >= 0 and not before.left_by(Holdings.now()), 30.0)
         return before.left_by(Holdings.now())
 

@@ -124,6 +124,7 @@ class EndedWork(Work):
 @pytest.mark.parametrize("gloo", [Refused(), Ended()])
 def test_what_gloo_calls_a_timeout_is_late_only_if_the_time_is_over(gloo: Any) -> None:
     engine = GlooEngine(gloo, timedelta(seconds=PATIENCE_S))
+    gloo.connects.set()
     with pytest.raises(TransferFailed) as failed:
         engine.send(torch.ones(SHORT_BYTES), 1, 1).wait()
     engine.close()

@@ -270,7 +270,8 @@ class HostsCommunicator(Communicator):
         return self.messages.leave()
 
     def give_back(self) -> None:
-        self._let_go()
+        if self._frames is not None:
+            self._frames.release()
         self._engine.give_back()
         self.messages.give_back()
 
@@ -289,15 +290,14 @@ class HostsCommunicator(Communicator):
     def close(self) -> None:
         self._reason.close()
         self._local.close()
-        self._let_go()
-        self._engine.close()
-        forget = partial(_forget, self._engine, self._way)
-        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._reason, forget))
-
-    def _let_go(self) -> None:
-        self._exchanging.release()
         if self._frames is not None:
             self._frames.release()
+        self._engine.close()
+        self._exchanging.let_go()
+        if self._frames is not None:
+            self._frames.let_go()
+        forget = partial(_forget, self._engine, self._way)
+        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._reason, forget))
 
 
 def _close_last(engine: Engine, ways: Collection[Way], reason: Reason, forget: Callable[[int], None]) -> None:

@@ -115,10 +115,10 @@ class Exchanging:
         transfers += [self._engine.send(inputs.tensor(rank), rank, _TAG) for rank in targets]
         wait_for(transfers, lambda: self._exchange_large_inside(both))
 
-    def release(self) -> None:
-        """No exchange follows."""
+    def let_go(self) -> None:
+        """The engine has been closed: keep none of its transfers."""
         if self._streams is not None:
-            self._streams.release()
+            self._streams.let_go()
 
     def _exchange_large_inside(self, both: _Both) -> None:
         """Exchange, inside this host, what is too large for the shared memory."""

@@ -140,10 +140,13 @@ class Frames:
         return same, parts
 
     def release(self) -> None:
-        """No frame follows; the last ones need not have been sent. Each transfer keeps the engine's connections."""
+        """No frame follows; the last ones need not have been sent."""
         for sent in self._sent:
             self._engine.outlive(sent)
             sent.clear()
+
+    def let_go(self) -> None:
+        """The engine has been closed: keep none of its transfers, each of which keeps its connections."""
         self._coming.clear()
         self._tails.clear()
 

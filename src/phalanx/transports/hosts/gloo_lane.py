@@ -293,6 +293,9 @@ class GlooEngine(Engine):
     def close(self) -> None:
         if not self._aborted:
             self._short.flush(_FLUSHED_S)
+            # Before the transfers end that are under way: if something came for one that is not there any more, Gloo's
+            # thread would look for it without end, and who then gives back the group would wait for that thread.
+            self._close_connections()
         if self._apart is not None:
             self._apart.end()
         # A thread that an abort has left alone may be making the group, and wait for a store that cannot be reached.

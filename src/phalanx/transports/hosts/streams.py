@@ -74,8 +74,8 @@ class Streams:
                 message.transfer.finish()
         wait_for([message.transfer for message in messages if message.late])
 
-    def release(self) -> None:
-        """No message follows: keep no transfer, each of which keeps the engine's connections."""
+    def let_go(self) -> None:
+        """The engine has been closed: keep none of its transfers, each of which keeps its connections."""
         self._waiting.clear()
 
     def send(self, host: int, message: torch.Tensor, place: int) -> Transfer:
