@@ -246,7 +246,7 @@ PASSES = _JOINED_BY_TORCH + dedent("""
             dist.scatter(torch.empty(8) if odd else four, [four] * size if rank == 0 else None)  # scattered
         case "swapped":
             for task in (second, first) if odd else (first, second):
-                task(four)
+                task(four)  # tasks
         case "skipped":
             for step in range(4):
                 if step != 2 or not odd:
