@@ -1,4 +1,4 @@
-"""What is said in a job on two hosts of equal calls that do not belong together, held word for word against golden texts.
+"""What is said of equal calls that do not belong together in a job on two hosts, held against golden texts.
 
 The ranks say it over every transport in the same words: tests/mpi/test_told_mpi.py holds MPI against the same texts.
 """
@@ -34,9 +34,7 @@ def test_a_rank_or_two_warn_of_both_calls_and_their_numbers(remote: RemoteLaunch
 
 @pytest.mark.parametrize("where", [where for where, size in PLACES.items() if size == 3])
 @pytest.mark.parametrize("row", ROWS)
-def test_with_strict_the_job_fails_with_both_calls_and_no_others(
-    remote: RemoteLauncher, row: str, where: str
-) -> None:
+def test_with_strict_the_job_fails_with_both_calls_and_no_others(remote: RemoteLauncher, row: str, where: str) -> None:
     """Within a host an all_reduce over hosts is a reduce, of which the script knows nothing."""
     script = remote.script(PASSES)
     arguments = ("-H", where, "-q", "--strict", "--grace", "60", script, str(remote.folder), "phalanx", row)

@@ -11,6 +11,7 @@ from tests.launch_support import Launcher
 from tests.support.faults import ENDS, LATE, MISSING, MISTAKES, MISTAKES_FOR_ALL, PASSES, UNUSED, known_of, told_by
 from tests.support.golden import await_told, block_of, check_told, warnings_of, without_frames
 
+GIVEN_UP_S = 20  # the ranks that come must have come by then
 MISTAKES_OVER_MPI = MISTAKES.replace("phalanx.init()", 'phalanx.init(backend="mpi")')
 
 
@@ -86,6 +87,18 @@ def test_a_rank_that_does_not_join_is_named_while_the_others_wait(launcher: Laun
     )
     (launcher.directory / "go").touch()
     assert job.finish().code == 0, said.read_text()
+
+
+@pytest.mark.parametrize("way", ["init", "mpi"])
+def test_at_the_timeout_every_rank_that_came_names_one_that_did_not(launcher: Launcher, way: str) -> None:
+    script = launcher.script(MISSING)
+    arguments = ("--grace", "60", script, str(launcher.directory), way, str(GIVEN_UP_S))
+    done = launcher.run("-n", "3", *arguments)
+    assert done.code == 1, done.err_text
+    facts = {**known_of(launcher.directory, script, MISSING, 3), "host": platform.node(), "timeout": GIVEN_UP_S}
+    for told in told_by(launcher.directory, "missing", [0, 1]):
+        check_told("missing.run", told, facts)
+    check_told("missing.run.launcher", block_of(done.err_text), facts)
 
 
 @pytest.mark.parametrize("how", ["killed", "raises"])
