@@ -1,10 +1,10 @@
 """Names for parameters that took no part in a backward pass.
 
 DDP finds at its next forward that a gradient never came, and raises an error that numbers the parameters. It names
-them too if torch's debug level is above OFF while DDP's reducer is made. That costs nothing later, so the level is raised
-for that moment: for our groups, and under ``phalanx run`` for those of torch's own backends too. The error that is raised
-then begins with the names, because the other ranks, which wait for those gradients, or their launcher, show its first
-line.
+them too if torch's debug level is above OFF while DDP's reducer is made. That costs nothing later, so the level is
+raised for that moment: for our groups, and under ``phalanx run`` for those of torch's own backends too. The error that
+is raised then begins with the names, because the other ranks, which wait for those gradients, or their launcher, show
+its first line.
 """
 
 from __future__ import annotations
