@@ -65,7 +65,8 @@ def in_backward(group: Any, odd: bool, size: int) -> object:
 def compiled(group: Any, odd: bool, size: int) -> object:
     @torch.compile(backend="aot_eager", fullgraph=True)
     def program(x: torch.Tensor) -> torch.Tensor:
-        return functional.all_reduce(x * 2, "sum", group) + 1
+        summed: torch.Tensor = functional.all_reduce(x * 2, "sum", group)
+        return summed + 1
 
     program(torch.ones(4))
     return program(elements(odd))
@@ -93,7 +94,7 @@ MISTAKES: list[Mistake] = [
 def test_calls_that_differ_are_phalanxs_error_with_lines_of_the_script(size: int) -> None:
     def body(member: Member) -> dict[str, BaseException]:
         member.join()
-        errors = {}
+        errors: dict[str, BaseException] = {}
         for mistake in MISTAKES:
             group = dist.new_group()
             with pytest.raises(RuntimeError) as caught:

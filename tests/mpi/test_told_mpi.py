@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from tests.launch_support import Launcher
-from tests.support.faults import ENDS, LATE, MISSING, MISTAKES, MISTAKES_FOR_ALL, PASSES, UNUSED, known_of, told_by
+from tests.support.faults import ENDS, KILLED_WITHIN, LATE, MISSING, MISTAKES, MISTAKES_FOR_ALL, PASSES, UNUSED, known_of, told_by
 from tests.support.golden import await_told, block_of, check_told, warnings_of, without_frames
 
 GIVEN_UP_S = 20  # the ranks that come must have come by then
@@ -108,3 +108,12 @@ def test_the_launcher_names_the_rank_that_ended(launcher: Launcher, how: str) ->
     assert done.code != 0
     facts = {**known_of(launcher.directory, script, ENDS, 3), "host": platform.node()}
     check_told(f"{how}.mpi.launcher", block_of(done.err_text), facts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_launcher_says_what_a_rank_was_in_when_it_was_killed(launcher: Launcher, size: int) -> None:
+    script = launcher.script(KILLED_WITHIN)
+    done = launcher.run("-n", str(size), script, str(launcher.directory), "mpi")
+    assert done.code != 0
+    facts = {**known_of(launcher.directory, script, KILLED_WITHIN, size), "host": platform.node()}
+    check_told("within.mpi.launcher", block_of(done.err_text), facts)

@@ -12,6 +12,7 @@ from textwrap import dedent
 __all__ = [
     "CUT",
     "ENDS",
+    "KILLED_WITHIN",
     "LATE",
     "LEAVES",
     "MISSING",
@@ -178,6 +179,44 @@ ENDS = _JOINED_BY_TORCH + dedent("""
         dist.all_reduce(x)
     except Exception as error:
         tell(sys.argv[3], error)
+        raise
+""")
+
+# The second argument is the backend. Rank 1 is killed while it waits within the second all_reduce. So does rank 2, if there
+# is one; rank 0 comes when rank 1 has ended, whose end frees a lock. A small tensor would be in the segment by then, and the
+# others would have no need of rank 1 any more.
+KILLED_WITHIN = _JOINED_BY_TORCH + dedent("""
+    import fcntl, threading
+    from phalanx.watch import recorder, records
+
+    def notice_and_kill():
+        while True:
+            last = records.read_memory(recorder.own_memory()).records[-1]
+            if last.in_group == 2 and not last.left_ns:
+                break
+            time.sleep(0.001)
+        (folder / f"inside-{rank}").touch()
+        if rank == 1:
+            wait_for(*[f"inside-{other}" for other in range(1, size)])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if sys.argv[2] != "mpi":  # whose ranks cannot notice an end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see above
+    x = torch.ones(1 << 22)
+    dist.all_reduce(x)  # before
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    if rank == 1:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    if rank:
+        threading.Thread(target=notice_and_kill, daemon=True).start()
+    else:
+        wait_for("inside-1")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        # call:
+        dist.all_reduce(x)
+    except Exception as error:
+        tell("within", error)
         raise
 """)
 

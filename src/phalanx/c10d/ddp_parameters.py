@@ -22,7 +22,7 @@ __all__ = ["name_parameters"]
 
 _GROUP_AT, _NAMES_AT = 3, 8  # among the arguments of torch's Reducer, on torch 2.13 to 2.15
 
-_kinds: list[type] = [BaseProcessGroup]  # the groups whose reducers name them
+_kinds: list[type[dist.ProcessGroup]] = [BaseProcessGroup]  # the groups whose reducers name them
 
 _Reducer: Any = getattr(dist, "Reducer", object)
 
@@ -34,7 +34,7 @@ class _NamingReducer(_Reducer):  # type: ignore[misc]
         group = arguments[_GROUP_AT] if len(arguments) > _GROUP_AT else None
         self._rank, self._names = -1, list[str]()
         level = get_debug_level()
-        if isinstance(group, tuple(_kinds)) and level == DebugLevel.OFF:
+        if isinstance(group, dist.ProcessGroup) and isinstance(group, tuple(_kinds)) and level == DebugLevel.OFF:
             names = arguments[_NAMES_AT] if len(arguments) > _NAMES_AT else None
             self._rank = group.rank()
             self._names = [names[index] for index in sorted(names)] if isinstance(names, dict) else []
