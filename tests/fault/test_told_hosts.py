@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import wait_for
-from tests.support.faults import CUT, ENDS, KILLED_WITHIN, LATE, LEAVES, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
+from tests.support.faults import (
+    CUT,
+    ENDS,
+    KILLED_WITHIN,
+    LATE,
+    LEAVES,
+    MISTAKES,
+    MISTAKES_FOR_ALL,
+    UNUSED,
+    known_of,
+    told_by,
+)
 from tests.support.golden import await_told, block_of, check_told
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import PATIENCE_S, RemoteLauncher, hosts, remote

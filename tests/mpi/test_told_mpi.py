@@ -8,7 +8,18 @@ import signal
 
 import pytest
 from tests.launch_support import Launcher
-from tests.support.faults import ENDS, KILLED_WITHIN, LATE, MISSING, MISTAKES, MISTAKES_FOR_ALL, PASSES, UNUSED, known_of, told_by
+from tests.support.faults import (
+    ENDS,
+    KILLED_WITHIN,
+    LATE,
+    MISSING,
+    MISTAKES,
+    MISTAKES_FOR_ALL,
+    PASSES,
+    UNUSED,
+    known_of,
+    told_by,
+)
 from tests.support.golden import await_told, block_of, check_told, warnings_of, without_frames
 
 GIVEN_UP_S = 20  # the ranks that come must have come by then

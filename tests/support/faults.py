@@ -182,9 +182,9 @@ ENDS = _JOINED_BY_TORCH + dedent("""
         raise
 """)
 
-# The second argument is the backend. Rank 1 is killed while it waits within the second all_reduce. So does rank 2, if there
-# is one; rank 0 comes when rank 1 has ended, whose end frees a lock. A small tensor would be in the segment by then, and the
-# others would have no need of rank 1 any more.
+# The second argument is the backend. Rank 1 is killed while it waits within the second all_reduce. So does rank 2, if
+# there is one; rank 0 comes when rank 1 has ended, whose end frees a lock. A small tensor would be in the segment by
+# then, and the others would have no need of rank 1 any more.
 KILLED_WITHIN = _JOINED_BY_TORCH + dedent("""
     import fcntl, threading
     from phalanx.watch import recorder, records
