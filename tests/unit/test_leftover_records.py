@@ -6,7 +6,6 @@ import json
 import mmap
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the notes are; nobody else's are seen."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(leftover_records, "PLACE", str(tmp_path))
     return tmp_path / f"phalanx-mpi-{os.geteuid()}"
 
 

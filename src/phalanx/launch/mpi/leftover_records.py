@@ -20,11 +20,12 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Record", "remove_abandoned"]
+__all__ = ["PLACE", "Record", "remove_abandoned"]
 
+# Not TMPDIR, which a batch system sets for each job.
+PLACE = "/tmp"
 _ENTRY = re.compile(r"/dev/shm/[^/\0]{1,255}")
 _LONGEST = 1 << 20
 
@@ -33,7 +34,7 @@ Remove = Callable[[dict[str, tuple[int, int]]], bool]
 
 
 def _folder() -> str:
-    return os.path.join(tempfile.gettempdir(), f"phalanx-mpi-{os.geteuid()}")
+    return os.path.join(PLACE, f"phalanx-mpi-{os.geteuid()}")
 
 
 def _scope() -> list[str]:
