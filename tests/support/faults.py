@@ -186,15 +186,16 @@ ENDS = _JOINED_BY_TORCH + dedent("""
 # there is one; rank 0 comes when rank 1 has ended, whose end frees a lock. A small tensor would be in the segment by
 # then, and the others would have no need of rank 1 any more.
 KILLED_WITHIN = _JOINED_BY_TORCH + dedent("""
-    import fcntl, threading
+    import contextlib, fcntl, threading
     from phalanx.watch import recorder, records
 
     def notice_and_kill():
-        while True:
-            last = records.read_memory(recorder.own_memory()).records[-1]
-            if last.in_group == 2 and not last.left_ns:
-                break
+        inside = False
+        while not inside:
             time.sleep(0.001)
+            with contextlib.suppress(Exception):  # the record may be being written
+                found = records.read_memory(recorder.own_memory()).records
+                inside = any(one.kind == "all_reduce" and one.in_group == 2 and not one.left_ns for one in found)
         (folder / f"inside-{rank}").touch()
         if rank == 1:
             wait_for(*[f"inside-{other}" for other in range(1, size)])
