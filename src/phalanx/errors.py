@@ -313,8 +313,9 @@ class UnusedParameters(PhalanxError):
     """``DistributedDataParallel``: parameters had no gradient when the next forward began.
 
     Raised by that forward, on each rank where it is so, with torch's own explanation behind the names. The other ranks
-    wait for these gradients and raise :class:`PeerLost`, which names this rank and the parameters. Use the parameters
-    on all ranks, or give ``find_unused_parameters=True``.
+    wait for these gradients and raise :class:`PeerLost`, which names this rank and the parameters. Under ``phalanx
+    run`` it is raised on torch's own backends too, whose other ranks raise errors of theirs. Use the parameters on all
+    ranks, or give ``find_unused_parameters=True``.
 
     Attributes:
         names: the parameters, as in ``model.named_parameters()``.

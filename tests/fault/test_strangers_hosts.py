@@ -16,6 +16,7 @@ from textwrap import dedent
 import pytest
 from tests.support import attacks
 from tests.support.attackers import MOST_ANSWERED, NOBODY, Attack, attack_all, delays, listening
+from tests.support.connecting import needs_ucx
 from tests.support.hosts import TestHosts, running_hosts, why_no_hosts
 from tests.support.remote import RemoteLauncher, reachable_hosts
 from tests.support.waiting import soon
@@ -166,6 +167,33 @@ def test_a_job_of_phalanx_run_is_not_held_up_by_strangers(
             assert len(ports) == 2  # that for the agents, and the store's
             attack = Attack(words, attack.user, ports)
         attack_all(attack, seconds, lambda: job.process.poll() is None)
+        (tmp_path / "over").touch()
+        assert job.finish() == 0, job.said()
+        assert max(delays(tmp_path, attack).values()) < limit_s
+        launcher.check()
+    finally:
+        launcher.clear()
+
+
+@needs_ucx
+@lengths
+@pytest.mark.parametrize("stranger", [HOST, pytest.param(USER, marks=pytest.mark.long)])
+def test_a_job_over_ucx_is_not_held_up_by_strangers(
+    reachable: TestHosts, tmp_path: Path, stranger: str, seconds: float, limit_s: float
+) -> None:
+    """UCX's listeners ask for no key: they are given garbage, many connections, and some that are left half open."""
+    launcher = RemoteLauncher(reachable, tmp_path, own=[0, 1])
+    try:
+        arguments = ("-H", "h0:2,h1:1", "-q", launcher.script(SCRIPT), str(tmp_path))
+        job = launcher.start(*arguments, environment={"PHALANX_ENGINE": "ucx"})
+        works = [tmp_path / f"works-{rank}" for rank in range(3)]
+        assert soon(lambda: all(file.exists() for file in works) or job.process.poll() is not None, PATIENCE_S)
+        assert job.process.poll() is None, job.said()
+        for host in (0, 1):
+            attack = who_attacks(reachable, stranger, host)
+            at_host = [at for at in attack.ports if at[0] == reachable.address(host)]
+            assert len(at_host) >= 3  # with RPC's and the signs of life
+            attack_all(attack, seconds, lambda: job.process.poll() is None)
         (tmp_path / "over").touch()
         assert job.finish() == 0, job.said()
         assert max(delays(tmp_path, attack).values()) < limit_s

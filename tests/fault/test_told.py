@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from tests.launch_support import Launcher, launcher
-from tests.support.faults import ENDS, LATE, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
+from tests.support.faults import ENDS, KILLED_WITHIN, LATE, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
 from tests.support.golden import FOLDER, MOST_LINES, await_told, block_of, check_told
 
 __all__ = ["launcher"]  # a fixture
@@ -48,6 +48,24 @@ def test_every_survivor_names_the_rank_that_ended(launcher: Launcher, how: str, 
     for told in told_by(launcher.directory, how, [rank for rank in range(size) if rank != 1]):
         check_told(how, told, facts)
     check_told(f"{how}.launcher", block_of(done.err_text), facts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_survivor_names_a_rank_that_was_killed_within_their_call(launcher: Launcher, size: int) -> None:
+    script = launcher.script(KILLED_WITHIN)
+    done = launcher.run("-n", str(size), "--grace", "60", script, str(launcher.directory), "phalanx")
+    assert done.code != 0
+    facts = known(launcher, script, KILLED_WITHIN, size)
+    for told in told_by(launcher.directory, "within", [rank for rank in range(size) if rank != 1]):
+        check_told("within", told, facts)
+    check_told("within.launcher", block_of(done.err_text), facts)
+
+
+def test_the_launcher_says_what_a_rank_over_gloo_was_in_when_it_was_killed(launcher: Launcher) -> None:
+    script = launcher.script(KILLED_WITHIN)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "gloo")
+    assert done.code != 0
+    check_told("within.gloo.launcher", block_of(done.err_text), known(launcher, script, KILLED_WITHIN, 3))
 
 
 def test_every_survivor_says_at_the_timeout_that_a_rank_is_stopped(launcher: Launcher) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import signal
 
 import pytest
 from tests.launch_support import Launcher, launcher
-from tests.support.faults import PASSES, PASSES_RIGHTLY, known_of
-from tests.support.golden import await_told, check_told
+from tests.support.faults import PASSES, PASSES_RIGHTLY, UNUSED, known_of, told_by
+from tests.support.golden import await_told, block_of, check_told, without_frames
 
 __all__ = ["launcher"]  # a fixture
 
@@ -63,3 +64,13 @@ def test_calls_that_differ_are_listed_while_the_ranks_wait(launcher: Launcher, r
     )
     job.process.send_signal(signal.SIGINT)
     job.finish()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_parameters_that_a_rank_leaves_unused_are_named(launcher: Launcher, size: int) -> None:
+    script = launcher.script(UNUSED)
+    done = launcher.run("-n", str(size), "--grace", "60", script, str(launcher.directory), "gloo")
+    assert done.code == 1
+    facts = {**known_of(launcher.directory, script, UNUSED, size), "host": platform.node()}
+    check_told("unused.rank-1", told_by(launcher.directory, "unused", [1])[0], facts)
+    check_told("unused.gloo.launcher", without_frames(block_of(done.err_text)), facts)

@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import wait_for
-from tests.support.faults import CUT, ENDS, LATE, LEAVES, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
+from tests.support.faults import (
+    CUT,
+    ENDS,
+    KILLED_WITHIN,
+    LATE,
+    LEAVES,
+    MISTAKES,
+    MISTAKES_FOR_ALL,
+    UNUSED,
+    known_of,
+    told_by,
+)
 from tests.support.golden import await_told, block_of, check_told
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import PATIENCE_S, RemoteLauncher, hosts, remote
@@ -61,6 +72,19 @@ def test_every_survivor_names_the_rank_that_ended(remote: RemoteLauncher, how: s
         (told,) = told_by(remote.folder, how, [rank])
         beside = ".beside" if how == "killed" and rank == 2 else ""  # it knows more of one that cannot say it any more
         check_told(f"{how}.hosts{beside}", told, {**facts, "rank": rank})
+
+
+@pytest.mark.parametrize("where", ["h0:1,h1:1", HOSTS])
+def test_every_survivor_names_a_rank_that_was_killed_within_their_call(remote: RemoteLauncher, where: str) -> None:
+    script = remote.script(KILLED_WITHIN)
+    job = remote.run("-H", where, "--grace", "60", script, str(remote.folder), "phalanx")
+    assert job.process.returncode != 0
+    size = 3 if where == HOSTS else 2
+    facts = {**known_of(remote.folder, script, KILLED_WITHIN, size), "host": "h1"}
+    for rank in (0, 2)[: size - 1]:
+        (told,) = told_by(remote.folder, "within", [rank])
+        check_told(f"within.hosts{'.beside' if rank == 2 else ''}", told, {**facts, "rank": rank})
+    check_told("within.hosts.launcher", block_of(job.err), facts)
 
 
 def test_every_survivor_says_at_the_timeout_that_a_rank_is_stopped(remote: RemoteLauncher) -> None:

@@ -8,9 +8,21 @@ import signal
 
 import pytest
 from tests.launch_support import Launcher
-from tests.support.faults import ENDS, LATE, MISSING, MISTAKES, MISTAKES_FOR_ALL, UNUSED, known_of, told_by
-from tests.support.golden import await_told, block_of, check_told
+from tests.support.faults import (
+    ENDS,
+    KILLED_WITHIN,
+    LATE,
+    MISSING,
+    MISTAKES,
+    MISTAKES_FOR_ALL,
+    PASSES,
+    UNUSED,
+    known_of,
+    told_by,
+)
+from tests.support.golden import await_told, block_of, check_told, warnings_of, without_frames
 
+GIVEN_UP_S = 20  # the ranks that come must have come by then
 MISTAKES_OVER_MPI = MISTAKES.replace("phalanx.init()", 'phalanx.init(backend="mpi")')
 
 
@@ -24,6 +36,25 @@ def test_every_rank_says_which_calls_differ_or_who_did_not_come(launcher: Launch
             check_told(row, told, facts)
     for told in told_by(launcher.directory, "late", [0, 2]):
         check_told("late.mpi", told, facts)
+
+
+@pytest.mark.parametrize("row", ["swapped", "skipped"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_warns_of_equal_calls_that_do_not_belong_together(launcher: Launcher, row: str, size: int) -> None:
+    script = launcher.script(PASSES)
+    done = launcher.run("-n", str(size), "-q", "--warn-after", "0", script, str(launcher.directory), "mpi", row)
+    assert done.code == 0, done.err_text
+    (warning,) = warnings_of(done.err_text).values()
+    check_told(f"{row}.run.warning", warning, known_of(launcher.directory, script, PASSES, size))
+
+
+@pytest.mark.parametrize("row", ["swapped", "skipped"])
+def test_with_strict_the_job_fails_with_both_calls(launcher: Launcher, row: str) -> None:
+    script = launcher.script(PASSES)
+    done = launcher.run("-n", "3", "-q", "--strict", script, str(launcher.directory), "mpi", row)
+    assert done.code == 1, done.err_text
+    facts = {**known_of(launcher.directory, script, PASSES, 3), "host": platform.node()}
+    check_told(f"{row}.strict.launcher", without_frames(block_of(done.err_text)), facts)
 
 
 def test_parameters_that_a_rank_leaves_unused_are_named(launcher: Launcher) -> None:
@@ -69,6 +100,18 @@ def test_a_rank_that_does_not_join_is_named_while_the_others_wait(launcher: Laun
     assert job.finish().code == 0, said.read_text()
 
 
+@pytest.mark.parametrize("way", ["init", "mpi"])
+def test_at_the_timeout_every_rank_that_came_names_one_that_did_not(launcher: Launcher, way: str) -> None:
+    script = launcher.script(MISSING)
+    arguments = ("--grace", "60", script, str(launcher.directory), way, str(GIVEN_UP_S))
+    done = launcher.run("-n", "3", *arguments)
+    assert done.code == 1, done.err_text
+    facts = {**known_of(launcher.directory, script, MISSING, 3), "host": platform.node(), "timeout": GIVEN_UP_S}
+    for told in told_by(launcher.directory, "missing", [0, 1]):
+        check_told("missing.run", told, facts)
+    check_told("missing.run.launcher", block_of(done.err_text), facts)
+
+
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_the_launcher_names_the_rank_that_ended(launcher: Launcher, how: str) -> None:
     script = launcher.script(ENDS)
@@ -76,3 +119,12 @@ def test_the_launcher_names_the_rank_that_ended(launcher: Launcher, how: str) ->
     assert done.code != 0
     facts = {**known_of(launcher.directory, script, ENDS, 3), "host": platform.node()}
     check_told(f"{how}.mpi.launcher", block_of(done.err_text), facts)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_launcher_says_what_a_rank_was_in_when_it_was_killed(launcher: Launcher, size: int) -> None:
+    script = launcher.script(KILLED_WITHIN)
+    done = launcher.run("-n", str(size), script, str(launcher.directory), "mpi")
+    assert done.code != 0
+    facts = {**known_of(launcher.directory, script, KILLED_WITHIN, size), "host": platform.node()}
+    check_told("within.mpi.launcher", block_of(done.err_text), facts)

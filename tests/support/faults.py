@@ -12,6 +12,7 @@ from textwrap import dedent
 __all__ = [
     "CUT",
     "ENDS",
+    "KILLED_WITHIN",
     "LATE",
     "LEAVES",
     "MISSING",
@@ -181,6 +182,45 @@ ENDS = _JOINED_BY_TORCH + dedent("""
         raise
 """)
 
+# The second argument is the backend. Rank 1 is killed while it waits within the second all_reduce. So does rank 2, if
+# there is one; rank 0 comes when rank 1 has ended, whose end frees a lock. A small tensor would be in the segment by
+# then, and the others would have no need of rank 1 any more.
+KILLED_WITHIN = _JOINED_BY_TORCH + dedent("""
+    import contextlib, fcntl, threading
+    from phalanx.watch import recorder, records
+
+    def notice_and_kill():
+        inside = False
+        while not inside:
+            time.sleep(0.001)
+            with contextlib.suppress(Exception):  # the record may be being written
+                found = records.read_memory(recorder.own_memory()).records
+                inside = any(one.kind == "all_reduce" and one.in_group == 2 and not one.left_ns for one in found)
+        (folder / f"inside-{rank}").touch()
+        if rank == 1:
+            wait_for(*[f"inside-{other}" for other in range(1, size)])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if sys.argv[2] != "mpi":  # whose ranks cannot notice an end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see above
+    x = torch.ones(1 << 22)
+    dist.all_reduce(x)  # before
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR)
+    if rank == 1:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    if rank:
+        threading.Thread(target=notice_and_kill, daemon=True).start()
+    else:
+        wait_for("inside-1")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        # call:
+        dist.all_reduce(x)
+    except Exception as error:
+        tell("within", error)
+        raise
+""")
+
 # Rank 1 computes until the others have been named, and then stops; the job goes on after both.
 LATE = _JOINED_BY_TORCH + dedent("""
     x = torch.ones(4)
@@ -246,7 +286,7 @@ PASSES = _JOINED_BY_TORCH + dedent("""
             dist.scatter(torch.empty(8) if odd else four, [four] * size if rank == 0 else None)  # scattered
         case "swapped":
             for task in (second, first) if odd else (first, second):
-                task(four)
+                task(four)  # tasks
         case "skipped":
             for step in range(4):
                 if step != 2 or not odd:

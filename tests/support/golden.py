@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.launch_support import wait_for
 
-__all__ = ["FOLDER", "MOST_LINES", "await_told", "block_of", "check_told"]
+__all__ = ["FOLDER", "MOST_LINES", "await_told", "block_of", "check_told", "warnings_of", "without_frames"]
 
 MOST_LINES = 12  # of one error
 FOLDER = Path(__file__).parent.parent / "fault" / "told"
@@ -39,6 +39,20 @@ def block_of(err: str) -> str:
     found = re.search(r"^phalanx: rank \d+ of \d+ failed", err, re.MULTILINE)
     assert found, err
     return err[found.start() :]
+
+
+def warnings_of(err: str) -> dict[int, str]:
+    """By rank what it has warned of in a launcher's output, in which each of its lines has the rank before it."""
+    found: dict[int, list[str]] = {}
+    for rank, line in re.findall(r"^\[rank (\d+)\] (.*)$", err, re.MULTILINE):
+        if line.startswith("phalanx: warning: ") or int(rank) in found:
+            found.setdefault(int(rank), []).append(line)
+    return {rank: "\n".join(lines) for rank, lines in found.items()}
+
+
+def without_frames(block: str) -> str:
+    """A block without the frames of tracebacks. Their marks below a part of a line depend on Python's version."""
+    return re.sub(r'^  File ".*\n(?: {4}.*\n)*', "", block, flags=re.MULTILINE)
 
 
 def check_told(name: str, text: str, known: Mapping[str, object]) -> None:

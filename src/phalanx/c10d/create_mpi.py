@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from itertools import count
 
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.process_group import PhalanxProcessGroup
-from phalanx.errors import InitializationError
+from phalanx.errors import InitializationError, PhalanxError
+from phalanx.place.arguments import place_with
+from phalanx.rendezvous.meet import kept_store
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start
 from phalanx.transports.mpi.store import MpiStore
+from phalanx.words import format_named
 
 __all__ = ["create_mpi_group"]
 
 NAME = "mpi"
 TAGS = 32767  # the largest tag that every library takes
+_openings = count(1)  # of worlds in this process, which are as many on every rank
 
 
 class MpiProcessGroup(PhalanxProcessGroup):
@@ -49,9 +55,53 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
         timeout: for every collective and message of the group.
 
     Raises:
-        InitializationError: MPI cannot be started; the message says what to install.
+        InitializationError: MPI cannot be started, and the message says what to install; or ranks have not come to the
+            world in time, where the launcher keeps a store in which they can be missed.
     """
-    runtime = running() if ranks else start()
+    if ranks:
+        return _create(ranks, group_name, timeout, running())
+    over = _await_all(timeout)
+    group = _create(ranks, group_name, timeout, start())
+    over()
+    return group
+
+
+def _await_all(timeout: timedelta) -> Callable[[], object]:
+    """Wait until all ranks of the job are about to start MPI, in which they wait for each other without a timeout.
+
+    Only the store of a launcher that keeps one is there before MPI is. Each rank writes its own key there, then waits
+    for all, and deletes its own when the world is made: all have seen it then. A rank that dies before it has written
+    is missed by the others; after it, they wait in MPI until the launcher ends them for that death.
+
+    Returns:
+        What to call when the world is made.
+
+    Raises:
+        InitializationError: ranks did not come in time.
+    """
+    nothing = lambda: None  # noqa: E731
+    try:
+        place = place_with(None, None, None, None)
+    except PhalanxError:
+        return nothing  # the environment is not that of a launcher that keeps a store; MPI knows the ranks by itself
+    if not place.keeps_store or place.world_size == 1:
+        return nothing
+    store = PrefixStore(f"phalanx/mpi/{place.attempt}/{next(_openings)}", kept_store(place, timeout.total_seconds()))
+    keys = [str(rank) for rank in range(place.world_size)]
+    store.set(keys[place.rank], "")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        if not missing:
+            raise InitializationError(f"the store in which the ranks were meeting has failed: {error}") from error
+        before = f"rank {place.rank} had joined, but" if place.rank else ""
+        ranks = f"{format_named('rank', missing)} of {place.world_size}"
+        raise InitializationError.ranks_missing(ranks, timeout.total_seconds(), before=before) from None
+    return partial(store.delete_key, keys[place.rank])
+
+
+def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: Runtime | None) -> MpiProcessGroup:
     if runtime is None or not runtime.usable:
         raise InitializationError(
             "a group with backend 'mpi' needs a world with backend 'mpi': MPI starts on all ranks at once. Call "

@@ -77,6 +77,8 @@ def _stand_in(name: str, module: str) -> None:
 def record_other_backends() -> None:
     """Have the flight recorder see the operations of torch's own backends, from their first group on; never raises.
 
+    DDP on these groups then also names parameters that had no gradient.
+
     For a rank of ``phalanx run``, once torch has been imported there.
     """
     with contextlib.suppress(Exception):
@@ -90,11 +92,13 @@ def record_other_backends() -> None:
             with contextlib.suppress(Exception):
                 group = made[0] if isinstance(made, tuple) else made
                 if isinstance(group, c10d.ProcessGroup) and not type(group).__module__.startswith("phalanx."):
+                    from phalanx.c10d.ddp_parameters import name_parameters
                     from phalanx.c10d.torch_backends import record_methods
 
                     if c10d._new_process_group_helper is new_group:  # nobody else has wrapped it since
                         setattr(c10d, "_new_process_group_helper", own)  # noqa: B010
                     record_methods()
+                    name_parameters(of_any_group=True)
             return made
 
         setattr(c10d, "_new_process_group_helper", new_group)  # noqa: B010

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from types import CodeType, FrameType, TracebackType
@@ -20,6 +21,8 @@ _INSIDE = ("torch.", "phalanx.", "typing_extensions", "warnings", "_py_warnings"
 # The files with code of those modules, which are skipped. Several frames of every call are checked, and a
 # file's name is found faster than its module's. Code made from a string has no file of its own, so it is not kept here.
 _files: dict[str, bool] = {}
+
+_folders: list[str] = []  # torch's, once it has been imported
 
 # ``running.site`` is where the queued operation that this thread runs was called, since its stack does not show that.
 running = threading.local()
@@ -41,10 +44,17 @@ def inside(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
     if _files.get(name):
         return True
-    found: bool = frame.f_globals.get("__name__", "").startswith(_INSIDE)
+    found: bool = frame.f_globals.get("__name__", "").startswith(_INSIDE) or _is_made_by_torch(name)
     if found and not name.startswith("<"):
         _files[name] = True
     return found
+
+
+def _is_made_by_torch(name: str) -> bool:
+    """Whether torch's compiler has made the code with this file's name, which belongs to none of its modules."""
+    if not _folders and (torch := sys.modules.get("torch")) is not None:
+        _folders.append(os.path.join(os.path.dirname(torch.__file__ or ""), ""))
+    return name.startswith(("<eval_with_key>", *_folders))
 
 
 def text_of(site: CallSite | None) -> str:

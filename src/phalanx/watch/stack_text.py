@@ -14,6 +14,7 @@ ASKED = "\nAsked: "
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d{1,9}) in (?P<function>.*)$', re.MULTILINE)
 _LIBRARIES = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_MADE = f"{os.sep}torchinductor_"
 # This package's own files, which need not be among the installed ones.
 OWN = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
 
@@ -33,8 +34,11 @@ class Frame:
 
 
 def is_library(file: str) -> bool:
-    """Whether the code of this file is an installed library's, Python's or Phalanx's, and not the user's program."""
-    return file.startswith(("<", *_LIBRARIES, OWN))
+    """Whether the code of this file is an installed library's, Python's or Phalanx's, and not the user's program.
+
+    So is what torch's compiler has made, in the folder of its cache that it has by default.
+    """
+    return file.startswith(("<", *_LIBRARIES, OWN)) or _MADE in file
 
 
 def frames_of(stack: str) -> list[Frame]:

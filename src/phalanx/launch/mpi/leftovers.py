@@ -5,6 +5,9 @@ files of their own there, a file is removed only if three things hold together: 
 a process of the rank was seen with it open or mapped (the same inode, not only the same name); and its name is one that
 these libraries give. Files are recorded when inotify reports one, and again before the launcher ends the rank. So a
 rank killed by somebody else is covered too, except for files it created in the instant before.
+
+What is recorded is also written down for the next launch of this user (``leftover_records.py``), which finds it if the
+whole job has been killed, keepers and all.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from phalanx.launch.mpi.leftover_records import Record, remove_abandoned
 from phalanx.system.mpi_files import FOLDER, NAMES
 from phalanx.system.processes import await_ends_of
 
@@ -37,6 +41,8 @@ class SharedMemoryWatch:
     """
 
     def __init__(self) -> None:
+        remove_abandoned(_remove_abandoned)
+        self._record = Record()
         self._before = {(entry.stat_device, entry.inode) for entry in _entries()}
         self._seen: Files = {}
         self.descriptor: int | None = None
@@ -65,12 +71,15 @@ class SharedMemoryWatch:
         for pid in pids if new else ():
             found |= {new[key]: key for key in _held(pid) & new.keys()}
         self._seen |= found
+        if found:
+            self._record.write(self._seen)
         return found
 
     def add(self, files: Mapping[str, Sequence[int]]) -> None:
         """Take over what another watch on this host has found, if its process cannot remove it any more."""
         for path, (device, inode) in files.items():
             self._seen.setdefault(path, (device, inode))
+        self._record.write(self._seen)
 
     def remove(self, patience_s: float = 0.0) -> list[str]:
         """Remove the recorded files that no living process holds; return their paths.
@@ -79,32 +88,14 @@ class SharedMemoryWatch:
             patience_s: how long to wait for the ends of the processes that hold files.
         """
         until = time.monotonic() + patience_s
-        removed, holders = self._remove()
+        removed, holders = _remove_unheld(self._seen)
         while holders and time.monotonic() < until:
             await_ends_of(holders, until - time.monotonic())
-            more, holders = self._remove()
+            more, holders = _remove_unheld(self._seen)
             removed += more
+        # What others hold is theirs to remove: ranks of this host, whose keepers have written it down as well.
+        self._record.write({})
         return removed
-
-    def _remove(self) -> tuple[list[str], list[int]]:
-        """Remove what nobody holds now. Returns the paths, and the processes that hold other recorded files."""
-        still = {path: key for path, key in self._seen.items() if _identity(path) == key}
-        if not still:
-            return [], []
-        wanted = set(still.values())
-        held: set[tuple[int, int]] = set()
-        holders = []
-        for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-            found = _held(pid) & wanted
-            held |= found
-            holders += [pid] if found else []
-        removed = []
-        for path, key in still.items():
-            if key not in held and _identity(path) == key:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-                    removed.append(path)
-        return removed, holders
 
     def left(self) -> bool:
         """Whether a recorded file is still there."""
@@ -115,6 +106,33 @@ class SharedMemoryWatch:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
+
+
+def _remove_abandoned(files: Files) -> bool:
+    """Remove files of a job of which nobody is left; whether nothing holds one of them back."""
+    _, holders = _remove_unheld({path: key for path, key in files.items() if _NAMES.match(os.path.basename(path))})
+    return not holders
+
+
+def _remove_unheld(files: Files) -> tuple[list[str], list[int]]:
+    """Remove those of these files that nobody holds now. Returns their paths, and the processes that hold others."""
+    still = {path: key for path, key in files.items() if _identity(path) == key}
+    if not still:
+        return [], []
+    wanted = set(still.values())
+    held: set[tuple[int, int]] = set()
+    holders = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        found = _held(pid) & wanted
+        held |= found
+        holders += [pid] if found else []
+    removed = []
+    for path, key in still.items():
+        if key not in held and _identity(path) == key:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+                removed.append(path)
+    return removed, holders
 
 
 class _Entry:

@@ -359,6 +359,9 @@ class Reason:
         if isinstance(error, PeerLost):
             if self._aborted():
                 return None
+            if error.signal:
+                # In the words that ranks of other hosts have for an end. Its own would say twice which rank was where.
+                return self._with_what_is_known_beside({**self._fact("lost", "", error.group_rank), "what": "ended"})
             known = {name: getattr(error, name) for name in KNOWN_BESIDE}
             return {**self._fact("lost", self._here(error), error.group_rank), **known}
         self_named = f"rank {self._rank} of the group on {self._layout.name(self._rank)}"

@@ -403,4 +403,7 @@ class _Call:
         self._error = self._reason.error(error, text, self.timeout_s)
         self._reason.end()
         if self._error is not error:
-            raise self._error from (None if isinstance(error, (Crossed, Differs, TransferFailed)) else error)
+            # What Phalanx found itself is in the words of the error. An error among the ranks of this host would name
+            # their part of the call, such as the reduce in an all_reduce.
+            inner = isinstance(error, (Crossed, Differs, TransferFailed, PhalanxError))
+            raise self._error from (None if inner else error)
