@@ -2,8 +2,9 @@
 
     phalanx run -n 2 benchmarks/recorder.py
 
-Two groups of all ranks differ only in that one is recorded; they are measured in turns, many calls of each in a row, so
-that what the machine does meanwhile falls on both. Of many turns the 2 % quantile and the median count.
+Two groups of all ranks differ only in that one is recorded, and so compares the lines of calls too. They are measured
+in turns, many calls of each in a row, so that what the machine does meanwhile falls on both. Of many turns the 2 %
+quantile and the median count.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from ctypes import addressof
+from itertools import chain
 
 import pytest
 
@@ -19,6 +20,7 @@ from phalanx.watch.records import Record, Recording, read_process, read_recordin
 ALL_REDUCE, BROADCAST, SEND = 1, 2, 10
 FLOAT32 = 1 << 8
 RECORDS_AT, RECORD_BYTES = 4096, 64
+MOST_ASTRAY_NS = 100_000
 
 
 @pytest.fixture
@@ -248,6 +250,41 @@ def test_readers_never_see_a_half_written_record_while_threads_wrap_around(file:
     assert found is not None
     assert len(found.records) >= RECORDS - 4
     assert sum(record.under_way for record in found.records) <= 4
+
+
+def test_the_times_of_records_are_those_of_the_clock(file: int) -> None:
+    """They are made of the processor's counter between two looks at the clock, on each thread by itself."""
+    told = threading.Lock()
+    seen: list[tuple[int, int]] = []
+
+    def operations(group: RecordedGroup) -> None:
+        def some() -> None:
+            for number in range(1000):
+                if number % 100 == 0:
+                    time.sleep(0.01)
+                with told:
+                    before = time.monotonic_ns()
+                    ticket = recorder.begin(addressof(group), ALL_REDUCE, before, -1)
+                    recorder.end(ticket, False)
+                    seen.append((before, time.monotonic_ns()))
+
+        threads = [threading.Thread(target=some) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sent.write(struct.pack(f"{2 * len(seen)}q", *chain.from_iterable(seen)))
+        sent.flush()
+
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as told_by, os.fdopen(write, "wb") as sent:
+        records = record_in(file, operations).records
+        sent.close()
+        moments = struct.unpack(f"{2 * len(records)}q", told_by.read())
+    assert len(records) == 3000
+    for record, before, after in zip(records, moments[::2], moments[1::2], strict=True):
+        assert record.nbytes == before
+        assert before - MOST_ASTRAY_NS <= record.entered_ns <= record.left_ns <= after + MOST_ASTRAY_NS
 
 
 def test_a_forked_child_records_nothing_in_its_parents_memory(file: int) -> None:

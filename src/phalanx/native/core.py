@@ -55,7 +55,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 24
+ABI = 25
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 

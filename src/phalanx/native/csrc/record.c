@@ -6,15 +6,15 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
-#include <time.h>
+
+#include "clock.h"
 
 #define TAG (1ull << 63)
 
 /* The memory of this process, NULL without a recorder. It is set before the process has a group, and stays mapped. */
 static char *memory;
 static struct phx_recorder_file file = {.fd = -1};
-/* The record of the collective that this thread is in; NULL outside. */
-static __thread __attribute__((tls_model("initial-exec"))) struct phx_record *under_way;
+__thread __attribute__((tls_model("initial-exec"))) struct phx_record *phx_record_under_way;
 
 static struct phx_recorder_header *header_of(const char *at)
 {
@@ -26,19 +26,12 @@ static struct phx_record *record_of(const char *at, uint64_t number)
     return (struct phx_record *)(uintptr_t)(at + PHX_RECORDS_AT) + number % PHX_RECORDS;
 }
 
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000ull + (uint64_t)now.tv_nsec;
-}
-
 /* The memory is the parent's. */
 static void forget_in_child(void)
 {
     memory = NULL;
     file.fd = -1;
-    under_way = NULL;
+    phx_record_under_way = NULL;
 }
 
 void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uint32_t size)
@@ -55,6 +48,7 @@ void *phx_recorder_open(int fd, uint64_t offset, uint32_t pid, int32_t rank, uin
         return NULL;
     }
     noted = 1;
+    phx_clock_open();
     struct phx_recorder_header *header = header_of(mapped);
     header->version = PHX_ABI;
     header->size = size;
@@ -122,7 +116,7 @@ static uint64_t begin(const struct phx_record_group *group, uint32_t in_group, u
     atomic_store_explicit(&record->step, atomic_load_explicit(&header->step, order), order);
     atomic_store_explicit(&record->word, 2 * n + 2, memory_order_release);
     if (!is_message(what))
-        under_way = record;
+        phx_record_under_way = record;
     return TAG | n;
 }
 
@@ -132,7 +126,7 @@ uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_
         return 0;
     _Atomic uint32_t *count = is_message(what) ? &group->messages : &group->collectives;
     const uint32_t in_group = atomic_fetch_add_explicit(count, 1, memory_order_relaxed) + 1;
-    return begin(group, in_group, what, nbytes, site, peer, now_ns());
+    return begin(group, in_group, what, nbytes, site, peer, phx_clock_now());
 }
 
 uint64_t phx_record_begin_at(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site, int32_t peer,
@@ -149,11 +143,13 @@ void phx_record_end(uint64_t ticket, int failed)
     if (!memory || !ticket)
         return;
     struct phx_record *record = record_of(memory, ticket & ~TAG);
+    const uint64_t entered = atomic_load_explicit(&record->entered_ns, memory_order_relaxed), now = phx_clock_now();
+    const uint64_t left = now > entered ? now : entered; /* threads have clocks of their own, and any may end it */
     uint64_t expected = ticket;
-    if (under_way == record)
-        under_way = NULL;
-    atomic_compare_exchange_strong_explicit(&record->left, &expected, now_ns() << 1 | (failed != 0),
-                                            memory_order_release, memory_order_relaxed);
+    if (phx_record_under_way == record)
+        phx_record_under_way = NULL;
+    atomic_compare_exchange_strong_explicit(&record->left, &expected, left << 1 | (failed != 0), memory_order_release,
+                                            memory_order_relaxed);
 }
 
 void phx_record_drop(uint64_t ticket)
@@ -163,26 +159,26 @@ void phx_record_drop(uint64_t ticket)
     const uint64_t n = ticket & ~TAG;
     struct phx_record *record = record_of(memory, n);
     uint64_t there = 2 * n + 2;
-    if (under_way == record)
-        under_way = NULL;
+    if (phx_record_under_way == record)
+        phx_record_under_way = NULL;
     atomic_compare_exchange_strong_explicit(&record->word, &there, 0, memory_order_relaxed, memory_order_relaxed);
 }
 
 void phx_record_awaits(int32_t rank)
 {
-    if (under_way)
-        atomic_store_explicit(&under_way->awaits, rank, memory_order_relaxed);
+    if (phx_record_under_way)
+        atomic_store_explicit(&phx_record_under_way->awaits, rank, memory_order_relaxed);
 }
 
 struct phx_record_place phx_record_place(void)
 {
     struct phx_record_place place = {.peer = -1};
-    if (!under_way)
+    if (!phx_record_under_way)
         return place;
-    place.line = atomic_load_explicit(&under_way->site, memory_order_relaxed);
-    place.in_group = atomic_load_explicit(&under_way->in_group, memory_order_relaxed);
-    place.what = atomic_load_explicit(&under_way->what, memory_order_relaxed);
-    place.peer = atomic_load_explicit(&under_way->peer, memory_order_relaxed);
+    place.line = atomic_load_explicit(&phx_record_under_way->site, memory_order_relaxed);
+    place.in_group = atomic_load_explicit(&phx_record_under_way->in_group, memory_order_relaxed);
+    place.what = atomic_load_explicit(&phx_record_under_way->what, memory_order_relaxed);
+    place.peer = atomic_load_explicit(&phx_record_under_way->peer, memory_order_relaxed);
     if (place.line >= sizeof place.identity && place.line < PHX_STRINGS)
         memcpy(&place.identity, memory + PHX_STRINGS_AT + place.line - sizeof place.identity, sizeof place.identity);
     return place;

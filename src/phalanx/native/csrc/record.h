@@ -2,7 +2,8 @@
  *
  * The memory is a part of a file without a name (memfd), which the process maps, and which another process may hold
  * (its launcher) or find through /proc. One process writes, with any number of threads; any process reads, at any time,
- * also when the writer is gone. Nothing here waits, and nothing is a system call but the clock, which is none either.
+ * also when the writer is gone. Nothing here waits, and nothing is a system call but the clock (clock.h), which mostly
+ * is none either.
  *
  * Operation n (n = 0, 1, ...) has the record n mod PHX_RECORDS. Its *tag* is the top bit and n below it.
  *
@@ -28,7 +29,9 @@
  *   left        While operation n is under way its tag; then when it ended, in nanoseconds, times two, plus one if it
  *               failed. Written with the fields; then exchanged by the thread that ends the operation (compare-and-
  *               exchange with the tag, release), so that the end of an operation that lasts until its record is used
- *               again changes nothing. Read by all, relaxed, between the reads of `word`: it may be the older of both.
+ *               again changes nothing. That thread reads `entered_ns` before, relaxed, so that no operation ends before it
+ *               began; of another operation, it goes into an exchange that fails.
+ *               Read by all, relaxed, between the reads of `word`: it may be the older of both.
  *               Death before: the operation is under way for ever. Death after: it has ended.
  *   awaits      The rank that the operation waits for at this moment, -1 for none that is known. Written with the
  *               fields, and then, relaxed, by the thread that is in the operation, only before it sleeps. Read by all,
@@ -76,6 +79,11 @@ struct phx_record_place {
 };
 
 struct phx_record_place phx_record_place(void);
+
+struct phx_record;
+
+/* The record of the collective that this thread is in; NULL outside, and if it is not recorded. */
+extern __thread __attribute__((tls_model("initial-exec"))) struct phx_record *phx_record_under_way;
 
 /* Where this process keeps its recorder. */
 struct phx_recorder_file phx_recorder_file(void);

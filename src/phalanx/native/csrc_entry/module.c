@@ -304,7 +304,14 @@ static PyObject *set_recorder(PyObject *module, PyObject *args)
     core->record_end = (__typeof__(core->record_end))address(functions, "phx_record_end");
     entry_process.codes.is_inside = is_inside;
     entry_process.codes.number_of = number_of;
+    (void)entry_read_frames(&entry_process.codes, 1);
     Py_RETURN_NONE;
+}
+
+static PyObject *read_frames(PyObject *module, PyObject *wanted)
+{
+    (void)module;
+    return PyBool_FromLong(entry_read_frames(&entry_process.codes, wanted == Py_True));
 }
 
 static PyObject *site_number(PyObject *module, PyObject *nothing)
@@ -345,6 +352,8 @@ static PyObject *record_end(PyObject *module, PyObject *const *args, Py_ssize_t 
 static PyMethodDef functions[] = {
     {"set_recorder", set_recorder, METH_VARARGS, "set_recorder(addresses, is_inside, number_of): see watch/recorder.py"},
     {"site_number", site_number, METH_NOARGS, "The recorder's number of the line of the user's program that calls; 0: none."},
+    {"read_frames", read_frames, METH_O,
+     "read_frames(wanted): from now on find lines without objects of frames, or not; whether that is so, where it can be."},
     {"record_begin", (PyCFunction)(void (*)(void))record_begin, METH_FASTCALL, "The core's phx_record_begin()."},
     {"record_end", (PyCFunction)(void (*)(void))record_end, METH_FASTCALL, "The core's phx_record_end()."},
     {"set_exchange", set_exchange, METH_VARARGS, "set_exchange(capsule, addresses): torch's exchange, the core's functions."},

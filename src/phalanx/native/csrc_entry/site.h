@@ -9,19 +9,22 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define ENTRY_CODES 32
+#include "frames.h"
+
+#define ENTRY_CODES 256
 #define ENTRY_SITES 256
 
 /* What was learned about code, for one process. The interpreter's lock guards it. */
 struct entry_codes {
     PyObject *is_inside;            /* asks watch/call_site.py about a frame */
-    PyObject *inside[ENTRY_CODES];  /* code of torch's and ours, which is passed over */
-    PyObject *outside;              /* the code that was found last: mostly it is the next one too */
-    int next;                       /* the place in `inside` that is filled next */
-    /* The public functions PyFrame_GetBack and PyFrame_GetLasti, which the limited API lacks: found by their names, NULL
-     * in a Python that has not got them, whose frames are then asked for their attributes. */
-    PyObject *(*back)(PyObject *frame);
-    int (*lasti)(PyObject *frame);
+    struct {
+        PyObject *code;             /* held */
+        int inside;                 /* it is torch's or ours, and passed over */
+    } known[ENTRY_CODES];
+    uint32_t next;                  /* which of the places that a code may have is taken next if all are */
+    /* Found by their names; NULL in a Python that has not got them, whose frames are then asked for their attributes. */
+    struct entry_public_frames frames;
+    struct entry_layout layout;     /* spares making objects of frames, if it is known */
     PyObject *f_back, *f_lasti;     /* interned names */
     PyObject *number_of;            /* gives the number of a place (watch/recorder.py) */
     struct {
@@ -38,6 +41,9 @@ struct entry_site {
 
 /* Find those functions; once, before any call here. Returns -1 with an exception. */
 int entry_find_frames(struct entry_codes *codes);
+
+/* Whether frames are read where they lie from now on, if that is wanted; from Python code. */
+int entry_read_frames(struct entry_codes *codes, int wanted);
 
 /* Note where this thread's call comes from. Returns -1 with an exception. */
 int entry_note_site(struct entry_codes *codes, struct entry_site *site);
