@@ -169,15 +169,24 @@ def test_a_world_is_made_in_the_store_in_which_two_of_a_rank_met(by: str, size: 
 @pytest.mark.parametrize("seen", [True, False])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_rank_that_was_killed_as_it_waited_is_replaced_in_the_same_store(size: int, seen: bool) -> None:
-    """Nobody else had come yet, so nobody was told of it; if it was alone on its host, nobody sees that it has gone."""
+    """The others come when it has been replaced; if it was alone on its host, nobody sees that it has gone."""
 
     def body(member: Member, number: int) -> float:
         if not seen:
             on_host(str(number))
+        own = segment._await_offer
+
+        def come(*arguments: Any) -> bytes:
+            member.say("has come again")
+            return own(*arguments)
+
         if number == size:
             fall_at(segment, "_await_offer", lambda: kill_oneself(member, number))
-        else:
+        elif number == size - 1:
             member.await_said(f"over-{size}")
+            pytest.MonkeyPatch().setattr(segment, "_await_offer", come)
+        else:
+            member.await_said("has come again")
         join("torch")
         ones = torch.ones(4)
         dist.all_reduce(ones)
