@@ -11,7 +11,7 @@ lost stand in ``lost.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phalanx.exception import PhalanxError
 from phalanx.lost import CallTimeout, CollectiveTimeout, ObjectLost, PeerFailed, PeerLost, WorkerLost
@@ -98,6 +98,39 @@ class InitializationError(PhalanxError):
         """A rank is stopped that is needed to make a group; ``state`` says how, as ``stopped (state T)``."""
         remedy = f"Let it continue (kill -CONT {pid}), or end it"
         return cls.rank_gone(rank, pid, host, f"is {state}", remedy, group)
+
+    @classmethod
+    def rank_twice(cls, rank: int, named: Sequence[str], have_met: bool, pid: int, host: str) -> InitializationError:
+        """Several processes claim one rank, in a store that lets anybody come; ``named`` are all of them.
+
+        ``have_met``: one of them has met the other ranks. ``pid`` and ``host`` are those of another process than the
+        one that raises this.
+        """
+        how_often = "twice" if len(named) == 2 else f"{len(named)} times"
+        met = ". One of them has met the other ranks, and this one has not" if have_met else ""
+        text = f"rank {rank} is there {how_often}: {' and '.join(named)}{met}. Give each process its own RANK"
+        return cls.of_rank(text, rank, pid, host)
+
+    @classmethod
+    def rank_taken(cls, rank: int, earlier: str, own: str, pid: int, host: str) -> InitializationError:
+        """The ranks have not met in time, and another process came as this rank before; nobody knows if it is alive."""
+        return cls.of_rank(
+            f"rank {rank} ({own}) did not meet the others in time. Before it another process came as this rank, "
+            f"{earlier}, and has said nothing since. If that one is still running, end it: each process needs its own "
+            f"RANK",
+            rank,
+            pid,
+            host,
+        )
+
+    @classmethod
+    def sizes_differ(cls, rank: int, pid: int, host: str, size: int, own: str, own_size: int) -> InitializationError:
+        """Another process, which is described first, counts other ranks than this one, ``own``, does."""
+        text = (
+            f"rank {rank} (pid {pid} on {host}) came with WORLD_SIZE {size}, and {own} has {own_size}. "
+            f"Give all processes the same"
+        )
+        return cls.of_rank(text, rank, pid, host)
 
     @classmethod
     def of_rank(cls, text: str, rank: int, pid: int, host: str) -> InitializationError:

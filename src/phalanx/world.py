@@ -247,7 +247,10 @@ def init(
         store = PrefixStore(meeting_prefix(place.attempt, _openings), _store)
         tell_meeting(_store, store, place.rank, begins=True)
         alone = place.world_size == 1
-        with meeting_within(clock, timeout_s), contextlib.nullcontext() if alone else attend(store, place.rank):
+        with (
+            meeting_within(clock, timeout_s),
+            contextlib.nullcontext() if alone else attend(store, place.rank, place.world_size),
+        ):
             with Joining("", settings.BACKEND, range(place.world_size), place.rank):
                 reports = MeetingStore("topology", store, range(place.world_size), world=True)
                 topology = gather(reports, place, this_host(), time_left(timeout).total_seconds())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import resource
 import signal
 import threading
@@ -381,9 +380,9 @@ def test_processes_that_disagree_on_the_worlds_size_compute_nothing_together(
         said = other if member.rank == size - 1 else size
         with pytest.raises(InitializationError) as caught:
             dist.init_process_group(
-                "phalanx", store=member.store(), rank=member.rank, world_size=said, timeout=timedelta(seconds=3)
+                "phalanx", store=member.store(), rank=member.rank, world_size=said, timeout=timedelta(seconds=200)
             )
         return str(caught.value)
 
-    late = "not all of ranks .* came as far as this one in time" if several else "rank . did not come"
-    assert [text for text in on_ranks(body, size) if not re.search(late, text)] == []
+    # Those that have not found it themselves hear of it as the fault of one of their size that has.
+    assert [text for text in on_ranks(body, size) if "came with WORLD_SIZE" not in text] == []

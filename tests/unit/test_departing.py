@@ -12,12 +12,12 @@ from tests.support.interrupted import Interrupted
 from tests.support.waiting import soon
 from torch._C._distributed_c10d import HashStore, Store
 
+from phalanx.store.peek import peek
 from phalanx.transports.hosts import asking
 from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.breaking import _MARKS, _WRITTEN_WHEN_BROKEN, _depart
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.whereabouts import Whereabouts
-from phalanx.transports.meeting_store import peek
 
 SIZES = [2, 3, 5]
 ADDRESSES = ["lanes", "messages"]

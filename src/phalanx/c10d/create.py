@@ -67,8 +67,10 @@ def create_process_group(
         InitializationError: a rank did not come, or has gone; the latter is known at once if the world is a group of
             this package.
     """
-    # Worlds of different sizes meet in different places, since a collective of both would be wrong on each.
-    name = f"phalanx/{group_name}/{','.join(map(str, ranks)) or f'of {size}'}"
+    # Worlds of different sizes meet in different places, since a collective of both would be wrong on each. Their seats
+    # are in one place, so that they hear of each other.
+    in_common = f"phalanx/{group_name}"
+    name = f"{in_common}/{','.join(map(str, ranks)) or f'of {size}'}"
     own = MeetingStore(name, store, ranks or range(size), world=not ranks)
     limit = timeout if ranks else time_left(timeout)
 
@@ -145,7 +147,10 @@ def create_process_group(
     communicator: Communicator
     if size == 1:
         return group_of(SoloCommunicator(), gloo_in(HashStore()))
-    with contextlib.nullcontext() if ranks else attend(own, rank), own.explaining():
+    with (
+        contextlib.nullcontext() if ranks else attend(own, rank, size, PrefixStore(in_common, store)),
+        own.explaining(),
+    ):
         # Gloo's keys carry the meeting's name, so that none is read that was left by an earlier group of this name, or
         # by a failed attempt to make one.
         try:

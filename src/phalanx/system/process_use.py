@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-__all__ = ["STATES", "ProcessUse", "process_use", "start_of", "state_text"]
+__all__ = ["STATES", "ProcessUse", "has_ended", "process_use", "start_of", "state_text"]
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -56,6 +56,21 @@ def start_of(pid: int) -> int:
     """When a process was started, in clock ticks after the boot; 0 if there is none, or if it has ended."""
     found = process_use(pid)
     return 0 if found is None or found.has_ended else found.start
+
+
+def has_ended(pid: int, start: int) -> bool:
+    """Whether the process that had this id, and was started then, has ended."""
+    if start_of(pid) == start:
+        return False
+    if process_use(pid) is not None:
+        return True  # a zombie, or another process of the same id
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False  # /proc hides it
 
 
 def state_text(state: str) -> str:

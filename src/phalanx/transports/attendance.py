@@ -41,9 +41,10 @@ from torch.distributed import DistError
 from phalanx.errors import DeviceError, InitializationError, LauncherEnvironmentError, PhalanxError
 from phalanx.store.client import JobStore, underlying
 from phalanx.system.host import this_host
-from phalanx.system.process_use import process_use, start_of
+from phalanx.system.process_use import has_ended, start_of
 from phalanx.system.sight import own_sight, state_if_stopped
 from phalanx.transports.gone import ENDED, FAILED, Gone
+from phalanx.transports.seat import Seat
 from phalanx.watch.recorder import is_kept
 from phalanx.words import format_named
 
@@ -82,10 +83,12 @@ class Attendance:
     Args:
         store: the meeting's part of the job's store.
         rank: this process's rank in the world.
+        seat: its seat, if other processes could claim it.
     """
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, seat: Seat | None = None) -> None:
         self._store = PrefixStore("attendance", store)
+        self._seat = seat
         self._rank = rank
         self._came = 0  # this process's number in the order of all comings, which counts from 1
         self._sight = own_sight()
@@ -95,18 +98,24 @@ class Attendance:
     def __enter__(self) -> None:
         global _open
         try:
+            if self._seat is not None:
+                self._seat.take()
             self._come()
-        except DistError as error:
-            raise InitializationError.store_lost("the ranks meet", error) from error
+        except BaseException as error:
+            if self._seat is not None:
+                self._seat.give_back()
+            if isinstance(error, DistError):
+                raise InitializationError.store_lost("the ranks meet", error) from error
+            raise
         _open = self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         global _open
         _open = None
+        if self._seat is not None:
+            (self._seat.leave if error is None else self._seat.give_back)()
         with contextlib.suppress(RuntimeError):  # the store has gone
-            if error is not None and (
-                not isinstance(error, (DistError, PhalanxError)) or isinstance(error, _OWN_FAULTS)
-            ):
+            if error is not None and self._is_own_fault(error):
                 self._say(self._rank, _going(error))
             elif self._number:
                 self._store.set(self._entry(self._number), "")
@@ -114,6 +123,12 @@ class Attendance:
                 self._leave()
             elif self._rank == 0:
                 self._linger()
+
+    def _is_own_fault(self, error: BaseException) -> bool:
+        """Whether the other ranks are to hear of it from this one."""
+        if self._seat is not None and error is self._seat.error:
+            return True
+        return not isinstance(error, (DistError, PhalanxError)) or isinstance(error, _OWN_FAULTS)
 
     def _come(self) -> None:
         self._came = self._store.add(_COMINGS, 1)
@@ -181,6 +196,24 @@ class Attendance:
         others = sorted(ended.keys() - {0})
         also = f" ({format_named('rank', others)} {'have' if others[1:] else 'has'} ended as well)" if others else ""
         return {0: Gone(ended[0].pid, ended[0].host, ENDED, f"with the store{also}")}
+
+    def check_seat(self) -> None:
+        """Look whether another process claims this one's rank, or has come with another world size.
+
+        Raises:
+            InitializationError: one does.
+        """
+        if self._seat is not None:
+            self._seat.check()
+
+    def doubt_seat(self) -> InitializationError | None:
+        """The error of a meeting that is late, if an earlier process of this rank may be why."""
+        return None if self._seat is None else self._seat.doubt()
+
+    def all_have_come(self) -> None:
+        """All ranks of the world have come: from now on nobody may claim this one's seat."""
+        if self._seat is not None:
+            self._seat.leave()
 
     def sees_rank_0(self) -> bool:
         """Whether this process can see how rank 0 ends, which has the store if the launcher has not."""
@@ -250,7 +283,7 @@ _open: Attendance | None = None
 
 
 @contextlib.contextmanager
-def attend(store: Store, rank: int) -> Iterator[None]:
+def attend(store: Store, rank: int, size: int, common: Store | None = None) -> Iterator[None]:
     """While the body runs, this process is in a meeting of the world's ranks, perhaps in one that began before.
 
     In Phalanx's own store nobody needs to look, since that sees who goes, and names to each rank those that it can look
@@ -261,12 +294,16 @@ def attend(store: Store, rank: int) -> Iterator[None]:
 
     Args:
         store: the meeting's part of the job's store.
-        rank: this process's rank in the world.
+        rank, size: this process's place in the world.
+        common: what the meetings of all world sizes have in common of that store; by default all of it.
+
+    Raises:
+        InitializationError: another process claims this rank (``seat.py``), or the store has gone.
     """
     if _open is not None or is_kept() or isinstance(underlying(store), JobStore):
         yield
     else:
-        with Attendance(store, rank):
+        with Attendance(store, rank, Seat(PrefixStore("seats", common or store), rank, size)):
             yield
 
 
@@ -285,15 +322,4 @@ def _going(error: BaseException) -> Gone:
 
 
 def _has_ended(process: _Process) -> bool:
-    if start_of(process.pid) == process.start:
-        return False
-    use = process_use(process.pid)
-    if use is not None:
-        return True  # a zombie, or another process of the same id
-    try:
-        os.kill(process.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        return False
-    return False  # /proc hides it
+    return has_ended(process.pid, process.start)

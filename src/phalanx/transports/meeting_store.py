@@ -34,7 +34,7 @@ from phalanx.transports.attendance import Attendance, attending
 from phalanx.transports.gone import WAYS, gone_ranks, has_witness
 from phalanx.words import format_named, tell
 
-__all__ = ["MeetingStore", "error_of", "meeting_within", "part_of", "peek", "time_left"]
+__all__ = ["MeetingStore", "error_of", "meeting_within", "part_of", "time_left"]
 
 # How often a rank that waits looks for ranks that have gone; in a large group each costs the store two questions.
 _LOOK_S = 0.5
@@ -44,7 +44,6 @@ _LOOK_S_PER_RANK = 0.002
 _ENDING_S = 10.0
 _PAUSE_S = 0.02
 _SHORTEST_WAIT_S = 0.1
-_NOTHING = b"\x00nothing"  # what no key has as its value
 # How much longer than all steps together may take a rank waits in the last one: those that time out first say why.
 _GRACE_S = 5.0
 # The pause between two questions for a key is an eighth of the time that the wait has taken, within these limits: it
@@ -149,8 +148,9 @@ class MeetingStore(PrefixStore):
         """Wait for keys.
 
         Raises:
-            InitializationError: a rank of the group has gone, and so a key will not come, or the store has gone; or the
-                keys did not come in time, and a rank is stopped.
+            InitializationError: a rank of the group has gone, and so a key will not come, or the store has gone; or two
+                processes claim one rank of the world, or count its ranks differently; or the keys did not come in time,
+                and a rank is stopped, or may be there twice.
             DistStoreError: they did not come in time.
         """
         total_s = (self.timeout if timeout is None else timeout).total_seconds()
@@ -170,8 +170,9 @@ class MeetingStore(PrefixStore):
                 self.look()
             if waited_s >= total_s:
                 self._refuse_gone(keys)
-                if (stopped := self.find_stopped()) is not None:
-                    raise stopped
+                doubt = self._attendance.doubt_seat() if self._attendance is not None else None
+                if (why := self.find_stopped() or doubt) is not None:
+                    raise why
                 named = ", ".join(keys[:8]) + (", …" if len(keys) > 8 else "")
                 raise _Late(f"wait timeout after {total_s:g} s, keys: {named}")
             longest_s = max(_LONGEST_PAUSE_S, _LONGEST_PAUSE_S_PER_RANK * len(self._ranks))
@@ -268,17 +269,27 @@ class MeetingStore(PrefixStore):
         return InitializationError.rank_stopped(rank, pid, host, state_text(state), self._group)
 
     def look(self) -> None:
-        """Tell the user of a rank that has been stopped for some seconds; for one that waits, every second or so."""
+        """Tell the user of a rank that has been stopped for some seconds; for one that waits, every second or so.
+
+        Raises:
+            InitializationError: another process claims this rank, or has come with another world size.
+        """
         if self._company is not None:
             self._company.look()
         stopped = None
         if self._attendance is not None:
+            self._attendance.check_seat()
             self._attendance.read_new()
             stopped = self.find_stopped()
         now_s = self._clock.now()
         self._stopped_since_s = math.inf if stopped is None else min(self._stopped_since_s, now_s)
         if stopped is not None and now_s - self._stopped_since_s >= _STOPPED_S:
             self._tell_once(stopped)
+
+    def all_have_come(self) -> None:
+        """Say that all ranks of the group have come to where it is made."""
+        if self._attendance is not None:
+            self._attendance.all_have_come()
 
     def _tell_once(self, stopped: InitializationError) -> None:
         """Print this, unless another rank has."""
@@ -320,12 +331,3 @@ def error_of(store: Store, otherwise: str, *, late: bool = False) -> Initializat
 def part_of(store: Store, name: str) -> Store:
     """A part of a store in which ranks meet, where waits end as they do in the whole."""
     return store.part(name) if isinstance(store, MeetingStore) else PrefixStore(name, store)
-
-
-def peek(store: Store, key: str) -> bytes | None:
-    """The value of a key, or None if it is not there.
-
-    One request, which never waits. A ``get`` after a ``check`` would wait for a key that was deleted in between.
-    """
-    value = store.compare_set(key, _NOTHING.decode(), _NOTHING.decode())
-    return None if value == _NOTHING else value

@@ -26,6 +26,7 @@ from typing import Protocol
 from torch._C._distributed_c10d import Store
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost
+from phalanx.store.peek import peek
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
 from phalanx.transports.hosts.asking import Questions
@@ -35,7 +36,6 @@ from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.whereabouts import NOTED, PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
 from phalanx.transports.hosts.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who
-from phalanx.transports.meeting_store import peek
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.watch.ending import who_left
 from phalanx.watch.own_wait import with_own_wait

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.store.peek import peek
 from phalanx.system import processes
 from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.meeting_store import peek
 from phalanx.watch.calls import listed
 
 __all__ = ["NOTED", "PATIENCE_S", "PROMPT_S", "Found", "Note", "Whereabouts"]

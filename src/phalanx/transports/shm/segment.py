@@ -30,8 +30,9 @@ from torch._C._distributed_c10d import Store
 
 from phalanx.errors import InitializationError
 from phalanx.native.core import NOBODY, Status, library
+from phalanx.store.peek import peek
 from phalanx.system.awake import AwakeClock, ended_early
-from phalanx.transports.meeting_store import MeetingStore, error_of, peek
+from phalanx.transports.meeting_store import MeetingStore, error_of
 from phalanx.transports.shm.tuning import Tuning
 
 __all__ = ["NotOneHost", "join_segment", "own_pid"]
@@ -115,6 +116,8 @@ def join_segment(
             raise InitializationError.of_rank(missing, *blamed)
         if missing:
             raise InitializationError(f"rank {rank}: {missing}")
+        if isinstance(store, MeetingStore):
+            store.all_have_come()  # before any rank can be through, and make the next world in the same store
         if apart:
             raise NotOneHost(apart, cookie.hex())
         if comm is None:
