@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from phalanx.errors import PeerLost
 from phalanx.native.core import TEXT_BYTES
-from phalanx.transports.hosts import asking, breaking
+from phalanx.transports.hosts import asking, whereabouts
 from phalanx.transports.hosts.breaking import Reason
 from phalanx.transports.hosts.contact import Sign
 from phalanx.transports.hosts.guard import GRACE_S, _short
@@ -267,7 +267,7 @@ def test_a_rank_of_another_host_says_what_those_beside_the_lost_one_know_of_it(
     store: LateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which come to it a moment later."""
-    monkeypatch.setattr(breaking, "BESIDE_S", 60.0)
+    monkeypatch.setattr(whereabouts, "BESIDE_S", 60.0)
     with make_reason(store, monkeypatch, hosts=[0, 1, 1]) as reason:
         reason._guard.reason = dict(ENDED_FACT)
         threading.Timer(0.2, lambda: store.held.set(f"how/{OTHER}", json.dumps(KNOWN))).start()

@@ -43,8 +43,6 @@ from phalanx.watch.own_wait import with_own_wait
 __all__ = ["Differs", "Reason"]
 
 LOOK_S = 0.02
-# How long a rank that knows who has ended waits for those beside that one to say how.
-BESIDE_S = 0.25
 # In characters, each of which is up to 12 bytes of JSON; a lookout's message has at most 64 KiB.
 _LONGEST_TEXT = 4000
 _AWAY = "away"  # the key that is there once a rank has gone
@@ -218,26 +216,12 @@ class Reason:
         host, place = self._layout.place(rank)
         if host != self._layout.host:
             is_complete = any(name in fact for name in KNOWN_BESIDE) or len(self._layout.hosts[host]) == 1
-            return fact if is_complete else {**fact, **self._heard_beside(rank)}
+            return fact if is_complete else {**fact, **self._whereabouts.heard_beside(rank)}
         if not isinstance(self._local, SharedMemoryCommunicator):
             return fact
         known = self._local.ended(place, self._guard.pids[rank])
-        self._questions.aside(lambda: self._store.set(f"how/{rank}", json.dumps(known)))  # each rank here says the same
+        self._whereabouts.tell_beside(rank, known)
         return {**fact, **known}
-
-    def _heard_beside(self, rank: int) -> Fact:
-        """What the ranks beside one that has ended say of it; empty if they do not in time, or have ended as well."""
-        until = time.monotonic() + BESIDE_S
-
-        def read() -> Fact:
-            while True:
-                if said := peek(self._store, f"how/{rank}"):
-                    return dict(json.loads(said))
-                if time.monotonic() > until:
-                    return {}
-                time.sleep(LOOK_S)
-
-        return self._questions.ask(read, BESIDE_S + LOOK_S) or {}
 
     def about_to_fail(self, error: BaseException) -> None:
         """An exception is about to end this rank's script: if that is for a rank that has left, it is the reason."""

@@ -1,7 +1,8 @@
 """What the ranks of a group were doing when it broke: each writes it into the job's store, and reads it of the others.
 
 A rank writes under ``call/R`` or ``message/R`` what it was doing, and under ``place/R`` where it is if it was doing
-neither; each is written once, by rank R. ``stands/R`` is written by the ranks of R's host if R cannot write.
+neither; each is written once, by rank R. ``stands/R`` is written by the ranks of R's host if R cannot write, and
+``how/R`` by those that see how R has ended; all write the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
@@ -27,6 +29,8 @@ PATIENCE_S = 2.0
 # The same for the ranks of a host, which share memory.
 PROMPT_S = 0.3
 _LOOK_S = 0.01
+# How long a rank that knows who has ended waits for those beside that one to say how.
+BESIDE_S = 0.25
 NOTED = "noted"  # the key that is there once a rank has written down what it does, or that another one stands
 
 # A process that is stopped writes nothing, so those of its host do; others see its state in no other way.
@@ -114,6 +118,28 @@ class Whereabouts:
         with contextlib.suppress(RuntimeError):  # the store has gone with rank 0
             self._store.set(NOTED, "")
             self._store.set(f"{kind}/{self._rank}", json.dumps(note))
+
+    def tell_beside(self, rank: int, known: Mapping[str, object]) -> None:
+        """Write down what the ranks beside one that has ended know of it, for those of other hosts; without waiting."""
+        self._questions.aside(lambda: self._set_how(rank, json.dumps(known)))
+
+    def _set_how(self, rank: int, known: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone with rank 0
+            self._store.set(f"how/{rank}", known)
+
+    def heard_beside(self, rank: int) -> dict[str, Any]:
+        """What the ranks beside one that has ended say of it; empty if they do not in time, or have ended as well."""
+        until = time.monotonic() + BESIDE_S
+
+        def read() -> dict[str, Any]:
+            while True:
+                if said := peek(self._store, f"how/{rank}"):
+                    return dict(json.loads(said))
+                if time.monotonic() > until:
+                    return {}
+                time.sleep(_LOOK_S)
+
+        return self._questions.ask(read, BESIDE_S + _LOOK_S) or {}
 
     def gather(self, own: Note) -> Found:
         """What is known of the ranks, in ``PATIENCE_S`` at most.
