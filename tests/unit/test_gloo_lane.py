@@ -162,3 +162,14 @@ def test_a_rank_that_does_not_send_in_time_is_late() -> None:
         engine.recv(torch.empty(1), 1, 1).wait()
     engine.close()
     other.shutdown()
+
+
+def test_as_many_short_sends_as_one_likes_are_waited_for_together() -> None:
+    gloo: Any = Ended()
+    gloo.connects.set()
+    engine = GlooEngine(gloo, timedelta(seconds=PATIENCE_S))
+    sent = [engine.send(torch.ones(1), 1, 1) for _ in range(5000)]
+    calls: list[int] = []
+    sent[0].wait_with(sent[1:], lambda: calls.append(1))
+    assert calls == [1]
+    engine.close()

@@ -36,8 +36,9 @@ class _Gone(Transfer):
         pass
 
     def wait_with(self, others: Sequence[Transfer], meanwhile: Callable[[], None] | None = None) -> None:
-        if others:
-            others[0].wait_with(others[1:], meanwhile)
+        left = [each for each in others if each is not self]
+        if left:
+            left[0].wait_with(left[1:], meanwhile)
         elif meanwhile is not None:
             meanwhile()
 
