@@ -153,7 +153,7 @@ class GlooEngine(Engine):
         self.timeout = timeout
         self.awaits_what_came = awaits_what_came
         self._connected: set[int] = set()  # only added to, by the threads that connect
-        self._apart: _Apart | None = None
+        self._apart: _Apart | None = None  # written once, under the lock below, by the first thread that needs it
         self._making_apart = threading.Lock()
         self._short = ShortSends(self.begin_apart)
         # Guards the three words below. A thread that connects counts itself before it begins, unless the engine has

@@ -82,14 +82,11 @@ class ShortSends:
             if len(self._kept) >= _BATCH:
                 self._let_go()
 
-    def flush(self, patience_s: float) -> bool:
+    def flush(self, patience_s: float) -> None:
         """Wait until all that was sent is on the wire, or cannot be sent any more.
 
         Args:
             patience_s: how long to wait for the next of them to be done.
-
-        Returns:
-            Whether all are done.
         """
         with self._lock:
             if self._kept:
@@ -98,20 +95,19 @@ class ShortSends:
         while last is not None:
             done = self._done
             with contextlib.suppress(Empty):
-                return bool(last.get(patience_s))
+                last.get(patience_s)
+                return
             if self._done == done:
-                return False
-        return True
+                return
 
     def _let_go(self) -> None:
         batch = self._kept.copy()
 
-        def wait_for_all() -> bool:
+        def wait_for_all() -> None:
             for wait in batch:
                 with contextlib.suppress(RuntimeError):  # the connection is broken, of which the group learns otherwise
                     wait()
                 self._done += 1
-            return True
 
         with contextlib.suppress(RuntimeError):  # no thread can be started: they are kept for longer
             self._last = self._begin_apart(wait_for_all)
