@@ -98,7 +98,7 @@ class Company:
             self._lock.release()
 
     def _is_first(self, claim: Claim) -> bool:
-        """Whether no other rank has told of this one, or is about to."""
+        """Whether this process is the first to tell of that rank; the others then say nothing."""
         name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             name.bind(f"\0phalanx/stopped/{claim.sight}/{claim.pid}/{claim.start}")
