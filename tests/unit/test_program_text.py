@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import gc
 import linecache
 import sys
 import types
@@ -83,6 +85,27 @@ def test_a_text_that_is_too_deep_for_the_parser_is_no_error(tmp_path: Path) -> N
     found = sites(tmp_path / "program.py", deep)
     assert identity(found["a"])
     assert are_alternatives(found["a"], found["b"])
+
+
+def test_a_garbage_collection_that_parses_too_is_no_error(tmp_path: Path) -> None:
+    """As where another thread formats a traceback meanwhile: CPython then takes its own count of depths for wrong."""
+    found = sites(tmp_path / "program.py", PROGRAMS["if"] + "d = [\n" + "  [a, b],\n" * 60 + "]\n")
+
+    def parse(phase: str, information: object, depth: int = 3) -> None:
+        if depth:
+            parse(phase, information, depth - 1)
+        else:
+            ast.parse("a + b")
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(parse)
+    gc.set_threshold(20)
+    try:
+        assert are_alternatives(found["a"], found["b"])
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(parse)
 
 
 def test_generated_code_has_no_place() -> None:

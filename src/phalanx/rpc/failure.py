@@ -64,13 +64,16 @@ class Failure:
                 head, buffers = encode(error)
                 if not buffers and type(decode(head, ())) is type(error):
                     pickled = bytes(head)
-        shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        cause = error.__cause__
-        if isinstance(cause, RemoteTraceback):
-            shown = f"{cause.text}\n{shown}"
         text = ""
         with contextlib.suppress(Exception):
             text = str(error)
+        shown = f"{type(error).__qualname__}: {text}\n"
+        # CPython parses each line of a traceback, and that can fail while another thread parses too.
+        with contextlib.suppress(Exception):
+            shown = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        cause = error.__cause__
+        if isinstance(cause, RemoteTraceback):
+            shown = f"{cause.text}\n{shown}"
         return Failure(pickled, type(error).__qualname__, text, shown)
 
     def encode(self) -> bytes:

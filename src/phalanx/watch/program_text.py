@@ -9,6 +9,7 @@ each other it is.
 from __future__ import annotations
 
 import ast
+import gc
 import linecache
 import zlib
 from collections.abc import Iterator
@@ -150,12 +151,28 @@ def _calls(file: str) -> dict[_Span, _Call]:
         return {}
     found: dict[_Span, _Call] = {}
     try:
-        for node, function, branches in _walk(ast.parse("".join(lines)).body, 0, ()):
+        for node, function, branches in _walk(_parse("".join(lines)).body, 0, ()):
             for span in _spans(node):
                 found.setdefault(span, _Call(span, function, branches))
     except (SyntaxError, ValueError, RecursionError):  # a chain of hundreds of `elif`, or of operators, is too deep
         return {}
     return found
+
+
+def _parse(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SystemError:
+        # CPython counts the depth of the tree in a place that all threads share. A garbage collection while a tree is
+        # built may run code that parses too, here or on another thread, and then the count is wrong, though nothing
+        # else is. Without a collection no other code runs before the tree is there.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return ast.parse(text)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _spans(node: ast.Call) -> Iterator[_Span]:
