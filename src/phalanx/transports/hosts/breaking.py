@@ -185,7 +185,7 @@ class Reason:
         if not isinstance(error, Exception):
             return error
         if fact["kind"] == "differs":
-            return CollectiveMismatch.of_calls(self._gather(call).listed(fact.get("at", -1)))
+            return CollectiveMismatch.of_calls(self._gather(call, with_later_calls=True).listed(fact.get("at", -1)))
         if fact["kind"] == "late" and fact["what"] == "message":
             if fact["by"] == self._rank and isinstance(error, CollectiveTimeout):
                 return error
@@ -423,8 +423,8 @@ class Reason:
         kind, text = ("message", message) if message else ("place", place)
         self._whereabouts.write_aside(kind, self._doing(text, 0))
 
-    def _gather(self, own: str) -> Found:
-        return self._whereabouts.gather(self._doing(own, 1))
+    def _gather(self, own: str, *, with_later_calls: bool = False) -> Found:
+        return self._whereabouts.gather(self._doing(own, 1), with_later_calls=with_later_calls)
 
     def _doing(self, text: str, before: int) -> Note:
         """What this rank does, or where it is, and the collective before that, or the last one (0)."""

@@ -141,11 +141,12 @@ class Whereabouts:
 
         return self._questions.ask(read, BESIDE_S + _LOOK_S) or {}
 
-    def gather(self, own: Note) -> Found:
+    def gather(self, own: Note, *, with_later_calls: bool) -> Found:
         """What is known of the ranks, in ``PATIENCE_S`` at most.
 
         Args:
             own: what this rank does.
+            with_later_calls: a rank that was elsewhere, and has come to a call since then, counts as in that call.
         """
         calls, places, standing = {self._rank: own}, dict[int, Note](), dict[int, str]()
 
@@ -156,7 +157,7 @@ class Whereabouts:
                 for rank in set(range(self._size)) - calls.keys():
                     # A rank that is woken from a message of its own host has said its place before it says which.
                     for kind in ("message", "place", "call"):
-                        wanted = kind == "message" or rank not in places
+                        wanted = kind == "message" or rank not in places or (with_later_calls and kind == "call")
                         if wanted and (said := peek(self._store, f"{kind}/{rank}")):
                             number, text, before = json.loads(said)
                             (places if kind == "place" else calls)[rank] = number, text, before
