@@ -57,7 +57,8 @@ class InitializationError(PhalanxError):
     further group raises it as well, if the ranks cannot meet for that.
 
     Attributes:
-        rank: the rank for which they cannot, in the world; -1 if that is not known, or is not why.
+        rank: the rank for which they cannot, in the world, or the first of several; -1 if that is not known, or is not
+            why.
         pid, host: its process id and the name of its host; 0 and empty if they are not known.
         was_refused: rank 0 did not let this process join, so it may come again as another one.
     """
@@ -79,13 +80,18 @@ class InitializationError(PhalanxError):
 
     @classmethod
     def ranks_ended(cls, hosts: Mapping[int, str]) -> InitializationError:
-        """Ranks have ended in order, and had not met the others; each with its host, as for ``format_placed``."""
+        """Ranks have ended in order, and had not met the others; each with its host, as for ``format_placed``.
+
+        The first of them is the error's ``rank``.
+        """
         who = format_placed(hosts)
         have = "has" if len(hosts) == 1 else "have"
-        return cls(
+        text = (
             f"{who} {have} ended, without a failure, while the ranks were meeting. Every rank must come to "
             f"phalanx.init(), and get past it, before its script ends"
         )
+        first = min(hosts)
+        return cls.of_rank(text, first, 0, hosts[first])
 
     @classmethod
     def rank_gone(cls, rank: int, pid: int, host: str, how: str, remedy: str, group: str) -> InitializationError:
@@ -312,8 +318,14 @@ class CollectiveMismatch(PhalanxError):
     step.
 
     Attributes:
-        calls: what each rank called, as far as that is known: by rank, in words, with the line.
+        calls: what each rank called, as far as that is known: by its rank in the group, in words, with the line. A rank
+            that was in no call is not in it, and neither is a message whose size alone was wrong.
+        group, sequence, elapsed_s: in which operation of which group this rank was, and how long, as in
+            :class:`PeerLost`. A rank that need not wait for others may find only in its next operation that the one
+            before differs; one that leaves the group is in none.
     """
+
+    group, sequence, elapsed_s = "", -1, 0.0
 
     def __init__(self, message: str, *, calls: dict[int, str] | None = None) -> None:
         super().__init__(message)

@@ -53,9 +53,10 @@ class PeerLost(_OfRank, PhalanxError):
         rank: the same in the world; -1 if it is not known.
         pid, host: its process id and the name of its host; 0 and empty if they are not known.
         signal: the signal that ended its process, as 9 for SIGKILL; 0 if none did, or if it is not known. It is known
-            under ``phalanx run``, to the ranks of its host and to those that learn of its end from them.
+            under ``phalanx run``, to the ranks of its host, and to others that hear it from these or from the launcher.
         last_operation: what its flight recorder has last, as ``all_reduce #118 (float32, 4.0 KiB, sum) at
-            train.py:42``; empty if it cannot be read. It can on one host, in a group of at most 128 ranks.
+            train.py:42``; empty if it cannot be read. It can on one host, in a group of at most 128 ranks, and over MPI
+            if the rank is on this host and its process is still there.
         last_line: where it called that, as ``/home/user/train.py:42``.
         group: torch's name of the group; empty if it is not known.
         sequence: the number in that group of the operation in which this rank was, as 118 for ``all_reduce #118``:
@@ -93,9 +94,13 @@ class PeerLost(_OfRank, PhalanxError):
         return cls._of(rank, pid, text, waiting, "Let it start the program as a child process", known)
 
     @classmethod
-    def left(cls, rank: int, pid: int, waiting: str, /, **known: Any) -> PeerLost:
-        """A rank has left the group in order, and a collective needs it."""
+    def left(cls, rank: int, pid: int, waiting: str, by: str = "", /, **known: Any) -> PeerLost:
+        """A rank has left the group in order, and an operation needs it.
+
+        ``by`` which call, as ``destroy_process_group() at train.py:42``, if that is known.
+        """
         text = "has left the group in order (it destroyed the group, or its script has come to its end)"
+        text = f"has left the group ({by})" if by else text
         return cls._of(rank, pid, text, waiting, "Every rank must make the same calls before it leaves", known)
 
     @classmethod
@@ -121,9 +126,13 @@ class PeerLost(_OfRank, PhalanxError):
         return cls(text, group_rank=rank, pid=pid, **known)
 
     @classmethod
-    def out_of_step(cls, cause: str, *, group_rank: int, pid: int = 0) -> PeerLost:
-        """A rank left an operation that the others are in; ``cause`` says which rank, how and where."""
-        return cls(f"{cause}; the ranks of the group are out of step", group_rank=group_rank, pid=pid)
+    def out_of_step(cls, cause: str, *, group_rank: int, **known: Any) -> PeerLost:
+        """A rank left an operation that the others are in; ``cause`` says which rank, how and where.
+
+        ``known`` has further attributes, and whether the rank ``was_in_it``, in its last operation.
+        """
+        known.pop("was_in_it", None)
+        return cls(f"{cause}; the ranks of the group are out of step", group_rank=group_rank, **known)
 
 
 class PeerFailed(PhalanxError):
@@ -181,6 +190,30 @@ class CollectiveTimeout(_OfRank, PhalanxError):
             f"slower? {cls.remedy()}",
             group_rank=group_rank,
             elapsed_s=elapsed_s,
+            **known,
+        )
+
+    @classmethod
+    def of_message(
+        cls, message: str, other: str, timeout_s: float, *, group_rank: int, elapsed_s: float, **known: Any
+    ) -> CollectiveTimeout:
+        """A message was not done in time; ``other`` is its other end, which ``known`` is about, see above."""
+        within, last = known.pop("was_in_it", False), known.get("last_operation", "")
+        where = "" if not last else f" It is in {last}." if within else f" Its last operation was {last}."
+        text = f"{message} was not done within {timeout_s:g} s. Does {other} make the matching call, with the same tag?"
+        return cls(f"{text}{where}", group_rank=group_rank, elapsed_s=elapsed_s, **known)
+
+    @classmethod
+    def came_late(
+        cls, waited: str, their_call: str, rank: int, call: str, timeout_s: float, /, **known: Any
+    ) -> CollectiveTimeout:
+        """This rank came to a call in which the rank ``waited`` had given up; ``known`` is about this rank."""
+        known.pop("was_in_it", None)
+        return cls(
+            f"{waited} had waited {timeout_s:g} s in {their_call} and given up when rank {rank} came to {call}. Was "
+            f"rank {rank} in other code, or is it much slower? {cls.remedy()}",
+            group_rank=rank,
+            elapsed_s=timeout_s,
             **known,
         )
 

@@ -22,6 +22,7 @@ MPI_CHECK = "PHALANX_MPI_CHECK"  # 0: do not compare collectives over MPI before
 REPLACE = "PHALANX_REPLACE"  # what Phalanx stands in for: the backends gloo and mpi, and torch's rpc
 RPC_ENCRYPT = "PHALANX_RPC_ENCRYPT"  # 1: workers encrypt what goes between them over TCP
 TUNING = "PHALANX_TUNING"  # the file of switch points that `phalanx bench --tune` writes
+WARN_AFTER = "PHALANX_WARN_AFTER"  # seconds after which a rank without `phalanx run` says for whom it waits; 0: never
 
 # Set by the launcher for its ranks.
 AGENT = "PHALANX_AGENT"  # across hosts: the job, the attempt and the host, for all that is started there

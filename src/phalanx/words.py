@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "first_kinds",
     "format_bytes",
     "format_count",
     "format_gib",
@@ -22,6 +23,8 @@ __all__ = [
     "tell",
 ]
 
+# The launcher's block about calls that differ has at most 12 lines then, beside the frames of a traceback.
+_MOST_KINDS = 4
 _UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
 
 
@@ -54,6 +57,14 @@ def format_placed(hosts: Mapping[int, str]) -> str:
 def format_list(words: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def first_kinds(lines: list[str]) -> list[str]:
+    """The first of lines that say each what some ranks called; for the others one line that says how many they are."""
+    if len(lines) <= _MOST_KINDS:
+        return lines
+    left_out = len(lines) - _MOST_KINDS + 1
+    return [*lines[: _MOST_KINDS - 1], f"  and {left_out} other calls on other ranks"]
 
 
 def format_count(count: int, noun: str) -> str:

@@ -6,7 +6,7 @@ import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from phalanx.c10d.backward import BackwardPasses, current_pass
 from phalanx.c10d.by_device import by_device
 from phalanx.c10d.checks import SUM, Checks
 from phalanx.c10d.ddp_errors import raise_in_backward
-from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit
+from phalanx.c10d.leaving import LAST_CALLS_S, compare_at_exit, end_before_the_interpreter
 from phalanx.c10d.messages import DoneWork, Messages, MessageWork
 from phalanx.c10d.progress import Progress
 from phalanx.c10d.recording import RecordedCalls
@@ -36,6 +36,7 @@ from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.gloo.engine import GlooOnDemand
 from phalanx.transports.layout import DTYPES
 from phalanx.watch import recorder
+from phalanx.watch.own_waits import OwnWaits, watch_own_waits
 
 __all__ = ["BaseProcessGroup"]
 
@@ -80,6 +81,7 @@ class BaseProcessGroup(dist.ProcessGroup):
         self._gloo = gloo
         self.retire = Retirement(group_name, self._progress, self._messages, communicator, gloo)
         self._summed = frozenset(dtype for dtype in DTYPES if communicator.can_reduce(dtype, SUM))
+        self._waits: OwnWaits | None = None
         self._dropped: weakref.finalize[[], BaseProcessGroup] | None = None  # what follows its end, once it is aborted
         self._attached = gloo.made is not None
         kinds = dist.ProcessGroup.BackendType
@@ -102,6 +104,18 @@ class BaseProcessGroup(dist.ProcessGroup):
             self.recorded = recorder.group(self._group_name, self._backend_name, members, self._rank)
         if self.recorded is not None:
             self._calls = RecordedCalls(self._communicator, self.recorded)
+
+    def watch_waits(self, pids: Mapping[int, int]) -> None:
+        """Without ``phalanx run``: have a thread say for whom this rank waits, until the group is closed or dropped.
+
+        Args:
+            pids: the process ids of this group's ranks on this host, by rank; the group is the world.
+        """
+        waits = watch_own_waits(self._rank, pids)
+        if waits is not None:
+            self._waits = waits
+            end_before_the_interpreter(waits)
+            weakref.finalize(self, waits.close).atexit = False
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         # For C++ alone. Where it reads gloo, DDP's logger takes the group's backend for a ProcessGroupGloo.
@@ -346,6 +360,8 @@ class BaseProcessGroup(dist.ProcessGroup):
             # an exit waits for it.
             threading.Thread(target=self.shutdown, name="phalanx-closing").start()
             return
+        if self._waits is not None:
+            self._waits.close()
         self._progress.close()
         self._messages.close()
         try:
@@ -382,6 +398,8 @@ class BaseProcessGroup(dist.ProcessGroup):
         if self._dropped is None:
             self._dropped = weakref.finalize(self, self.retire)
             self._dropped.atexit = False
+        if self._waits is not None:
+            self._waits.leave()  # an abort waits for nothing
         self._communicator.abort()
         self._gloo.abort()
 

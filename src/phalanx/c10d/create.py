@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
@@ -25,6 +26,7 @@ from phalanx.transports.hosts.gloo_lane import UNLIMITED, GlooEngine
 from phalanx.transports.hosts.islands import join_islands
 from phalanx.transports.meeting_store import MeetingStore, time_left
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
+from phalanx.transports.shm.departures import process_ids
 from phalanx.transports.shm.segment import NotOneHost
 from phalanx.transports.solo import SoloCommunicator
 from phalanx.watch.ending import tell_of_failure
@@ -108,7 +110,7 @@ def create_process_group(
                 if len(layout.hosts) == size
                 else f"not all of {size} ranks share memory"
             )
-            warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate over Gloo", stacklevel=3)
+            warnings.warn(f"backend {backend!r}: {who} ({reason}); they communicate as between hosts", stacklevel=3)
         gloo, lanes, messages = [
             gloo_in(PrefixStore(name, met), one_host=False, own=rank if name == "gloo" else None)
             for name in ("gloo", "lanes", "messages")
@@ -128,7 +130,10 @@ def create_process_group(
         made.callback(chosen.engine.close)
         way = engine(messages, UNLIMITED, awaits_what_came=True)
         reasons = met.part("broken")
-        hosts = HostsCommunicator(layout, rank, local, chosen.engine, way, reasons, timeout, world=not ranks)
+        engines = (chosen.engine, way)
+        hosts = HostsCommunicator(
+            layout, rank, local, *engines, reasons, timeout, world=not ranks, forget_gone=gloo.forget
+        )
         for read in (own.part("shm"), met.part("hosts"), met.part("engine")):
             read.clear()  # all have come to the making of the communicator, so they have read all of these
         made.pop_all()
@@ -141,6 +146,9 @@ def create_process_group(
             quicken_messages(group, hosts.messages.inside, rank, size, hosts.messages.places)
         if not ranks:
             call_witness(hosts)
+            if local.size > 1:
+                here = process_ids(cast(SharedMemoryCommunicator, local).handle, local.size)
+                group.watch_waits(dict(zip(layout.here, here, strict=True)))
         return group
 
     open_recorder()  # before the ranks meet, because then they begin to hold each other's
@@ -169,6 +177,7 @@ def create_process_group(
         tell_of_failure(communicator)
         if not ranks:
             call_witness(communicator)
+            group.watch_waits(dict(enumerate(process_ids(communicator.handle, size))))
         return group
     except BaseException:
         communicator.close()

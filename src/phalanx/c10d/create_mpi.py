@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,13 +14,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from phalanx.c10d.ddp_parameters import name_parameters
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.errors import InitializationError, PhalanxError
+from phalanx.place.absent import Came, format_missing
 from phalanx.place.arguments import place_with
 from phalanx.rendezvous.meet import kept_store
+from phalanx.system.host import this_host
 from phalanx.transports.gloo.engine import GlooOnDemand, lazy_gloo
 from phalanx.transports.mpi.communicator import MpiCommunicator
 from phalanx.transports.mpi.runtime import Runtime, running, start
 from phalanx.transports.mpi.store import MpiStore
-from phalanx.words import format_named
 
 __all__ = ["create_mpi_group"]
 
@@ -69,7 +71,7 @@ def create_mpi_group(ranks: Sequence[int], group_name: str, timeout: timedelta) 
 def _await_all(timeout: timedelta) -> Callable[[], object]:
     """Wait until all ranks of the job are about to start MPI, in which they wait for each other without a timeout.
 
-    Only the store of a launcher that keeps one is there before MPI is. Each rank writes its own key there, then waits
+    Only the store of a launcher that keeps one is there before MPI is. Each rank writes its place there, then waits
     for all, and deletes its own when the world is made: all have seen it then. A rank that dies before it has written
     is missed by the others; after it, they wait in MPI until the launcher ends them for that death.
 
@@ -88,7 +90,10 @@ def _await_all(timeout: timedelta) -> Callable[[], object]:
         return nothing
     store = PrefixStore(f"phalanx/mpi/{place.attempt}/{next(_openings)}", kept_store(place, timeout.total_seconds()))
     keys = [str(rank) for rank in range(place.world_size)]
-    store.set(keys[place.rank], "")
+    store.set(
+        keys[place.rank],
+        json.dumps([this_host().name, place.node_rank, place.local_rank, place.local_world_size]),
+    )
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
@@ -96,7 +101,8 @@ def _await_all(timeout: timedelta) -> Callable[[], object]:
         if not missing:
             raise InitializationError(f"the store in which the ranks were meeting has failed: {error}") from error
         before = f"rank {place.rank} had joined, but" if place.rank else ""
-        ranks = f"{format_named('rank', missing)} of {place.world_size}"
+        came = [Came(rank, *json.loads(store.get(key))) for rank, key in enumerate(keys) if rank not in missing]
+        ranks = format_missing(missing, came, place)
         raise InitializationError.ranks_missing(ranks, timeout.total_seconds(), before=before) from None
     return partial(store.delete_key, keys[place.rank])
 
@@ -133,5 +139,7 @@ def _create(ranks: Sequence[int], group_name: str, timeout: timedelta, runtime: 
     if not ranks:
         group.runtime = runtime
     group.record(ranks)
+    if not ranks:
+        group.watch_waits(runtime.peers.beside())
     name_parameters()
     return group

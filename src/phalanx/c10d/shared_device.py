@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 
+import torch
 from torch._C._distributed_c10d import Store
 
-from phalanx.words import format_named
+from phalanx.system.host import this_host
+from phalanx.topology.device import find_accelerator, physical_device
+from phalanx.words import format_named, tell
 
-__all__ = ["shared_device"]
+__all__ = ["shared_device", "tell_if_shared"]
 
 _NEAR = 64  # a rank looks at so many before and after it: those of a host are mostly close to each other
 
@@ -43,3 +46,12 @@ def shared_device(store: Store, rank: int, size: int, host: str, device: str) ->
         f"warning: {format_named('rank', sharing)} compute on the same device ({device}). Did the script forget "
         f"torch.accelerator.set_device_index(local_rank)? phalanx.init() chooses a device for each rank"
     )
+
+
+def tell_if_shared(store: Store, rank: int, size: int, device: torch.device) -> None:
+    """Print the warning of :func:`shared_device` if it is this rank that says it, for a device that this rank uses."""
+    host = this_host()
+    physical = physical_device(device, find_accelerator())
+    said = shared_device(store, rank, size, f"{host.name} {host.boot_id}", physical)
+    if said:
+        tell(said)

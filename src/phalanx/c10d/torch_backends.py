@@ -9,6 +9,7 @@ come by them; one that lasts is found where torch keeps it (``stalled_calls.py``
   that looks twice a second finds it completed. The thread runs in Python: while a rank holds the interpreter's lock in
   C, an operation that nobody waits for ends late.
 - A *message* begins when it is waited for: nobody but Gloo knows how far one is that was only started.
+- The second call on a device asks, once, whether several ranks use the same one (``shared_device.py``).
 - On a device an operation ends when the program may go on, which is before the device has done it.
 
 Recording must not change what a program does. So the result of each call is passed on as it is; a ``Work`` is held no
@@ -30,9 +31,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx.c10d.base import BaseProcessGroup
+from phalanx.c10d.shared_device import tell_if_shared
 from phalanx.c10d.stalled_calls import StalledCalls
 from phalanx.native.core import RecordedGroup
 from phalanx.transports.shm.numbers import DTYPE_NUMBERS, OP_NUMBERS
@@ -70,6 +73,11 @@ _COLLECTIVES = {
 }
 _REDUCING = frozenset(_NUMBER_OF_KIND[name] for name in ("all_reduce", "reduce", "reduce_scatter"))
 _ROOTED = frozenset(_NUMBER_OF_KIND[name] for name in ("broadcast", "reduce", "gather", "scatter"))
+# In these torch and Phalanx want the tensors of all ranks alike; in an all_to_all they may have any shapes.
+_SHAPED = frozenset(
+    _NUMBER_OF_KIND[name]
+    for name in ("all_reduce", "broadcast", "all_gather", "reduce", "reduce_scatter", "gather", "scatter")
+)
 _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 
 
@@ -94,7 +102,7 @@ class _UnderWay:
 _under_way: dict[int, _UnderWay] = {}
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Group:
     """A group of torch's.
 
@@ -104,6 +112,8 @@ class _Group:
         recorded: what the core counts in.
         completes: on the CPU its engine completes each Work. One that is never completed would be held for ever.
         completes_all: so do those of its other devices.
+        device: of the first tensor that was not on the CPU.
+        compared: this rank has asked whether others use the same one.
     """
 
     object: weakref.ref[Any]
@@ -111,6 +121,8 @@ class _Group:
     recorded: RecordedGroup
     completes: bool
     completes_all: bool
+    device: torch.device | None = None
+    compared: bool = False
 
 
 _COMPLETE = ("gloo", "mpi", "ucc")
@@ -217,6 +229,8 @@ def _begin(
         tensors = arguments[tensors_at] if len(arguments) > tensors_at else list(named.values())
         what, nbytes, on_cpu = _described(kind, tensors)
         hold = on_cpu and known.completes
+        if not on_cpu and not known.compared:
+            _compare_device(known, group, tensors)
     options: Any = arguments[-1] if arguments else None
     root = -1
     if kind in _REDUCING and hasattr(options, "reduceOp"):
@@ -226,15 +240,41 @@ def _begin(
     return recorder.begin(addressof(known.recorded), what, nbytes, root), hold
 
 
+def _compare_device(known: _Group, group: Any, tensors: Any) -> None:
+    """At the second call on a device: warn if other ranks of the job use it in a group of all ranks.
+
+    In the first call NCCL's ranks find each other through the store, where some may wait for others.
+    """
+    if known.device is None:
+        known.device = next(tensor.device for tensor in _flat(tensors) if not tensor.is_cpu)
+        return
+    known.compared = True
+    if len(known.ranks) == dist.get_world_size():
+        with contextlib.suppress(Exception):
+            store = PrefixStore("phalanx", c10d._world.pg_map[group][1])
+            tell_if_shared(store, group.rank(), group.size(), known.device)
+
+
 def _described(kind: int, tensors: Any) -> tuple[int, int, bool]:
-    """What the core records of these tensors: kind and dtype, bytes; and whether they are on the CPU."""
+    """What the core records of these tensors: kind and dtype, bytes and shape; and whether they are on the CPU."""
     what, nbytes, on_cpu = kind, 0, True
     plain = type(tensors) is list and len(tensors) == 1 and isinstance(tensors[0], torch.Tensor)
-    for tensor in tensors if plain else _flat(tensors):
+    own = tensors if plain else list(_flat(tensors))
+    for tensor in own:
         nbytes += tensor.nbytes
         what = kind | DTYPE_NUMBERS.get(tensor.dtype, (0, 0))[1] << 8
         on_cpu = on_cpu and tensor.is_cpu
+    if len(own) == 1 and kind in _SHAPED:
+        nbytes = _with_shape(nbytes, own[0])
     return what, nbytes, on_cpu
+
+
+def _with_shape(nbytes: int, tensor: torch.Tensor) -> int:
+    try:
+        shape = tensor.shape
+        return recorder.shaped(nbytes, shape) if len(shape) > 1 else nbytes
+    except Exception:  # a tensor that has none, such as a nested one
+        return nbytes
 
 
 def _flat(tensors: Any) -> Iterator[torch.Tensor]:

@@ -21,13 +21,10 @@ from phalanx.c10d.collectives import Collectives
 from phalanx.c10d.dispatcher import OPERATIONS, front
 from phalanx.c10d.process_group import PhalanxProcessGroup
 from phalanx.c10d.replace import replaces
-from phalanx.c10d.shared_device import shared_device
+from phalanx.c10d.shared_device import tell_if_shared
 from phalanx.c10d.uncompiled import uncompiled
 from phalanx.errors import ArgumentError, DeviceMismatch
-from phalanx.system.host import this_host
-from phalanx.topology.device import find_accelerator, physical_device
 from phalanx.transports.gloo.engine import lazy_gloo
-from phalanx.words import tell
 
 __all__ = ["Membership", "MixedProcessGroup"]
 
@@ -79,7 +76,7 @@ class MixedProcessGroup(PhalanxProcessGroup):
             self.serve(torch.device(device.type), kind, found)
             self._vendors[device.type] = found
             if not member.ranks:  # the world's group
-                _tell_shared(member, device)
+                tell_if_shared(member.store, member.rank, member.size, device)
         return found
 
     def _limited(self, body: Callable[..., Any], *arguments: Any) -> Any:
@@ -169,14 +166,6 @@ def _device(arguments: Sequence[Any]) -> torch.device | None:
         if isinstance(argument, torch.Tensor):
             return argument.device
     return None
-
-
-def _tell_shared(member: Membership, device: torch.device) -> None:
-    host = this_host()
-    physical = physical_device(device, find_accelerator())
-    said = shared_device(member.store, member.rank, member.size, f"{host.name} {host.boot_id}", physical)
-    if said:
-        tell(said)
 
 
 def _name(group: dist.ProcessGroup, device: torch.device, member: Membership) -> str:

@@ -1,4 +1,8 @@
-"""Objects between the ranks of a group: anything that can be pickled. The ranks must trust each other."""
+"""Objects between the ranks of a group: anything that can be pickled.
+
+The ranks must trust each other, since a pickled object can run code where it is read: every rank can run code in every
+other. Between hosts objects go over Gloo, and whoever can change its packets can do the same.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,9 @@ class ObjectCalls(Members):
 
     Those that end in ``_list`` are torch's, and fill lists. The others return what they have received, so they need no
     list; they are the ones to use in new code.
+
+    All of them unpickle what comes, by which a rank can run code in every other; between hosts so can whoever can
+    change the packets of Gloo (docs/security.md).
     """
 
     def send_object_list(self, object_list: list[Any], dst: int) -> None:
@@ -36,7 +43,11 @@ class ObjectCalls(Members):
         return dist.get_group_rank(group, dist.recv_object_list(object_list, group=group))
 
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Return the ``obj`` of rank ``src`` on every rank; what the other ranks give is ignored."""
+        """Return the ``obj`` of rank ``src`` on every rank; what the other ranks give is ignored.
+
+        It is unpickled there, so ``src`` can run code on every rank, and so can whoever can change Gloo's packets on
+        the way between hosts.
+        """
         box = [obj]
         self.broadcast_object_list(box, src)
         return box[0]
@@ -47,6 +58,8 @@ class ObjectCalls(Members):
 
     def scatter_object(self, objects: list[Any] | None = None, src: int = 0) -> Any:
         """Return ``objects[r]`` of rank ``src`` on rank r. Only ``src`` gives ``objects``, one for each rank.
+
+        They are unpickled there; see :meth:`broadcast_object` on whom that trusts.
 
         Raises:
             ArgumentError: this is rank ``src``, and it did not give one object for each rank.
@@ -65,7 +78,7 @@ class ObjectCalls(Members):
         dist.scatter_object_list(output_list, input_list, group=self._use(), group_src=self._member(src))
 
     def gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0) -> list[Any] | None:
-        """Collect every rank's ``obj`` on rank ``dst``.
+        """Collect every rank's ``obj`` on rank ``dst``, which unpickles them and so trusts every rank.
 
         Args:
             obj: what this rank gives.
@@ -88,7 +101,8 @@ class ObjectCalls(Members):
     def all_gather_object(self, object_list: Any, obj: Any = _NOT_GIVEN) -> list[Any]:
         """Return every rank's object in rank order, on every rank: ``losses = group.all_gather_object(loss)``.
 
-        With two arguments, as torch has it, the first is a list of the group's size, which is filled and returned.
+        With two arguments, as torch has it, the first is a list of the group's size, which is filled and returned. The
+        objects are unpickled, so every rank trusts every other.
         """
         if obj is _NOT_GIVEN:
             object_list, obj = [None] * self.size, object_list

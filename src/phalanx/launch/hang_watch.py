@@ -38,6 +38,8 @@ _UNANSWERED_S = 10.0  # the zygote, or the relay, waits a few seconds for ranks 
 _MOST_ASKED = 4  # of those that wait, one for each line, for a warning
 # How long after a report that lacks ranks all are asked again, twice as long each time, and how often.
 _FILLED_AFTER_S, _MOST_FILLED = 2.0, 5
+# How long before the end of a wait the last look at the ranks may have been, and more on a busy machine.
+_LAST_LOOK_S = 4.0
 
 
 class HangWatch:
@@ -68,10 +70,20 @@ class HangWatch:
         self._filled = 0
         self._begun_at = time.time()
         self._stopped = StoppedRanks(clock)
+        self._seen_stopped: tuple[int, ...] = ()
+        self._seen_stopped_at = -_LAST_LOOK_S
 
     def due_in_s(self) -> float | None:
         """When :meth:`look` has something to do; None for never."""
         return max(0.0, self._next - self._clock()) if self._on else None
+
+    def stopped_at(self, at: float) -> Sequence[int]:
+        """The ranks that were stopped (state T) when others that waited failed, as far as it was seen.
+
+        Args:
+            at: when that was, on the clock.
+        """
+        return self._seen_stopped if at - self._seen_stopped_at <= _LAST_LOOK_S else ()
 
     def take_stacks(self, stacks: Mapping[int, str]) -> None:
         """The ranks of this host have written where they are, as faulthandler does, because this watch has asked."""
@@ -108,6 +120,8 @@ class HangWatch:
         else:
             long_enough = min(pace.still_s, pace.waited_s) >= self._wanted.report_after_s
             self._wants_report = not self._reported and long_enough and now >= self._report_not_before
+        if pace.stopped:
+            self._seen_stopped, self._seen_stopped_at = pace.stopped, now
         looks_closely = self._stopped.ask_for_look(pace.stopped)
         self._next = now + self._look_again_in_s(pace, now)
         if pace.waited_s >= self._warn_at_s or self._wants_report or looks_closely:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from phalanx import settings
@@ -73,18 +73,20 @@ class MistakeWatch:
             found = Recording.from_json(message["recording"]).later(message["later_ns"])
             self._recordings[message["rank"]] = found.beside(own_folder())
 
-    def parted(self, rank: int, at: float) -> list[str]:
+    def parted(self, rank: int, at: float, stopped: Collection[int] = ()) -> list[str]:
         """Lines on how the calls of ranks differed when one failed; see ``watch/disagreement.py``.
 
         Args:
             rank: the one that failed.
             at: when, on the monotonic clock.
+            stopped: the ranks that were stopped then (state T).
         """
         if self._is_local:
-            return parted(self._trace, self._ranks, rank, at)
+            return parted(self._trace, self._ranks, rank, at, stopped)
         # Which calls differ does not depend on who came first, and clocks of hosts are not known to the microsecond.
         late = (at + _CLOCKS_DIFFER_S) * 1e9
-        return calls_that_differ(self._recordings, rank, late) or disagreement(self._recordings, rank, at * 1e9)
+        differing = calls_that_differ(self._recordings, rank, late)
+        return differing or disagreement(self._recordings, rank, at * 1e9, stopped)
 
     def _attempt(self, calls: Callable[[], list[DoneCalls]]) -> None:
         """Compare these; what goes wrong ends the watch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from phalanx.errors import PhalanxError
@@ -211,9 +211,17 @@ class SightElsewhere:
             return None
         hosts = self._hosts()
         named = hosts if len(set(hosts)) > 1 else [""] * len(hosts)
+        local: list[int] = []  # each rank's number among those of its host
+        counts: dict[str, int] = {}
+        for host in hosts:
+            local.append(counts.get(host, 0))
+            counts[host] = local[-1] + 1
         silent = set(message["silent"])
         ranks = [
-            _sent(rank, known, message["ranks"].get(str(rank), {}), named[rank], silent=rank in silent)
+            replace(
+                _sent(rank, known, message["ranks"].get(str(rank), {}), named[rank], silent=rank in silent),
+                local_rank=local[rank],
+            )
             for rank, known in enumerate(self._ranks())
         ]
         stacks = {int(rank): stack for rank, stack in message["stacks"].items()}

@@ -13,6 +13,7 @@ sure that a process id has not been given to another one:
   them at once. SIGUSR1 and SIGUSR2 are passed on and end nothing; SIGQUIT prints where the ranks are.
 - Nothing reads the output any more. The job ends as after SIGTERM, and silently, like any other tool in a pipe.
 - The zygote is killed. The kernel kills the ranks, and the supervisor kills all processes that they had started.
+- The zygote is stopped, and hides the end of a rank. It is continued (``zygote_watch.py``).
 
 When ranks run on other hosts, or an MPI launcher starts them, a relay (``launch/relays.py``) takes the zygote's place
 and sends the same messages. The rank table is then printed later, when the hosts have been reported.
@@ -38,23 +39,24 @@ from phalanx.launch.conclusion import Ended, HandOver, conclude, conclude_attemp
 from phalanx.launch.hang_watch import HangWatch
 from phalanx.launch.job.job import Job
 from phalanx.launch.mistake_watch import MistakeWatch
-from phalanx.launch.output.failure import End, collect_failures, describe_lost_zygote, describe_status, lacks_cause
+from phalanx.launch.output import failure as failing
+from phalanx.launch.output.failure import End, Failure, collect_failures, describe_status
 from phalanx.launch.output.log_files import LogFiles
 from phalanx.launch.output.logs import Console, Sink
 from phalanx.launch.output.report import Report, read_report
-from phalanx.launch.output.streams import RankStream, last_lines, open_streams
+from phalanx.launch.output.streams import RankStream, StreamReader, last_lines, open_streams
+from phalanx.launch.patience import Patience
 from phalanx.launch.places import Places
 from phalanx.launch.rank.descriptors import Descriptors, release_input
 from phalanx.launch.rank.operations import last_operation
 from phalanx.launch.running.jobs import Description
 from phalanx.launch.sight import Sight, SightElsewhere, SightHere
+from phalanx.launch.zygote_watch import ZygoteWatch
 from phalanx.system import processes
 from phalanx.topology.table import RankRow, format_rank_table
 
 __all__ = ["HANDLED", "Supervisor"]
 
-# The most that an ended rank's pipe may still hold; more than this was written by another process.
-LARGEST_REMAINDER = 1 << 20
 # How long the failures of other ranks are collected after the first one, before the rest is ended.
 SETTLE_S = 0.1
 # How much longer if all that is known are consequences of another rank's end. The kernel shows that end to the other
@@ -64,8 +66,6 @@ CAUSE_S = 1.0
 STALLED_READER_S = 1.0
 # How long the keepers of a killed relay may take to end their ranks.
 KEEPERS_S = 2.0
-# How much longer than the grace the zygote, or the relay, may take to report the end of every rank.
-SILENCE_S = 20.0
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 #: The signals that the launcher handles while ranks run.
@@ -107,7 +107,7 @@ class Supervisor:
         self.ending = False
         self.settle_until: float | None = None
         self.cause_until = 0.0
-        self.give_up_at: float | None = None
+        self.watch = ZygoteWatch("the ranks", job.host, range(job.ranks))
         self.early_signals: list[int] = []
         self.overdue: dict[float, list[int]] = {}
         self.places = Places(descriptors.trace, job.ranks, runs_python=job.target.is_python)
@@ -117,6 +117,7 @@ class Supervisor:
         self.strangers: list[int] = before.strangers if before is not None else processes.children_of(os.getpid())
         self.wakeup = os.pipe()
         self.selector = selectors.DefaultSelector()
+        self.reader = StreamReader(self.selector)
         self.console: Console = (
             before.console if before is not None else Console(Sink(1, os.environ), Sink(2, os.environ))
         )
@@ -130,6 +131,7 @@ class Supervisor:
             sight = SightElsewhere(lambda: self.ranks, lambda: [row.host for row in self.rows], self._tell)
         self.hangs = HangWatch(job, sight, self.console.say)
         self.mistakes = MistakeWatch(job, descriptors.trace, self.console.say, self._end_for)
+        self.patience = Patience(self.console.say)
 
     def listen_to_signals(self) -> None:
         """Take over the signals. A signal that the launcher was started to ignore, as by nohup, stays ignored."""
@@ -143,6 +145,7 @@ class Supervisor:
     def forget(self) -> None:
         """In the zygote: close the supervisor's own descriptors."""
         self.selector.close()
+        self.watch.close()
         self.logs.close()
         self.description.close()
         for descriptor in self.wakeup:
@@ -173,14 +176,15 @@ class Supervisor:
             release_input()
         self.selector.register(self.descriptors.supervisor, selectors.EVENT_READ, self._on_zygote)
         self.selector.register(self.wakeup[0], selectors.EVENT_READ, self._on_wakeup)
+        self.selector.register(self.watch, selectors.EVENT_READ, lambda: None)
         for rank in self.ranks:
-            for stream in rank.streams:
-                self.selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+            self.reader.register(rank.streams)
         if self.job.is_local:
             self._introduce()
         self.descriptors.supervisor.send(do="start")
         while self.zygote and not self.over:
             self._turn()
+        self.watch.close()
         self.mistakes.look(ended=True)
         self.console.finish()
         ended = self._ended()
@@ -215,23 +219,21 @@ class Supervisor:
     # One turn of the event loop.
 
     def _turn(self) -> None:
-        timeouts = [self.console.redraw_in_s(), self.hangs.due_in_s(), self.mistakes.due_in_s()]
-        due = (self.settle_until, self.give_up_at)
-        timeouts += [max(0.0, when - time.monotonic()) for when in due if when is not None]
-        known = [timeout for timeout in timeouts if timeout is not None]
+        timeouts = [part.due_in_s() for part in (self.hangs, self.mistakes, self.watch, self.patience)]
+        settles_in_s = None if self.settle_until is None else max(0.0, self.settle_until - time.monotonic())
+        known = [timeout for timeout in (*timeouts, self.console.redraw_in_s(), settles_in_s) if timeout is not None]
         for key, _ in self.selector.select(min(known) if known else None):
             if isinstance(key.data, RankStream):
-                self._read(key.data)
+                self.reader.read(key.data)
             else:
                 key.data()
         self.console.redraw()
         if self.started_at is not None and not self.ending:
             self.hangs.look()
             self.mistakes.look()
-        if self.give_up_at is not None and time.monotonic() >= self.give_up_at:
-            # It is stopped, or hangs; without it the kernel ends the ranks.
-            self.give_up_at = None
-            os.kill(self.zygote, signal.SIGKILL)
+        self.watch.act(self.zygote)
+        if not (self.console.out.closed or self.console.err.closed):
+            self.patience.look(self._unended, self._why_it_ends)
         if (self.console.out.closed or self.console.err.closed or self.logs.faults) and not self.ending:
             self._order(signal.SIGTERM)
         if self.settle_until is not None and (time.monotonic() >= self.settle_until or self._all_ended()):
@@ -240,25 +242,6 @@ class Supervisor:
                 self.settle_until = time.monotonic() + SETTLE_S
             elif not self.ending:
                 self._order(signal.SIGTERM, spare=self._winding_down())
-
-    def _read(self, stream: RankStream) -> int:
-        """Read one block and hand it on; return its length, 0 when there is nothing (left)."""
-        length = stream.read()
-        if length == 0:
-            self._close(stream)
-        return length or 0
-
-    def _close(self, stream: RankStream) -> None:
-        if stream.descriptor >= 0:
-            self.selector.unregister(stream.descriptor)
-            stream.close()
-
-    def _drain(self, rank: _Rank) -> None:
-        for stream in rank.streams:
-            taken = 0
-            while stream.descriptor >= 0 and taken < LARGEST_REMAINDER and (length := self._read(stream)):
-                taken += length
-            self._close(stream)
 
     # The zygote's messages.
 
@@ -270,6 +253,8 @@ class Supervisor:
             self.started_at = message["time"]
             for rank, pid in zip(self.ranks, message["pids"], strict=True):
                 rank.pid = pid
+            if self.job.is_local:
+                self.watch.begin(message["pids"])
             hosts = [row.host for row in self.rows]
             self.logs.note_start(self.job, hosts, message["pids"])
             self.description.add_ranks(message["pids"], hosts, self.descriptors.trace.descriptor)
@@ -319,7 +304,8 @@ class Supervisor:
 
     def _on_exit(self, rank: int, end: End) -> None:
         self.ranks[rank].end = end
-        self._drain(self.ranks[rank])
+        self.watch.told(rank)
+        self.reader.drain(self.ranks[rank].streams)
         self.logs.note_end(rank, describe_status(end.status), self._report(rank))
         if end.status != 0:
             self._settle()
@@ -342,10 +328,10 @@ class Supervisor:
         # Processes that the zygote could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self.strangers)
         for rank in self.ranks:
-            self._drain(rank)
+            self.reader.drain(rank.streams)
         code = os.waitstatus_to_exitcode(status)
         if code != 0 and self.interrupted is None:
-            self.refusal = describe_lost_zygote(code, pid, self.job.host, "the ranks")
+            self.refusal = self.watch.refusal or failing.describe_lost_zygote(code, pid, self.job.host, "the ranks")
 
     # Ending.
 
@@ -372,15 +358,30 @@ class Supervisor:
             os.kill(self.zygote, signal.SIGKILL)  # no rank runs yet, and it reads no order while it imports torch
         else:
             # Its message that ranks have been started is on its way, and they are given this order then.
-            self.give_up_at = time.monotonic() + self.job.patience_s(signum) + SILENCE_S
+            self.watch.allow(self.job.patience_s(signum))
 
     def _order(self, signum: int, spare: list[int] | None = None) -> None:
         self.ending = True
         asked = self.interrupted is not None and signum != signal.SIGKILL
         patience_s = 0.0 if signum == signal.SIGKILL else self.job.patience_s(signum if asked else None)
         self._tell(do="end", signal=int(signum), grace_s=patience_s, spare=spare or [], where=asked)
-        until = time.monotonic() + patience_s + SILENCE_S
-        self.give_up_at = until if self.give_up_at is None else min(until, self.give_up_at)
+        self.watch.allow(patience_s)
+        self.patience.begin(patience_s)
+
+    def _unended(self) -> list[int]:
+        return [number for number, rank in enumerate(self.ranks) if rank.end is None]
+
+    def _why_it_ends(self) -> str:
+        if self.interrupted is not None:
+            return f"{failing.signal_name(self.interrupted)}: "
+        said = self.refusal[0] if self.refusal is not None else next(iter(self.logs.faults), "")
+        if said:
+            return f"{said.removeprefix('phalanx: ').splitlines()[0].rstrip(':')}; "
+        failed = [each for each in self._failures() if each.has_failed]
+        if not failed:
+            return ""
+        cause = failing.find_cause(failed)
+        return f"{failing.failure_in_short(cause, self.rows[cause.rank].host)}; "
 
     def _end_for(self, text: str) -> None:
         """End the job for a mistake of its ranks; it is only said if the job ends already, or ranks have failed."""
@@ -416,19 +417,20 @@ class Supervisor:
         return read_report(self.descriptors.ranks[rank].report)
 
     def _awaits_the_cause(self) -> bool:
-        return lacks_cause([(rank.end, self._report(number)) for number, rank in enumerate(self.ranks)])
+        return failing.lacks_cause([(rank.end, self._report(number)) for number, rank in enumerate(self.ranks)])
 
     def _winding_down(self) -> list[int]:
         """The ranks whose script has failed already: they are not signalled, so that their exit handlers can finish."""
         reports = {rank: self._report(rank) for rank in range(self.job.ranks)}
         return [rank for rank, report in reports.items() if report is not None and report.time is not None]
 
+    def _failures(self) -> list[Failure]:
+        return collect_failures((rank.pid, rank.end, self._report(number)) for number, rank in enumerate(self.ranks))
+
     def _ended(self) -> Ended:
         trace = self.descriptors.trace
         return Ended(
-            failures=collect_failures(
-                (rank.pid, rank.end, self._report(number)) for number, rank in enumerate(self.ranks)
-            ),
+            failures=self._failures(),
             hosts=[row.host for row in self.rows],
             started_at=self.started_at,
             interrupted=self.interrupted,
@@ -438,7 +440,7 @@ class Supervisor:
             stages=[trace.stage(rank) for rank in range(self.job.ranks)],
             asked=[trace.asked(rank) for rank in range(self.job.ranks)],
             last_operation=partial(last_operation, trace),
-            parted=self.mistakes.parted,
+            parted=lambda rank, at: self.mistakes.parted(rank, at, self.hangs.stopped_at(at)),
             last_lines={
                 number: last_lines(rank.streams)
                 for number, rank in enumerate(self.ranks)

@@ -213,7 +213,8 @@ class _Zygote:
             release_input()
         hosts = [row.host for row in share.rows] if len({row.host for row in share.rows}) > 1 else []
         control, trace = descriptors.zygote, descriptors.trace
-        return _Ranks(job.run_id, share.ranks, control, trace, pids, store, oom_kills, ends, hosts)
+        agent = 0 if job.is_local else os.getppid()
+        return _Ranks(job.run_id, share.ranks, control, trace, pids, store, oom_kills, ends, hosts, agent)
 
 
 def _fork(otherwise: str) -> int:
@@ -239,6 +240,7 @@ class _Ranks:
         oom_kills: how many processes the kernel had killed for want of memory before the ranks were started.
         ends: the channel through which this process tells the store that a rank has ended; None if there is no store.
         hosts: the host of each rank in the world, if there are several.
+        agent: the process id of the agent that started this process; 0 if the supervisor did.
         kill_at: when each of the ranks that were asked to end is killed, in the seconds of ``time.monotonic()``, and
             how long it then had.
         held: signals of the user's that a rank has no handler for yet.
@@ -253,6 +255,7 @@ class _Ranks:
     oom_kills: int
     ends: EndsChannel | None
     hosts: Sequence[str]
+    agent: int
     kill_at: dict[int, tuple[float, float]] = field(default_factory=dict)
     held: HeldSignals = field(default_factory=HeldSignals)
 
@@ -358,6 +361,9 @@ class _Ranks:
                     number = self.numbers[rank]
                     self.ends.tell(number, self.hosts[number] if self.hosts else "")
                 self.supervisor.send(event="exited", rank=rank, status=status, time=now, out_of_memory=out_of_memory)
+                if status and self.agent and os.getppid() == self.agent:
+                    # Somebody may have stopped it, and the ranks of other hosts would wait for this one.
+                    os.kill(self.agent, signal.SIGCONT)
             elif info.si_pid == self.store:
                 self.store = None
                 self.supervisor.send(event="store lost", status=status)

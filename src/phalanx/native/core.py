@@ -34,6 +34,7 @@ __all__ = [
     "BROKEN_FROM",
     "FOUND_LATE",
     "MPI_WORDS",
+    "NBYTES_BITS",
     "NOBODY",
     "RECORDER_BYTES",
     "RECORDS",
@@ -55,7 +56,7 @@ __all__ = [
     "rpc",
 ]
 
-ABI = 25
+ABI = 26
 ANY_SOURCE = NOBODY = 0xFFFFFFFF
 TEXT_BYTES = 376
 
@@ -127,6 +128,7 @@ RECORDS, RECORDS_AT = 4096, 4096
 STRINGS_AT = RECORDS_AT + RECORDS * 64
 RECORDER_BYTES = STRINGS_AT + 262144
 FOUND_LATE = 1 << 24  # PHX_FOUND_LATE, in what a record is of
+NBYTES_BITS = 44  # PHX_NBYTES_BITS, of a record's bytes; above them is the number of its shape
 
 
 class RecordedGroup(Structure):
@@ -143,7 +145,7 @@ class SeenRecord(Structure):
         *((name, c_uint32) for name in ("in_group", "what", "group", "site", "label")),
         *((name, c_int32) for name in ("peer", "awaits", "step")),
         ("failed", c_uint32),
-        ("pad", c_uint32),
+        ("shape", c_uint32),
     ]
 
     number: int
@@ -159,6 +161,7 @@ class SeenRecord(Structure):
     awaits: int
     step: int
     failed: int
+    shape: int
 
 
 MPI_WORDS = 4  # PHX_MPI_WORDS
@@ -231,6 +234,8 @@ def library() -> ctypes.CDLL:
         ("phx_sees", c_int, [comm, c_uint32]),
         ("phx_going", c_int, [comm, c_uint32, POINTER(c_uint32)]),
         ("phx_compare_rest", c_int, [comm, c_uint64]),
+        ("phx_begin_parts", None, [comm, c_uint64]),
+        ("phx_beside_last_call", c_int, [comm, c_uint64]),
         ("phx_process_leaves", None, []),
         ("phx_process_fails", None, [c_char_p]),
         ("phx_abort", None, [comm]),

@@ -83,6 +83,7 @@ TORCHRUN = Launcher(
     attempt=_RESTARTS,
     always=FIELDS[:6],
     keeps_store=_agent_store,
+    traits=Traits(in_blocks=True),
     example="torchrun --nproc-per-node 2 --no-python",
 )
 
@@ -102,6 +103,7 @@ PHALANX = replace(
     when=_of_one_run,
     condition="it equals TORCHELASTIC_RUN_ID",
     attempt=first(number(settings.ATTEMPT), _RESTARTS),
+    traits=Traits(),  # by way of mpiexec the ranks of a host need not follow one another
     example="phalanx run -n 2",
 )
 

@@ -17,12 +17,14 @@ class Traits:
         late_names: whether MASTER_ADDR on rank 0 may resolve to loopback or to a load balancer, and a host's name may
             resolve only once its machine is up.
         shared_job: whether several of its jobs may run at the same time under one ``job``, the id of an allocation.
+        in_blocks: whether the ranks of each node follow one another.
         pass_on: how its command hands MASTER_ADDR and MASTER_PORT to all ranks; empty where it has no option for it.
     """
 
     starts_mpi: bool = False
     late_names: bool = False
     shared_job: bool = False
+    in_blocks: bool = False
     pass_on: str = ""
 
 

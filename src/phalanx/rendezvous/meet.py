@@ -162,7 +162,7 @@ def meet_by_broadcast(
 def _claim(place: Place, opening: int, job: str) -> Claim:
     # The job's id may be long and is only compared, so a digest of it is sent.
     name = hashlib.sha256(os.fsencode(job)).hexdigest() if job else ""
-    return own_claim(place.rank, place.world_size, name, place.attempt, opening, place.node_rank)
+    return own_claim(place, name, opening)
 
 
 def kept_store(place: Place, timeout_s: float) -> Store:

@@ -101,8 +101,7 @@ class Agent:
             for register in equip:
                 register(self)
             self.me = self._members.new(name, rank, self._pid, address, self._connections.port)
-            with contextlib.suppress(OSError):  # then others cannot tell where it is
-                self._place = Place(place_name(self.me))
+            self._place = Place(place_name(self.me))
             self._connections.start(self.me)
             self._members.join(self.me, self._connections.is_there)
         except BaseException:

@@ -12,6 +12,7 @@ import secrets
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from phalanx.place.place import Place
 from phalanx.system.host import this_host
 from phalanx.system.process_use import start_of
 from phalanx.system.sight import own_sight
@@ -41,6 +42,7 @@ class Claim:
         node_rank: its host's index, if its launcher says it.
         start: when the process was started, as ``system/process_use.py`` counts.
         sight: equal for processes that see each other (``system/sight.py``).
+        local_rank, local_world_size: its place among the ranks of its host, if its launcher says it.
         token: a secret of this process, by which rank 0 recognises its further connections. The process chooses it,
             so rank 0 recognises it even if the first answer came too late and the process has connected anew.
     """
@@ -56,6 +58,8 @@ class Claim:
     token: str = ""
     start: int = 0
     sight: str = ""
+    local_rank: int | None = None
+    local_world_size: int | None = None
 
     @property
     def name(self) -> str:
@@ -86,8 +90,9 @@ class Claim:
         except (TypeError, ValueError, RecursionError):
             raise NoProof from None
         numbers = [claim.rank, claim.world_size, claim.pid, claim.attempt, claim.opening, claim.start]
-        if claim.node_rank is not None:
-            numbers.append(claim.node_rank)
+        numbers += [
+            number for number in (claim.node_rank, claim.local_rank, claim.local_world_size) if number is not None
+        ]
         if not all(type(number) is int and abs(number) < 1 << 63 for number in numbers):
             raise NoProof
         if not all(isinstance(text, str) and _is_unicode(text) for text in claim._texts):
@@ -133,12 +138,31 @@ class Verdict:
         return replace(verdict, reason="".join(letter for letter in verdict.reason if letter.isprintable()))
 
 
-def own_claim(rank: int, world_size: int, job: str, attempt: int, opening: int, node_rank: int | None) -> Claim:
-    """The claim of this process, with a new token."""
+def own_claim(place: Place, job: str, opening: int) -> Claim:
+    """The claim of this process, with a new token.
+
+    Args:
+        place: this process, as its launcher says.
+        job: a digest of the job's id; empty if the port does not follow from it.
+        opening: which of the process's worlds this is.
+    """
     token = secrets.token_hex(16)
     pid, host = os.getpid(), this_host().name
-    where = start_of(pid), own_sight()
-    return Claim(rank, world_size, pid, host, job, attempt, opening, node_rank, token, *where)
+    return Claim(
+        place.rank,
+        place.world_size,
+        pid,
+        host,
+        job,
+        place.attempt,
+        opening,
+        place.node_rank,
+        token,
+        start_of(pid),
+        own_sight(),
+        place.local_rank,
+        place.local_world_size,
+    )
 
 
 def _is_unicode(text: str) -> bool:

@@ -30,6 +30,11 @@ class Host:
     boot_id: str = ""
     pid_namespace: str = ""
 
+    @property
+    def machine(self) -> str:
+        """What distinguishes this host from others of its name."""
+        return f"{self.boot_id} {self.pid_namespace}"
+
 
 def this_host(environment: Mapping[str, str] | None = None) -> Host:
     """The host of this process, or the one that ``PHALANX_HOST`` names."""

@@ -31,14 +31,17 @@ __all__ = [
     "descendants_of",
     "die_with_parent",
     "end_descendants",
+    "has_handler",
     "ignores",
     "is_ending",
     "kill",
+    "parent_of",
     "send_to_group",
     "set_name",
     "skip_library_teardown",
     "state_of",
     "state_of_thread",
+    "uses",
     "wake_with_parent",
 ]
 
@@ -120,6 +123,16 @@ def handles(pid: int, signum: int) -> bool:
     bit = 1 << (signum - 1)
     caught = masks.get("SigCgt:", 0) & ~masks.get("SigBlk:", 0)
     return bool((caught | masks.get("SigIgn:", 0)) & bit)
+
+
+def uses(pid: int, signum: int) -> bool:
+    """Whether a process handles a signal, or blocks it, perhaps to wait for it."""
+    return _has_signal(pid, signum, "SigCgt:", "SigBlk:")
+
+
+def has_handler(pid: int, signum: int) -> bool:
+    """Whether a process has a handler for a signal, which may be blocked for now."""
+    return _has_signal(pid, signum, "SigCgt:")
 
 
 def ignores(pid: int, signum: int) -> bool:
@@ -209,6 +222,13 @@ def await_standstill(child: int, patience_s: float) -> bool:
         return True
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def parent_of(pid: int) -> int:
+    """The parent of ``pid``; 0 if there is none in this namespace, or if the process has gone."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(_fields_in(f"/proc/{pid}/stat")[1])
+    return 0
 
 
 def children_of(pid: int) -> list[int]:

@@ -16,9 +16,10 @@ from torch._C._distributed_c10d import Store
 
 from phalanx import settings
 from phalanx.errors import InitializationError, LauncherEnvironmentError
+from phalanx.place.absent import Came, format_missing
 from phalanx.place.place import Place
 from phalanx.system.host import Host
-from phalanx.words import format_named, format_spans
+from phalanx.words import format_spans
 
 __all__ = ["Node", "Topology", "Whereabouts", "arrange", "gather"]
 
@@ -132,9 +133,18 @@ def _await(store: Store, keys: list[str], place: Place, timeout_s: float) -> Non
         except RuntimeError:
             raise InitializationError(f"the store in which the ranks were meeting has gone: {error}") from error
         # All have come by now: rank 0 was about to say so.
-        ranks = f"{format_named('rank', missing or [0])} of {place.world_size}"
+        ranks = format_missing(missing or [0], _came(store, place, missing), place)
         before = f"rank {place.rank} had joined, but" if place.rank else ""
         raise InitializationError.ranks_missing(ranks, timeout_s, before=before) from None
+
+
+def _came(store: Store, place: Place, missing: Sequence[int]) -> list[Came]:
+    """The ranks that have come; none if the store has gone since."""
+    try:
+        reports = [_parse(store.get(key).decode()) for rank, key in enumerate(_keys(place)) if rank not in missing]
+    except RuntimeError:
+        return []
+    return [Came(one.rank, one.host.name, one.node_rank, one.local_rank, one.local_world_size) for one in reports]
 
 
 def _keys(place: Place) -> list[str]:

@@ -255,15 +255,19 @@ class Communicator(ABC):
     def end_messages(self) -> None:
         """Let no message move any more, and end every wait for one, on any thread, with ClosedError."""
 
-    def compare_rest(self, patience_s: float) -> None:  # noqa: B027 - most transports have nothing left to compare
+    def compare_rest(self, patience_s: float) -> bool:
         """Compare the last calls of the ranks, which no later call will, before the group is closed.
 
         Called by a thread that is alone in the group. Waits at most ``patience_s`` for ranks that are behind.
+
+        Returns:
+            Whether the calls of all ranks have been compared that have not ended before.
 
         Raises:
             CollectiveMismatch: the last calls differ, and this rank has not been told so.
             PeerLost: a rank has left the group without the last call.
         """
+        return True  # most transports have nothing left to compare
 
     def leave(self) -> list[threading.Thread]:
         """Ask the transport's own threads for messages to end, whatever is under way; the process exits. They are

@@ -8,12 +8,10 @@ from functools import lru_cache
 import torch
 import torch.distributed as dist
 
-from phalanx.words import format_named
+from phalanx.watch.shapes import lengths_that_count, shape_text
+from phalanx.words import first_kinds, format_named
 
 __all__ = ["call_text", "dtype_name", "exchange_text", "listed", "shape_word"]
-
-
-_MOST_LINES = 8  # an error with more is not read
 
 
 def call_text(
@@ -27,7 +25,7 @@ def call_text(
         op: the number of the ``ReduceOp``; None if the call is not a reduction.
         root: the root rank, by the name of its argument.
     """
-    parts = [] if dtype is None else [f"{dtype_name(dtype)}{list(shape)}"]
+    parts = [] if dtype is None else [f"{dtype_name(dtype)}{shape_text(tuple(shape))}"]
     if op is not None:
         parts.append(dist.ReduceOp.RedOpType(op).name.lower())
     parts += [f"{key}={value}" for key, value in root.items()]
@@ -46,13 +44,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @lru_cache(maxsize=4096)
 def shape_word(shape: tuple[int, ...]) -> int:
-    """A number by which ranks compare the shapes of a call; 0 for a shape that goes with any other of that size.
-
-    torch asks the ranks for the same number of elements, not for the same shape: a vector may meet a matrix, and a
-    scalar a tensor of one element. Two matrices of different shapes are a mistake (one is transposed).
-    """
-    long = tuple(length for length in shape if length > 1)
-    return hash(long) if len(long) > 1 else 0
+    """A number by which ranks compare the shapes of a call; 0 for a shape that goes with any other of that size."""
+    compared = lengths_that_count(shape)
+    return hash(compared) if compared else 0
 
 
 def listed(calls: dict[int, str], ranks: Iterable[int]) -> str:
@@ -63,7 +57,4 @@ def listed(calls: dict[int, str], ranks: Iterable[int]) -> str:
             calls.get(rank, "did not say what it called: it is in other code, or has ended"), []
         ).append(rank)
     lines = [f"  {format_named('rank', sorted(members))}: {call}" for call, members in ranks_of.items()]
-    if len(lines) > _MOST_LINES:
-        left_out = len(lines) - _MOST_LINES + 1
-        lines[_MOST_LINES - 1 :] = [f"  and {left_out} other calls on other ranks"]
-    return "\n".join(lines)
+    return "\n".join(first_kinds(lines))

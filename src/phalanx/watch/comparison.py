@@ -2,7 +2,7 @@
 
 Gloo adds integers to floats, and a sum to a maximum, without a word; and if a rank leaves out one of two equal calls,
 each adds up the wrong tensors. Only what a call has recorded can be compared, once all ranks have done it: its kind,
-dtype, operation, root and bytes, and the line that made it. Lines are compared by the rule of
+dtype, operation, root, bytes and shape, and the line that made it. Lines are compared by the rule of
 ``native/csrc/line_pairs.h``, which a program does not break whose branches depend on the rank.
 
 The calls of different hosts come at different times (``done_calls.py``). What has come is kept until all ranks of the
@@ -21,10 +21,10 @@ from phalanx.errors import CollectiveMismatch
 from phalanx.native.core import Crossing, Status, library
 from phalanx.system.folder import beside, own_folder
 from phalanx.watch.decisions import Place, Program, read_program
-from phalanx.watch.disagreement import has_own_size
+from phalanx.watch.disagreement import ranks_alike
 from phalanx.watch.done_calls import DoneCall, DoneCalls
 from phalanx.watch.records import Group, world_rank
-from phalanx.words import format_named
+from phalanx.words import first_kinds, format_named
 
 __all__ = ["Comparison"]
 
@@ -188,9 +188,10 @@ class Comparison:
             if not state.lines and all(of[number] is first[number] for of in others):
                 continue
             known = {rank: call for rank, call in same.items() if call is not None}
-            if len({_facts(group, call) for call in known.values()}) > 1:
+            alike = ranks_alike(group.backend, known)
+            if len(alike) > 1:
                 state.end()
-                yield _differing(group, number, known)
+                yield _differing(group, number, known, alike)
                 return
             if state.judgements_left:
                 yield from self._meet(state, group, number, known)
@@ -240,12 +241,6 @@ def _exclude(program: Program, one: Place, other: Place) -> bool:
     return not by_jumps.isdisjoint(arms)
 
 
-def _facts(group: Group, call: DoneCall) -> tuple[object, ...]:
-    """In what the calls of one collective of a group must agree."""
-    size = 0 if has_own_size(call.kind, group.backend) else call.nbytes
-    return call.kind, call.dtype, call.op, size, -1 if call.kind == "barrier" else call.peer
-
-
 def _line(call: DoneCall) -> _Line:
     return _Line(call.identity, call.kind, call.dtype, call.op, -1 if call.kind == "barrier" else call.peer)
 
@@ -255,16 +250,13 @@ def _parts(place: str) -> tuple[str, int]:
     return file, int(line) if line.isdecimal() else 0
 
 
-def _differing(group: Group, number: int, calls: Mapping[int, DoneCall]) -> str:
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for rank, call in sorted(calls.items()):
-        alike.setdefault(_facts(group, call), []).append(rank)
+def _differing(group: Group, number: int, calls: Mapping[int, DoneCall], alike: Sequence[list[int]]) -> str:
     lines = []
-    for ranks in alike.values():
+    for ranks in sorted(alike, key=min):
         record = calls[ranks[0]].record(group, number)
         named = replace(record, site=beside(record.site, own_folder()))
-        lines.append(f"  {format_named('rank', ranks)}: {named.text()}")
-    return CollectiveMismatch.let_pass(group.backend, "\n".join(lines))
+        lines.append(f"  {format_named('rank', sorted(ranks))}: {named.text(with_shape=True)}")
+    return CollectiveMismatch.let_pass(group.backend, "\n".join(first_kinds(lines)))
 
 
 def _crossing(low: int, high: int, crossed: list[tuple[str, int, int]]) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Protocol
 
 from phalanx.settings import BACKEND
 from phalanx.watch.records import Record, Recording
-from phalanx.words import format_named
+from phalanx.watch.shapes import lengths_in, lengths_that_count
+from phalanx.words import first_kinds, format_named
 
-__all__ = ["calls_that_differ", "disagreement", "has_own_size"]
+__all__ = ["calls_that_differ", "disagreement", "ranks_alike"]
 
+_STOPPED = ", which was stopped (state T),"
 _RECENT = 64  # calls that ranks have done together are compared, the last of them only
 # Each rank may bring its own number of bytes in these. Backends of devices also gather parts of different sizes, which
 # Gloo refuses; in a gather or scatter no backend of torch's does.
@@ -17,13 +20,33 @@ _OWN_SIZES = ("all_to_all", "reduce_scatter")
 _OWN_SIZES_BUT_IN_GLOO = (*_OWN_SIZES, "all_gather")
 
 
-def disagreement(recordings: Mapping[int, Recording], rank: int, at_ns: float) -> list[str]:
+class Call(Protocol):
+    """What is compared of a collective, as in :class:`Record`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def peer(self) -> int: ...
+    @property
+    def shape(self) -> str: ...
+
+
+def disagreement(
+    recordings: Mapping[int, Recording], rank: int, at_ns: float, stopped: Collection[int] = ()
+) -> list[str]:
     """Lines that say which calls differed, or who had not come, when an operation of a rank failed; none if neither.
 
     Args:
         recordings: by rank; those that are not known are left out.
         rank: the rank whose operation failed, or that ended in it.
         at_ns: when, on the host's monotonic clock.
+        stopped: the ranks that were stopped then (state T).
     """
     last = _last(recordings, rank)
     if last is None:
@@ -33,7 +56,8 @@ def disagreement(recordings: Mapping[int, Recording], rank: int, at_ns: float) -
     # A rank that came to such a collective a moment ago has no record of it yet.
     come = "was not seen in" if last.found_late else "had not come to"
     return _differing(calls, last) or [
-        f"rank {other} {come} {last.name()}{last.where()}{_before(calls[other])}" for other in late[:4]
+        f"rank {other}{_STOPPED * (other in stopped)} {come} {last.name()}{last.where()}{_before(calls[other])}"
+        for other in late[:4]
     ]
 
 
@@ -62,34 +86,41 @@ def _calls(recordings: Mapping[int, Recording], last: Record, at_ns: float) -> d
 
 def _differing(calls: Mapping[int, Mapping[int, Record]], last: Record) -> list[str]:
     for number in range(max(1, last.in_group - _RECENT), last.in_group + 1):
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for other, records in calls.items():
-            if number in records:
-                alike.setdefault(_facts(records[number]), []).append(other)
+        of_ranks = {other: records[number] for other, records in calls.items() if number in records}
+        alike = ranks_alike(last.group.backend, of_ranks)
         if len(alike) > 1:
-            return [
-                "the ranks called different operations:",
-                *(f"  {format_named('rank', ranks)}: {calls[ranks[0]][number].text()}" for ranks in alike.values()),
-            ]
+            kinds = [f"  {format_named('rank', ranks)}: {of_ranks[ranks[0]].text(with_shape=True)}" for ranks in alike]
+            return ["the ranks called different operations:", *first_kinds(kinds)]
     return []
 
 
-def has_own_size(kind: str, backend: str) -> bool:
-    """Whether ranks may record other bytes than the others in a collective of this kind on a backend of torch's."""
-    return kind in (_OWN_SIZES if backend == "gloo" else _OWN_SIZES_BUT_IN_GLOO)
+def ranks_alike(backend: str, calls: Mapping[int, Call]) -> list[list[int]]:
+    """The ranks whose calls of one collective are alike; more than one list if the calls do not belong together.
+
+    Args:
+        backend: of the group, one of torch's.
+        calls: of each rank.
+    """
+    own_size = _OWN_SIZES if backend == "gloo" else _OWN_SIZES_BUT_IN_GLOO
+    lengths = {
+        rank: () if call.kind in own_size else lengths_that_count(lengths_in(call.shape))
+        for rank, call in calls.items()
+    }
+    # One that goes with any shape of its size is alike to all others, if these are alike.
+    apart = len({each for each in lengths.values() if each}) > 1
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank, call in calls.items():
+        size = 0 if call.kind in own_size else call.nbytes
+        root = -1 if call.kind == "barrier" else call.peer
+        facts = call.kind, call.dtype, call.op, root, size, lengths[rank] if apart else ()
+        alike.setdefault(facts, []).append(rank)
+    return list(alike.values())
 
 
 def _counts(record: Record, failed: Record, at_ns: float) -> bool:
     """Whether a record is of a collective of the group that had begun when the other one failed."""
     is_groups = record.group.name == failed.group.name and record.group.ranks == failed.group.ranks
     return is_groups and not record.is_message and record.entered_ns <= at_ns
-
-
-def _facts(record: Record) -> tuple[object, ...]:
-    """In what the ranks' calls of one collective must agree, as far as a recorder has it."""
-    nbytes = 0 if has_own_size(record.kind, record.group.backend) else record.nbytes
-    root = -1 if record.kind == "barrier" else record.peer
-    return record.kind, record.dtype, record.op, root, nbytes
 
 
 def _before(records: Mapping[int, Record]) -> str:

@@ -30,7 +30,7 @@ class DoneCall:
 
     Attributes:
         identity: names the line on all ranks; 0 if it is not known.
-        kind, nbytes, dtype, op, peer, site, label, step: as in :class:`Record`.
+        kind, nbytes, dtype, op, peer, site, label, step, shape: as in :class:`Record`.
     """
 
     identity: int
@@ -42,6 +42,7 @@ class DoneCall:
     site: str
     label: str
     step: int
+    shape: str = ""
 
     def record(self, group: Group, in_group: int) -> Record:
         """The same as an operation that can be put into words."""
@@ -61,6 +62,7 @@ class DoneCall:
             left_ns=1,
             failed=False,
             awaits=-1,
+            shape=self.shape,
         )
 
 
@@ -131,14 +133,14 @@ class _Reader:
         waiting: dict[int, int] = {}  # by the id of a group's progress: the first collective that is not done
         calls: dict[tuple[int, ...], DoneCall] = {}
         for index, row in enumerate(rows):
-            number, _, left_ns, nbytes, in_group, what, group, site, label, peer, _, step, failed, _ = row
+            number, _, left_ns, nbytes, in_group, what, group, site, label, peer, _, step, failed, shape = row
             if not after <= number < end or what & 0xFF in _NUMBERS_NOT_COMPARED:
                 continue
             progress = self._progress(copy, group)
             if progress is None or (left_ns and in_group <= progress.handed):
                 continue
             if left_ns and not failed:
-                about = (what, nbytes, peer, site, label, step)
+                about = (what, nbytes, peer, site, label, step, shape)
                 if about not in calls:
                     calls[about] = self._call(copy, index, site)
                 progress.done[in_group] = calls[about]
@@ -179,6 +181,7 @@ class _Reader:
             record.site,
             record.label,
             record.step,
+            record.shape,
         )
         return self._known.setdefault(call, call)
 

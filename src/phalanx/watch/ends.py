@@ -1,14 +1,17 @@
-"""How other processes of this job have ended, as the launcher says that is their parent: nobody else can know."""
+"""How other processes of this job have ended, as the launcher says that is their parent: nobody else can know.
+
+Of a process of another host it says so later, and says what that did last too, since nobody here can read it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.system import processes
 
-__all__ = ["AT_ONCE_S", "Ending", "how_ended", "learn_by"]
+__all__ = ["AT_ONCE_S", "Ending", "ended_elsewhere", "how_ended", "learn_by", "learn_elsewhere_by"]
 
 # The parent says how a process has ended before it reaps it. As long as the process is there, ending or a zombie, its
 # end may still be said. Only a busy machine, or much memory to give back, makes that late.
@@ -39,6 +42,28 @@ def learn_by(function: Callable[[int], Ending | None]) -> None:
     """
     global _look
     _look = function
+
+
+_look_elsewhere: Callable[[str, int], dict[str, Any] | None] | None = None
+
+
+def learn_elsewhere_by(function: Callable[[str, int], dict[str, Any] | None]) -> None:
+    """Have ends of processes of other hosts looked up by ``function``, which takes the host's name and the pid.
+
+    The launcher of a job on several hosts does so in its ranks.
+    """
+    global _look_elsewhere
+    _look_elsewhere = function
+
+
+def ended_elsewhere(host: str, pid: int) -> dict[str, Any] | None:
+    """What the launcher says of a process of another host that has ended; None if it never says that to this process.
+
+    Returns:
+        ``how`` it has ended, its ``signal``, its ``last_operation`` and ``last_line``, and whether it ``was_in_it``;
+        empty if nothing has been said so far.
+    """
+    return None if _look_elsewhere is None else _look_elsewhere(host, pid) or {}
 
 
 def how_ended(pid: int, patience_s: float = PATIENCE_S) -> Ending:

@@ -1,11 +1,14 @@
 """Where another process of this host is in its program, although it answers nothing: its interpreter may be held.
 
-A process that can be looked at has a file in memory, by whose name others know it, and lets ``faulthandler`` write
-there the stack of whichever thread gets ``PLACE_SIGNAL``. The handler is C and needs no interpreter. Another process of
-the same user finds the file through /proc, sends the signal to a thread, and reads.
+A process that can be looked at has a file in memory, and lets ``faulthandler`` write there the stack of whichever
+thread gets ``PLACE_SIGNAL``. The handler is C and needs no interpreter. Another process of the same user finds the file
+through /proc, sends the signal to a thread, and reads. There is one such file in a process, for all who want to be
+seen in it: its groups, and its RPC, which has a mark besides, by whose name others know that this pid is its process.
 
-Only the handler writes to the file, behind what is there. A reader takes what comes after it has asked; of two that ask
-at once each may read what the other has asked for, which is as good. A process that dies in between writes nothing.
+Only the handler writes to the file, behind what is there. Readers ask one after the other (they hold a lock of the
+file), and take what comes after they have asked, from the first whole stack on. A process that dies in between writes
+nothing, and a reader that does lets go of the lock. A process that ceases to be seen ignores the signal from then on,
+because somebody may be about to send it. One whose program uses or blocks the signal has no file, and is sent nothing.
 """
 
 from __future__ import annotations
@@ -16,48 +19,117 @@ import faulthandler
 import fcntl
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 
 from phalanx.system import processes
 from phalanx.watch.stack_text import frames_of
 
-__all__ = ["PLACE_SIGNAL", "Place", "is_there", "place_of"]
+__all__ = ["PLACE_SIGNAL", "Place", "is_there", "place_of", "place_of_main"]
 
 # No library is known to use it. The launcher asks its ranks by the next one (launch/rank/trace.py).
 PLACE_SIGNAL = signal.SIGRTMAX - 4
 _LARGEST = 1 << 20  # how large the file may be before a reader cuts it
 _BLOCK = 1 << 16
-# How long a thread may take to begin and end its handler. A busy machine delays it, and so does a disk that the thread
-# waits for; one that cannot write, being stopped or gone, is not waited for.
-_WRITTEN_S = 0.5
+# How long the main thread may take to begin and end its handler, and how long another one. A busy machine delays it,
+# and so does a disk that the thread waits for; one that cannot write, being stopped or gone, is not waited for.
+_MAIN_S, _WRITTEN_S = 2.0, 0.5
 _LOOK_S = 0.002
 _SILENT = ("", "T", "t", "Z", "X")  # the kernel's letters for a thread that runs no handler: gone, stopped, ended
 _MOST_THREADS = 4
+_HEADER = "Stack (most recent call first):\n"  # with which faulthandler begins each
+_IGNORE = ctypes.c_void_p(int(signal.SIG_IGN))
 _libc = ctypes.CDLL(None)
 
 
-class Place:
-    """Lets other processes look at this one, until :meth:`close`.
+class _Stacks:
+    """The file of this process, and the handler that writes there."""
 
-    Args:
-        name: by which they know it; unique on the host.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._file = os.memfd_create(name)
-        fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
-        self._registered = not processes.catches(os.getpid(), PLACE_SIGNAL)  # else the program uses it
-        if self._registered:
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.holders = 0
+        self._file = -1
+        if not processes.uses(self.pid, PLACE_SIGNAL):
+            self._file = os.memfd_create(_stacks_of(self.pid))
+            fcntl.fcntl(self._file, fcntl.F_SETFL, os.O_APPEND)  # also after a reader has cut it
+            _libc.signal(int(PLACE_SIGNAL), _IGNORE)  # which faulthandler restores
             faulthandler.register(PLACE_SIGNAL, file=self._file, all_threads=False)
 
     def close(self) -> None:
-        """End that. A forked child that calls it changes nothing for its parent."""
-        if self._registered:
-            faulthandler.unregister(PLACE_SIGNAL)
-            self._registered = False
         if self._file >= 0:
+            faulthandler.unregister(PLACE_SIGNAL)
             os.close(self._file)
             self._file = -1
+
+
+# The thread that has the lock may come here again: a collection of garbage may close a group at any allocation. While a
+# Place opens (``_opening``), such a close does not close the file, because that Place is about to hold it.
+_lock = threading.RLock()
+_opening = False
+_stacks: _Stacks | None = None
+
+
+def _forked() -> None:
+    global _lock, _opening
+    _lock, _opening = threading.RLock(), False  # another thread of the parent may have had it
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Place:
+    """Lets other processes look at this one, until :meth:`close`, which whoever made it has to call.
+
+    They cannot look at it if it has no descriptor left for the file, or if its program uses the signal itself.
+
+    Args:
+        name: by which they know it, unique on the host; empty if its pid is enough.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        global _opening
+        self._mark = -1
+        self._of: _Stacks | None = None
+        with contextlib.suppress(OSError), _lock:
+            before, _opening = _opening, True
+            try:
+                self._of = _open_stacks()
+                self._of.holders += 1
+            finally:
+                _opening = before
+        if name:
+            with contextlib.suppress(OSError):
+                self._mark = os.memfd_create(name)
+
+    def close(self) -> None:
+        """End that. A forked child that calls it changes nothing for its parent."""
+        with _lock:
+            of, self._of = self._of, None
+            if of is not None:
+                of.holders -= 1
+            if not _opening:
+                _close_unused()
+            mark, self._mark = self._mark, -1
+        if mark >= 0:
+            os.close(mark)
+
+
+def _open_stacks() -> _Stacks:
+    global _stacks
+    if _stacks is None or _stacks.pid != os.getpid():
+        inherited, _stacks = _stacks, None
+        if inherited is not None:
+            inherited.close()
+        _stacks = _Stacks()
+    return _stacks
+
+
+def _close_unused() -> None:
+    global _stacks
+    if _stacks is not None and not _stacks.holders:
+        unused, _stacks = _stacks, None
+        unused.close()
 
 
 def is_there(pid: int, name: str) -> bool:
@@ -75,16 +147,25 @@ def place_of(pid: int, name: str) -> str:
     Returns:
         The innermost place in its user's program; empty if it cannot be found out, as of a process that is stopped.
     """
-    path = _file_of(pid, name)
-    if not path or not processes.catches(pid, PLACE_SIGNAL):
+    return _place(pid, _threads, _WRITTEN_S) if is_there(pid, name) else ""
+
+
+def place_of_main(pid: int) -> str:
+    """Where the main thread of a process is that has a :class:`Place`; see :func:`place_of`."""
+    return _place(pid, lambda pid: [pid], _MAIN_S)
+
+
+def _place(pid: int, choose: Callable[[int], list[int]], patience_s: float) -> str:
+    path = _file_of(pid, _stacks_of(pid))
+    if not path or not processes.has_handler(pid, PLACE_SIGNAL):
         return ""
     try:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return ""
     try:
-        for thread in _threads(pid):
-            for frame in frames_of(_stack_of(pid, thread, file)):
+        for thread in choose(pid):
+            for frame in frames_of(_stack_of(pid, thread, file, patience_s)):
                 if not frame.is_librarys:
                     return f"{frame.function} ({frame.file}:{frame.line})"
     except OSError:  # it has ended
@@ -92,6 +173,10 @@ def place_of(pid: int, name: str) -> str:
     finally:
         os.close(file)
     return ""
+
+
+def _stacks_of(pid: int) -> str:
+    return f"phalanx-stacks-{pid}"
 
 
 def _file_of(pid: int, name: str) -> str:
@@ -113,7 +198,20 @@ def _threads(pid: int) -> list[int]:
     return [*running[:_MOST_THREADS], pid]
 
 
-def _stack_of(pid: int, thread: int, file: int) -> str:
+def _stack_of(pid: int, thread: int, file: int, patience_s: float) -> str:
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:  # without the lock after that: another reader may have been stopped with it
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        time.sleep(_LOOK_S)
+    try:
+        return _asked(pid, thread, file, patience_s)
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _asked(pid: int, thread: int, file: int, patience_s: float) -> str:
     before = os.fstat(file).st_size
     if before > _LARGEST:
         os.ftruncate(file, 0)
@@ -122,12 +220,23 @@ def _stack_of(pid: int, thread: int, file: int) -> str:
         _libc.tgkill(pid, thread, int(PLACE_SIGNAL))
     elif thread == pid:
         os.kill(pid, PLACE_SIGNAL)
-    until = time.monotonic() + _WRITTEN_S
+    until = time.monotonic() + patience_s
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
         # The stack is written in many small pieces, by the signal's handler, which blocks the signal until it returns.
-        if os.fstat(file).st_size > before and not processes.blocks(thread, PLACE_SIGNAL):
+        if _first_whole(file, before) and not processes.blocks(thread, PLACE_SIGNAL):
             break
         if processes.state_of_thread(pid, thread) in _SILENT:
             break
-    return os.pread(file, _BLOCK, before).decode(errors="replace")
+    return _first_whole(file, before)
+
+
+def _first_whole(file: int, begin: int) -> str:
+    """The first stack that begins at or behind ``begin``, from its first line on; empty if there is none yet.
+
+    What comes before it is the end of a stack for which somebody had no patience left.
+    """
+    if os.fstat(file).st_size < begin:  # another reader has cut it
+        begin = 0
+    _, header, stack = os.pread(file, _BLOCK, begin).decode(errors="replace").partition(_HEADER)
+    return header + stack.partition(_HEADER)[0]

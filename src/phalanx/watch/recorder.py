@@ -24,11 +24,12 @@ from types import CodeType
 from typing import Any
 
 from phalanx.errors import BackendError
-from phalanx.native.core import RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
+from phalanx.native.core import NBYTES_BITS, RECORDER_BYTES, STRINGS_AT, RecordedGroup, addresses, library, quick_entry
 from phalanx.system.foreign_values import is_number
 from phalanx.watch import call_site
 from phalanx.watch.call_site import CallSite
 from phalanx.watch.program_text import identity
+from phalanx.watch.shapes import lengths_that_count, shape_text
 
 __all__ = [
     "MEMORY_NAME",
@@ -44,8 +45,10 @@ __all__ = [
     "mark",
     "open_recorder",
     "own_memory",
+    "own_place",
     "place_of",
     "ranks_in",
+    "shaped",
     "spans",
     "writers",
 ]
@@ -56,6 +59,9 @@ _MOST_RANKS = 1 << 20
 # Up to which share of the room there may be labels: a script may make a new one for each batch, and the groups and
 # lines that come later need room too.
 _LABELS = 0.5
+# The same for shapes, of which a program whose batches have all lengths may have thousands.
+_SHAPES = 0.25
+_MOST_SHAPES = 4096
 
 _keeper: tuple[int, Callable[[], tuple[int, int]]] | None = None  # whose memory it is, and what makes it
 _state: _State | None = None
@@ -84,6 +90,7 @@ class _State:
         self.core = library()
         # A child that the script forks is not the rank.
         own, offset = _keeper[1]() if _keeper is not None and is_kept() else (_own_file(), 0)
+        self.place = own, offset
         memory = self.core.phx_recorder_open(own, offset, self.pid, -1, 0)
         if not memory:
             raise OSError(ctypes.get_errno(), "the recorder's memory cannot be mapped")
@@ -92,6 +99,7 @@ class _State:
         self._strings = memoryview(texts).cast("B")
         self._used = 4  # 0 is no text
         self._known: dict[tuple[str, int], int] = {}
+        self._shapes: dict[tuple[int, ...], int] = {}
         self._sites: dict[tuple[int, int], tuple[CodeType, int]] = {}  # the code is held: its id stays its own
         self.places: dict[int, CallSite] = {}  # the last one of each number
         self._lock = threading.RLock()
@@ -131,6 +139,16 @@ class _State:
             self._strings[at - 4 : after] = identity.to_bytes(4, "little") + len(data).to_bytes(4, "little") + data
             self._known[key] = at
             return at
+
+    def shape(self, shape: tuple[int, ...]) -> int:
+        """The number of a shape; 0 if it goes with every other of as many elements, or has no room."""
+        number = self._shapes.get(shape)
+        if number is None:
+            number = self.text(shape_text(shape), share=_SHAPES) if lengths_that_count(shape) else 0
+            if len(self._shapes) >= _MOST_SHAPES:
+                self._shapes.clear()
+            self._shapes[shape] = number
+        return number
 
     def here(self) -> int:
         """The number of the line of the program that called the operation of this thread; 0 if it is not known."""
@@ -262,6 +280,14 @@ def own_memory() -> int:
     return 0 if _state is None or _state.pid != os.getpid() else _state.memory
 
 
+def own_place() -> tuple[int, int]:
+    """Where this process's recorder is: the descriptor of its file, and where in that; the former is -1 without one.
+
+    The program may have closed the descriptor. Then something else may be there by now.
+    """
+    return (-1, 0) if _state is None or _state.pid != os.getpid() else _state.place
+
+
 def place_of(number: int) -> CallSite | None:
     """The place in the program that has this number; None if there is none."""
     return None if _state is None else _state.places.get(number)
@@ -273,13 +299,21 @@ def begin(group: int, what: int, nbytes: int, peer: int) -> int:
     Args:
         group: the address of a :class:`RecordedGroup`.
         what: its kind, dtype and operation, as ``phx_record_begin`` takes them.
-        nbytes: of this rank's tensor.
+        nbytes: of this rank's tensor, or what :func:`shaped` makes of them.
         peer: the root, or the other end of a message; -1 for none.
     """
     state = _state
     if state is None:
         return 0
     return state.begin(group, what, nbytes, state.here(), peer)
+
+
+def shaped(nbytes: int, shape: tuple[int, ...]) -> int:
+    """The bytes and the shape of a tensor as one number, which :func:`begin` takes for the bytes."""
+    state = _state
+    if state is None or nbytes >> NBYTES_BITS:  # more than there is: a tensor without memory
+        return nbytes
+    return nbytes | state.shape(shape) << NBYTES_BITS
 
 
 def begin_at(group: RecordedGroup, what: int, nbytes: int, *, line: str, entered_ns: int) -> int:

@@ -93,6 +93,8 @@ class Record:
         awaits: the group rank that it waits for, or waited for last; -1 if that is not known.
         found_late: it was called by C++ and recorded only since it lasts (c10d/stalled_calls.py). So another rank may
             be in the same collective without a record, and ``in_group`` is what the next counted one will have.
+        shape: of this rank's tensor, as ``[2, 3]``; empty if it is not recorded, as that of a vector is not, that of
+            several tensors together, and that of any operation of Phalanx's backends, which compare shapes themselves.
     """
 
     number: int
@@ -111,6 +113,7 @@ class Record:
     failed: bool
     awaits: int
     found_late: bool = False
+    shape: str = ""
 
     @property
     def is_message(self) -> bool:
@@ -127,9 +130,10 @@ class Record:
             text = f"{self.kind} {'to' if self.kind == 'send' else 'from'} {self._peer_text()}"
         return text if self.group.name in ("", "0") else f"{text} of group {self.group.name!r}"
 
-    def text(self) -> str:
+    def text(self, *, with_shape: bool = False) -> str:
         """``all_reduce #118 (float32, 4.0 KiB, sum) at train.py:42 in step 7, "evaluation"``."""
-        about = [self.dtype] if self.dtype else []
+        shape = self.shape if with_shape else ""
+        about = [f"{self.dtype}{shape}"] if self.dtype or shape else []
         if self.kind not in ("barrier", "init"):
             about.append(format_bytes(self.nbytes))
         if self.op:
@@ -407,6 +411,7 @@ def _record(seen: SeenRecord, texts: _Texts, dtypes: dict[str, Any]) -> Record:
         failed=bool(seen.failed),
         awaits=seen.awaits,
         found_late=bool(seen.what & FOUND_LATE),
+        shape=texts.text(seen.shape),
     )
 
 

@@ -17,6 +17,7 @@ from phalanx.system.foreign_values import checked, is_number
 from phalanx.watch.done_calls import NOT_COMPARED, DoneCall, DoneCalls
 from phalanx.watch.recorder import ranks_in, spans
 from phalanx.watch.records import KINDS, Group
+from phalanx.watch.shapes import lengths_in
 
 __all__ = ["LARGEST", "MOST_CALLS", "calls_from_json", "calls_to_json"]
 
@@ -62,11 +63,11 @@ class _Table:
         return {"done": done, "groups": groups, "calls": self._rows, "texts": list(self._texts)}
 
     def _call(self, call: DoneCall) -> int:
-        about = (call.identity, call.nbytes, call.peer, call.kind, call.dtype, call.op, call.site)
+        about = (call.identity, call.nbytes, call.peer, call.kind, call.dtype, call.op, call.site, call.shape)
         number = self._calls.get(about)
         if number is None:
             number = self._calls[about] = len(self._rows)
-            self._rows.append([*about[:3], *map(self._text, (call.kind, call.dtype, call.op, call.site))])
+            self._rows.append([*about[:3], *map(self._text, about[3:])])
         return number
 
     def _steps(self, calls: Sequence[DoneCall | None]) -> list[list[int]]:
@@ -109,12 +110,14 @@ def _group(texts: Sequence[str], row: Any, size: int) -> Group:
 
 def _call(texts: Sequence[str], row: Any) -> DoneCall:
     """A call of which the step is not known yet."""
-    identity, nbytes, peer, kind, dtype, op, site = _listed(row, 7)
-    words = {"kind": kind, "dtype": dtype, "op": op, "site": site}
+    identity, nbytes, peer, kind, dtype, op, site, shape = _listed(row, 8)
+    words = {"kind": kind, "dtype": dtype, "op": op, "site": site, "shape": shape}
     numbers = {"identity": identity, "nbytes": nbytes, "peer": peer, "label": "", "step": -1}
     call = checked(DoneCall, {**{name: _at(texts, number) for name, number in words.items()}, **numbers})
     if call.kind not in _KINDS or call.nbytes < 0 or call.identity < 0:
         raise ValueError("a call is of an unknown kind, or one of its numbers is negative")
+    if call.shape and not lengths_in(call.shape):
+        raise ValueError("a shape is something else")
     return call
 
 

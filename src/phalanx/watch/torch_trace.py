@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.watch.records import Record, Recording
+from phalanx.watch.shapes import lengths_in
 
 __all__ = ["PREFIX", "as_torch_trace", "write_torch_traces"]
 
@@ -98,17 +99,18 @@ def _own_place(record: Record) -> int:
 
 
 def _sizes(record: Record) -> tuple[list[list[int]], list[list[int]]]:
-    """The numbers of elements of inputs and outputs. Shapes are not recorded, so every tensor is one-dimensional."""
+    """The shapes of inputs and outputs; where a shape is not recorded, that of a vector of as many elements."""
     if record.kind == "barrier":
         return [[0]], [[0]]
     own = record.nbytes // max(1, _itemsize(record.dtype))
     whole = own * max(1, len(record.group.ranks))
+    shape = [*lengths_in(record.shape)] or [own]
     return {
-        "all_gather": ([[own]], [[whole]]),
-        "gather": ([[own]], [[whole]]),
-        "reduce_scatter": ([[whole]], [[own]]),
-        "scatter": ([[whole]], [[own]]),
-    }.get(record.kind, ([[own]], [[own]]))
+        "all_gather": ([shape], [[whole]]),
+        "gather": ([shape], [[whole]]),
+        "reduce_scatter": ([[whole]], [shape]),
+        "scatter": ([[whole]], [shape]),
+    }.get(record.kind, ([shape], [shape]))
 
 
 def _itemsize(dtype: str) -> int:

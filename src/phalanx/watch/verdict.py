@@ -33,6 +33,7 @@ class Seen:
         host: where it runs; empty if all ranks of the job are on one host.
         silent: its host did not answer in time, so that nothing else of this is known.
         ended_well: whether it has ended without a failure.
+        local_rank: its number among the ranks of its host, where they are on several.
         frames: its main thread's stack, the innermost call first, without those of the launcher; empty if it did not
             say.
     """
@@ -46,6 +47,7 @@ class Seen:
     host: str = ""
     silent: bool = False
     ended_well: bool = False
+    local_rank: int = 0
     frames: tuple[Frame, ...] = ()
 
     @property
@@ -153,13 +155,16 @@ def _reach(rank: int, arrows: Mapping[int, set[int]]) -> set[int]:
 
 def _sentence(awaited: Sequence[Seen], waiting: Mapping[int, Record]) -> str:
     """``rank 3 is in no operation, at train.py:42; ranks 0-2 wait for it in broadcast #118 at train.py:57``."""
-    alike: dict[tuple[str, str], list[int]] = {}
+    alike: dict[tuple[str, str], list[Seen]] = {}
     for rank in awaited:
-        alike.setdefault((rank.host, _doing(rank)), []).append(rank.rank)
+        alike.setdefault((rank.host, _doing(rank)), []).append(rank)
+    joining = bool(waiting) and all(record.kind == "init" for record in waiting.values())
     parts = []
     for (host, text), ranks in alike.items():
         verb = "is" if len(ranks) == 1 else "are"
-        parts.append(f"{_named(ranks, host)} {_agree(text, verb)}")
+        # Of a rank that has never come its user may not know where it should be.
+        local = f" ({format_named('local rank', [rank.local_rank for rank in ranks])})" if joining and host else ""
+        parts.append(f"{_named([rank.rank for rank in ranks], host)}{local} {_agree(text, verb)}")
     whom = "it" if len(awaited) == 1 else "them"
     who = " and ".join(parts)
     if not waiting:

@@ -13,8 +13,9 @@ from typing import Any
 from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
 from phalanx.launch.mpi.streams import Streams
+from phalanx.launch.output.failure import signal_name
 from phalanx.launch.rank.operations import last_operation
-from phalanx.launch.rank.trace import Trace
+from phalanx.launch.rank.trace import Stage, Trace
 from phalanx.launch.relay.observer import Observer
 from phalanx.system import processes
 
@@ -158,6 +159,18 @@ class Child:
     def last_operation(self, when: float) -> str:
         """Its last operation, in words, as it was at this time; empty if it has recorded none."""
         return last_operation(self._trace, 0, when)
+
+    def ended_late(self, status: int) -> str:
+        """That a signal has ended it after its script, in words; empty if not so, or if it has said why it failed.
+
+        It is a consequence if another rank has failed before. A rank that leaves in order waits in MPI_Finalize for the
+        others. If one of them aborts the job meanwhile, MPICH reads from a connection that is closed by then, and goes
+        on with what it has not read.
+        """
+        if status >= 0 or self.reported or self._trace.stage(0) is not Stage.ENDED:
+            return ""
+        name = signal_name(-status)
+        return f"{name} ended it after its script had come to its end: in MPI_Finalize, or in another library's end"
 
     def ended_by_itself(self, status: int) -> bool:
         """Whether the rank, which ended like this, had begun to end before this keeper first asked it to.

@@ -14,6 +14,8 @@ There are four ways in which the rank is made to end:
 - The shim is killed: so is the rank, at once. Some MPI launchers end a job like that. ``MPI_Abort`` may then not even
   end the process that calls it; what that process has printed shows that it did.
 - The connection is lost: the rank is killed at once, and so are all others, by their keepers.
+
+A stopped keeper is continued by the kernel when an order comes, and by the shim when its rank has ended.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import select
 import signal
 import time
 import traceback
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 from phalanx import settings
@@ -33,7 +36,10 @@ from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.mpi_launcher import carried_environment, find_abort, place_of, session_folder
 from phalanx.launch.job.target import Target, compile_target
 from phalanx.launch.mpi.child import Child
+from phalanx.launch.mpi.departure import close_all_but, end_at_once, leave
+from phalanx.launch.mpi.leftover_records import Record
 from phalanx.launch.mpi.leftovers import SharedMemoryWatch
+from phalanx.launch.mpi.session_folder import SessionFolder
 from phalanx.launch.mpi.streams import Streams
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, report_name
@@ -54,8 +60,6 @@ _MOST_WAITING = 1 << 20
 _OWN_END_S = 0.25
 # A file appears before it is mapped, so the processes are checked a second time after this.
 _SECOND_POLL_S = 0.05
-# How long other ranks may still hold shared memory once all are to end.
-_SHARED_S = 0.5
 # The signals that ask a shim to end, and those that are only handed on to the rank, once it can have a handler.
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -76,9 +80,9 @@ def keep(kind: str, shim: int, handlers: dict[int, Any]) -> RankStart:
     try:
         own = _Keeper(kind, shim, _wake_up_by_signals(shim, handlers), handlers, os.environ.pop(settings.MPI_JOIN))
     except LaunchError as error:
-        _give_up(f"phalanx: {error}\n")
+        end_at_once(f"phalanx: {error}\n")
     except BaseException:
-        _give_up(traceback.format_exc())
+        end_at_once(traceback.format_exc())
     try:
         while True:
             start = own.turn()
@@ -129,8 +133,10 @@ class _Keeper:
                 f"rank {self.rank} on {this_host().name} could not reach phalanx run at {where}: {error}\n"
                 f"  is that address reachable from here? Choose another one with --address"
             ) from error
+        self.channel.continue_when_called()
         self.connected = True
-        self.watch = SharedMemoryWatch()
+        self.record = Record(SessionFolder.of_launcher(session_folder(os.environ)))
+        self.watch = SharedMemoryWatch(self.record)
         self.child: Child | None = None
         self.held = HeldSignals()
         self.oom_kills = count_oom_kills()
@@ -138,7 +144,9 @@ class _Keeper:
         self.asked_at: float | None = None
         self.ask_with = int(signal.SIGTERM)
         self.poll_at: float | None = None
-        self.channel.say(event="here", pid=os.getpid(), cpus=sorted(os.sched_getaffinity(0)), **said, **_host())
+        folder = None if self.record.folder is None else asdict(self.record.folder)
+        cpus = sorted(os.sched_getaffinity(0))
+        self.channel.say(event="here", pid=os.getpid(), cpus=cpus, folder=folder, **said, **_host())
 
     # One turn of the event loop.
 
@@ -318,6 +326,7 @@ class _Keeper:
             )
             self.channel.close()
             self.watch.close()
+            self.record.abandon()
             streams.keep_rank_ends()
             for descriptor in (*self.wakeup, self.shim):
                 if descriptor >= 0:
@@ -330,22 +339,13 @@ class _Keeper:
         self.held.begin()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         streams.keep_own_ends()
-        self._close_all_but(child.own_descriptors())
+        # Only the rank needs the rest, as the socket of its process manager; pipes may be inherited by mistake.
+        kept = [*self.wakeup, self.shim, self.watch.descriptor, self.record.descriptor, self.channel.fileno()]
+        close_all_but([*kept, *child.own_descriptors()])
         self._say(event="started", pid=pid)
         if streams.feed.descriptor >= 0:
             self._say(event="wants")
         return None
-
-    def _close_all_but(self, needed: list[int]) -> None:
-        """Close what only the rank needs, as the socket of its process manager, and pipes inherited by mistake."""
-        own = {*needed, *self.wakeup, self.shim, self.watch.descriptor, self.channel.fileno()}
-        null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in range(3):
-            os.dup2(null, descriptor)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2 and int(name) not in own:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
 
     def _refuse(self, text: str) -> None:
         self._say(event="reported", age=0.0, report=_plain_report(text))
@@ -371,6 +371,8 @@ class _Keeper:
         by_others = child.by_others and not by_itself
         if self._has_aborted(child, status):
             by_others = False
+        elif not by_others and (late := child.ended_late(status)):
+            self._say(event="reported", age=0.0, report=_plain_report(late, 128 - status, True))
         out_of_memory = count_oom_kills() > self.oom_kills
         operation = child.last_operation(when) if status != 0 else ""
         age = time.monotonic() - when
@@ -409,14 +411,11 @@ class _Keeper:
             self.channel.say(**message)
 
     def leave(self) -> NoReturn:
-        """Remove the files that the rank has left, and end; the shim ends after this process, with its exit code."""
+        """Remove the files that the rank has left, and end."""
         if self.child is not None:
             self.child.signal(signal.SIGKILL)
             processes.end_descendants()
-        # Other ranks may be being killed just now too, and hold what they share with this one a moment longer.
-        self.watch.remove(_SHARED_S)
-        self.channel.finish(1.0)
-        os._exit(0 if self.connected else 1)
+        leave(self.watch, self.record, self.channel, connected=self.connected)
 
     def give_up(self, text: str) -> NoReturn:
         """Report that this process itself has failed, and end everything below."""
@@ -424,20 +423,13 @@ class _Keeper:
             with contextlib.suppress(Exception):
                 self._refuse(f"the process that watches the rank failed\n{text}")
                 self.channel.finish(1.0)
-        _give_up(text)
-
-
-def _give_up(text: str) -> NoReturn:
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="backslashreplace"))
-    processes.end_descendants()
-    os._exit(70)
+        end_at_once(text)
 
 
 def _host() -> dict[str, str]:
-    """This host's name, what distinguishes it from another one of the same name, and the MPI launcher's folder."""
+    """This host's name, and what distinguishes it from another one of the same name."""
     here = this_host()
-    return {"host": here.name, "machine": f"{here.boot_id} {here.pid_namespace}", "folder": session_folder(os.environ)}
+    return {"host": here.name, "machine": here.machine}
 
 
 def _plain_report(text: str, code: int = 2, consequence: bool = False) -> dict[str, Any]:

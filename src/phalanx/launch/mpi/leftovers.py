@@ -38,11 +38,14 @@ class SharedMemoryWatch:
     """Remembers which files of /dev/shm the processes of one rank have made and used.
 
     ``descriptor`` becomes readable when a file appears; it is None if the kernel has no more such descriptors.
+
+    Args:
+        record: where the files are written down; by default a note of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, record: Record | None = None) -> None:
         remove_abandoned(_remove_abandoned)
-        self._record = Record()
+        self._record = record or Record()
         self._before = {(entry.stat_device, entry.inode) for entry in _entries()}
         self._seen: Files = {}
         self.descriptor: int | None = None

@@ -20,6 +20,7 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -155,7 +156,7 @@ class _Relay:
         due = self.mpiexec.due_at() if not self.failing else None
         known = (self.give_up_at, self.stacks_at, self.roll.due_at, due, self.survey.due_at)
         times = [when for when in known if when is not None]
-        until = min([self.door.tend(time.monotonic()), *times])
+        until = min([self.door.tend(time.monotonic()), self.exchange.due_at, *times])
         patience_s = max(0.0, until - time.monotonic()) if until < math.inf else None
         for key, events in self.selector.select(patience_s):
             if isinstance(key.data, Member):
@@ -163,6 +164,7 @@ class _Relay:
             else:
                 key.data()
         now = time.monotonic()
+        self.exchange.look(now)
         if not self.failing:
             for line in self.mpiexec.take_due():
                 self.announcer.say(f"[{self.launcher.name}] {line}")
@@ -172,7 +174,7 @@ class _Relay:
             self.give_up_at = None
             for rank in self.ranks:
                 if rank.status is None:
-                    self._lose(rank)
+                    self._lose([rank])
         if self.stacks_at is not None and now >= self.stacks_at:
             self.announcer.show_stacks(self._take_stacks())
         self.survey.act(now)
@@ -261,6 +263,7 @@ class _Relay:
     def _release(self) -> None:
         """Let every keeper fork its rank."""
         self.going = True
+        self.exchange.continue_when_called(self.ranks)
         unwatched = self.job.diagnosis.why_unwatched(is_python=self.job.target.is_python, ranks=self.job.ranks)
         for rank in self.ranks:
             self.exchange.say(
@@ -282,6 +285,8 @@ class _Relay:
     def _on_first(self, channel: Channel, here: dict[str, Any]) -> Member:
         """A keeper has come, and said which rank it stands for."""
         rank = take_seat(self.ranks, self.launcher.name, channel, here)
+        if rank.host == (this_host().machine, this_host().name):
+            self.mpiexec.note_folder(here["folder"])
         self.roll.came()
         if all(other.here for other in self.ranks):
             self.roll.end()
@@ -327,22 +332,31 @@ class _Relay:
         for rank in keepers.values():
             self.exchange.say(rank, do="look", number=number, end=end, other_end=other_end)
 
-    def _on_lost(self, rank: Member) -> None:
+    def _on_lost(self, rank: Member, silent: bool) -> None:
         """A keeper's connection has ended, although no keeper closes it before it is dismissed."""
-        if rank.status is None:
-            if not self.going:
-                if not self.ordered and self.mpiexec.code is None:
-                    raise Refusal(f"phalanx: {_lost(rank)}, before the ranks were started", 1)
-                return
-            self._lose(rank)
+        lost = [rank]
+        if silent:
+            # No keeper of that host answers any more, and the connections of the others would only be lost later.
+            lost = [other for other in self.ranks if other.here and other.host == rank.host]
+            for other in lost:
+                self.exchange.drop(other)
+        lost = [other for other in lost if other.status is None]
+        if lost and self.going:
+            self._lose(lost, silent=silent)
+        elif lost and not self.ordered and self.mpiexec.code is None:
+            raise Refusal(f"phalanx: {_lost(rank, silent=silent)}; nothing had been started", 1)
 
-    def _lose(self, rank: Member) -> None:
+    def _lose(self, lost: Sequence[Member], *, silent: bool = False) -> None:
+        """These ranks are lost: all of a host that does not answer, or one."""
         now = time.monotonic()
         own_fault = not self.failing and self.mpiexec.code is None
         if own_fault:
-            text = f"{_lost(rank)}; its host or the network may have failed, or its keeper was killed"
-            self.announcer.report(rank, Report("", text, "", False, now, 1).to_record(), now)
-        self._end(rank, -signal.SIGKILL, now, by_others=not own_fault)
+            self.survey.drop()
+        for rank in lost:
+            if own_fault:
+                text = _lost(rank, silent=silent)
+                self.announcer.report(rank, Report("", text, "", False, now, 1).to_record(), now)
+            self._end(rank, -signal.SIGKILL, now, by_others=not own_fault)
 
     def _end(self, rank: Member, status: int, when: float, by_others: bool) -> None:
         if status and by_others and not self.failing:
@@ -358,6 +372,7 @@ class _Relay:
     def dismiss(self) -> None:
         """Let keepers and the MPI launcher leave; end those that do not."""
         self.door.close()
+        self.mpiexec.write_folders_down()
         channels = []
         for rank in self.ranks:
             if rank.channel is not None:
@@ -374,9 +389,7 @@ class _Relay:
                 self.mpiexec.send(signum)
                 self.connected = self.mpiexec.see_out([], control, _ASKED_S)
         processes.end_descendants()
-        here = this_host().name
-        for folder in {rank.here["folder"] for rank in self.ranks if rank.here and rank.here["host"] == here}:
-            self.mpiexec.remove_folder(folder)
+        self.mpiexec.remove_folders()
 
     def _heritage(self, rank: Member) -> dict[str, list[int]]:
         """The shared-memory files of ranks on the same host whose keepers have gone and cannot remove them."""
@@ -396,5 +409,8 @@ class _Relay:
             self.announcer.refuse(text + self.mpiexec.take_all(), self.mpiexec.exit_code)
 
 
-def _lost(rank: Member) -> str:
-    return f"rank {rank.number} on {rank.here['host']} no longer answers"
+def _lost(rank: Member, *, silent: bool) -> str:
+    host = rank.here["host"]
+    if silent:
+        return f"host {host} is lost: it has failed, or its network has"
+    return f"rank {rank.number} on {host} is lost: its keeper was killed, or its host shut down"

@@ -25,6 +25,8 @@ from typing import Any, NoReturn
 __all__ = ["main"]
 
 PACKAGE = "phalanx"
+# How often it looks whether a keeper that is stopped hides the end of its rank.
+_LOOK_EVERY_S = 0.5
 
 
 def main() -> None:
@@ -62,7 +64,15 @@ def _stand_for(keeper: int, to_keeper: int, watched: set[signal.Signals]) -> NoR
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     while True:
-        signum = signal.sigwait(watched)
+        if processes.state_of(keeper) == "T":
+            # Its stop came as SIGCHLD. As long as its rank runs it may stay stopped.
+            come = signal.sigtimedwait(watched, _LOOK_EVERY_S)
+            if come is None:
+                _continue_if_needed(keeper)
+                continue
+        else:
+            come = signal.sigwaitinfo(watched)
+        signum = come.si_signo
         if signum == signal.SIGCHLD:
             pid, status = os.waitpid(keeper, os.WNOHANG)
             if pid:
@@ -70,6 +80,18 @@ def _stand_for(keeper: int, to_keeper: int, watched: set[signal.Signals]) -> NoR
         else:
             with contextlib.suppress(OSError):
                 os.write(to_keeper, bytes([signum]))
+
+
+def _continue_if_needed(keeper: int) -> None:
+    """Continue a keeper that is stopped and whose rank has ended, which it alone can report.
+
+    A job that is suspended as a whole stays so: then this process is stopped as well.
+    """
+    from phalanx.system import processes
+
+    # The kernel lists children by age: the keeper's first is its rank, and adopted orphans follow.
+    if any(processes.state_of(child) == "Z" for child in processes.children_of(keeper)[:1]):
+        os.kill(keeper, signal.SIGCONT)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ __all__ = [
     "collect_failures",
     "describe_lost_zygote",
     "describe_status",
+    "failure_in_short",
     "find_cause",
     "format_failure",
     "lacks_cause",
@@ -31,6 +32,8 @@ __all__ = [
 # death slightly before the launcher notices the death.
 NOTICE_DELAY_S = 0.02
 _MOST_LINES = 8
+# What a user reads of a failure: the lines of a block beside those of a traceback and of the rank's own output.
+_MOST_OWN_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class Failure:
     report: Report | None = None
     ended_by_launcher: bool = False
     out_of_memory: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has failed by now, and the launcher has not ended it."""
+        return not self.ended_by_launcher and (self.status is not None or self.report is not None)
 
     @property
     def exit_code(self) -> int:
@@ -156,6 +164,12 @@ def describe_lost_zygote(code: int, pid: int, host: str, whose: str) -> tuple[st
     )
 
 
+def failure_in_short(cause: Failure, host: str) -> str:
+    """``rank 1 on h1 failed: ValueError: no data``, while the block about it cannot be printed yet."""
+    reason = _reason(cause.report) if cause.report is not None else ""
+    return f"rank {cause.rank} on {host} failed: {reason or _ending(cause)}"
+
+
 def format_failure(
     cause: Failure,
     others: Iterable[Failure],
@@ -198,13 +212,14 @@ def format_failure(
         lines.append(f"  {hint}")
     if report is not None and report.hint:
         lines.append(f"  {report.hint}")
+    room = max(1, min(_MOST_LINES, _MOST_OWN_LINES - 1 - len(lines)))
     if report is not None and report.traceback:
         lines += ["", report.traceback.rstrip("\n"), ""]
     if last_lines:
         lines += ["  the last lines of its output, which was not shown:", *(f"    {line}" for line in last_lines)]
     if log:
         lines.append(f"  its output is in {log}")
-    lines += _aftermath(others, "" if report is None else f"then failed: {_reason(report)}")
+    lines += _aftermath(others, "" if report is None else f"then failed: {_reason(report)}", room)
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -254,10 +269,11 @@ def _signal_hints(out_of_memory: bool, where: str) -> Mapping[int, str]:
     }
 
 
-def _aftermath(others: Iterable[Failure], known: str) -> list[str]:
+def _aftermath(others: Iterable[Failure], known: str, most: int) -> list[str]:
     """One line for all ranks that ended alike: failures in the order of their times, then what the launcher ended.
 
-    ``known`` is what such a line would say of the rank that the block is about, whose reason is not repeated.
+    ``known`` is what such a line would say of the rank that the block is about, whose reason is not repeated, and
+    ``most`` how many lines may be spent on ranks; one more says how many kinds are left out.
     """
     groups: dict[str, list[Failure]] = {}
     for failure in sorted(others, key=lambda other: (other.ended_by_launcher, other.time)):
@@ -266,8 +282,8 @@ def _aftermath(others: Iterable[Failure], known: str) -> list[str]:
         alike = report.type if report is not None and report.consequence else _aftermath_of(failure)
         groups.setdefault(alike, []).append(failure)
     lines = [_aftermath_line(alike, known) for alike in groups.values()]
-    if len(lines) > _MOST_LINES:
-        lines = [*lines[:_MOST_LINES], f"  and {len(lines) - _MOST_LINES} more kinds of failure after that"]
+    if len(lines) > most:
+        lines = [*lines[:most], f"  and {len(lines) - most} more kinds of failure after that"]
     return lines
 
 

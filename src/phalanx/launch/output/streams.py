@@ -1,8 +1,9 @@
-"""One stream of a rank on its way from its pipe: to the terminal, to the rank's file, or to both."""
+"""The streams of the ranks on their way from their pipes: to the terminal, to the rank's file, or to both."""
 
 from __future__ import annotations
 
 import os
+import selectors
 from collections import deque
 from collections.abc import Iterable
 
@@ -10,9 +11,11 @@ from phalanx.launch.job.job import Job
 from phalanx.launch.output.log_files import LogFiles, RankLog
 from phalanx.launch.output.logs import Console, LineAssembler, Sink, make_prefixes
 
-__all__ = ["RankStream", "last_lines", "open_streams"]
+__all__ = ["RankStream", "StreamReader", "last_lines", "open_streams"]
 
 BLOCK = 1 << 16
+# The most that an ended rank's pipe may still hold; more than this was written by another process.
+_LARGEST_REMAINDER = 1 << 20
 # How many lines of a rank that is not shown are kept for the block that says why it failed.
 _LAST_LINES = 10
 
@@ -81,6 +84,42 @@ class RankStream:
             self._log.write(self.name, lines)
         if self._shown is None:
             self.last_lines.extend(lines.splitlines()[-_LAST_LINES:])
+
+
+class StreamReader:
+    """Reads the ranks' streams as a selector finds them readable, each until its end or until its rank has ended.
+
+    Args:
+        selector: in which a stream is registered with itself as its data.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+
+    def register(self, streams: Iterable[RankStream]) -> None:
+        """Read these from now on."""
+        for stream in streams:
+            self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
+
+    def read(self, stream: RankStream) -> int:
+        """Read one block and hand it on; return its length, 0 when there is nothing (left)."""
+        length = stream.read()
+        if length == 0:
+            self._close(stream)
+        return length or 0
+
+    def drain(self, streams: Iterable[RankStream]) -> None:
+        """Read what a rank that has ended has left in its pipes, and close them, whoever else holds them open."""
+        for stream in streams:
+            taken = 0
+            while stream.descriptor >= 0 and taken < _LARGEST_REMAINDER and (length := self.read(stream)):
+                taken += length
+            self._close(stream)
+
+    def _close(self, stream: RankStream) -> None:
+        if stream.descriptor >= 0:
+            self._selector.unregister(stream.descriptor)
+            stream.close()
 
 
 def open_streams(

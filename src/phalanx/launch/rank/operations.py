@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.rank.trace import Trace
@@ -13,7 +14,7 @@ from phalanx.system.folder import beside, own_folder
 if TYPE_CHECKING:
     from phalanx.watch.records import Recording
 
-__all__ = ["last_operation", "parted"]
+__all__ = ["last_call", "last_operation", "parted"]
 
 
 def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
@@ -40,7 +41,21 @@ def last_operation(trace: Trace, part: int, at: float | None = None) -> str:
     return f"its last operation, {last.text()}, {how} {since_s:.1f} s before"
 
 
-def parted(trace: Trace, ranks: int, rank: int, at: float) -> list[str]:
+def last_call(trace: Trace, part: int) -> dict[str, Any]:
+    """A rank's last operation as the errors of other ranks have it: of a rank whose recorder is in this file.
+
+    Returns:
+        ``last_operation`` and ``last_line``, and whether it ``was_in_it``; empty if it has recorded none.
+    """
+    recording = _recording(trace, part)
+    if recording is None or recording.last is None:
+        return {}
+    last = recording.last
+    text = replace(last, site=beside(last.site, own_folder())).text()
+    return {"last_operation": text, "last_line": last.site, "was_in_it": last.under_way}
+
+
+def parted(trace: Trace, ranks: int, rank: int, at: float, stopped: Collection[int] = ()) -> list[str]:
     """Lines on how the calls of ranks of this host differed when a rank failed; see ``watch/disagreement.py``.
 
     Args:
@@ -48,6 +63,7 @@ def parted(trace: Trace, ranks: int, rank: int, at: float) -> list[str]:
         ranks: how many there are.
         rank: the one that failed.
         at: when, on the monotonic clock.
+        stopped: the ranks that were stopped then (state T).
     """
     if _recording(trace, rank) is None:
         return []
@@ -56,7 +72,7 @@ def parted(trace: Trace, ranks: int, rank: int, at: float) -> list[str]:
 
     nothing = Recording(0, -1, 0, -1, "", 0, ())  # of a rank that has not come to a group so far
     found = {part: (_recording(trace, part) or nothing).beside(own_folder()) for part in range(ranks)}
-    return disagreement(found, rank, at * 1e9)
+    return disagreement(found, rank, at * 1e9, stopped)
 
 
 def _recording(trace: Trace, part: int) -> Recording | None:

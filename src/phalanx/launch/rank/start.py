@@ -30,17 +30,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO, cast
 
+from phalanx import settings
 from phalanx.errors import PhalanxError
 from phalanx.launch.job.memory import apply_to_this_process
 from phalanx.launch.job.target import Target
-from phalanx.launch.output.failure import signal_name
 from phalanx.launch.output.report import Report
 from phalanx.launch.rank.descriptors import RankEnds, release_input
 from phalanx.launch.rank.late_variables import apply_threads, hide_torch
-from phalanx.launch.rank.trace import Stage, advance, look_up_end, note_asked, open_own, place_of_recorder
+from phalanx.launch.rank.other_ends import ended_elsewhere, how_ended
+from phalanx.launch.rank.trace import Stage, advance, note_asked, open_own, place_of_recorder
 from phalanx.system.processes import die_with_parent, set_name, skip_library_teardown
 from phalanx.topology.frameworks import cpu_settings
-from phalanx.watch.ends import Ending, learn_by
+from phalanx.watch.ends import learn_by, learn_elsewhere_by
 from phalanx.watch.recorder import keep_in
 from phalanx.watch.waiting import publish_by
 
@@ -136,16 +137,9 @@ def enter_rank(start: RankStart, handlers: dict[int, Any], file_limit: tuple[int
     open_own(ends.trace, start.part)
     publish_by(partial(note_asked, start.run_id))
     keep_in(partial(place_of_recorder, start.run_id))
-    learn_by(partial(_how_ended, start.run_id))
-
-
-def _how_ended(run_id: str, pid: int) -> Ending | None:
-    status = look_up_end(run_id, pid)
-    if status is None:
-        return None
-    if status < 0:
-        return Ending(f"by signal {-status} ({signal_name(-status)})", -status)
-    return Ending(f"with exit code {status}")
+    learn_by(partial(how_ended, start.run_id))
+    if settings.AGENT in os.environ:
+        learn_elsewhere_by(partial(ended_elsewhere, start.run_id))
 
 
 def _stream(stream: TextIO | None, descriptor: int, mode: str) -> TextIO:
@@ -210,7 +204,7 @@ def become(start: RankStart) -> None:
         main.__dict__["__loader__"] = importlib.machinery.SourceFileLoader("__main__", target.path)
     sys.modules["__main__"] = main
     # Exit handlers run in reverse order, so the script's own run first, and may join yet.
-    atexit.register(_note_joining, start)
+    atexit.register(_note_end, start)
     with reported(start):
         if start.spec is not None:
             main.__dict__.update(
@@ -262,8 +256,11 @@ def _code_of(error: SystemExit) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 0 if error.code is None else 1
 
 
-def _note_joining(start: RankStart) -> None:
-    """Note that this rank has met the others, if it has, by torch's traces of a process group that may have gone."""
+def _note_end(start: RankStart) -> None:
+    """Note that the script has come to its end, if this rank had met the others.
+
+    Whether it had is known by torch's traces of a process group, which may have gone.
+    """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return
@@ -274,7 +271,7 @@ def _note_joining(start: RankStart) -> None:
         or getattr(world, "_openings", 0)
         or getattr(sys.excepthook, "__module__", "") == c10d.__name__
     ):
-        advance(start.run_id, Stage.JOINED)
+        advance(start.run_id, Stage.ENDED)
 
 
 def _set_search_path(entry: str) -> None:

@@ -14,6 +14,9 @@ of it, so far from the next one's that it never gets there; the file takes memor
   From byte 2048 on a relay notes the last operation of a rank whose recorder is in another file, likewise.
 - From ``_RECORDER`` on there is the rank's flight recorder, which the rank writes (``watch/recorder.py``). It takes
   memory from the rank's first group on.
+- From ``_ELSEWHERE`` on, in the first part, there is a line for each rank of another host that has failed. The agent of
+  this host writes it, behind the last one, and the ranks read it, for their errors about that rank. An agent that dies
+  in between leaves a line without its end, which nobody takes.
 - From the second page on there are stacks, one after the other. Only the rank's handler writes them, and readers
   remember how far they have read.
 
@@ -47,6 +50,7 @@ __all__ = [
     "open_own",
     "open_trace",
     "place_of_recorder",
+    "read_elsewhere",
     "trace_name",
 ]
 
@@ -55,6 +59,8 @@ STACK_SIGNAL = signal.SIGRTMAX - 3
 _PART = 1 << 32
 _PAGE = 4096
 _RECORDER = 1 << 31  # where the recorder begins in a part
+_ELSEWHERE = 3 << 30  # behind the recorder
+_LONGEST_ELSEWHERE = 1 << 16  # of all lines: after so many failures nobody asks for one more
 _END_AT = 8
 _ASKED_AT, _OPERATION_AT, _ASKED_BYTES = 64, 2048, 1024
 _BLOCK = 1 << 16
@@ -67,11 +73,12 @@ _HIGHEST = 1024
 
 
 class Stage(enum.IntEnum):
-    """How far a rank has come: it runs, it has imported torch, it has joined the others."""
+    """How far a rank has come: it runs, has imported torch, has joined the others, and has come to its script's end."""
 
     STARTED = 0
     IMPORTED = 1
     JOINED = 2
+    ENDED = 3  # and Python's exit handlers have run; only of a rank that has joined
 
 
 _own: tuple[int, int, int] | None = None  # the descriptor, where this rank's part begins, and the rank's pid
@@ -145,6 +152,13 @@ def look_up_end(run_id: str, pid: int) -> int | None:
     return None
 
 
+def read_elsewhere(run_id: str) -> list[bytes]:
+    """In a rank: the lines of :meth:`Trace.note_elsewhere` that are there by now."""
+    if _own is None or not _is_trace(os.getpid(), _own[0], run_id):
+        return []
+    return os.pread(_own[0], _LONGEST_ELSEWHERE, _ELSEWHERE).split(b"\n")[:-1]
+
+
 def _as_noted(text: str) -> bytes:
     return text.encode(errors="replace")[: _ASKED_BYTES - 1] + b"\0"
 
@@ -177,6 +191,7 @@ class Trace:
         self.descriptor = descriptor
         self._run_id = run_id
         self._read: dict[int, int] = {}
+        self._elsewhere = 0  # the length of the lines about ranks of other hosts
 
     def stage(self, part: int) -> Stage:
         """How far the rank with this part has come."""
@@ -212,6 +227,15 @@ class Trace:
     def note_operation(self, part: int, operation: str) -> None:
         """Note the last operation of a rank whose recorder is not in this file."""
         os.pwrite(self.descriptor, _as_noted(operation), part * _PART + _OPERATION_AT)
+
+    def note_elsewhere(self, line: bytes) -> None:
+        """Note for the ranks of this host how one of another host has ended; one process may do so.
+
+        Args:
+            line: what it says, without a line break.
+        """
+        if self._elsewhere + len(line) < _LONGEST_ELSEWHERE:
+            self._elsewhere += os.pwrite(self.descriptor, line + b"\n", _ELSEWHERE + self._elsewhere)
 
     def ask(self, ranks: Mapping[int, int], patience_s: float) -> list[int]:
         """Have ranks write their stacks, and wait until they have, for at most ``patience_s`` seconds.

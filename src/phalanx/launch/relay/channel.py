@@ -11,6 +11,7 @@ reads; the last carries JSON.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,6 +22,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.wire.acknowledged import unanswered_s
 from phalanx.wire.dial import dial
 from phalanx.wire.door import Arrival, Door
 from phalanx.wire.framing import PREFIX_BYTES, Malformed, end_of_frame, frame
@@ -42,10 +44,23 @@ JOIN_S = 20.0
 _MOST_STRANGERS = 1024
 # A link that is cut counts as lost within 4 s: after a second of silence three probes are sent, one a second.
 _KEEP_ALIVE = KeepAlive(idle_s=1, interval_s=1, probes=3, unacknowledged_s=4)
+# What the kernel says of a connection whose other host does not answer any more.
+_SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}
 
 
 class Lost(Exception):
-    """The connection has ended: the other process has, or the network between them is cut."""
+    """The connection has ended: the other process has, or the network between them is cut.
+
+    Args:
+        silent: as the attribute.
+
+    Attributes:
+        silent: whether the other host does not answer any more; it does if only the process there has ended.
+    """
+
+    def __init__(self, *, silent: bool = False) -> None:
+        super().__init__()
+        self.silent = silent
 
 
 class Channel:
@@ -64,6 +79,7 @@ class Channel:
         self._in = bytearray(received)
         self._out = bytearray()
         self._ended = False
+        self._silent = False
 
     def fileno(self) -> int:
         """The descriptor, for a selector."""
@@ -73,6 +89,10 @@ class Channel:
     def waiting(self) -> int:
         """Bytes that the network has not taken yet; call :meth:`flush` when it can be written to."""
         return len(self._out)
+
+    def unanswered_s(self) -> float:
+        """For how long nothing has been heard of the other host while something is on its way to it, in seconds."""
+        return unanswered_s(self._socket)
 
     def send(self, kind: bytes, data: bytes) -> None:
         """Send one frame, at once as far as the network takes it."""
@@ -90,7 +110,8 @@ class Channel:
                 del self._out[: self._socket.send(self._out)]
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self._silent |= error.errno in _SILENT  # the kernel says so only once
             self._out.clear()
 
     def receive(self) -> list[tuple[bytes, bytes]]:
@@ -100,7 +121,7 @@ class Channel:
             Lost: nothing more will come, and everything that came has been returned.
         """
         if self._ended:
-            raise Lost
+            raise Lost(silent=self._silent)
         over = False
         try:
             data = self._socket.recv(_BLOCK)
@@ -108,7 +129,8 @@ class Channel:
             self._in += data
         except BlockingIOError:
             pass
-        except OSError:
+        except OSError as error:
+            self._silent |= error.errno in _SILENT
             over = True
         frames = []
         try:
@@ -122,7 +144,7 @@ class Channel:
         if over:
             self._ended = True
             if not frames:
-                raise Lost
+                raise Lost(silent=self._silent)
         return frames
 
     def serve(self, events: int) -> list[bytes | dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 Output that the supervisor does not take yet waits here. If too much of a rank's output waits, its keeper's connection
 is left unread; then the output waits in the network and in the keeper, and finally the rank itself waits.
+
+The kernel ends a connection to a host that is out of reach. But it waits anew for an answer to whatever is sent there
+meanwhile, such as a question why ranks wait, or the order to end. So that is looked at here as well.
 """
 
 from __future__ import annotations
@@ -9,14 +12,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import selectors
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from phalanx.launch.relay.channel import MESSAGE, Channel, Lost
 from phalanx.launch.relay.crew import Pipe
+from phalanx.wire.acknowledged import LOOK_S
 
 __all__ = ["Exchange", "Party"]
+
+# A host is out of reach if nothing has been heard of it for so long, though its kernel is probed every second; and if
+# what has been sent to it is on its way for a moment, because an answer may be coming when this machine was suspended.
+_SILENT_S, _UNDER_WAY_S = 3.5, 1.0
 
 
 class Party(Protocol):
@@ -47,7 +57,11 @@ class Exchange(Generic[P]):
             function to call.
         on_first: takes a new connection and its first message; returns the party, whose connection this now is.
         on_message: takes a party and a message of its.
-        on_lost: takes a party whose connection has ended; it has been closed.
+        on_lost: takes a party whose connection has ended, and whether its host does not answer any more; the
+            connection has been closed.
+
+    Attributes:
+        due_at: when to :meth:`look` next.
     """
 
     def __init__(
@@ -55,12 +69,14 @@ class Exchange(Generic[P]):
         selector: selectors.BaseSelector,
         on_first: Callable[[Channel, dict[str, Any]], P],
         on_message: Callable[[P, dict[str, Any]], None],
-        on_lost: Callable[[P], None],
+        on_lost: Callable[[P, bool], None],
     ) -> None:
         self._selector = selector
         self._on_first = on_first
         self._on_message = on_message
         self._on_lost = on_lost
+        self._sent: dict[P, float] = {}  # since when something may be on its way to a party
+        self.due_at = math.inf
 
     def welcome(self, channel: Channel) -> None:
         """Wait for the first message of a process that has proven the key, which says what party it is."""
@@ -78,16 +94,28 @@ class Exchange(Generic[P]):
             (_, first), *more = frames
             self.take(self._on_first(channel, json.loads(first)), more)
 
+    def continue_when_called(self, parties: Iterable[P]) -> None:
+        """Have the kernel continue this process, if somebody has stopped it, when one of these parties says anything.
+
+        The supervisor cannot see the ranks, so it would not learn of their ends. Before there are ranks a stopped relay
+        is left alone, because its limits on time would go on in a job that is suspended as a whole.
+        """
+        for party in parties:
+            if party.channel is not None:
+                party.channel.continue_when_called()
+
     def say(self, party: P, **message: Any) -> None:
         """Send a message to a party, if it is still there."""
         if party.channel is not None:
             party.channel.say(**message)
+            self._note(party)
             self._await(party)
 
     def send(self, party: P, kind: bytes, data: bytes) -> None:
         """Send bytes to a party, if it is still there."""
         if party.channel is not None:
             party.channel.send(kind, data)
+            self._note(party)
             self._await(party)
 
     def serve(self, party: P, events: int) -> None:
@@ -101,14 +129,39 @@ class Exchange(Generic[P]):
         if events & selectors.EVENT_READ:
             try:
                 frames = channel.receive()
-            except Lost:
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(channel)
-                channel.close()
-                party.channel = None
-                self._on_lost(party)
+            except Lost as lost:
+                self.drop(party)
+                self._on_lost(party, lost.silent)
                 return
         self.take(party, frames)
+
+    def _note(self, party: P) -> None:
+        """Something is on its way to a party."""
+        now = time.monotonic()
+        self._sent.setdefault(party, now)
+        self.due_at = min(self.due_at, now + LOOK_S)
+
+    def look(self, now: float) -> None:
+        """Look whether what has been sent to the parties arrives; those whose hosts are out of reach are lost."""
+        if now < self.due_at:
+            return
+        for party, since in list(self._sent.items()):
+            silent_s = party.channel.unanswered_s() if party.channel is not None else 0.0
+            lost = silent_s >= _SILENT_S and now - since >= _UNDER_WAY_S
+            if lost or not silent_s:
+                del self._sent[party]
+            if lost:
+                self.drop(party)
+                self._on_lost(party, True)
+        self.due_at = now + LOOK_S if self._sent else math.inf
+
+    def drop(self, party: P) -> None:
+        """Close a party's connection, if it is still there."""
+        if party.channel is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(party.channel)
+            party.channel.close()
+            party.channel = None
 
     def take(self, party: P, frames: Sequence[tuple[bytes, bytes]]) -> None:
         """Act on frames that a party has sent, and wait for more."""

@@ -71,6 +71,10 @@ class Survey:
         if self._waiting.pop(parent, None) is not None:
             self._finish_if_complete()
 
+    def drop(self) -> None:
+        """A host is lost, and the job ends for that: an open question gets no answer, which could only blame ranks."""
+        self._due_at, self._waiting = None, {}
+
     def act(self, now: float) -> None:
         """Wait no longer, if the time is up."""
         if self._due_at is not None and now >= self._due_at:

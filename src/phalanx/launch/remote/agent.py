@@ -139,6 +139,7 @@ class _Agent:
         if ranks is not None:
             if ranks.zygote:
                 poll.register(ranks, select.POLLIN)
+                poll.register(ranks.watch, select.POLLIN)
             for descriptor in ranks.outputs if channel.waiting < _MOST_WAITING else ():
                 poll.register(descriptor, select.POLLIN)
             if ranks.feed.descriptor >= 0:

@@ -100,7 +100,7 @@ class _Head:
         """Wait for something, and act on it."""
         due = (self.give_up_at, self.arrivals.due_at(), self.survey.due_at)
         times = [when for when in due if when is not None]
-        until = min([self.door.tend(time.monotonic()), *times])
+        until = min([self.door.tend(time.monotonic()), self.exchange.due_at, *times])
         patience_s = max(0.0, until - time.monotonic()) if until < math.inf else None
         for key, events in self.selector.select(patience_s):
             if isinstance(key.data, Host):
@@ -108,6 +108,7 @@ class _Head:
             else:
                 key.data()
         now = time.monotonic()
+        self.exchange.look(now)
         for line in self.arrivals.act(now, failing=self.failing):
             self.announcer.say(line)
         self.survey.act(now)
@@ -157,6 +158,7 @@ class _Head:
     def _release(self) -> None:
         """Let every agent start its ranks."""
         self.going = True
+        self.exchange.continue_when_called(self.hosts)
         rows = [asdict(row) for row in place_ranks(self.job, self.hosts)]
         job = job_as_sent(self.job)
         for host in self.hosts:
@@ -259,13 +261,23 @@ class _Head:
             self.announcer.keep_stacks(message["stacks"])
         if message["recording"] is not None:
             self.announcer.recorded(rank, message["recording"], self.host_of[rank.number].later_ns)
+        if message["status"] != 0 and not self.ordered:
+            self._tell_elsewhere(rank, message)
         self._end(rank, message["status"], time.monotonic() - message["age"], by_others=self.called_off)
+
+    def _tell_elsewhere(self, rank: Member, message: dict[str, Any]) -> None:
+        """Tell the ranks of other hosts how one has ended, who cannot see it."""
+        own = self.host_of[rank.number]
+        end = {"host": own.here["name"], "pid": rank.pid, "status": message["status"]}
+        for host in self.hosts:
+            if host is not own and not host.done:
+                self.exchange.say(host, do="ended elsewhere", known={**end, **message["call"]})
 
     def _look_up(self, number: int, end: Any, other_end: Any) -> None:
         """Ask each host of the job whether a connection to the store is its user's."""
         self._tell_all({"do": "look", "number": number, "end": end, "other_end": other_end})
 
-    def _on_lost(self, host: Host) -> None:
+    def _on_lost(self, host: Host, silent: bool) -> None:
         """An agent's connection has ended."""
         if host.done:
             return
@@ -283,7 +295,10 @@ class _Head:
 
     def _lose(self, host: Host) -> None:
         self._has_answered(host)
-        self.survey.lose(host.number)
+        if self.ordered:
+            self.survey.lose(host.number)
+        else:
+            self.survey.drop()
         if not host.done:
             self.sweeps.begin(host.name, agent_name(attempt_name(self.job), host.number))
         now = time.monotonic()

@@ -18,13 +18,14 @@ from phalanx.launch.job.diagnosis import Diagnosis
 from phalanx.launch.job.share import Share
 from phalanx.launch.output.failure import describe_lost_zygote
 from phalanx.launch.rank.descriptors import Descriptors
-from phalanx.launch.rank.operations import last_operation
+from phalanx.launch.rank.operations import last_call, last_operation
 from phalanx.launch.relay.call_sender import CallSender
 from phalanx.launch.relay.channel import ERR, OUT, Channel
 from phalanx.launch.relay.feed import Feed
 from phalanx.launch.relay.observer import Observer
 from phalanx.launch.remote.protocol import with_rank
 from phalanx.launch.remote.tree import Branch
+from phalanx.launch.zygote_watch import ZygoteWatch
 from phalanx.system import processes
 from phalanx.system.host import machine_name
 
@@ -53,6 +54,7 @@ class LocalRanks:
         feed: as given.
         zygote: the zygote's process id; 0 when it has ended, and everything below it.
         observer: looks at the ranks for the launcher.
+        watch: notices that a rank has ended although the zygote does not say so.
         calls: sends what they call.
     """
 
@@ -80,6 +82,7 @@ class LocalRanks:
         self._started = False
         self._ordered = False
         self._reports = [b""] * len(share.ranks)
+        self.watch = ZygoteWatch("the ranks of a host", machine_name(), share.ranks)
         self.observer = Observer(descriptors.trace, share.ranks, diagnosis, channel.say)
         self.calls = CallSender(
             descriptors.trace,
@@ -97,11 +100,12 @@ class LocalRanks:
 
     def due_in_s(self) -> float | None:
         """When :meth:`look` has something to do; None for never."""
-        due = (self.observer.due_in_s(), self.calls.due_in_s())
+        due = (self.observer.due_in_s(), self.calls.due_in_s(), self.watch.due_in_s())
         return min((in_s for in_s in due if in_s is not None), default=None)
 
     def look(self) -> None:
         """Look at the ranks, as far as it is time to, and tell the head what it has to know."""
+        self.watch.act(self.zygote)
         self.observer.look()
         if self._started:
             self.calls.look()
@@ -157,6 +161,9 @@ class LocalRanks:
                 return
             spare = [rank - self._numbers.start for rank in order["spare"] if rank in self._numbers]
             order = {**order, "spare": spare}
+        elif order["do"] == "ended elsewhere":
+            self._descriptors.trace.note_elsewhere(json.dumps(order["known"]).encode())
+            return
         elif order["do"] == "stacks":
             self.observer.take_question(None)
         elif order["do"] == "examine":
@@ -183,6 +190,7 @@ class LocalRanks:
             self._on_zygote_gone()
         elif message["event"] == "started":
             self._started = True
+            self.watch.begin(message["pids"])
             self.observer.begin(message["pids"])
             self._channel.say(event="started", now_ns=time.monotonic_ns(), pids=message["pids"])
         elif message["event"] == "overdue":
@@ -203,6 +211,7 @@ class LocalRanks:
             self._on_exit(message["rank"], message["status"], message["time"], message["out_of_memory"])
 
     def _on_exit(self, part: int, status: int, when: float, out_of_memory: bool) -> None:
+        self.watch.told(part)
         self._drain(part)
         self._send_report(part)
         self.observer.forget(part)
@@ -218,6 +227,7 @@ class LocalRanks:
             stage=int(trace.stage(part)),
             asked=trace.asked(part),
             operation=last_operation(trace, part, when) if status != 0 else "",
+            call=last_call(trace, part) if status != 0 else {},
             stacks=self._stacks(range(part, part + 1)),
             out_of_memory=out_of_memory,
         )
@@ -242,6 +252,7 @@ class LocalRanks:
         self._descriptors.supervisor.close()
         pid, status = os.waitpid(self.zygote, 0)
         self.zygote = 0
+        self.watch.close()
         # Processes that the zygote could not end have become children of this one, which is a subreaper.
         processes.end_descendants(but=self._branch.pids)
         for part in range(len(self._numbers)):
@@ -249,6 +260,7 @@ class LocalRanks:
         self.feed.close()
         code = os.waitstatus_to_exitcode(status)
         if code and not self._ordered:
-            text, exit_code = describe_lost_zygote(code, pid, machine_name(), "the ranks of a host")
+            lost = describe_lost_zygote(code, pid, machine_name(), "the ranks of a host")
+            text, exit_code = self.watch.refusal or lost
             self._channel.say(event="refused", text=text, code=exit_code)
         self._channel.say(event="ended")

@@ -30,6 +30,7 @@ frames IN, ``wants``  both    A block of input for the rank that reads; the requ
 ``examine``           head    What do the ranks do, and where are those that are named?
 ``examined``          agent   The answer (``relay/observer.py``). A host that sends none in time is named instead.
 ``end``, ``signal``   head    As the supervisor gives them to the zygote.
+``ended elsewhere``   head    How a rank of another host has failed, for the errors of the ranks of this one.
 ``look``, ``owns``    both    Whether a connection to the job's store belongs to this user on that host.
 ``refused``           agent   No rank of this host can be started, and why.
 ``ended``             agent   No process of the job is left on this host. The connection may end now.

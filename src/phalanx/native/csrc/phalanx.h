@@ -15,7 +15,7 @@
 
 #include <stdint.h>
 
-#define PHX_ABI 25
+#define PHX_ABI 26
 #define PHX_API __attribute__((visibility("default")))
 
 /* The status of a call. From PHX_MISMATCH on, the group is broken for good and phx_breakage() gives the reason. */
@@ -136,8 +136,17 @@ PHX_API int phx_going(const phx_comm *comm, uint32_t rank, uint32_t *pid);
 
 /* Compare this rank's last calls with those of the others, which no later call of this rank will. Called by all ranks
  * before they close the group, by a thread that is alone in it. Waits at most `patience_ns` for ranks that are behind.
- * Returns PHX_OK, also if some have not come; PHX_MISMATCH; or PHX_PEER_LOST if a rank has left without that call. */
+ * Returns PHX_OK, also if some have ended before; PHX_UNDER_WAY if some have not come that are there; PHX_MISMATCH; or
+ * PHX_PEER_LOST if a rank has left without that call. */
 PHX_API int phx_compare_rest(phx_comm *comm, uint64_t patience_ns);
+
+/* The calls from now on, up to the next time, are parts of one call of a larger group, of which `call` is equal on all
+ * ranks that make the same one. They match only where that does. */
+PHX_API void phx_begin_parts(phx_comm *comm, uint64_t call);
+
+/* Returns where a chunk is: -1 before this rank's last call (with parts, the whole one), 0 in it, 1 after it, which a
+ * call that has not returned is. */
+PHX_API int phx_beside_last_call(const phx_comm *comm, uint64_t chunk);
 
 /* Tell the ranks of all groups that this process goes: its exit handlers are running, or an exception, in words, has
  * ended its script. Any thread may call it. A process that exits otherwise tells by itself, from its exit code. */
@@ -359,7 +368,8 @@ struct phx_record_seen {
     uint64_t number, entered_ns, left_ns, nbytes; /* `left_ns`: 0 while the operation is under way */
     uint32_t in_group, what, group, site, label;
     int32_t peer, awaits, step;
-    uint32_t failed, pad;
+    uint32_t failed;
+    uint32_t shape; /* a text; 0: not recorded */
 };
 
 /* Map PHX_RECORDER_BYTES of `fd` from `offset` on and record this process's operations there. Returns the memory, which
@@ -372,8 +382,10 @@ PHX_API void phx_recorder_names(uint32_t dtypes, int32_t rank, uint32_t size);
 /* Note the step (-1: none) and the label (a text, 0: none) of the operations that begin from now on. */
 PHX_API void phx_recorder_mark(int32_t step, uint32_t label);
 
-/* Record that an operation begins. `what` is an enum phx_kind, plus a dtype << 8, plus an enum phx_op << 16. Returns a
+/* Record that an operation begins. `what` is an enum phx_kind, plus a dtype << 8, plus an enum phx_op << 16. The bits of
+ * `nbytes` from PHX_NBYTES_BITS on are the number of a text, the shape of the tensor; 0 if it is not recorded. Returns a
  * ticket for phx_record_end(), which may be called by any thread; 0 if nothing is recorded, which it takes too. */
+#define PHX_NBYTES_BITS 44
 PHX_API uint64_t phx_record_begin(struct phx_record_group *group, uint32_t what, uint64_t nbytes, uint32_t site,
                                   int32_t peer);
 /* The same for a collective that has begun before, at `entered_ns` of CLOCK_MONOTONIC. It is not counted: it gets the

@@ -200,12 +200,14 @@ uint32_t phx_records_read(const char *from, uint64_t first, struct phx_record_se
             continue;
         const memory_order order = memory_order_relaxed;
         const uint64_t left = atomic_load_explicit(&record->left, order);
+        const uint64_t nbytes = atomic_load_explicit(&record->nbytes, order);
         struct phx_record_seen *seen = &out[found];
         *seen = (struct phx_record_seen){
             .number = word / 2 - 1,
             .entered_ns = atomic_load_explicit(&record->entered_ns, order),
             .left_ns = left & TAG ? 0 : left >> 1,
-            .nbytes = atomic_load_explicit(&record->nbytes, order),
+            .nbytes = nbytes & ((1ull << PHX_NBYTES_BITS) - 1),
+            .shape = (uint32_t)(nbytes >> PHX_NBYTES_BITS),
             .in_group = atomic_load_explicit(&record->in_group, order),
             .what = atomic_load_explicit(&record->what, order),
             .group = atomic_load_explicit(&record->group, order),

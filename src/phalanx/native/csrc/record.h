@@ -90,7 +90,8 @@ struct phx_recorder_file phx_recorder_file(void);
 
 struct phx_record {
     _Alignas(64) _Atomic uint64_t word;
-    _Atomic uint64_t left, entered_ns, nbytes;
+    _Atomic uint64_t left, entered_ns;
+    _Atomic uint64_t nbytes;   /* and from PHX_NBYTES_BITS on the shape, a text: no tensor has so many bytes */
     _Atomic uint32_t in_group; /* which collective of the group, or which message, counted from 1 */
     _Atomic uint32_t what;     /* kind, dtype and operation, a byte each, from the lowest; PHX_FOUND_LATE */
     _Atomic uint32_t group, site, label; /* texts */
@@ -99,6 +100,7 @@ struct phx_record {
     _Atomic int32_t step;      /* -1: the script has said none */
 };
 _Static_assert(sizeof(struct phx_record) == 64, "a record is one cache line");
+_Static_assert(PHX_STRINGS <= 1ull << (64 - PHX_NBYTES_BITS), "a text's number has room above the bytes");
 _Static_assert(sizeof(struct phx_recorder_header) <= PHX_RECORDS_AT, "the records begin behind the header");
 
 #endif

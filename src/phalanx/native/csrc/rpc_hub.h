@@ -26,6 +26,10 @@ struct phx_rpc_inbox {
     uint64_t aside;                     /* bytes of those */
     uint32_t notices;                   /* how many of those are notices */
     uint32_t begins;                    /* the kind of the message that a thread took and has not begun with; or 0 */
+    uint32_t begun;                     /* how many of those were begun with; it wraps around */
+    uint32_t behind;                    /* of the bulk lane: its next message waits for what began in the small one */
+    uint32_t behind_begun;              /* how many had begun there when the wait began */
+    uint64_t behind_ns;                 /* when that was */
     char *assembly;                     /* an image that is coming in pieces */
     uint64_t assembled, whole;
     uint32_t copying;                   /* a thread copies a piece, without the lock */

@@ -3,7 +3,8 @@
  * A thread that serves (in phx_rpc_next) takes requests, notices, and answers that no thread in the core waits for. A
  * thread that waits for an answer (in phx_rpc_await) takes that answer. Either hands an answer that another thread waits
  * for to that thread. A thread that waits sets all other messages aside, in order, for the threads that serve. No answer
- * is taken before a notice that was sent before it. */
+ * is taken before a notice that was sent before it. A large call is not taken while another thread is about to begin with
+ * a small message (phx_rpc_held): that may be the call's cancellation, and the thread with the call might be quicker. */
 #define _GNU_SOURCE
 #include "rpc_inbox.h"
 
@@ -13,6 +14,10 @@
 
 #define ASIDE_BYTES 67108864u /* when so much has been set aside in one lane, a thread that waits sets no more aside */
 #define LARGEST (1ull << 44)
+/* For how many small messages, and for how long, a large call or notice waits that another thread has taken and not begun
+ * with: a stream of them, or one whose handler stands still, does not keep large ones back. */
+#define BEHIND 64u
+#define BEHIND_NS 1000000000ull
 
 static int is_answer(uint32_t kind)
 {
@@ -201,6 +206,15 @@ static enum phx_rpc_step set_aside(phx_rpc_hub *hub, phx_rpc_link *link, struct 
     return PHX_RPC_MOVED;
 }
 
+int phx_rpc_held(const phx_rpc_link *link, uint32_t lane)
+{
+    const struct phx_rpc_inbox *small = &link->inboxes[PHX_RPC_SMALL_LANE], *bulk = &link->inboxes[lane];
+    if (lane != PHX_RPC_BULK_LANE || !small->begins)
+        return 0;
+    return !bulk->behind ||
+           (small->begun - bulk->behind_begun < BEHIND && phx_now_ns() - bulk->behind_ns < BEHIND_NS);
+}
+
 enum phx_rpc_step phx_rpc_look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struct phx_rpc_box *box,
                       struct phx_rpc_waiter *self)
 {
@@ -240,6 +254,15 @@ enum phx_rpc_step phx_rpc_look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t la
             return set_aside(hub, link, inbox, &news, whole, takes);
         if (inbox->begins)
             return PHX_RPC_NOTHING;
+        if (phx_rpc_held(link, lane)) {
+            if (!inbox->behind) {
+                inbox->behind = 1;
+                inbox->behind_begun = link->inboxes[PHX_RPC_SMALL_LANE].begun;
+                inbox->behind_ns = phx_now_ns();
+            }
+            return PHX_RPC_NOTHING;
+        }
+        inbox->behind = 0;
         inbox->begins = image.kind;
     }
     fill(waiter ? waiter->box : box, &news, whole);

@@ -15,6 +15,9 @@ enum phx_rpc_step {
 enum phx_rpc_step phx_rpc_look(phx_rpc_hub *hub, phx_rpc_link *link, uint32_t lane, struct phx_rpc_box *box,
                                struct phx_rpc_waiter *self);
 
+/* Whether the next call or notice of a lane has to wait for one of another lane, for a bounded time. */
+int phx_rpc_held(const phx_rpc_link *link, uint32_t lane);
+
 /* Hand answers that were set aside to the threads that wait for them, up to the first notice. */
 void phx_rpc_settle(phx_rpc_hub *hub, phx_rpc_link *link, struct phx_rpc_inbox *inbox);
 

@@ -52,7 +52,8 @@ static int more(phx_rpc_hub *hub)
             return 1;
         for (uint32_t lane = 0; lane < PHX_RPC_LANES; lane++) {
             const struct phx_rpc_inbox *inbox = &link->inboxes[lane];
-            if (!inbox->begins && !inbox->copying && (inbox->first || phx_rpc_waiting(&inbox->in)))
+            if (!inbox->begins && !inbox->copying && !phx_rpc_held(link, lane) &&
+                (inbox->first || phx_rpc_waiting(&inbox->in)))
                 return 1;
         }
     }
@@ -238,9 +239,11 @@ void phx_rpc_begun(phx_rpc_link *link, uint32_t lane)
     struct phx_rpc_inbox *inbox = &link->inboxes[lane];
     pthread_mutex_lock(&hub->lock);
     inbox->begins = 0;
+    inbox->begun++;
     phx_rpc_settle(hub, link, inbox);
-    const int rest = inbox->first || phx_rpc_waiting(&inbox->in) || atomic_load(&link->ended) ||
-                     atomic_load_explicit(&link->other->closed, memory_order_relaxed);
+    const struct phx_rpc_inbox *held = &link->inboxes[PHX_RPC_BULK_LANE]; /* more() has left out what it holds */
+    const int rest = inbox->first || phx_rpc_waiting(&inbox->in) || held->first || phx_rpc_waiting(&held->in) ||
+                     atomic_load(&link->ended) || atomic_load_explicit(&link->other->closed, memory_order_relaxed);
     pthread_mutex_unlock(&hub->lock);
     if (rest)
         phx_rpc_call_up(hub, PHX_RPC_SERVERS);

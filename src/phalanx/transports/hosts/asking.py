@@ -15,7 +15,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from phalanx.store.client import end_calls
@@ -112,6 +112,24 @@ class Questions:
             self._end(answered)
             raise
 
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[bool]:
+        """What the body asks the store, it asks on this thread, and waits for the store as long as that takes.
+
+        Yields:
+            Whether anything is asked; if not, nothing may be, as this rank has left the group.
+        """
+        answered = self._begin()
+        if answered is None:
+            yield False
+            return
+        _under_way.add(answered)
+        try:
+            yield True
+        finally:
+            self._end(answered)
+            _under_way.discard(answered)
+
     def close(self, last: Callable[[], object]) -> None:
         """Ask nothing more, and have ``last`` carried out when all that was asked has been answered. Waits for nothing.
 
@@ -126,6 +144,27 @@ class Questions:
                 return
         with contextlib.suppress(RuntimeError):  # there is no thread for it
             _aside(last)
+
+    def close_at_exit(self, last: Callable[[Callable[[], bool]], object]) -> None:
+        """:meth:`close`, and wait for ``last`` as long as for an answer, unless the store is late.
+
+        Args:
+            last: is given whether to go on, which it asks before each rank's keys: a thread that comes back from
+                torch's C++ while the interpreter finalises would abort the process.
+        """
+        if self.are_late:
+            return
+        done, over = threading.Event(), threading.Event()
+
+        def run() -> None:
+            try:
+                last(lambda: not over.is_set())
+            finally:
+                done.set()
+
+        self.close(run)
+        done.wait(STORE_S)
+        over.set()
 
     def _begin(self) -> threading.Event | None:
         answered = threading.Event()

@@ -3,13 +3,7 @@
 The rank that finds something wrong writes down why, and aborts its host's memory and its own connections. The others
 learn it by the shortest way that is open: from the job's store, from a rank of another host (``lookout.py``), or from
 the segment of their host (``guard.py``). The store may be on a host that cannot be reached, so each question to it has
-a limit.
-
-Who deletes. What the ranks write into the store may be read by each of them as long as it is in the group. So each that
-has left counts itself in ``departed``, as the last thing that it does there, and the last one deletes all keys of the
-group: nobody can read or write them any more. A rank that dies before it has counted itself, or ends without leaving
-the group, is never counted, and the keys stay. If the last one dies while it deletes, those stay that it has not come
-to; nobody reads them.
+a limit. ``departing.py`` says who deletes what stands there.
 """
 
 from __future__ import annotations
@@ -20,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from functools import partial
-from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 
@@ -30,42 +22,23 @@ from phalanx.store.peek import peek
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, FAILED, LEFT, Gone
 from phalanx.transports.hosts.asking import Questions
+from phalanx.transports.hosts.calls import Differs, History, LeftOut
 from phalanx.transports.hosts.crossing import Crossed
+from phalanx.transports.hosts.departing import AWAY, depart
 from phalanx.transports.hosts.guard import Guard, Messages
-from phalanx.transports.hosts.lane import TransferFailed, TransferLate
+from phalanx.transports.hosts.lane import PeerAbsent, TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
-from phalanx.transports.hosts.whereabouts import NOTED, PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
+from phalanx.transports.hosts.whereabouts import PATIENCE_S, PROMPT_S, Found, Note, Whereabouts
 from phalanx.transports.hosts.wording import KNOWN_BESIDE, Fact, awaited_elsewhere, late, late_message, lost, who
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.watch.ending import who_left
 from phalanx.watch.own_wait import with_own_wait
 
-__all__ = ["Differs", "Reason"]
+__all__ = ["Reason"]
 
 LOOK_S = 0.02
 # In characters, each of which is up to 12 bytes of JSON; a lookout's message has at most 64 KiB.
 _LONGEST_TEXT = 4000
-_AWAY = "away"  # the key that is there once a rank has gone
-# The last rank to leave looks for the keys of these kinds only if it finds one of the marks. A rank that writes such a
-# key writes a mark in the same question, so a rank that has left the group has written both.
-_MARKS = ("broken", _AWAY, NOTED)
-_WRITTEN_WHEN_BROKEN = ("call", "message", "place", "stands", "gone", "how")
-
-
-class Differs(Exception):
-    """The ranks' calls do not match."""
-
-
-class History(Protocol):
-    """The last collectives of this rank."""
-
-    def last_but(self, calls: int) -> str:
-        """The last call (0) or the last but one (1), with its line; empty if there was none."""
-        ...
-
-    def is_late(self) -> bool:
-        """Whether the calls that are found to differ are those before the present one."""
-        ...
 
 
 class Reason:
@@ -84,6 +57,8 @@ class Reason:
     Attributes:
         history: this rank's last collectives; set once, before :meth:`watch`.
         fails: an exception that nobody caught ends this rank's script.
+        guard: this rank's watch of the others.
+        questions: puts this rank's questions to the store; carries out none once this rank has departed.
     """
 
     history: History
@@ -105,43 +80,46 @@ class Reason:
         self._local = local
         self.fails = False
         self._found_at_end: Fact | None = None
-        self._questions = Questions()
-        self._guard = Guard(
+        self.questions = Questions()
+        self.guard = Guard(
             store, layout, rank, local, abort, self._read_store, self._tell_ended, self._tell_place, timeout
         )
-        self._whereabouts = Whereabouts(store, rank, layout, self._guard.pids, self._questions)
+        self._whereabouts = Whereabouts(store, rank, layout, self.guard.pids, self.questions)
 
     def attend(self, messages: Messages) -> None:
         """Judge the ranks that messages wait for as well, and tell the others which message this rank is in."""
-        self._guard.attend(messages)
+        self.guard.attend(messages)
 
     def watch(self) -> None:
         """Watch the ranks of other hosts from now on: everything is there that a break needs."""
-        self._guard.watch()
+        self.guard.watch()
 
     def begin(self) -> None:
         """This rank is in a collective from now on."""
-        guard = self._guard
+        guard = self.guard
         guard.calls += 1
         guard.inside = True
 
     def end(self) -> None:
         """This rank is in no collective any more."""
-        self._guard.inside = False
+        self.guard.inside = False
 
     def close(self) -> None:
         """This rank leaves the group."""
-        self._guard.close()
+        self.guard.close()
 
-    def depart(self, forget: Callable[[int], None]) -> None:
+    def depart(self, forget: Callable[[int], None], forget_gone: Callable[[int], None], at_exit: bool = False) -> None:
         """This rank has closed all that it had of the group. The last rank to do so deletes the group's keys.
 
         Nothing of this one reads or writes them from now on.
 
         Args:
-            forget: deletes what a rank has written elsewhere.
+            forget, forget_gone: see :func:`phalanx.transports.hosts.departing.depart`.
+            at_exit: the process ends, so this waits until it is done, for a limited time.
         """
-        self._questions.close(partial(_depart, self._store, self._guard.size, forget))
+        close = self.questions.close_at_exit if at_exit else self.questions.close
+        size, ended = self.guard.size, self.guard.ended_ranks
+        close(lambda *goes_on: depart(self._store, self._rank, size, ended(), forget, forget_gone, *goes_on))
 
     def error(self, error: BaseException, call: str, timeout_s: float, of_message: bool = False) -> BaseException:
         """What this rank raises.
@@ -152,29 +130,29 @@ class Reason:
             timeout_s: the group's timeout.
             of_message: this was a message, not a collective.
         """
-        self._guard.read_segment()
-        known = self._guard.reason
+        self.guard.read_segment()
+        known = self.guard.reason
         if known is None and self._aborted():
-            known = self._guard.wait(PROMPT_S)  # the store is slower, if it cannot be reached
+            known = self.guard.wait(PROMPT_S)  # the store is slower, if it cannot be reached
         if known is not None and known["kind"] == "lost":
-            self._questions.aside(lambda: self._tell(known))
+            self.questions.aside(lambda: self._tell(known))
             return with_own_wait(self._raised(known, error, call, timeout_s, of_message))
         kind, before = ("message", 0) if of_message else ("call", 1)
         self._whereabouts.write(kind, self._doing(call, before))
-        self._guard.has_told |= not of_message
-        found = self._guard.reason or self._found(error, of_message)
+        self.guard.has_told |= not of_message
+        found = self.guard.reason or self._found(error, of_message)
         if found is not None:
             fact = self._tell(found)
-        elif (written := self._questions.ask(self._written)) is not None:
-            fact = self._guard.know(written)
+        elif (written := self.questions.ask(self._written)) is not None:
+            fact = self.guard.know(written)
         else:  # a consequence of what another rank has found, which tells it at once; or nobody else can
             if isinstance(error, TransferFailed):
-                self._guard.failed_peer = error.peer
+                self.guard.failed_peer = error.peer
             self._abort()
             told = self._told()
             # A peer that is there has ended its transfers because of another rank, and guesses which at the same time
             # as this one would guess that peer.
-            if told is None and isinstance(error, TransferFailed) and self._guard.is_here(error.peer):
+            if told is None and isinstance(error, TransferFailed) and self.guard.is_here(error.peer):
                 told = self._told()
             fact = told or self._tell(self._guessed(error))
         self._abort()
@@ -185,7 +163,7 @@ class Reason:
         if not isinstance(error, Exception):
             return error
         if fact["kind"] == "differs":
-            return CollectiveMismatch.of_calls(self._gather(call, with_later_calls=True).listed(fact.get("at", -1)))
+            return self._gather(call, with_later_calls=True).mismatch(fact.get("at", -1))
         if fact["kind"] == "late" and fact["what"] == "message":
             if fact["by"] == self._rank and isinstance(error, CollectiveTimeout):
                 return error
@@ -197,29 +175,31 @@ class Reason:
                 number, theirs, _ = found.calls[fact["by"]]
                 places = found.behind(number)
                 places.pop(self._rank, None)
-            return awaited_elsewhere(fact, theirs, places, self._layout, self._guard.pids, self._rank, call, timeout_s)
+            return awaited_elsewhere(fact, theirs, places, self._layout, self.guard.pids, self._rank, call, timeout_s)
         if fact["kind"] == "late":
-            places = self._gather(call).behind(self._guard.calls)
-            return late(places, self._layout, self._guard.pids, self._rank, call, timeout_s)
+            places = self._gather(call).behind(self.guard.calls)
+            return late(places, self._layout, self.guard.pids, self._rank, call, timeout_s)
         if fact["kind"] == "failed" and fact["by"] == self._rank:
             return error
-        return lost(self._with_what_is_known_beside(fact), self._layout, self._guard.pids, self._rank, call)
+        return lost(self._with_what_is_known_beside(fact), self._layout, self.guard.pids, self._rank, call)
 
     def _with_what_is_known_beside(self, fact: Fact) -> Fact:
-        """Another host's ranks see that a rank has ended; those beside it know how, and what it did last, and say so.
+        """Another host's ranks see that a rank has ended; those beside it, and the launcher, know more and say so.
 
         Who has noticed it first says why the group broke, and that may be a rank of another host.
         """
         rank = fact["group_rank"]
-        if fact["what"] != "ended":
+        if fact["what"] not in ("ended", "failed"):
             return fact
         host, place = self._layout.place(rank)
         if host != self._layout.host:
-            is_complete = any(name in fact for name in KNOWN_BESIDE) or len(self._layout.hosts[host]) == 1
-            return fact if is_complete else {**fact, **self._whereabouts.heard_beside(rank)}
-        if not isinstance(self._local, SharedMemoryCommunicator):
+            if any(name in fact for name in KNOWN_BESIDE):
+                return fact
+            heard = self._whereabouts.heard_of(rank)
+            return {**fact, "what": "ended", **heard} if heard else fact
+        if fact["what"] == "failed" or not isinstance(self._local, SharedMemoryCommunicator):
             return fact
-        known = self._local.ended(place, self._guard.pids[rank])
+        known = self._local.ended(place, self.guard.pids[rank])
         self._whereabouts.tell_beside(rank, known)
         return {**fact, **known}
 
@@ -228,21 +208,27 @@ class Reason:
         left = who_left(error, self)
         if left is None and isinstance(self._local, SharedMemoryCommunicator):
             left = self._local.who_left(error)
-        if left is not None and self._guard.reason is None:
-            self._found_at_end = self._guard.know({**self._fact("lost", "", left[0]), "what": "left"})
+        if left is not None and self.guard.reason is None:
+            self._found_at_end = self.guard.know({**self._fact("lost", "", left[0]), "what": "left"})
 
     def script_fails(self, cause: str) -> None:
         """This rank's script fails: to the others it must not look as if it had left."""
         self.fails = True
-        known = self._guard.reason
+        known = self.guard.reason
         if known is None or known is self._found_at_end:
             self._tell(known or {**self._fact("lost", cause, self._rank), "what": "raised"})
         if self._world:
-            self._questions.say(lambda: self._write_gone(self._rank, FAILED, cause))
+            self.questions.say(lambda: self._write_gone(self._rank, FAILED, cause))
 
     def is_told(self) -> bool:
         """Whether a rank has broken the group, as far as this one can know."""
-        return self._guard.reason is not None or bool(self._questions.ask(lambda: self._store.check(["broken"])))
+        return self.guard.reason is not None or bool(self.questions.ask(lambda: self._store.check(["broken"])))
+
+    def told(self) -> Fact | None:
+        """Why a rank has broken the group, as far as this one can know."""
+        self.guard.read_segment()
+        written = None if self.guard.reason is not None else self.questions.ask(self._written)
+        return self.guard.reason if written is None else self.guard.know(written)
 
     def tell_left(self, but_for: Collection[int] = ()) -> None:
         """This rank has left in order, and answers no message any more; nothing is told of one whose script failed.
@@ -257,10 +243,10 @@ class Reason:
         def tell() -> None:
             self._store.set(key, value)
             if self._world:
-                self._store.set(_AWAY, "")
+                self._store.set(AWAY, "")
 
         # A store that is late is told as well, since others may wait for this rank when it answers again.
-        self._questions.ask(tell, anyway=True)
+        self.questions.ask(tell, anyway=True)
 
     def left(self, ranks: Collection[int]) -> list[int]:
         """Those of these ranks that have left, and whose messages for this one have come, as far as the store says."""
@@ -269,11 +255,20 @@ class Reason:
             said = {rank: peek(self._store, f"left/{rank}") for rank in ranks}
             return [rank for rank, but_for in said.items() if but_for and self._rank not in json.loads(but_for)]
 
-        return self._questions.ask(look) or []
+        return self.questions.ask(look) or []
 
     def unwanting(self, ranks: Collection[int]) -> list[int]:
         """Those of these ranks that take no message any more, as they have left, or the group is broken."""
-        return list(ranks) if self.is_told() else self._questions.ask(lambda: self._leaving(ranks)) or []
+        return list(ranks) if self.is_told() else self.questions.ask(lambda: self._leaving(ranks)) or []
+
+    def cannot_come(self, rank: int) -> bool:
+        """Whether a rank of another host does nothing for this one any more: it has ended or left, or the group broke.
+
+        One that has left its last group answers as little as one that has ended, and may still have messages for this
+        rank. It writes that it leaves before it ceases to answer, so the store is asked afterwards. Any thread may ask.
+        """
+        silent = self.guard.is_silent_for_good(rank)
+        return self.is_told() or bool(self.left([rank])) or (silent and not self.unwanting([rank]))
 
     def _leaving(self, ranks: Collection[int]) -> list[int]:
         return [rank for rank in ranks if self._store.check([f"left/{rank}"])]
@@ -283,17 +278,17 @@ class Reason:
 
         A rank that leaves, or whose script fails, writes so into the store before it ends; if it dies before it could,
         it has ended. That it has ended is written by each rank that watches it, of which there is one on every other
-        host, so one that dies before it has written it is not missed. ``_AWAY`` is written after any of these, so that
+        host, so one that dies before it has written it is not missed. ``AWAY`` is written after any of these, so that
         one question is enough while all are there. Only the world's ranks write these keys, and the keys stay as long
         as the other keys of the world. A rank that has closed the world knows nothing of it any more.
         """
-        if self._guard.ended:
+        if self.guard.ended:
             return {}
-        away = self._guard.away
+        away = self.guard.away
         found = {rank: (away[rank], "") for rank in ranks if rank in away}
 
         def look() -> None:
-            if not self._store.check([_AWAY]):
+            if not self._store.check([AWAY]):
                 return
             for rank in self._leaving(ranks):
                 found[rank] = LEFT, ""
@@ -303,17 +298,17 @@ class Reason:
                     if way == FAILED or rank not in found:
                         found[rank] = way, text
 
-        self._questions.ask(look)
-        self._guard.read_segment()
-        reason = self._guard.reason or {}
+        self.questions.ask(look)
+        self.guard.read_segment()
+        reason = self.guard.reason or {}
         if reason.get("what") == "raised" and reason["group_rank"] in ranks:
             found[reason["group_rank"]] = FAILED, reason["text"]
-        pids = self._guard.pids
+        pids = self.guard.pids
         return {rank: Gone(pids[rank], self._layout.name(rank), *found[rank]) for rank in ranks if rank in found}
 
     def _write_gone(self, rank: int, way: str, text: str) -> None:
         self._store.compare_set(f"gone/{rank}", "", json.dumps([way, text[:_LONGEST_TEXT]]))
-        self._store.set(_AWAY, "")
+        self._store.set(AWAY, "")
 
     def _tell_ended(self, ranks: Collection[int]) -> None:
         def tell() -> None:
@@ -322,15 +317,17 @@ class Reason:
                     self._write_gone(rank, ENDED, "")
 
         if self._world:
-            self._questions.aside(tell)
+            self.questions.aside(tell)
 
     # -- what has happened -------------------------------------------------------------------------
 
     def _found(self, error: BaseException, of_message: bool) -> Fact | None:
         """The reason that an error of this rank is; None if it may be a consequence of what another has found."""
         if isinstance(error, (Differs, Crossed, CollectiveMismatch)):
-            at = -1 if of_message else self._guard.calls - self.history.is_late()
+            at = -1 if of_message else self.guard.calls - self.history.is_late()
             return {**self._fact("differs", "", -1), "at": at}
+        if isinstance(error, LeftOut):
+            return {**self._fact("lost", "", error.group_rank), "what": "left", "at": self.guard.calls}
         if isinstance(error, CollectiveTimeout) and of_message:
             # A rank of this host whose own time is over says which operation it was in, and how long it has waited.
             local = self._local
@@ -339,7 +336,7 @@ class Reason:
         if isinstance(error, (CollectiveTimeout, TransferLate)):
             return self._fact("late", "", -1)
         if isinstance(error, TransferFailed):
-            return None
+            return {**self._fact("lost", "", error.peer), "what": "left"} if isinstance(error, PeerAbsent) else None
         if isinstance(error, PeerLost):
             if self._aborted():
                 return None
@@ -355,8 +352,8 @@ class Reason:
 
     def _guessed(self, error: BaseException) -> Fact:
         """The reason as far as this rank can know it alone."""
-        if isinstance(error, TransferFailed) and self._guard.is_here(error.peer):
-            peer = who([error.peer], self._layout, self._guard.pids)
+        if isinstance(error, TransferFailed) and self.guard.is_here(error.peer):
+            peer = who([error.peer], self._layout, self.guard.pids)
             why = "The connection is cut, or another rank gave up and did not say why in time"
             return self._fact("lost", f"a transfer to or from {peer}, which is there, failed. {why}", -1)
         if isinstance(error, TransferFailed) and error.peer >= 0:
@@ -380,8 +377,8 @@ class Reason:
 
     def _tell(self, fact: Fact) -> Fact:
         """Write down a reason; the one that was written first is what counts."""
-        said = self._questions.say(lambda: self._store.compare_set("broken", "", json.dumps(fact)))
-        return self._guard.know(json.loads(said) if said else fact)
+        said = self.questions.say(lambda: self._store.compare_set("broken", "", json.dumps(fact)))
+        return self.guard.know(json.loads(said) if said else fact)
 
     def _written(self) -> Fact | None:
         """The reason that stands in the store; it may have to be waited for."""
@@ -392,12 +389,12 @@ class Reason:
         def read() -> None:
             with contextlib.suppress(RuntimeError):  # it has gone with rank 0
                 if (written := self._written()) is not None:
-                    self._guard.know(written)
+                    self.guard.know(written)
                 for rank in self._leaving(ranks):
-                    self._guard.know_left(rank)
-            self._guard.know_store(ranks)
+                    self.guard.know_left(rank)
+            self.guard.know_store(ranks)
 
-        self._questions.aside(read)
+        self.questions.aside(read)
 
     def _told(self) -> Fact | None:
         """The reason that another rank has found, from whoever says it first."""
@@ -408,12 +405,12 @@ class Reason:
             with contextlib.suppress(RuntimeError):
                 while not heard.wait(LOOK_S) and time.monotonic() < until:
                     if (written := self._written()) is not None:
-                        self._guard.know(written)
+                        self.guard.know(written)
                         return
 
-        self._questions.aside(ask)
+        self.questions.aside(ask)
         try:
-            return self._guard.wait(PATIENCE_S)
+            return self.guard.wait(PATIENCE_S)
         finally:
             heard.set()
 
@@ -428,19 +425,4 @@ class Reason:
 
     def _doing(self, text: str, before: int) -> Note:
         """What this rank does, or where it is, and the collective before that, or the last one (0)."""
-        return self._guard.calls, text, self.history.last_but(before)
-
-
-def _depart(store: Store, size: int, forget: Callable[[int], None]) -> None:
-    """Count this rank as one that has left; the last one clears the store."""
-    with contextlib.suppress(RuntimeError):  # it has gone with rank 0
-        if store.add("departed", 1) < size:
-            return
-        marked = any(store.check([mark]) for mark in _MARKS)
-        kinds = ("lookout", "left", *(_WRITTEN_WHEN_BROKEN if marked else ()))
-        for rank in range(size):
-            for kind in kinds:
-                store.delete_key(f"{kind}/{rank}")
-            forget(rank)
-        for key in ("departed", *(_MARKS if marked else ())):
-            store.delete_key(key)
+        return self.guard.calls, text, self.history.last_but(before)

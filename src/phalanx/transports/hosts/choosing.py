@@ -76,7 +76,8 @@ def choose_engine(
         world: whether the group is the world. Its choice holds for other groups of its ranks.
 
     Raises:
-        InitializationError: the engine that the user has named cannot be used, or the ranks name different ones.
+        InitializationError: the engine that the user has named cannot be used, the ranks name different ones, or none
+            of several connects the hosts.
     """
     global _of_the_world
     size = sum(map(len, layout.hosts))
@@ -111,7 +112,12 @@ def choose_engine(
         return Chosen(makers[names[0]](), named)
     engines = {name: makers[name]() for name in names}
     try:
+        # A rank that has gone before is named here. An engine that connects does not know, and waits for it.
+        said_by_all(store, "made", rank, size, timeout, "")
         times = measured(part_of(store, "times"), layout, rank, engines, timeout)
+        if all(each.failed for each in times.values()):
+            why = "; ".join(f"{engines[name].name}: {each.failed}" for name, each in times.items())
+            raise InitializationError(f"no engine can connect the hosts of the group ({why})")
     except BaseException:
         for engine in engines.values():
             engine.abort()
@@ -119,6 +125,8 @@ def choose_engine(
     best = _quickest(times)
     for name, engine in engines.items():
         if name != best:
+            if times[name].failed:
+                engine.abort()  # a thread of it may still be connecting
             engine.close()
             with contextlib.suppress(RuntimeError):  # the store has gone
                 engine.forget(rank)  # all have been measured, so no rank connects to it any more
@@ -206,8 +214,6 @@ def _lacking(lacks: Sequence[Mapping[str, str]], wanted: str) -> str:
 def _quickest(times: Mapping[str, Times]) -> str:
     """The engine that all hosts together find quickest."""
     usable = {name: each for name, each in times.items() if not each.failed}
-    if not usable:
-        return GLOO
     costs = {name: each.small_s * each.large_s for name, each in usable.items()}
     best = min(costs, key=lambda name: costs[name])
     if GLOO in costs and costs[best] > costs[GLOO] * _MARGIN**2:

@@ -25,13 +25,16 @@ from phalanx.errors import PeerLost, PhalanxError
 from phalanx.transports.contract import Communicator, Message
 from phalanx.transports.fingerprints import fingerprint
 from phalanx.transports.gone import Gone
-from phalanx.transports.hosts.breaking import Differs, Reason
+from phalanx.transports.hosts.breaking import Reason
 from phalanx.transports.hosts.bulk import Bulk
+from phalanx.transports.hosts.calls import Differs
 from phalanx.transports.hosts.crossing import Crossed, Lines
 from phalanx.transports.hosts.early_receives import EarlyReceives
 from phalanx.transports.hosts.exchanging import Exchanging
+from phalanx.transports.hosts.first_contact import FirstContact
 from phalanx.transports.hosts.frames import Frames
 from phalanx.transports.hosts.lane import Engine, TransferFailed
+from phalanx.transports.hosts.last_calls import LastCalls, forget
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.message_way import Way
 from phalanx.transports.hosts.messages import HostsMessages
@@ -64,6 +67,7 @@ class HostsCommunicator(Communicator):
         timeout: how long every operation waits for other ranks.
         sizes: at which algorithms change, equal on all ranks; small ones make tests reach many chunks cheaply.
         world: this is the world, which is asked for ranks that have gone.
+        forget_gone: deletes what a rank has written into the store beside this group; it does so itself unless it dies.
     """
 
     rank_order_sums = False
@@ -80,6 +84,7 @@ class HostsCommunicator(Communicator):
         sizes: Sizes | None = None,
         *,
         world: bool = False,
+        forget_gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
         self.rank, self.size = rank, sum(map(len, layout.hosts))
         self.engine = engine.name if len(layout.hosts) == self.size else f"shared memory and {engine.name}"
@@ -105,12 +110,15 @@ class HostsCommunicator(Communicator):
             world=world,
         )
         self._reason = reason
+        self._depart = partial(reason.depart, partial(_forget, engine, way, store, layout), forget_gone)
+        self._last_calls = LastCalls(store, layout, local, reason)
         try:
             self._call = _Call(reason, timeout, local)
             reason.history = self._call
             timeout_s = timeout.total_seconds()
             self.messages = HostsMessages(layout, rank, local, way, timeout_s, self._call.error_of_message, reason)
             reason.attend(self.messages)
+            engine.first_contact = FirstContact(store, rank, self.size, reason)
             if isinstance(local, SharedMemoryCommunicator):
                 local.part_of = self._call.text
                 local.outer_error = self._call.error_of_message
@@ -134,22 +142,22 @@ class HostsCommunicator(Communicator):
     # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, op: int) -> None:
-        with self._call.named("all_reduce", tensor, op):
-            self._all_reduce(tensor.view(-1), op, fingerprint("all_reduce", tensor, op, -1))
+        with self._call.named("all_reduce", tensor, op) as call:
+            self._all_reduce(tensor.view(-1), op, call)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: int) -> None:
-        with self._call.named("reduce", tensor, op, root):
-            call, flat, summed = fingerprint("reduce", tensor, op, root), tensor.view(-1), SUM if op == AVG else op
+        with self._call.named("reduce", tensor, op, root) as call:
+            flat, summed = tensor.view(-1), SUM if op == AVG else op
             if flat.nbytes > self._frame_bytes:
                 self._reducing.reduce(flat, root, summed, self._agree(call))
             else:
                 self._small.reduce(call, flat, root, summed)
+                self._call.is_compared = True
             if op == AVG and self.rank == root:
                 flat.div_(self.size)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        with self._call.named("reduce_scatter", output, op):
-            call = fingerprint("reduce_scatter", output, op, -1)
+        with self._call.named("reduce_scatter", output, op) as call:
             if output.nbytes * self.size > self._frame_bytes:
                 summed = SUM if op == AVG else op
                 self._reducing.reduce_scatter(output.view(-1), _flat(inputs), summed, self._agree(call))
@@ -162,33 +170,35 @@ class HostsCommunicator(Communicator):
             output.view(-1).copy_(whole[self.rank * count : (self.rank + 1) * count])
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        with self._call.named("broadcast", tensor, root=root):
-            call, flat = fingerprint("broadcast", tensor, -1, root), tensor.view(-1)
+        with self._call.named("broadcast", tensor, root=root) as call:
+            flat = tensor.view(-1)
             if flat.nbytes > self._frame_bytes:
                 self._bulk.broadcast(flat, root, self._agree(call))
             else:
                 self._small.broadcast(call, flat, root)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-        with self._call.named("all_gather", tensor):
-            call, flat, parts = fingerprint("all_gather", tensor, -1, -1), tensor.view(-1), _flat(outputs)
+        with self._call.named("all_gather", tensor) as call:
+            flat, parts = tensor.view(-1), _flat(outputs)
             if self._fits_frames(flat):
                 self._small.gather(call, parts, flat, -1)
+                self._call.is_compared = True
             else:
                 self._bulk.all_gather(parts, flat, self._agree(call))
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> None:
-        with self._call.named("gather", tensor, root=root):
-            call, flat = fingerprint("gather", tensor, -1, root), tensor.view(-1)
+        with self._call.named("gather", tensor, root=root) as call:
+            flat = tensor.view(-1)
             parts = None if outputs is None else _flat(outputs)
             if self._fits_frames(flat):
                 self._small.gather(call, parts, flat, root)
+                self._call.is_compared = True
             else:
                 self._bulk.gather(parts, flat, root, self._agree(call))
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int) -> None:
-        with self._call.named("scatter", output, root=root):
-            call, flat = fingerprint("scatter", output, -1, root), output.view(-1)
+        with self._call.named("scatter", output, root=root) as call:
+            flat = output.view(-1)
             parts = None if inputs is None else _flat(inputs)
             if self._fits_frames(flat):
                 self._small.scatter(call, flat, parts, root)
@@ -209,13 +219,15 @@ class HostsCommunicator(Communicator):
 
     def _exchange_parts(self, outputs: Parts, inputs: Parts) -> None:
         dtype = outputs.dtype
-        with self._call.exchanging(dtype, inputs.nbytes, outputs.nbytes):
-            self._exchanging.all_to_all(_fingerprint_of_exchange(dtype), outputs, inputs)
+        with self._call.exchanging(dtype, inputs.nbytes, outputs.nbytes) as call:
+            self._exchanging.all_to_all(call, outputs, inputs)
+            self._call.is_compared = True
 
     def barrier(self) -> None:
-        with self._call.named("barrier", None):
+        with self._call.named("barrier", None) as call:
             self._local.barrier()
-            self._small.agree(fingerprint("barrier", None, -1, -1))
+            self._small.agree(call)
+            self._call.is_compared = True
 
     def _all_reduce(self, flat: torch.Tensor, op: int, call: int) -> None:
         summed = SUM if op == AVG else op
@@ -223,6 +235,7 @@ class HostsCommunicator(Communicator):
             self._reducing.all_reduce(flat, summed, self._agree(call))
         else:
             self._small.all_reduce(call, flat, summed)
+            self._call.is_compared = True
         if op == AVG:
             flat.div_(self.size)
 
@@ -247,6 +260,10 @@ class HostsCommunicator(Communicator):
 
     def end_messages(self) -> None:
         self.messages.end()
+
+    def compare_rest(self, patience_s: float) -> bool:
+        self._call.compare_last(self._last_calls, patience_s)
+        return True
 
     def gone(self, ranks: Collection[int]) -> dict[int, Gone]:
         """See ``transports/gone.py``."""
@@ -274,6 +291,7 @@ class HostsCommunicator(Communicator):
             self._frames.release()
         self._engine.give_back()
         self.messages.give_back()
+        self._depart(at_exit=True)
 
     def abort(self, doing: str = "") -> None:
         if doing:
@@ -296,21 +314,21 @@ class HostsCommunicator(Communicator):
         self._exchanging.let_go()
         if self._frames is not None:
             self._frames.let_go()
-        forget = partial(_forget, self._engine, self._way)
-        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._reason, forget))
+        self.messages.close(partial(_close_last, self._way, self.messages.ways.values(), self._depart))
 
 
-def _close_last(engine: Engine, ways: Collection[Way], reason: Reason, forget: Callable[[int], None]) -> None:
+def _close_last(engine: Engine, ways: Collection[Way], depart: Callable[[], None]) -> None:
     """Give back the last that is used, and say that this rank has left."""
     engine.close()
     for way in ways:
         way.let_go()
-    reason.depart(forget)
+    depart()
 
 
-def _forget(engine: Engine, way: Engine, rank: int) -> None:
+def _forget(engine: Engine, way: Engine, store: Store, layout: Layout, rank: int) -> None:
     engine.forget(rank)
     way.forget(rank)
+    forget(store, layout, rank)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -342,6 +360,10 @@ class _Call:
 
     It is written by the thread that makes the call, of which there is one at a time. The call before is kept as well:
     inside a host, a rank that need not wait for another one learns in the next call that their calls differ.
+
+    Attributes:
+        is_compared: whether the last call has returned only after the calls of all ranks had been compared: each host's
+            leader had compared those beside it before it sent its frame. Set by the collective, at its end.
     """
 
     def __init__(self, reason: Reason, timeout: timedelta, local: Communicator) -> None:
@@ -350,16 +372,21 @@ class _Call:
         self.timeout_s = timeout.total_seconds()
         self._present: _Words | None = None
         self._before: _Words | None = None
-        self._began = 0  # where, in the host's memory, the last part of the call before began
+        self._number = 0  # of the present call, equal for equal calls
+        self._count = 0  # of the calls so far
+        self.is_compared = False
         self._error: BaseException | None = None
+        self._has_told = False  # whether a message has reported the break; any thread sets it, and close() reads it
 
     def named(self, name: str, tensor: torch.Tensor | None, op: int | None = None, root: int | None = None) -> _Call:
         """The call of a collective."""
         dtype, shape = (None, ()) if tensor is None else (tensor.dtype, tensor.shape)
+        self._number = fingerprint(name, tensor, -1 if op is None else op, -1 if root is None else root)
         return self._next(text_of_call, (name, dtype, shape, op, root))
 
     def exchanging(self, dtype: torch.dtype, given: Sequence[int], expected: Sequence[int]) -> _Call:
         """The call of an all_to_all, by the bytes of its parts."""
+        self._number = _fingerprint_of_exchange(dtype)
         return self._next(_exchange_text, (dtype, given, expected))
 
     def _next(self, make: Callable[..., str], arguments: tuple[Any, ...]) -> _Call:
@@ -376,23 +403,36 @@ class _Call:
 
     def is_late(self) -> bool:
         """Whether the calls that are found to differ are those before this one."""
-        differs_at = None if self._local is None else self._local.differs_at
-        return differs_at is not None and differs_at <= self._began and self._before is not None
+        return self._local is not None and self._local.differs_late and self._before is not None
 
     def error_of_message(self, error: BaseException, message: str) -> PhalanxError:
         """What a message raises, given what was found, and the message with its line; it breaks the group.
 
         Any thread may call it.
         """
+        self._has_told = True
         found = self._reason.error(error, message, self.timeout_s, of_message=True)
         return found if isinstance(found, PhalanxError) else PeerLost(str(found))
 
-    def __enter__(self) -> None:
+    def compare_last(self, last_calls: LastCalls, patience_s: float) -> None:
+        """Compare the last call with those of the other ranks, before this one leaves; see ``last_calls.py``."""
+        if self._error is not None or self._has_told or not self._count:
+            return
+        found = last_calls.difference(self._count, self.is_compared, patience_s)
+        if found is not None:
+            self._error = self._reason.error(found, self.text(), self.timeout_s)
+            raise self._error from None
+
+    def __enter__(self) -> int:
+        """Begin it; return its number."""
         if self._error is not None:
             raise self._error
         if self._local is not None:
-            self._began = self._local.last_call
+            self._local.begin_parts(self._number)
+        self._count += 1
+        self.is_compared = False
         self._reason.begin()
+        return self._number
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None or error is self._error:

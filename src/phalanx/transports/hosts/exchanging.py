@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hosts.breaking import Differs
+from phalanx.transports.hosts.calls import Differs
 from phalanx.transports.hosts.early_receives import EarlyReceives, wait_for
 from phalanx.transports.hosts.exchange_memory import ExchangeMemory
 from phalanx.transports.hosts.frames import Data, Frames

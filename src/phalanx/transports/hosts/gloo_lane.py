@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import profiler
 
-from phalanx.system.awake import ended_early
+from phalanx.system.awake import AwakeClock, ended_early
 from phalanx.system.bounded import within
 from phalanx.system.timed_queue import TimedQueue
 from phalanx.transports.gloo.engine import GlooOnDemand
@@ -131,7 +131,7 @@ class _Apart:
     def _do(task: Callable[[], Any], outcome: TimedQueue[Any]) -> None:
         try:
             outcome.put(task())
-        except RuntimeError as error:
+        except (RuntimeError, TransferFailed) as error:
             outcome.put(error)
 
 
@@ -190,7 +190,7 @@ class GlooEngine(Engine):
             # To the first transfer with a rank Gloo connects, and waits for that. A profiler records the threads on
             # which it was started, and a transfer that outlives it would write into what it has freed.
             if peer not in self._connected:
-                work = self.await_apart(peer, self._begin_to_connect(peer, start))
+                work = self.await_apart(peer, self._begin_to_connect(peer, start), self.timeout)
             else:
                 work = self.apart(peer, start) if profiler._is_profiler_enabled else start()
         except RuntimeError as error:
@@ -207,6 +207,7 @@ class GlooEngine(Engine):
 
         def connect() -> dist.Work:
             try:
+                self._await_peer(peer)
                 work = start()
                 self._connected.add(peer)  # here, since an abort has to find it, though nobody may wait for this
                 return work
@@ -225,6 +226,15 @@ class GlooEngine(Engine):
                 self._connecting -= 1
             raise
 
+    def _await_peer(self, peer: int) -> None:
+        """Return when a rank has come to connect with this one: Gloo prints text of its own if it dials in vain."""
+        if self.first_contact is None:
+            return
+        self.first_contact.meet(peer, lambda: self.timeout.total_seconds(), lambda: self._aborted)
+        with self._connects:
+            if self._aborted:  # from now on an abort waits for this
+                raise TransferFailed(peer, "the group was aborted")
+
     def apart(self, peer: int, task: Callable[[], _T]) -> _T:
         """Do something in Gloo that :meth:`abort` may be unable to end, and wait for it.
 
@@ -240,12 +250,19 @@ class GlooEngine(Engine):
                 self._apart = _Apart()
         return self._apart.begin(task)
 
-    def await_apart(self, peer: int, outcome: TimedQueue[Any]) -> Any:
-        """The second half of :meth:`apart`."""
+    def await_apart(self, peer: int, outcome: TimedQueue[Any], limit: timedelta = UNLIMITED) -> Any:
+        """The second half of :meth:`apart`.
+
+        Raises:
+            TransferLate: it took longer than the limit. It goes on.
+        """
+        clock = AwakeClock()
         while not self._aborted:
+            if clock.now() >= limit.total_seconds():
+                raise TransferLate(peer, f"timed out after {limit.total_seconds():g} s: it did not connect")
             with contextlib.suppress(Empty):
                 done = outcome.get(_LOOK_S)
-                if isinstance(done, RuntimeError):
+                if isinstance(done, (RuntimeError, TransferFailed)):
                     raise done
                 return done
         raise TransferFailed(peer, "the group was aborted")

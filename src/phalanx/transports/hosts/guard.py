@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Store
 
 from phalanx.native.core import TEXT_BYTES
+from phalanx.system.process_use import has_ended, start_of
 from phalanx.transports.contract import Communicator
 from phalanx.transports.gone import ENDED, LEFT
 from phalanx.transports.hosts.asking import STORE_S
@@ -78,12 +79,13 @@ class Guard:
     Two threads use it: the one that makes the group's collectives, and the lookout's, which calls :meth:`look`,
     :meth:`told` and :meth:`says`. A third one asks the store. ``reason`` is written once, by any of these or by one
     that waits for a message, under ``_lock``; ``_known`` is set then. ``calls``, ``inside`` and ``failed_peer`` are
-    written by the first thread and read by the second, and ``_here`` and ``away`` are written by the second and read by
-    others; each is one reference, replaced whole. To ``_left`` the second and the third add, in one step of Python's,
-    and the second looks whether a rank is in it. So the third does to ``_answered``, after ``_left``, and if it dies,
-    the second waits for ``STORE_S`` instead. The rest belongs to the second. If that one dies, ``_here`` stays what it
-    was, and costs one wait of ``PATIENCE_S`` (``whereabouts.py``); so does ``away``, and who has gone is then learned
-    from the store, into which the other ranks that watch write it.
+    written by the first thread and read by the second; so is ``unmet``, by a thread that connects. ``_here``,
+    ``away`` and ``_ended_away`` are written by the second and read by others; each is one reference, replaced whole.
+    To ``_left`` the second and the third add, in one step of Python's, and the second looks whether a rank is in it.
+    So the third does to ``_answered``, after ``_left``, and if it dies, the second waits for ``STORE_S`` instead. The
+    rest belongs to the second. If that one dies, ``_here`` stays what it was, and costs one wait of ``PATIENCE_S``
+    (``whereabouts.py``); so does ``away``, and who has gone is then learned from the store, into which the other
+    ranks that watch write it.
 
     Args:
         store: a part of the job's store where nobody has met before.
@@ -108,6 +110,7 @@ class Guard:
         inside: this rank is in a collective.
         calls: how many it has begun.
         failed_peer: a rank to which a transfer of the present collective, or of a message, has failed.
+        unmet: a rank that this one waits to be connected with for the first time.
     """
 
     def __init__(
@@ -126,6 +129,7 @@ class Guard:
         self.inside = False
         self.calls = 0
         self.failed_peer: int | None = None
+        self.unmet: int | None = None
         self.has_told = False
         self.away: Mapping[int, str] = {}
         self._rank, self._layout = rank, layout
@@ -144,6 +148,7 @@ class Guard:
         self._awaited_at: dict[int, float] = {}
         self._left: set[int] = set()
         self._here: frozenset[int] = frozenset()
+        self._ended_away: frozenset[int] = frozenset()
         self._lookout: Lookout | None = None
         with contextlib.suppress(OSError):  # without one, the engine's errors and the timeouts remain
             self._lookout = lookout()
@@ -153,6 +158,7 @@ class Guard:
             if self._lookout is not None:
                 self._lookout.release()
             raise
+        self._starts = {each: start_of(self._ranks[each][0]) for each in layout.here}
         self._watched: dict[int, dict[int, Endpoint]] = {}
         for number, members in enumerate(layout.hosts):
             if number != layout.host:
@@ -230,9 +236,24 @@ class Guard:
         """Whether this rank has left the group."""
         return self._ended
 
+    def ended_ranks(self) -> set[int]:
+        """The ranks whose processes are gone for sure, as far as this one knows. Any thread may ask."""
+        reason = self.reason or {}
+        named = {reason["group_rank"]} if reason.get("what") == "ended" else set()
+        here = {rank for rank, start in self._starts.items() if has_ended(self._ranks[rank][0], start)}
+        return named | here | self._ended_away
+
     def is_here(self, rank: int) -> bool:
         """Whether a rank of another host was there a moment ago; False also for one that is not watched."""
         return rank in self._here
+
+    def is_silent_for_good(self, rank: int) -> bool:
+        """Ask a rank of another host whether it has ended, or has left its last group. Any thread may ask.
+
+        It takes a few round trips, or part of a second if nobody answers; then the answer is no.
+        """
+        endpoint = self._ranks[rank][1]
+        return self._lookout is not None and endpoint is not None and self._lookout.has_gone(endpoint)
 
     def close(self) -> None:
         """The rank leaves the group."""
@@ -276,16 +297,18 @@ class Guard:
 
     def _notice(self, sign_of: Callable[[Endpoint], tuple[Sign | None, float]]) -> None:
         """Learn who has gone, also while this rank waits for nobody: ranks that watch others may wait for them."""
-        away = {}
+        away, ended_away = {}, set()
         for watched in self._watched.values():
             for rank, endpoint in watched.items():
                 sign, _ = sign_of(endpoint)
+                if sign is Sign.GONE:
+                    ended_away.add(rank)
                 if sign is Sign.LEFT or rank in self._left:
                     away[rank] = LEFT
                 elif sign is Sign.GONE:
                     away[rank] = ENDED
         ended = {rank for rank, way in away.items() if way == ENDED and self.away.get(rank) != ENDED}
-        self.away = away
+        self.away, self._ended_away = away, frozenset(ended_away)
         if ended and (tell := self._tell_ended()) is not None:
             tell(ended)
 
@@ -339,13 +362,14 @@ class Guard:
     def _gone(self, now: float, signs: dict[int, tuple[Sign | None, float]], waits: dict[int, float]) -> Fact | None:
         for rank, (sign, since) in signs.items():
             failed = self.failed_peer == rank
+            undone = failed or self.unmet == rank  # it has not done its part of the call, and will not
             unsaid = self._has_said_nothing(rank, now)  # before `left`, which the store's answer may set
             left = sign is Sign.LEFT or rank in self._left
             if (
                 sign is Sign.GONE
                 and not left
                 and unsaid
-                and (failed or (rank in waits and now - max(since, waits[rank]) >= GRACE_S))
+                and (undone or (rank in waits and now - max(since, waits[rank]) >= GRACE_S))
             ):
                 return self._lost("ended", rank)
             if failed and left:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 
-__all__ = ["SHORT_BYTES", "Engine", "Transfer", "TransferFailed", "TransferLate"]
+__all__ = ["SHORT_BYTES", "Engine", "PeerAbsent", "Transfer", "TransferFailed", "TransferLate"]
 
 # Up to so many bytes a transfer comes in one piece, or very few: a wait for it begins and ends at once, and nobody has
 # to help it along meanwhile.
@@ -33,6 +34,10 @@ class TransferFailed(Exception):
 
 class TransferLate(TransferFailed):
     """The rank at the other end has not come within the group's timeout."""
+
+
+class PeerAbsent(TransferFailed):
+    """The rank at the other end has left the group in order, and takes no part in anything any more."""
 
 
 class Transfer(ABC):
@@ -70,16 +75,31 @@ class Transfer(ABC):
             other.wait()
 
 
+class Contacts(Protocol):
+    """See ``first_contact.py``."""
+
+    def meet(self, peer: int, timeout_s: Callable[[], float], over: Callable[[], bool]) -> None:
+        """Return when a rank has come as well, to connect with this one; or raise what says why it does not."""
+        ...
+
+    def look(self, peer: int) -> None:
+        """Raise what says why a rank cannot come any more, if that is so."""
+        ...
+
+
 class Engine(ABC):
     """Moves bytes between the ranks of one group.
 
     Attributes:
         name: the library, for people.
+        first_contact: how it learns whether a rank comes with which it has never talked; None if nobody knows. Set
+            once, before any rank of the group uses the engine for it.
         ends_waits_for_sends: whether :meth:`abort` ends the wait for a send. If not, nobody may wait for a short one,
             since the other side may end right before it has read it; see ``short_sends.py``.
     """
 
     name: str
+    first_contact: Contacts | None = None
     ends_waits_for_sends = True
 
     @abstractmethod

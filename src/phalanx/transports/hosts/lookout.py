@@ -41,7 +41,7 @@ from typing import Any
 from phalanx.system.foreign_values import read_json
 from phalanx.system.interfaces import outward_address
 from phalanx.transports.hosts.contact import Contact, Sign
-from phalanx.transports.hosts.reaching import AGAIN_S, HERE, KEEP_ALIVE, NO, PROBE_S, ROLE, WELCOME, Target, reach
+from phalanx.transports.hosts.reaching import AGAIN_S, HERE, KEEP_ALIVE, NO, ROLE, WELCOME, Target, has_gone, reach
 from phalanx.transports.hosts.watcher import Endpoint, Watcher
 from phalanx.wire.dial import Line
 from phalanx.wire.door import Arrival, Door
@@ -51,6 +51,8 @@ from phalanx.wire.sockets import listen
 __all__ = ["LOOK_S", "Lookout", "lookout"]
 
 LOOK_S = 0.25
+# The other one has been given the group at the same time, and dials at once, unless it has ended before it could.
+_FIRST_PROBE_S = 0.25
 _ENDING_S = 2.0  # as long as the aborts of two groups take
 _LONGEST_STEP_S = 2 * LOOK_S
 _MOST_LAST_WORDS = 256
@@ -130,6 +132,10 @@ class Lookout:
             self._send(watcher, to, message)  # before the group's waits are ended, which may take a while
         else:
             self._do(lambda: self._send(watcher, list(to), message))
+
+    def has_gone(self, there: Endpoint) -> bool:
+        """Ask, without the lookout's thread, whether a process has no lookout any more; see ``reaching.has_gone``."""
+        return has_gone(there, self.endpoint.identity, self._key)
 
     def wake(self) -> None:
         """Have the groups judge now."""
@@ -240,7 +246,7 @@ class Lookout:
         self._watches[watcher.name] = _Watch(watcher, watched)
         for endpoint in watched:
             dials = endpoint.identity > self.endpoint.identity
-            again_at = 0.0 if dials else self._now + PROBE_S
+            again_at = 0.0 if dials else self._now + _FIRST_PROBE_S
             self._targets.setdefault(endpoint.identity, Target(endpoint, again_at=again_at)).groups += 1
         self._send(watcher, watched, {"joined": True, **watcher.says()})
         self._dial()

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import Store
 
+from phalanx.transports.hosts.gloo_lane import GlooEngine
 from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
 
@@ -24,8 +25,9 @@ SMALL_BYTES, PROBE_BYTES, LARGE_BYTES = 64, 16 * 1024, 512 * 1024
 SMALL_ROUNDS, PROBE_ROUNDS, LARGE_ROUNDS = 12, 3, 5
 # Large rounds are left out where they might take longer than this, all together: then the link is what takes the time.
 LARGE_S = 0.2
-# An engine that cannot connect within this time is not taken.
-PATIENCE = timedelta(seconds=5)
+# An engine that cannot connect within this time is not taken. Gloo is what is left then, so it is waited for longer,
+# as for a rank of a host that has too much to do; all ranks are about to connect.
+PATIENCE, GLOO_PATIENCE = timedelta(seconds=5), timedelta(seconds=30)
 _TAG = 7
 
 
@@ -49,7 +51,7 @@ class Times:
 def measured(
     store: Store, layout: Layout, rank: int, engines: Mapping[str, Engine], timeout: timedelta
 ) -> dict[str, Times]:
-    """Measure the engines. Every rank of the group calls it, and gets the same.
+    """Measure the engines. Every rank of the group calls it, once all have made their engines, and gets the same.
 
     Args:
         store: where the leaders exchange their times.
@@ -58,9 +60,7 @@ def measured(
         timeout: the engines' own, set again afterwards.
     """
     if layout.leader:
-        for engine in engines.values():
-            engine.set_timeout(min(timeout, PATIENCE))
-        times = _joined(store, "connected", layout, rank, timeout, _connect(layout, engines))
+        times = _joined(store, "connected", layout, rank, timeout, _connect(layout, engines, timeout))
         usable = {name: engine for name, engine in engines.items() if not times[name].failed}
         times |= _joined(store, "probe", layout, rank, timeout, _probe(layout, usable))
         usable = {name: engine for name, engine in engines.items() if not times[name].failed}
@@ -77,15 +77,17 @@ def measured(
     return {name: Times(**each) for name, each in json.loads(store.get("times")).items()}
 
 
-def _connect(layout: Layout, engines: Mapping[str, Engine]) -> dict[str, Times]:
+def _connect(layout: Layout, engines: Mapping[str, Engine], timeout: timedelta) -> dict[str, Times]:
     """Which engines carry anything. The leaders compare that before they go on, since a failure takes its time."""
     found: dict[str, Times] = {}
     for name, engine in engines.items():
         found[name] = Times()
+        engine.set_timeout(min(timeout, GLOO_PATIENCE if isinstance(engine, GlooEngine) else PATIENCE))
         try:
             _rounds(layout, {name: engine}, SMALL_BYTES, 2)
         except TransferFailed as error:
             found[name] = Times(failed=str(error))
+        engine.set_timeout(min(timeout, PATIENCE))
     return found
 
 

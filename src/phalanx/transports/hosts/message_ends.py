@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from phalanx.errors import CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.system.awake import wait_awake
-from phalanx.transports.hosts.breaking import Differs
+from phalanx.transports.hosts.calls import Differs
 from phalanx.transports.hosts.lane import TransferFailed, TransferLate
 from phalanx.transports.hosts.layout import Layout
 from phalanx.watch.ending import note_left

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from phalanx.transports.contract import Message
-from phalanx.transports.hosts.breaking import Differs
+from phalanx.transports.hosts.calls import Differs
 from phalanx.transports.hosts.lane import Engine, TransferFailed
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.message_ends import BrokenThere, PeerLeft, SizesDiffer

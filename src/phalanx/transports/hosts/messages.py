@@ -143,8 +143,9 @@ class HostsMessages(Matching):
         failure: TransferFailed | None = None
         if way in self._opening:
             try:
-                if self._reason.left([way.peer]):  # Gloo would print that nobody answers there
-                    raise TransferFailed(way.peer, "it has left the group")
+                # Gloo would print that nobody answers there.
+                if self._reason.cannot_come(way.peer):
+                    raise TransferFailed(way.peer, "it has ended or left the group, or the group is broken")
                 way.open()
             except TransferFailed as error:
                 failure = error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from phalanx.transports.contract import Communicator
-from phalanx.transports.hosts.breaking import Differs
+from phalanx.transports.hosts.calls import Differs
 from phalanx.transports.hosts.combining import combine_at
 from phalanx.transports.hosts.frames import Data, Frames
 from phalanx.transports.hosts.layout import Layout
@@ -31,7 +31,7 @@ class Small:
     """The small collectives of one group; every rank of it calls the same method.
 
     In every method ``call`` is a number that is equal for equal calls, and tensors are flat. All raise
-    :class:`~phalanx.transports.hosts.breaking.Differs` if another rank has made another call.
+    :class:`~phalanx.transports.hosts.calls.Differs` if another rank has made another call.
 
     Args:
         layout, local: see :class:`~phalanx.transports.hosts.communicator.HostsCommunicator`.

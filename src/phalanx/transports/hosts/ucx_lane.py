@@ -32,9 +32,12 @@ from phalanx.transports.hosts.ucx_library import (
 __all__ = ["UcxEngine"]
 
 _HELLO = 2**32 - 1  # a tag of 32 bits that no transfer has
+# Workers that are not destroyed, and the memory of their transfers, until the process ends.
+_kept: list[tuple[c_void_p, list[tuple[int, torch.Tensor]]]] = []
 _DONE = 0  # in place of the request of a transfer that waits for its rank's greeting alone
 _GONE = "gone"  # in place of an address
 _EVERY_BIT = 2**64 - 1
+_LOOK_S = 0.25  # how often a rank that waits for another one's address asks the store whether that one has left
 # How long a wait sleeps at most: another thread may have settled its transfer.
 _NAP_MS = 2
 # How long the last bytes may take to leave when the group is destroyed, and what is given up to end.
@@ -92,12 +95,17 @@ class UcxEngine(PolledEngine):
                 raise TransferFailed(peer, " ".join(str(error).split())) from error
 
     def _address(self, peer: int) -> bytes:
-        """Where a rank is, once it has said so."""
-        key, until = f"ucx/{peer}", time.monotonic() + self.timeout.total_seconds()
+        """Where a rank is, once it has said so. One that leaves before it has used the engine never does."""
+        key, now = f"ucx/{peer}", time.monotonic()
+        until, look_at = now + self.timeout.total_seconds(), now
         while not self._store.check([key]):
+            now = time.monotonic()
             if self._why_ended:
                 raise TransferFailed(peer, self._why_ended)
-            if time.monotonic() > until:
+            if self.first_contact is not None and now >= look_at:
+                self.first_contact.look(peer)
+                look_at = now + _LOOK_S
+            if now > until:
                 raise TransferLate(peer, f"timed out after {self.timeout.total_seconds():g} s: it has no address")
             time.sleep(0.005)
         address = self._store.get(key).decode()
@@ -217,9 +225,12 @@ class UcxEngine(PolledEngine):
                 with contextlib.suppress(RuntimeError):  # the store may have gone with rank 0
                     self._store.set(f"ucx/{self._rank}", _GONE)
             return
-        if orderly:
-            self._settle_all([self._c.ucp_ep_flush_nbx(each, byref(_PLAIN)) for each in self._endpoints.values()])
-        left = [request for greeting in self._greetings.values() for request in greeting]
+        flushes = (
+            [self._c.ucp_ep_flush_nbx(each, byref(_PLAIN)) for each in self._endpoints.values()] if orderly else []
+        )
+        # A host that is cut off takes nothing any more, and UCX prints a warning of what is not given back.
+        left = self._settle_all(flushes)
+        left += [request for greeting in self._greetings.values() for request in greeting]
         left += [request for request, _ in self._given_up]
         for request in left:
             self._c.ucp_request_cancel(self._worker, request)
@@ -227,12 +238,17 @@ class UcxEngine(PolledEngine):
         # once, and need not wait for one.
         closing = [self._c.ucp_ep_close_nbx(each, byref(_BY_FORCE)) for each in self._endpoints.values()]
         self._settle_all([*closing, *left])
-        self._c.ucp_worker_destroy(self._worker)
+        if self._given_up:
+            # They may wait for a connection, or for more lanes of one, and UCX 1.13 ends the process if a worker is
+            # destroyed meanwhile (an assertion in ucp_request.c).
+            _kept.append((self._worker, self._given_up))
+        else:
+            self._c.ucp_worker_destroy(self._worker)
+            self._given_up.clear()
         self._worker = None
-        self._given_up.clear()
 
-    def _settle_all(self, requests: list[int | None]) -> None:
-        """Wait a little for requests, and give them back."""
+    def _settle_all(self, requests: list[int | None]) -> list[int]:
+        """Wait a little for requests, and give them back; returns those that are not done."""
         waiting = [request for request in requests if request and self._library.status_of(request) is None]
         until = time.monotonic() + _PATIENCE_S
         while waiting and time.monotonic() < until:
@@ -240,3 +256,4 @@ class UcxEngine(PolledEngine):
             waiting = self._free_done(waiting)
             if waiting:
                 time.sleep(0.0005)
+        return waiting

@@ -2,13 +2,15 @@
 
 A rank writes under ``call/R`` or ``message/R`` what it was doing, and under ``place/R`` where it is if it was doing
 neither; each is written once, by rank R. ``stands/R`` is written by the ranks of R's host if R cannot write, and
-``how/R`` by those that see how R has ended; all write the same.
+``how/R`` by those that see how R has ended; all write the same. The launcher of a job on several hosts says that too,
+in another way (``watch/ends.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +18,13 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from phalanx.errors import CollectiveMismatch
 from phalanx.store.peek import peek
 from phalanx.system import processes
 from phalanx.transports.hosts.asking import Questions
 from phalanx.transports.hosts.layout import Layout
 from phalanx.watch.calls import listed
+from phalanx.watch.ends import ended_elsewhere
 
 __all__ = ["NOTED", "PATIENCE_S", "PROMPT_S", "Found", "Note", "Whereabouts"]
 
@@ -29,8 +33,10 @@ PATIENCE_S = 2.0
 # The same for the ranks of a host, which share memory.
 PROMPT_S = 0.3
 _LOOK_S = 0.01
-# How long a rank that knows who has ended waits for those beside that one to say how.
+# How long a rank that knows who has ended waits for those beside that one to say how. They may all be gone.
 BESIDE_S = 0.25
+# The same where the launcher says it, of every rank but those of a host that is lost.
+BY_LAUNCHER_S = 0.75
 NOTED = "noted"  # the key that is there once a rank has written down what it does, or that another one stands
 
 # A process that is stopped writes nothing, so those of its host do; others see its state in no other way.
@@ -56,20 +62,20 @@ class Found:
     places: Mapping[int, Note]
     standing: Mapping[int, str]
 
-    def listed(self, at: int) -> str:
-        """The ranks' calls, for people.
+    def mismatch(self, at: int) -> CollectiveMismatch:
+        """The error for calls that differ, with the ranks' calls.
 
         Args:
             at: which of its calls differs, by the count of the rank that has found it. A rank that need not wait for
                 others may be one further by then. -1 if it is a message.
         """
-        said = {rank: f"in no collective, at {place}" for rank, (_, place, _) in self.places.items() if place}
-        said |= {rank: call for rank, (number, _, call) in self.places.items() if number == at and call}
-        said |= {
+        calls = {rank: call for rank, (number, _, call) in self.places.items() if number == at and call}
+        calls |= {
             rank: before if number == at + 1 and at > 0 and before else call
             for rank, (number, call, before) in self.calls.items()
         }
-        return listed(said, range(self.size))
+        elsewhere = {rank: f"in no collective, at {place}" for rank, (_, place, _) in self.places.items() if place}
+        return CollectiveMismatch.of_calls(listed(elsewhere | calls, range(self.size)), calls)
 
     def behind(self, count: int) -> dict[int, str]:
         """The ranks that have begun fewer collectives than this, each with where it is, as far as that is known."""
@@ -127,19 +133,36 @@ class Whereabouts:
         with contextlib.suppress(RuntimeError):  # the store has gone with rank 0
             self._store.set(f"how/{rank}", known)
 
-    def heard_beside(self, rank: int) -> dict[str, Any]:
-        """What the ranks beside one that has ended say of it; empty if they do not in time, or have ended as well."""
-        until = time.monotonic() + BESIDE_S
+    def heard_of(self, rank: int) -> dict[str, Any]:
+        """What the ranks beside one that has ended on another host, or the launcher, say of it.
 
-        def read() -> dict[str, Any]:
-            while True:
-                if said := peek(self._store, f"how/{rank}"):
-                    return dict(json.loads(said))
-                if time.monotonic() > until:
-                    return {}
-                time.sleep(_LOOK_S)
+        Returns:
+            ``how`` it has ended and what it did last, as :func:`phalanx.watch.ends.ended_elsewhere` has it; empty if
+            nobody who could know says so in time.
+        """
+        host, name, pid = self._layout.place(rank)[0], self._layout.name(rank), self._pids[rank]
+        said = ended_elsewhere(name, pid)
+        has_others = len(self._layout.hosts[host]) > 1
+        if said or (said is None and not has_others):
+            return said or {}
+        heard, over, by_others = threading.Event(), threading.Event(), dict[str, Any]()
 
-        return self._questions.ask(read, BESIDE_S + _LOOK_S) or {}
+        def read() -> None:
+            with contextlib.suppress(RuntimeError):  # the store has gone with rank 0
+                while not over.is_set():
+                    if known := peek(self._store, f"how/{rank}"):
+                        by_others.update(json.loads(known))
+                        heard.set()
+                        return
+                    over.wait(_LOOK_S)
+
+        if has_others:
+            self._questions.aside(read)
+        until = time.monotonic() + (BESIDE_S if said is None else BY_LAUNCHER_S)
+        while not heard.wait(_LOOK_S) and not said and time.monotonic() < until:
+            said = ended_elsewhere(name, pid)
+        over.set()
+        return dict(by_others) if heard.is_set() else said or {}
 
     def gather(self, own: Note, *, with_later_calls: bool) -> Found:
         """What is known of the ranks, in ``PATIENCE_S`` at most.

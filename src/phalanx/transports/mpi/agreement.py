@@ -36,6 +36,7 @@ from phalanx.transports.mpi.runtime import Runtime
 from phalanx.watch.call_site import call_site
 from phalanx.watch.calls import call_text, exchange_text, listed
 from phalanx.watch.own_wait import with_own_wait
+from phalanx.words import format_list, format_named
 
 __all__ = ["Agreement", "pause"]
 
@@ -49,6 +50,8 @@ CHECK_S = 0.005  # how often a waiting rank checks for notices
 # How long a rank that gives up collects the notices of the other ranks that were waiting, if more than one may be
 # missing. They send them at once, but on a busy machine that takes them a second.
 PATIENCE_S = 2.0
+_MOST_NAMED = 4  # an error that names more ranks with their processes is not read
+_OF_ONE = ("last_operation", "last_line", "was_in_it")
 
 
 class Agreement:
@@ -163,10 +166,11 @@ class Agreement:
             self._comm.Allgather([own, mpi.BYTE], [all_, TEXT_BYTES, mpi.BYTE])
         except mpi.Exception as error:
             raise BackendError(f"the ranks of a group called different operations, here {call}; {error}") from None
-        texts = [
-            all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace") for at in range(0, len(all_), TEXT_BYTES)
-        ]
-        self.broken = CollectiveMismatch.of_calls(listed(dict(enumerate(texts)), range(self._size)))
+        calls = {
+            rank: all_[at : at + TEXT_BYTES].rstrip(b"\0").decode(errors="replace")
+            for rank, at in enumerate(range(0, len(all_), TEXT_BYTES))
+        }
+        self.broken = with_own_wait(CollectiveMismatch.of_calls(listed(calls, range(self._size)), calls))
         return self.broken
 
     def failed(self, error: Exception, name: str, tensor: torch.Tensor | None, op: int = -1, root: int = -1) -> Any:
@@ -214,7 +218,7 @@ class Agreement:
             self._leave_unanswered()
             raise self.broken
         if self.aborted:
-            self.broken = PeerLost(f"the group was aborted while rank {self._rank} was in {call()}")
+            self.broken = with_own_wait(PeerLost(f"the group was aborted while rank {self._rank} was in {call()}"))
             raise self.broken
         if waited > self.timeout_s:
             raise self._late(call(), waited)
@@ -233,16 +237,18 @@ class Agreement:
             return text() + _site()
 
         if self.aborted:
-            raise PeerLost(f"the group was aborted while rank {self._rank} was in {call()}")
+            raise with_own_wait(PeerLost(f"the group was aborted while rank {self._rank} was in {call()}"))
         if waited > self.timeout_s:
             if peer is not None and self._standing([peer]):
                 self.broken = self._did_not_come([peer], self._rank, call(), waited)
             else:
-                self.broken = CollectiveTimeout(
-                    f"{call()} on rank {self._rank} of the group was not done within {self.timeout_s:g} s. Does the "
-                    f"other rank make the matching call, with the same tag?",
+                self.broken = CollectiveTimeout.of_message(
+                    f"{call()} on rank {self._rank} of the group",
+                    "the other rank" if peer is None else self._named(peer),
+                    self.timeout_s,
                     group_rank=-1 if peer is None else peer,
                     elapsed_s=waited,
+                    **({} if peer is None else self._facts(peer)),
                 )
             with_own_wait(self.broken)
             self._give_up("interrupted", call())
@@ -250,38 +256,30 @@ class Agreement:
         if waited > last_call_s and peer is not None and peer != self._rank:
             last = self._runtime.notices.has_left(self._members[peer])
             if last:
-                raise with_own_wait(
-                    PeerLost(
-                        f"rank {peer} of the group has left ({last}) while rank {self._rank} was in {call()}",
-                        group_rank=peer,
-                    )
-                )
+                waiting = f"rank {self._rank} was in {call()}"
+                facts = self._facts(peer)
+                raise with_own_wait(PeerLost.left(peer, facts.pop("pid"), waiting, last, **facts))
 
     def _lost(self, notice: Notice, call: str, came_late: bool) -> PhalanxError:
         """The error for another rank's notice."""
         rank = self._members.index(notice.rank)
         if notice.kind == "left":
-            return PeerLost(
-                f"rank {rank} of the group has left ({notice.call}) while rank {self._rank} was in {call}. Every rank "
-                f"must make the same calls; has rank {rank} less data, or did it end early?",
-                group_rank=rank,
-            )
+            facts = self._facts(rank)
+            return PeerLost.left(rank, facts.pop("pid"), f"rank {self._rank} was in {call}", notice.call, **facts)
         if notice.kind == "timeout" and not came_late:
             self._give_up("timeout", call)
             missing = self._missing()
             if missing:
                 return self._did_not_come(missing, rank, notice.call, self.timeout_s)
         if notice.kind == "timeout":
-            return CollectiveTimeout(
-                f"rank {rank} of the group had waited {self.timeout_s:g} s in {notice.call} and given up when rank "
-                f"{self._rank} came to {call}. Was rank {self._rank} in other code, or is it much slower? "
-                f"{CollectiveTimeout.remedy()}",
-                group_rank=self._rank,
-                elapsed_s=self.timeout_s,
+            return CollectiveTimeout.came_late(
+                self._named(rank), notice.call, self._rank, call, self.timeout_s, **self._facts(self._rank)
             )
         what = "was interrupted in" if notice.kind == "interrupted" else "aborted the group in"
         return PeerLost.out_of_step(
-            f"rank {rank} of the group {what} {notice.call}, while rank {self._rank} was in {call}", group_rank=rank
+            f"{self._named(rank)} {what} {notice.call}, while rank {self._rank} was in {call}",
+            group_rank=rank,
+            **self._facts(rank),
         )
 
     def _late(self, call: str, waited: float) -> PhalanxError:
@@ -307,20 +305,38 @@ class Agreement:
             # A rank may stop in the comparison. Then others may be past it, and wait for that rank in MPI's operation,
             # where they send no notice.
             missing = sorted(standing)
-        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of the group"
+        shown = format_list([self._named(rank) for rank in missing[:_MOST_NAMED]])
+        if len(missing) > _MOST_NAMED:
+            shown = f"{format_named('rank', missing)} of the group"
         if standing:
-            names += f", which {'were' if len(missing) > 1 else 'was'} {standing[missing[0]]},"
-        return CollectiveTimeout.did_not_come(
-            names,
+            shown += f", which {'were' if len(missing) > 1 else 'was'} {standing[missing[0]]},"
+        elif len(missing) == 1 and (place := self._runtime.peers.at(self._members[missing[0]])):
+            shown += f", which is at {place},"
+        facts = self._facts(missing[0]) if missing else {}
+        # A sentence about what it did last would not say which of several ranks it is about.
+        of_one = {name: facts.pop(name) for name in _OF_ONE if name in facts and len(missing) > 1}
+        error = CollectiveTimeout.did_not_come(
+            shown,
             f"rank {waiting} was in {call}",
             self.timeout_s,
             group_rank=missing[0] if missing else -1,
             elapsed_s=waited,
+            **facts,
         )
+        of_one.pop("was_in_it", None)
+        vars(error).update(of_one)
+        return error
+
+    def _named(self, rank: int) -> str:
+        return self._runtime.peers.name(self._members[rank], rank)
+
+    def _facts(self, rank: int) -> dict[str, Any]:
+        """What is known of a rank of the group, as attributes of an error about it, and whether it ``was_in_it``."""
+        return self._runtime.peers.facts(self._members[rank])
 
     def _standing(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of these ranks whose processes are known not to run on, each with the reason in words."""
-        return {rank: text for rank in ranks if (text := self._runtime.standing(self._members[rank]))}
+        return {rank: text for rank in ranks if (text := self._runtime.peers.standing(self._members[rank]))}
 
     def interrupted(self, error: BaseException, name: str, tensor: torch.Tensor | None, op: int, root: int) -> None:
         """This rank leaves an operation by an exception of its own, a signal handler's: the group is broken.
@@ -331,7 +347,9 @@ class Agreement:
             return
         call = self._text(name, tensor, op, root)
         self.broken = PeerLost.out_of_step(
-            f"rank {self._rank} of the group was interrupted in {call} ({type(error).__name__})", group_rank=self._rank
+            f"{self._named(self._rank)} was interrupted in {call} ({type(error).__name__})",
+            group_rank=self._rank,
+            **self._facts(self._rank),
         )
         self._give_up("interrupted", call)
 

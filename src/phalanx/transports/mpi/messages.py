@@ -16,6 +16,7 @@ from phalanx.transports.contract import GLANCE_S, SENT, Message
 from phalanx.transports.mpi.agreement import CHECK_S, Agreement, pause
 from phalanx.transports.mpi.runtime import Runtime
 from phalanx.transports.mpi.types import Types
+from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["Mail", "MpiMessage"]
 
@@ -175,7 +176,8 @@ class MpiMessage(Message):
 
     def _wrong_length(self, found: str) -> PhalanxError:
         nbytes = self._tensor.nbytes if self._tensor is not None else 0
-        return CollectiveMismatch(
+        error = CollectiveMismatch(
             f"{self._text()} on rank {self._mail.comm.rank} of the group: the message is not of {nbytes} bytes, as "
             f"the tensor is, but {found}. The ranks must send and receive tensors of the same size and dtype"
         )
+        return with_own_wait(error)

@@ -27,10 +27,9 @@ from phalanx.errors import InitializationError
 from phalanx.native.core import library
 from phalanx.place.launchers import MPI_SIZES
 from phalanx.system.mpi_files import own_files, remove
-from phalanx.system.process_use import state_text
-from phalanx.system.processes import state_of
 from phalanx.transports.mpi.interface import tell_libraries
 from phalanx.transports.mpi.notices import Notices
+from phalanx.transports.mpi.peers import Peers
 
 __all__ = ["MISSING", "Runtime", "running", "start"]
 
@@ -51,6 +50,7 @@ class Runtime:
     Attributes:
         mpi: the module ``mpi4py.MPI``.
         world: a duplicate of MPI_COMM_WORLD, so that what the script sends on that one is not received here.
+        peers: what this rank knows of the processes of the others.
         notices: the notices that ranks send each other beside the groups' operations.
         check: whether collectives are compared before they run; rank 0's setting holds.
         symbols: MPI's functions, or None if only mpi4py can reach them.
@@ -77,7 +77,8 @@ class Runtime:
         self._require_one_world()
         self.notices = Notices(mpi, self.world)
         self.check = bool(self.world.bcast(_wants_check(), 0))
-        self._hosts, self._processes = self._first_ranks(), self._process_ids()
+        self._hosts = self._first_ranks()
+        self.peers = Peers(self.world, lambda rank: self._hosts[rank] == self._hosts[self.world.rank])
         # By identity: unlike a WeakSet it can be listed in one step, while other threads begin messages.
         self.messages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._keeps = self._exiting = False
@@ -105,22 +106,6 @@ class Runtime:
         first = neighbours.bcast(self.world.rank, 0)
         neighbours.Free()
         return list(self.world.allgather(first))
-
-    def _process_ids(self) -> list[tuple[int, str]]:
-        """Each rank's process id, and the namespace in which it is one."""
-        namespace = ""
-        with contextlib.suppress(OSError):
-            namespace = os.readlink("/proc/self/ns/pid")
-        return list(self.world.allgather((os.getpid(), namespace)))
-
-    def standing(self, rank: int) -> str:
-        """In words why the process of a rank of the world does not run on; empty if it does, or is on another host."""
-        pid, namespace = self._processes[rank]
-        own = self._processes[self.world.rank]
-        if not self.one_host((rank, self.world.rank)) or not namespace or namespace != own[1]:
-            return ""
-        state = state_of(pid)
-        return state_text(state) if state in ("T", "t") else ""
 
     def leave_unanswered(self, what: object) -> None:
         """Record that an operation of several ranks was given up: MPI_Finalize would wait for it without end.

@@ -29,6 +29,7 @@ from phalanx.transports.shm.wording import exchanged, text_of_call
 from phalanx.watch.call_site import CallSite, call_site, capture, shown, text_of
 from phalanx.watch.calls import shape_word
 from phalanx.watch.ending import tell_how_the_script_ends, who_left
+from phalanx.watch.from_outside import Place
 from phalanx.watch.own_wait import with_own_wait
 
 __all__ = ["SharedMemoryCommunicator"]
@@ -95,16 +96,15 @@ class SharedMemoryCommunicator(Communicator):
         self._mailbox = Mailbox(self._comm, self._signals, self._explain_message, self._names)
         self.set_timeout(timeout)
         tell_how_the_script_ends()
+        self._place = Place()
         self.crossed = ""
         self.part_of: Callable[[], str] | None = None
         self.outer_error: Callable[[PhalanxError, str], PhalanxError] | None = None
         self._told = False  # whether this rank has raised the error of the broken group
-        # The last call that returned before every other rank had confirmed it. A broadcast's root waits for nobody; an
-        # all_to_all does not learn whether the others expected its sizes. If that call did not match, the mismatch is
-        # found in a later call, and the error must name this one. Kept as (call site, function that writes the text,
-        # its arguments), because the text is hardly ever needed; or, from c10d/quick.py, as a function that returns
-        # these three. The thread in a collective writes it; a thread that explains why its message failed reads it too,
-        # without a lock, since one assignment replaces it whole.
+        # The last call that returned before every other rank had confirmed it, as a broadcast's root does. If it did
+        # not match, that is found in a later call, whose error must name this one. Kept as (call site, function that
+        # writes the text, its arguments), or, from c10d/quick.py, as a function that returns these three. The thread in
+        # a collective writes it; one that explains its message reads it, too: one assignment replaces it whole.
         self._unheard: _Unheard | Callable[[], _Unheard | None] | None = None
 
     def can_reduce(self, dtype: torch.dtype, op: int) -> bool:
@@ -173,15 +173,10 @@ class SharedMemoryCommunicator(Communicator):
         return ended(self._mailbox, rank, pid)
 
     @property
-    def last_call(self) -> int:
-        """Where this rank's last call began, as :attr:`differs_at` counts."""
-        return int(self._core.phx_call_chunk(self._comm)) if self._comm else 0
-
-    @property
-    def differs_at(self) -> int | None:
-        """Where the call began in which the ranks' calls differ, if that has broken the group."""
-        why = self._mailbox.why_broken()
-        return int(why.chunk) if why.status == Status.MISMATCH else None
+    def differs_late(self) -> bool:
+        """Whether the ranks' calls differ, and those before the present one of the larger group."""
+        why, comm = self._mailbox.why_broken(), self._comm
+        return why.status == Status.MISMATCH and bool(comm) and self._core.phx_beside_last_call(comm, why.chunk) < 0
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -358,22 +353,28 @@ class SharedMemoryCommunicator(Communicator):
         if self._comm:
             self._core.phx_set_rests(self._comm, rests)
 
+    def begin_parts(self, call: int) -> None:
+        """The calls from now on are parts of a call of a larger group, which has this number on each rank."""
+        if self._comm:
+            self._core.phx_begin_parts(self._comm, call)
+
     def abort(self, doing: str = "") -> None:
         self.abort_because(doing)
 
-    def compare_rest(self, patience_s: float) -> None:
+    def compare_rest(self, patience_s: float) -> bool:
         with self._mailbox.handle() as comm:
             why = Breakage()
             if not comm or self._told:
-                return
+                return False
             broken = self._core.phx_breakage(comm, ctypes.byref(why))
-            if not broken and not self._core.phx_compare_rest(comm, int(patience_s * 1e9)):
-                return
+            if not broken and (status := self._core.phx_compare_rest(comm, int(patience_s * 1e9))) <= 0:
+                return bool(status == Status.OK)
             self._core.phx_breakage(comm, ctypes.byref(why))
-            mismatch = why.status == Status.MISMATCH and why.chunk == self._core.phx_call_chunk(comm)
+            mismatch = why.status == Status.MISMATCH and not self._core.phx_beside_last_call(comm, why.chunk)
             if mismatch or (not broken and why.how == Going.LEFT):
-                place, text, arguments = self._last_unheard() or (None, _leaving, ())
+                place, text, arguments = self._last_unheard() or (None, lambda: "leaving the group", ())
                 raise self._error(comm, text(*arguments), shown(text_of(place)))
+        return False
 
     def close(self) -> None:
         self._mailbox.end()
@@ -381,6 +382,7 @@ class SharedMemoryCommunicator(Communicator):
         if not comm:
             return
         self._comm = 0
+        self._place.close()
         if self._mailbox.close():  # else the memory stays mapped until the process ends
             self._core.phx_close(comm)
 
@@ -437,6 +439,8 @@ class SharedMemoryCommunicator(Communicator):
         return self._mailbox.recv_for_now(tensor, DTYPES[tensor.dtype], tag)
 
     def _last_unheard(self) -> _Unheard | None:
+        if self.part_of is not None:
+            return None, self.part_of, ()
         return self._unheard() if callable(self._unheard) else self._unheard
 
     def _error(self, comm: int, call: str, site: str, timeout_s: float | None = None) -> PhalanxError:
@@ -444,7 +448,3 @@ class SharedMemoryCommunicator(Communicator):
         what = f"{call} at {site}" if site else call
         own_timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return with_own_wait(explain(comm, self.rank, self._names, what, own_timeout_s))
-
-
-def _leaving() -> str:
-    return "leaving the group"

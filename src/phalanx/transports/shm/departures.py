@@ -13,9 +13,23 @@ from phalanx.transports.shm.explanation import facts_of
 from phalanx.transports.shm.mailbox import Mailbox
 from phalanx.watch.ends import AT_ONCE_S, how_ended
 
-__all__ = ["departed", "ended"]
+__all__ = ["departed", "ended", "process_ids"]
 
 _WAYS = {Going.LEFT: LEFT, Going.FAILED: FAILED, Going.ENDED: ENDED, Going.REPLACED: REPLACED}
+
+
+def process_ids(comm: int, size: int) -> list[int]:
+    """The process ids of the ranks of a group, in their order.
+
+    Args:
+        comm: the core's handle of the group, which nobody closes meanwhile.
+        size: how many ranks it has.
+    """
+    pid, found = ctypes.c_uint32(), []
+    for rank in range(size):
+        library().phx_going(comm, rank, ctypes.byref(pid))
+        found.append(pid.value)
+    return found
 
 
 def departed(mailbox: Mailbox, ranks: Collection[int]) -> dict[int, Gone]:

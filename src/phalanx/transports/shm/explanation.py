@@ -6,18 +6,19 @@ import ctypes
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, PeerLost, PhalanxError
 from phalanx.lost import rank_of_group
 from phalanx.native.core import NOBODY, TEXT_BYTES, Breakage, Going, Status, library
 from phalanx.system import processes
-from phalanx.system.folder import beside, jobs_folder
 from phalanx.system.host import machine_name
 from phalanx.system.process_use import state_text
+from phalanx.watch.call_site import shown
 from phalanx.watch.calls import listed
 from phalanx.watch.ends import how_ended
+from phalanx.watch.from_outside import place_of_main
+from phalanx.watch.last_known import facts_in
 from phalanx.watch.records import read_memory
 
 __all__ = ["explain", "facts_of", "left_text"]
@@ -63,7 +64,7 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
     waiting = f"rank {whose} was in {noticed}"
     if why.status == Status.TIMEOUT:
         return CollectiveTimeout.did_not_come(
-            f"{rank_of_group(lost, why.peer_pid, host)}, which is {_living(why.peer_pid)},",
+            f"{rank_of_group(lost, why.peer_pid, host)}, which {_living(why.peer_pid, is_own=why.peer == rank)},",
             waiting,
             timeout_s,
             group_rank=lost,
@@ -76,6 +77,7 @@ def explain(comm: int, rank: int, names: Sequence[int], call: str, timeout_s: fl
             f"{rank_of_group(whose, why.peer_pid, host)} was interrupted in {noticed}",
             group_rank=whose,
             pid=why.peer_pid,
+            **facts_of(comm, why.rank),
         )
     return _gone(comm, why, lost, waiting)
 
@@ -98,10 +100,16 @@ def _gone(comm: int, why: Breakage, lost: int, waiting: str) -> PeerLost:
     return PeerLost.ended(lost, why.peer_pid, waiting, ending.text, signal=ending.signal, **facts)
 
 
-def _living(pid: int) -> str:
-    """What keeps a process from coming, if that shows in its state."""
+def _living(pid: int, *, is_own: bool) -> str:
+    """What a process does that does not come: what the kernel says of it, or where its main thread is.
+
+    Of this process, which has come late, that would be the call itself.
+    """
     state = processes.state_of(pid)
-    return state_text(state) if state in ("T", "t", "D") else "alive"
+    if state in ("T", "t", "D"):
+        return f"is {state_text(state)}"
+    place = "" if is_own else place_of_main(pid)
+    return f"is at {shown(place)}" if place else "is alive"
 
 
 def left_text(rank: int, error: str) -> bytes:
@@ -133,10 +141,7 @@ def facts_of(comm: int, peer: int) -> dict[str, Any]:
     memory = library().phx_recorder_of(comm, peer)
     recording = read_memory(memory) if memory else None
     if recording is not None:
-        facts["rank"] = recording.rank
-        if recording.last is not None:
-            facts["last_line"], facts["was_in_it"] = recording.last.site, recording.last.under_way
-            facts["last_operation"] = replace(recording.last, site=beside(recording.last.site, jobs_folder())).text()
+        facts |= facts_in(recording)
     return facts
 
 

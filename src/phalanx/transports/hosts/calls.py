@@ -1,0 +1,35 @@
+"""The calls of the ranks of a group over several hosts, as far as a break concerns them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["Differs", "History", "LeftOut"]
+
+
+class History(Protocol):
+    """The last collectives of this rank."""
+
+    def last_but(self, calls: int) -> str:
+        """The last call (0) or the last but one (1), with its line; empty if there was none."""
+        ...
+
+    def is_late(self) -> bool:
+        """Whether the calls that are found to differ are those before the present one."""
+        ...
+
+
+class Differs(Exception):
+    """The ranks' calls do not match."""
+
+
+class LeftOut(Exception):
+    """A rank has left the group in order, without the last call that this one has made.
+
+    Attributes:
+        group_rank: that rank.
+    """
+
+    def __init__(self, group_rank: int) -> None:
+        super().__init__(f"rank {group_rank} has left without the last call")
+        self.group_rank = group_rank
