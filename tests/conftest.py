@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from collections.abc import Generator, Iterator
@@ -13,6 +14,10 @@ import torch
 from tests.support.leaks import Holdings
 
 torch.set_num_threads(1)
+
+# Ranks without a launcher say for whom they wait when that has lasted for long, as it may on a busy machine. Tests of
+# what ranks print want that only if they ask for it.
+os.environ["PHALANX_WARN_AFTER"] = "0"
 
 # How long a thread that has been told to end may take until it has closed what it had. What is a leak stays.
 ENDING_S = 10.0

@@ -80,13 +80,18 @@ class RunningJob:
         return [named[rank] for rank in sorted(named)]
 
     def named(self, name: str) -> int:
-        """The one process of that name."""
-        found = []
-        for pid in self.processes():
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                    found.append(pid)
-        assert len(found) == 1, f"{name}: {found}"
+        """The one process of that name, once there is one: a fork bears its parent's name until it has its own."""
+        found: list[int] = []
+
+        def one() -> bool:
+            found.clear()
+            for pid in self.processes():
+                with contextlib.suppress(OSError):
+                    if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                        found.append(pid)
+            return len(found) == 1
+
+        wait_for(one, complaint=lambda: f"{name}: {found}")
         return found[0]
 
     def wait_until_gone(self, timeout_s: float) -> float:

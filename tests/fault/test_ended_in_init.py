@@ -23,7 +23,7 @@ SCRIPT = """
     try:
         phalanx.init(timeout_s=600)
     except phalanx.errors.InitializationError as error:
-        print(f"told: {error}", flush=True)
+        print(f"told: {error} (rank={error.rank})", flush=True)
         raise
 """
 
@@ -36,6 +36,7 @@ def test_on_one_host_the_others_are_told_at_once(launcher: Launcher, victim: int
     assert outcome.code == 1, outcome.err_text
     assert told, outcome.err_text  # the launcher ends the others when the first has failed
     assert all(f"rank {victim} has ended" in line for line in told), told
+    assert all(line.endswith(f"(rank={victim})") for line in told), told
 
 
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
@@ -50,6 +51,7 @@ def test_on_two_hosts_the_others_are_told_which_rank_and_where(
     assert job.process.returncode == 1, job.said()
     assert told, job.said()
     assert all(f"rank {victim} on h{victim // 2} has ended" in line for line in told), told
+    assert all(line.endswith(f"(rank={victim})") for line in told), told
     assert f"rank {victim} on h{victim // 2} has ended" in job.err
 
 
@@ -63,7 +65,7 @@ INSIDE = """
     try:
         phalanx.init(timeout_s=600)
     except phalanx.errors.InitializationError as error:
-        print(f"told: {error}", flush=True)
+        print(f"told: {error} (rank={error.rank})", flush=True)
         raise
 """
 
@@ -78,6 +80,7 @@ def test_a_rank_that_ends_inside_of_init_is_named_by_the_rank_that_collects(
     assert outcome.code == 1, outcome.err_text
     assert told, outcome.err_text
     assert all(f"rank {victim} has ended" in line for line in told), told
+    assert all(line.endswith(f"(rank={victim})") for line in told), told
     assert "did not come within" not in outcome.err_text
 
 

@@ -8,6 +8,7 @@ rank has been ended for what followed. A program takes the place of the MPI laun
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -58,6 +59,12 @@ RANKS = """
 """
 
 
+def go_on(folder: Path) -> None:
+    """Continue the keeper, unless the launcher has: it does so to end the job."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int((folder / "keeper").read_text()), signal.SIGCONT)
+
+
 @pytest.mark.parametrize("launcher_then", ["kills", "waits"])
 @pytest.mark.parametrize(
     ("falls", "code", "said"),
@@ -77,7 +84,7 @@ def test_the_rank_that_broke_first_is_named_although_its_end_is_told_last(
     assert soon((tmp_path / "keeper").exists, 200)
     # It does nothing wrong, so it is there until it is ended for what rank 0 has done.
     await_end(int((tmp_path / "other").read_text()))
-    os.kill(int((tmp_path / "keeper").read_text()), signal.SIGCONT)
+    go_on(tmp_path)
     outcome = job.finish()
     assert outcome.code == code, outcome.err_text
     assert "phalanx: rank 1 of 3 failed" in outcome.err_text
@@ -92,7 +99,7 @@ def test_what_mpi_ended_is_named_if_no_rank_broke_before(launcher: Launcher, tmp
     job = launcher.start("--mpi", write_mpiexec(tmp_path), *arguments, environment={"FOLDER": str(tmp_path)})
     assert soon((tmp_path / "keeper").exists, 200)
     await_end(int((tmp_path / "other").read_text()))
-    os.kill(int((tmp_path / "keeper").read_text()), signal.SIGCONT)
+    go_on(tmp_path)
     outcome = job.finish()
     assert outcome.code == 0x8F, outcome.err_text
     assert f"phalanx: rank 0 of 3 failed: {ERROR}" in outcome.err_text

@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, launcher
-from tests.support.kill_cases import Case, drawn
+from tests.support.kill_cases import Case
+from tests.support.kill_draw import drawn, quick
 from tests.support.kill_runs import run_case
 from tests.support.remote import RemoteJob
 
 __all__ = ["launcher"]
 
 CASES = drawn("one host", 450)
-QUICK = 5  # of these without a stopped rank, for which one waits
+QUICK = 5
 
 
 def parameters() -> list[object]:
     """All of them, of which only a few quick ones run in ``make test``."""
-    quick = [case for case in CASES if case.fault != "SIGSTOP" and case.world < 8][:QUICK]
-    return [pytest.param(case, id=str(case), marks=[] if case in quick else [pytest.mark.fault]) for case in CASES]
+    few = quick(CASES, QUICK)
+    return [pytest.param(case, id=str(case), marks=[] if case in few else [pytest.mark.fault]) for case in CASES]
 
 
 @pytest.mark.parametrize("case", parameters())

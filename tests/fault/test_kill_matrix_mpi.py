@@ -13,7 +13,8 @@ import pytest
 from tests.launch_support import Launcher
 from tests.mpi.conftest import LIBRARIES_NAMES, SHARED_MEMORY
 from tests.mpi.environments import MpiEnvironment, mpi_parameters
-from tests.support.kill_cases import Case, drawn
+from tests.support.kill_cases import Case
+from tests.support.kill_draw import drawn
 from tests.support.kill_runs import run_case
 from tests.support.leaks import lasts
 from tests.support.remote import RemoteJob

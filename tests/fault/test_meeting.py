@@ -29,6 +29,7 @@ from phalanx.c10d import create
 from phalanx.c10d.create import create_process_group
 from phalanx.errors import DeviceError, InitializationError
 from phalanx.topology.topology import gather
+from phalanx.transports.hosts.choosing import Chosen
 from phalanx.transports.hosts.guard import Guard
 from phalanx.transports.shm.communicator import SharedMemoryCommunicator
 from phalanx.transports.shm.segment import NotOneHost
@@ -349,7 +350,8 @@ def test_nothing_stays_of_a_group_over_hosts_that_cannot_be_made(where: object, 
         make = getattr(where, step)
 
         def fail(*arguments: Any, **options: Any) -> None:
-            make(*arguments, **options)
+            if isinstance(made := make(*arguments, **options), Chosen):
+                made.engine.close()
             raise InitializationError("a rank has gone")
 
         before, threads = descriptors(), set(threading.enumerate())

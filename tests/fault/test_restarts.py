@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 from tests.launch_support import Launcher, launcher, wait_for
+from tests.support.faults import known_of
+from tests.support.golden import block_of, check_told
+
+from phalanx.system.host import machine_name
 
 __all__ = ["launcher"]
 
@@ -109,13 +113,18 @@ def test_an_attempt_has_its_own_port_key_and_store(launcher: Launcher) -> None:
             print(os.environ["MASTER_PORT"], os.environ["PHALANX_KEY"], os.environ["PHALANX_RUN_ID"],
                   store.check(["left"]), flush=True)
             store.set("left", "here")
-        dist.barrier()
-        if os.environ["PHALANX_ATTEMPT"] != "2" and dist.get_rank() == 1:
+        dist.barrier()  # all have come
+        attempt = os.environ["PHALANX_ATTEMPT"]
+        if attempt != "2" and dist.get_rank() == 1:
+            with open("pid-" + attempt, "w") as file:
+                file.write(str(os.getpid()))
             os._exit(3)
         dist.barrier()
     """)
     outcome = launcher.run("-n", "2", *PLAIN, "--restarts", "2", script)
     assert outcome.code == 0, outcome.err_text
+    facts = known_of(launcher.directory, script, Path(script).read_text(), 2)
+    check_told("restarts.gloo.launcher", block_of(outcome.err_text), {**facts, "host": machine_name()})
     ports, keys, names, kept = zip(*(line.split() for line in outcome.out_lines), strict=True)
     assert (len(set(ports)), len(set(keys)), len(set(names))) == (3, 3, 1)
     assert kept == ("False",) * 3

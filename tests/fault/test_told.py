@@ -76,6 +76,13 @@ def test_every_survivor_says_at_the_timeout_that_a_rank_is_stopped(launcher: Lau
         check_told("stopped", told, known(launcher, script, ENDS, 3))
 
 
+def test_the_launcher_says_of_a_job_over_gloo_that_the_rank_that_had_not_come_was_stopped(launcher: Launcher) -> None:
+    script = launcher.script(ENDS)
+    done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "gloo", "stopped")
+    assert done.code == 1
+    check_told("stopped.gloo.launcher", block_of(done.err_text), known(launcher, script, ENDS, 3))
+
+
 def test_parameters_that_a_rank_leaves_unused_are_named_on_every_rank(launcher: Launcher) -> None:
     script = launcher.script(UNUSED)
     done = launcher.run("-n", "3", "--grace", "60", script, str(launcher.directory), "phalanx")

@@ -13,7 +13,7 @@ from tests.support.golden import await_told, block_of, check_told, without_frame
 __all__ = ["launcher"]  # a fixture
 
 
-@pytest.mark.parametrize("row", ["dtype", "operation", "gathered", "scattered", "swapped", "skipped"])
+@pytest.mark.parametrize("row", ["dtype", "shape", "operation", "gathered", "scattered", "swapped", "skipped"])
 def test_a_mistake_that_passes_is_said_once(launcher: Launcher, row: str) -> None:
     script = launcher.script(PASSES)
     done = launcher.run("-n", "3", "-q", "--warn-after", "0", script, str(launcher.directory), "gloo", row)
@@ -36,7 +36,7 @@ def test_a_program_that_is_right_is_not_warned_of(launcher: Launcher) -> None:
     assert (done.code, "phalanx: " in done.err_text) == (0, False), done.err_text
 
 
-@pytest.mark.parametrize("row", ["dtype", "swapped"])
+@pytest.mark.parametrize("row", ["dtype", "shape", "swapped"])
 def test_strict_ends_the_job_with_the_mistake(launcher: Launcher, row: str) -> None:
     """Also if that is only found when the ranks have ended."""
     text = PASSES + ("time.sleep(600)\n" if row == "dtype" else "")

@@ -6,8 +6,9 @@ import re
 import signal
 
 import pytest
-from tests.support.faults import ENDS, PASSES, PASSES_RIGHTLY, known_of
-from tests.support.golden import await_told, block_of, check_told
+from tests.launch_support import wait_for
+from tests.support.faults import CUT_OVER_TORCHS, ENDS, PASSES, PASSES_RIGHTLY, UNUSED, known_of, told_by
+from tests.support.golden import await_told, block_of, check_told, without_frames
 from tests.support.hosts import why_no_hosts
 from tests.support.remote import RemoteJob, RemoteLauncher, hosts, remote
 
@@ -25,7 +26,7 @@ def said(job: RemoteJob) -> str:
 
 
 @pytest.mark.parametrize("where", UNEVEN)
-@pytest.mark.parametrize("row", ["dtype", "operation", "swapped", "skipped"])
+@pytest.mark.parametrize("row", ["dtype", "shape", "operation", "swapped", "skipped"])
 def test_a_mistake_that_passes_between_hosts_is_said_once(remote: RemoteLauncher, row: str, where: str) -> None:
     script = remote.script(PASSES)
     job = remote.run("-H", where, "-q", "--warn-after", "0", script, str(remote.folder), "gloo", row)
@@ -46,7 +47,7 @@ def test_swapped_calls_are_said_while_the_job_goes_on(remote: RemoteLauncher, wh
     job.finish()
 
 
-@pytest.mark.parametrize(("row", "where"), [("dtype", "h0:2,h1:1"), ("swapped", "h0:1,h1:2")])
+@pytest.mark.parametrize(("row", "where"), [("dtype", "h0:2,h1:1"), ("shape", "h0:1,h1:2"), ("swapped", "h0:1,h1:2")])
 def test_strict_ends_the_job_on_all_hosts_with_the_mistake(remote: RemoteLauncher, row: str, where: str) -> None:
     script = remote.script(THEN_SLEEPS)
     arguments = ("-q", "--strict", "--restarts", "1", script, str(remote.folder), "gloo", row)
@@ -56,7 +57,7 @@ def test_strict_ends_the_job_on_all_hosts_with_the_mistake(remote: RemoteLaunche
     check_told(f"{row}.gloo", said(job), facts)
 
 
-@pytest.mark.parametrize("row", ["root", "kind"])
+@pytest.mark.parametrize("row", ["root", "kind", "batches"])
 def test_calls_that_differ_between_hosts_are_listed_while_the_ranks_wait(remote: RemoteLauncher, row: str) -> None:
     script = remote.script(PASSES)
     job = remote.start("-H", UNEVEN[0], "-q", "--warn-after", "0.5", script, str(remote.folder), "gloo", row)
@@ -70,7 +71,10 @@ def test_calls_that_differ_between_hosts_are_listed_while_the_ranks_wait(remote:
     job.finish()
 
 
-@pytest.mark.parametrize(("how", "where"), [("size", "h0:2,h1:1"), ("killed", "h0:1,h1:2")])
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [("size", "h0:2,h1:1"), ("killed", "h0:1,h1:2"), ("raises", "h0:1,h1:2"), ("raises", "h0:2,h1:1")],
+)
 def test_the_block_of_a_failure_says_how_the_calls_of_hosts_differed(
     remote: RemoteLauncher, how: str, where: str
 ) -> None:
@@ -85,19 +89,45 @@ def test_the_block_of_a_failure_says_how_the_calls_of_hosts_differed(
     check_told(f"{how}.gloo.launcher", block, {**known_of(remote.folder, script, ENDS, 3), "host": host})
 
 
+@pytest.mark.parametrize(("how", "state"), [("absent", ""), ("stopped", ", which was stopped (state T),")])
 @pytest.mark.parametrize("where", UNEVEN)
 def test_the_block_of_a_failure_names_the_rank_of_another_host_that_had_not_come(
-    remote: RemoteLauncher, where: str
+    remote: RemoteLauncher, where: str, how: str, state: str
 ) -> None:
     script = remote.script(ENDS)
-    job = remote.run("-H", where, script, str(remote.folder), "gloo", "absent")
+    job = remote.run("-H", where, script, str(remote.folder), "gloo", how)
     assert job.process.returncode == 1, job.said()
     lines = known_of(remote.folder, script, ENDS, 3)
     expected = (
-        f"  rank 1 had not come to all_reduce #2 at script.py:{lines['line call']}; its last operation was "
+        f"  rank 1{state} had not come to all_reduce #2 at script.py:{lines['line call']}; its last operation was "
         f"all_reduce #1 (float32, 16 B, sum) at script.py:{lines['line before']}"
     )
     assert expected in block_of(job.err).splitlines(), job.said()
+
+
+@pytest.mark.parametrize("cut", [1, 0])
+def test_a_link_that_is_cut_is_said_with_the_host_behind_it(remote: RemoteLauncher, cut: int) -> None:
+    """The launcher is on neither host: it names the one that it cannot reach."""
+    script = remote.script(CUT_OVER_TORCHS)
+    job = remote.start("-H", "h0:1,h1:2", script, str(remote.folder), "gloo")
+    wait_for(
+        lambda: len(list(remote.folder.glob("ready-*"))) == 3 or job.process.poll() is not None, complaint=job.said
+    )
+    remote.hosts.cut(cut)
+    assert job.finish() == 1, job.said()
+    remote.hosts.mend(cut)
+    facts = {**known_of(remote.folder, script, CUT_OVER_TORCHS, 3), "host": f"h{cut}"}
+    check_told(f"cut.gloo.launcher.h{cut}", block_of(job.err), facts)
+
+
+@pytest.mark.parametrize("where", UNEVEN)
+def test_parameters_that_a_rank_leaves_unused_are_named(remote: RemoteLauncher, where: str) -> None:
+    script = remote.script(UNUSED)
+    job = remote.run("-H", where, "--grace", "60", script, str(remote.folder), "gloo")
+    assert job.process.returncode == 1, job.said()
+    facts = {**known_of(remote.folder, script, UNUSED, 3), "host": "h1" if where == UNEVEN[0] else "h0"}
+    check_told("unused.rank-1", told_by(remote.folder, "unused", [1])[0], facts)
+    check_told("unused.gloo.launcher", without_frames(block_of(job.err)), facts)
 
 
 @pytest.mark.parametrize("where", UNEVEN)

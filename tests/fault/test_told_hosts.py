@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_parameters_that_a_rank_leaves_unused_are_named_on_every_rank(remote: Re
     facts = known(remote, script, UNUSED)
     for rank in (0, 2):
         (told,) = told_by(remote.folder, "unused", [rank])
+        assert told, job.said()
         check_told("unused.hosts", told, {**facts, "rank": rank})
     check_told("unused.rank-1", told_by(remote.folder, "unused", [1])[0], facts)
 
@@ -137,19 +139,28 @@ def test_a_process_that_a_rank_leaves_is_ended_with_it_and_nothing_is_said(remot
 
 
 def test_both_sides_of_a_cut_name_the_other_host(remote: RemoteLauncher) -> None:
+    """The launcher reaches both: an agent that loses it ends its ranks, on a busy machine before they say anything."""
     script = remote.script(CUT)
     job = remote.start("-H", HOSTS, "--grace", "60", script, str(remote.folder))
     until = time.monotonic() + PATIENCE_S
     while len(list(remote.folder.glob("ready-*"))) < 3:
         assert time.monotonic() < until, job.said()
         time.sleep(0.01)
-    remote.hosts.cut(1)
+    remote.hosts.part()
     while not all((remote.folder / f"cut-{rank}").exists() for rank in range(3)):
         assert time.monotonic() < until, job.said()
         time.sleep(0.01)
-    remote.hosts.mend(1)
+    remote.hosts.mend()
     job.finish()
     facts = known(remote, script, CUT)
     check_told("cut", told_by(remote.folder, "cut", [0])[0], facts)
     for rank in (1, 2):
         check_told("cut.other-side", told_by(remote.folder, "cut", [rank])[0], {**facts, "rank": rank})
+    block = block_of(job.err)
+    told = re.match(r"phalanx: rank (\d) (?s:.*)^  ranks .*, rank (\d) with ", block, re.MULTILINE)
+    assert told is not None, block
+    first, then = map(int, told.groups())
+    # Which rank is the first to say it, and which of the others is quoted, the moment decides.
+    of_first = {"first": first, "pid": facts[f"pid {first}"], "others": ["1-2", "0, 2", "0-1"][first], "then": then}
+    golden = "cut.launcher.h0" if first == 0 else "cut.launcher.h1"
+    check_told(golden, block, {**facts, **of_first})

@@ -21,8 +21,10 @@ PATIENCE_S = 300
 needs_hosts = pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "there are hosts")
 
 
-def known(folder: Path, script: str, on_host: str = "") -> dict[str, object]:
-    return {**known_of(folder, script, MISSING, 3), "on host": on_host, "host": platform.node(), "timeout": GIVEN_UP_S}
+def known(folder: Path, script: str, on_host: str = "", where: str = "") -> dict[str, object]:
+    where = f" ({where or f'{platform.node()}, local rank 2'})"
+    facts = {"on host": on_host, "host": platform.node(), "where": where, "timeout": GIVEN_UP_S}
+    return {**known_of(folder, script, MISSING, 3), **facts}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -68,7 +70,7 @@ def test_over_hosts_it_is_named_with_its_host_too(remote: RemoteLauncher, way: s
     await_told(
         "waits-join",
         lambda: job.err,
-        lambda: known(remote.folder, script, " on h1"),
+        lambda: known(remote.folder, script, " on h1 (local rank 1)"),
         lambda: job.process.poll() is not None,
     )
     (remote.folder / "go").touch()
@@ -91,7 +93,7 @@ def test_at_the_timeout_ranks_of_other_hosts_name_it_too(remote: RemoteLauncher)
     job = remote.run("-H", HOSTS, "--grace", "60", script, str(remote.folder), "init", str(GIVEN_UP_S))
     assert job.process.returncode == 1, job.said()
     for told in told_by(remote.folder, "missing", [0, 1]):
-        check_told("missing.run", told, known(remote.folder, script))
+        check_told("missing.run", told, known(remote.folder, script, where="h1, local rank 1"))
 
 
 def test_the_launcher_names_it_when_torch_gives_up(launcher: Launcher) -> None:

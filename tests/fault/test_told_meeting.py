@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from textwrap import dedent
@@ -28,6 +28,47 @@ GIVEN_UP_S = 15.0  # the timeout of a rank 0 that waits in vain; the others must
 Told = tuple[str, str]  # an error, and what was printed
 KNOWN = {"host": platform.node()}
 
+# How launchers tell three ranks their places, each with what follows from the places of two for that of the third.
+BY_HAND: list[dict[str, object]] = [{}, {}, {}]
+SLURM: list[dict[str, object]] = [
+    {
+        "SLURM_JOB_ID": 7,
+        "SLURM_STEP_ID": 0,
+        "SLURM_PROCID": rank,
+        "SLURM_STEP_NUM_TASKS": 3,
+        "SLURM_LOCALID": 0,
+        "SLURM_NODEID": rank,
+        "SLURM_STEP_NUM_NODES": 3,
+        "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+        "SLURM_STEP_NODELIST": "h[0-2]",
+        "PHALANX_HOST": f"h{rank}",
+    }
+    for rank in range(3)
+]
+MPIEXEC: list[dict[str, object]] = [
+    {
+        "PMI_RANK": rank,
+        "PMI_SIZE": 3,
+        "MPI_LOCALRANKID": local_rank,
+        "MPI_LOCALNRANKS": beside,
+        "PHALANX_HOST": host,
+    }
+    for rank, (host, local_rank, beside) in enumerate([("h0", 0, 2), ("h1", 0, 1), ("h0", 1, 2)])
+]
+TORCHRUN: list[dict[str, object]] = [
+    {
+        "TORCHELASTIC_RUN_ID": "job",
+        "RANK": rank,
+        "WORLD_SIZE": 3,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": 1 + (host == "h1"),
+        "GROUP_RANK": int(host == "h1"),
+        "GROUP_WORLD_SIZE": 2,
+        "PHALANX_HOST": host,
+    }
+    for rank, (host, local_rank) in enumerate([("h0", 0), ("h1", 0), ("h1", 1)])
+]
+
 
 _ports = count()
 
@@ -37,9 +78,16 @@ def port() -> int:
     return 14_000 + (os.getpid() * 8 + next(_ports)) % 8_000
 
 
-def joining(rank: int, size: int, at_port: int, timeout_s: float, address: str = "127.0.0.1") -> Told:
-    """Join as this rank, as a launcher that sets the variables has it; what the user reads if that fails."""
-    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": address, "MASTER_PORT": at_port}
+def joining(
+    rank: int,
+    size: int,
+    at_port: int,
+    timeout_s: float,
+    address: str = "127.0.0.1",
+    by: Mapping[str, object] | None = None,
+) -> Told:
+    """Join as this rank, as a launcher that sets these variables has it; what the user reads if that fails."""
+    place = {**(by or {"RANK": rank, "WORLD_SIZE": size}), "MASTER_ADDR": address, "MASTER_PORT": at_port}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as printed:
         for name, value in place.items():
             patch.setenv(name, str(value))
@@ -57,8 +105,17 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize(
+    ("places", "where", "host"),
+    [
+        pytest.param(BY_HAND, "", platform.node(), id="by hand"),
+        pytest.param(SLURM, " (h2, local rank 0)", "h0", id="srun"),
+        pytest.param(MPIEXEC, " (h0, local rank 1)", "h0", id="mpiexec"),
+        pytest.param(TORCHRUN, " (h1, local rank 1)", "h0", id="torchrun"),
+    ],
+)
 def test_the_rank_that_does_not_come_is_named_while_the_others_wait_and_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, places: list[dict[str, object]], where: str, host: str
 ) -> None:
     monkeypatch.setattr(opening, "REMIND_S", GIVEN_UP_S - 1)
     at_port = port()
@@ -66,16 +123,17 @@ def test_the_rank_that_does_not_come_is_named_while_the_others_wait_and_at_the_e
     def body(member: Member) -> Told:
         if member.rank == 0:
             wait_for(member.folder / "searches")
-            return joining(0, 3, at_port, GIVEN_UP_S)
+            return joining(0, 3, at_port, GIVEN_UP_S, by=places[0])
         if member.rank == 1:
             (member.folder / "searches").touch()
-            return joining(1, 3, at_port, PATIENCE_S)
+            return joining(1, 3, at_port, PATIENCE_S, by=places[1])
         return "", ""
 
     (of_rank_0, printed), (of_rank_1, _), _ = on_ranks(body, 3)
-    check_told("missing", of_rank_0, KNOWN)
-    check_told("missing.rank-1", of_rank_1, KNOWN)
-    check_told("missing.meanwhile", printed, KNOWN)
+    known = {"host": host, "where": where}
+    check_told("missing", of_rank_0, known)
+    check_told("missing.rank-1", of_rank_1, known)
+    check_told("missing.meanwhile", printed, known)
 
 
 def test_a_second_process_of_a_rank_is_refused_and_both_are_named() -> None:
@@ -94,7 +152,8 @@ def test_a_second_process_of_a_rank_is_refused_and_both_are_named() -> None:
     first, *both, _ = on_ranks(body, 4)
     ((_, accepted),) = [(told, pid) for told, pid in both if not told[0]]
     ((told, refused),) = [(told, pid) for told, pid in both if told[0]]
-    known = {**KNOWN, "pid accepted": accepted, "pid refused": refused}
+    hosts = {"host accepted": platform.node(), "host refused": platform.node()}
+    known = {**hosts, "rank": 1, "pid accepted": accepted, "pid refused": refused}
     check_told("twice", told[0], known)
     check_told("twice.rank-0", first[0][1].partition("\n")[0], known)
 
@@ -110,7 +169,7 @@ def test_ranks_that_were_started_for_worlds_of_different_sizes_say_both() -> Non
         return joining(1, 3, at_port, PATIENCE_S), os.getpid()
 
     (of_rank_0, pid_0), (of_rank_1, pid_1) = on_ranks(body, 2)
-    known = {**KNOWN, "pid 0": pid_0, "pid 1": pid_1}
+    known = {**KNOWN, "host 1": platform.node(), "pid 0": pid_0, "pid 1": pid_1}
     check_told("world-sizes", of_rank_1[0], known)
     check_told("world-sizes.rank-0", of_rank_0[0], known)
 
@@ -141,7 +200,7 @@ def something_that_is_not_rank_0() -> Iterator[tuple[int, str]]:
 def test_a_port_that_another_program_has_is_said_by_both_ranks() -> None:
     with something_that_is_not_rank_0() as (at_port, holder):
         told = on_ranks(lambda member: joining(member.rank, 2, at_port, PATIENCE_S)[0], 2)
-    known = {**KNOWN, "port": at_port, "holder": holder}
+    known = {"address": "127.0.0.1", "name": "127.0.0.1", "port": at_port, "holder": holder}
     check_told("port-taken.rank-0", told[0], known)
     check_told("port-taken.rank-1", told[1], known)
 
@@ -154,4 +213,4 @@ def test_a_name_that_does_not_resolve_is_said_by_every_rank(monkeypatch: pytest.
     at_port = port()
     told = on_ranks(lambda member: joining(member.rank, 2, at_port, PATIENCE_S, "no-such-host")[0], 2)
     for rank, text in enumerate(told):
-        check_told("unresolved", text, {**KNOWN, "port": at_port, "rank": rank})
+        check_told("unresolved", text, {**KNOWN, "name": "no-such-host", "port": at_port, "rank": rank})

@@ -6,6 +6,7 @@ The store is one that a launcher keeps, as torchrun's agent does, or rank 0's ow
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.fault.test_gone_in_first_init import LIMIT_S, as_launched, fall_at, join, leave
+from tests.support.golden import check_told
 from tests.support.ports import held_port
 from tests.support.ranks import Member, Outcome, run_ranks
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from phalanx.errors import InitializationError
+from phalanx.system.host import machine_name
 from phalanx.system.sight import own_sight
 from phalanx.transports import attendance, seat
 from phalanx.transports.shm import segment
@@ -80,6 +83,25 @@ def two_of(rank: int, size: int) -> list[tuple[int, int]]:
     return [*((other, size) for other in others), (rank, size), (rank, size)]
 
 
+def check_twice(text: str, rank: int, size: int, pids: Sequence[int]) -> None:
+    """This is what a process is told if these two are the same rank of a world of this size."""
+    a, b = pids
+    check_told("twice.store", text, {"rank": rank, "a": a, "b": b, "host": machine_name(), "last rank": size - 1})
+
+
+def check_sizes(text: str, places: Sequence[tuple[int, int]], pids: Sequence[int]) -> None:
+    """This is what a process is told if processes of these ranks and world sizes, with these pids, meet."""
+    # The first is a rank that has failed with this before, or the one that the others are about.
+    named = [int(rank) for rank in re.findall(r"rank (\d) \(pid", text)]
+    failed, its, own = named[0], *named[-2:]
+    facts: dict[str, object] = {"host": machine_name()}
+    for which, number in {"failed": failed, "its": its, "own": own}.items():
+        ((pid, size),) = [(pid, size) for pid, (rank, size) in zip(pids, places, strict=True) if rank == number]
+        facts |= {f"{which} rank": number, f"{which} pid": pid, f"{which} size": size, f"{which} last": size - 1}
+    assert facts["its size"] != facts["own size"]
+    check_told("world-sizes.store", text, facts)
+
+
 @pytest.mark.parametrize("hosts", [1, 2])
 @pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 0), (3, 1), (5, 3)])
 @pytest.mark.parametrize("by", ["init", "torch"])
@@ -95,13 +117,8 @@ def test_both_processes_of_a_rank_name_each_other(by: str, size: int, rank: int,
     pids = [values[number][2] for number, (own, _) in enumerate(places) if own == rank]
     for (text, took_s, _), (own, _) in zip(values, places, strict=True):
         assert took_s < LIMIT_S, text
-        assert f"rank {rank} is there twice: " in text
-        assert all(f"pid {pid} on " in text for pid in pids), text
-        if own == rank:
-            assert text.startswith(f"rank {rank} is there twice: ")
-            assert text.endswith(". Give each process its own RANK")
-        else:
-            assert text.startswith((f"rank {rank} (pid ", f"rank {rank} is there twice: "))
+        check_twice(text, rank, size, pids)
+        assert text.startswith(f"rank {rank} is there twice: ") or own != rank
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -111,7 +128,7 @@ def test_they_do_where_rank_0_has_the_store(size: int) -> None:
     for text, took_s, _ in values[-2:]:
         assert took_s < LIMIT_S
         assert text.startswith(f"rank {size - 1} is there twice: ")
-        assert all(f"pid {pid} on " in text for _, _, pid in values[-2:]), text
+        check_twice(text, size - 1, size, [pid for _, _, pid in values[-2:]])
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -130,7 +147,7 @@ def test_processes_with_different_world_sizes_name_each_other(places: list[tuple
         assert took_s < LIMIT_S, text
         others = [f"pid {value[2]} on " for value, (_, other) in zip(values, places, strict=True) if other != size]
         assert any(other in text for other in others), text
-        assert "came with WORLD_SIZE" in text
+        check_sizes(text, places, [pid for _, _, pid in values])
         if len(others) == len(places) - 1:
             assert f"and rank {rank} (pid {pid} on " in text
             assert f") has {size}. Give all processes the same" in text
@@ -142,7 +159,7 @@ def test_they_do_where_one_of_them_has_the_store() -> None:
     assert of_0.startswith(f"rank 1 (pid {pid_1} on ")
     assert of_1.startswith(f"rank 0 (pid {pid_0} on ")
     for text, took_s, _ in values:
-        assert "came with WORLD_SIZE" in text
+        check_sizes(text, [(0, 2), (1, 3)], [pid_0, pid_1])
         assert took_s < LIMIT_S
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -13,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300
 
 LATE = """
-import sys, time, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 from datetime import timedelta
 from pathlib import Path
 from phalanx.errors import CollectiveTimeout
@@ -35,6 +37,7 @@ try:
     dist.all_reduce(torch.ones(4))
 except CollectiveTimeout as error:
     print(rank, "in time" if time.monotonic() - began < 20 else "late", error, flush=True)
+    print("blames itself" if (error.rank, error.pid) == (rank, os.getpid()) else "blames another", flush=True)
     Path(sys.argv[1], f"told-{rank}").touch()
 until_told(size)  # nobody ends the job for the others
 """
@@ -166,8 +169,11 @@ def test_a_rank_that_comes_when_others_have_given_up_is_told_at_once(
     ended = run(mpi, ranks, tmp_path, LATE, str(tmp_path))
     for rank in range(ranks):
         assert f"{rank} in time" in ended.stdout, ended.stdout + ended.stderr
-    assert f"rank {ranks - 1} of the group did not come within 3 s" in ended.stdout
+    who = rf"rank {ranks - 1} of the group \(pid \d+ on \S+\), which is at until_told \(\S+:\d+\),"
+    assert re.search(rf"{who} did not come within 3 s", ended.stdout)
     assert f"given up when rank {ranks - 1} came to all_reduce(float32[4], sum)" in ended.stdout
+    assert ended.stdout.count("blames itself") == 1
+    assert ended.stdout.count("blames another") == ranks - 1
     assert ended.returncode == 1  # an operation is unanswered, and MPI could not end in order
 
 
@@ -176,7 +182,9 @@ def test_of_ranks_that_do_not_come_one_that_is_stopped_is_named_as_that(
     mpi: MpiEnvironment, call: str, tmp_path: Path
 ) -> None:
     ended = run(mpi, 3, tmp_path, STOPPED, str(tmp_path), call)
-    words = f"rank 1 of the group, which was stopped (state T), did not come within 3 s while rank 0 was in {call}"
+    pid = (tmp_path / "pid-1").read_text()
+    who = f"rank 1 of the group (pid {pid} on {platform.node()})"
+    words = f"{who}, which was stopped (state T), did not come within 3 s while rank 0 was in {call}"
     assert words in ended.stdout, ended.stdout + ended.stderr
     assert ended.stdout.rstrip().endswith(" 1 1")
     assert ended.returncode != 0
@@ -191,7 +199,8 @@ def test_a_group_that_a_signal_handler_has_interrupted_is_broken_everywhere(
         "0 interrupted",
         "0 then PeerLost",
         "0 destroyed",
-        "1 PeerLost rank 0 of the group was interrupted in",
+        "1 PeerLost rank 0 of the group (pid ",
+        ") was interrupted in",
     ):
         assert said in ended.stdout, ended.stdout + ended.stderr
 

@@ -106,7 +106,9 @@ def test_at_the_timeout_every_rank_that_came_names_one_that_did_not(launcher: La
     arguments = ("--grace", "60", script, str(launcher.directory), way, str(GIVEN_UP_S))
     done = launcher.run("-n", "3", *arguments)
     assert done.code == 1, done.err_text
-    facts = {**known_of(launcher.directory, script, MISSING, 3), "host": platform.node(), "timeout": GIVEN_UP_S}
+    host = platform.node()
+    where = {"host": host, "where": f" ({host}, local rank 2)", "timeout": GIVEN_UP_S}
+    facts = {**known_of(launcher.directory, script, MISSING, 3), **where}
     for told in told_by(launcher.directory, "missing", [0, 1]):
         check_told("missing.run", told, facts)
     check_told("missing.run.launcher", block_of(done.err_text), facts)
@@ -128,3 +130,15 @@ def test_the_launcher_says_what_a_rank_was_in_when_it_was_killed(launcher: Launc
     assert done.code != 0
     facts = {**known_of(launcher.directory, script, KILLED_WITHIN, size), "host": platform.node()}
     check_told("within.mpi.launcher", block_of(done.err_text), facts)
+
+
+def test_every_survivor_says_at_the_timeout_that_a_rank_is_stopped(launcher: Launcher) -> None:
+    script = launcher.script(ENDS)
+    done = launcher.run("-n", "3", script, str(launcher.directory), "mpi", "stopped")
+    assert done.code == 1, done.err_text
+    facts = {**known_of(launcher.directory, script, ENDS, 3), "host": platform.node()}
+    told = [text for text in told_by(launcher.directory, "stopped", [0, 2]) if text]
+    assert told  # the first to fail ends the job, in which the other may have said nothing yet
+    for text in told:
+        check_told("stopped.mpi", text, facts)
+    check_told("stopped.mpi.launcher", block_of(done.err_text), facts)

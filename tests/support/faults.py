@@ -11,6 +11,7 @@ from textwrap import dedent
 
 __all__ = [
     "CUT",
+    "CUT_OVER_TORCHS",
     "ENDS",
     "KILLED_WITHIN",
     "LATE",
@@ -277,6 +278,8 @@ PASSES = _JOINED_BY_TORCH + dedent("""
     match sys.argv[3]:
         case "dtype":
             dist.all_reduce(four.int() if odd else four)  # dtype
+        case "shape":
+            dist.all_reduce(torch.ones(3, 2) if odd else torch.ones(2, 3))  # shape
         case "operation":
             dist.all_reduce(four, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM)  # operation
         case "gathered":
@@ -344,6 +347,9 @@ PASSES_RIGHTLY = dedent("""
         dist.reduce_scatter(torch.empty(rank + 1), [torch.ones(length) for length in lengths])
         dist.all_to_all_single(torch.empty(sum(lengths)), torch.ones(sum(ours)), [*lengths], ours)
         dist.monitored_barrier()
+        dist.all_reduce((torch.ones(6), torch.ones(2, 3), torch.ones(1, 2, 3))[rank])
+        halves = (torch.ones(2, 3), torch.ones(3, 2), torch.ones(6))
+        dist.reduce_scatter(torch.empty_like(halves[rank]), [*halves])
         if rank == 0:
             log()
         else:
@@ -399,6 +405,14 @@ CUT = _BEGIN + dedent("""
     except Exception as error:
         tell("cut", error)
         raise
+""")
+
+# The same over torch's backend, the second argument; the launcher alone can say what has happened.
+CUT_OVER_TORCHS = _JOINED_BY_TORCH + dedent("""
+    dist.barrier()
+    (folder / f"ready-{rank}").touch()
+    while True:
+        dist.all_reduce(torch.ones(4))
 """)
 
 

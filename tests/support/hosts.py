@@ -209,11 +209,17 @@ class TestHosts:
         """Let nothing pass between a host and the others, without telling either."""
         self._ip(self._switch, f"link set sw{host} nomaster")
 
+    def part(self) -> None:
+        """Let nothing pass between any two hosts, without telling them; :meth:`outside` still reaches each."""
+        for host in range(self.count):
+            self._ip(self._switch, f"link set sw{host} type bridge_slave isolated on")
+
     def mend(self, only: int | None = None) -> None:
         """Undo every cut, or that of one host."""
         for host in range(self.count) if only is None else [only]:
             if os.path.exists(f"/proc/{self._inside[host]}"):
                 self._ip(self._switch, f"link set sw{host} master sw")
+                self._ip(self._switch, f"link set sw{host} type bridge_slave isolated off")
 
     def end_host(self, host: int) -> None:
         """End a host: its processes are killed, and its network is gone."""

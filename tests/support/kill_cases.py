@@ -1,4 +1,7 @@
-"""The kill matrix: which process falls, when, how and in what, drawn by a seed; and what is right in each case."""
+"""The kill matrix: which process falls, when, how and in what, and what is right in each case.
+
+``kill_draw.py`` draws the cases that are run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["RANKS", "Case", "Right", "drawn", "every_case", "what_is_right"]
+__all__ = ["RANKS", "Case", "Right", "every_case", "what_is_right"]
 
 OPERATIONS = ("all_reduce", "broadcast", "all_gather", "messages", "barrier", "objects", "init", "DDP step", "close")
 MOMENTS = ("before", "first", "between", "after")
@@ -17,10 +20,12 @@ FAULTS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "exception", "os._exit", "exit(0)")
 RANKS = ("first", "middle", "last")
 VICTIMS = (*RANKS, "launcher", "zygote")
 WORLDS = (2, 3, 8)
-PLACES = ("one host", "two hosts", "mpi")
+MEETINGS = ("connected", "unconnected")
 WITHOUT_CHUNKS = ("barrier", "init", "close")
-SEED = 16
+CONNECTS_BEFORE = ("init", "DDP step")  # the first has no group to connect, and making a DDP module connects its ranks
 EXIT_CODE = 3  # of os._exit (kill_program.py)
+# A rank that is through with it has a group; on a busy machine some are, although the victim falls within it.
+IN_INIT = ("InitializationError", "PeerLost")
 # After it a rank that is stopped is given up where nobody can look at its process: on another host, and over MPI.
 GIVEN_UP_S = 5.0
 
@@ -34,7 +39,8 @@ class Case:
         fault: how the victim falls.
         victim: which process it is; of the ranks the first, the middle or the last one.
         world: how many ranks there are.
-        place: where they run.
+        place: where they run: ``one host``, ``two hosts`` or ``mpi``.
+        meeting: whether the ranks have connected with each other before, or the operation is the group's first one.
         seed: what else is drawn: the rank that comes late, the rank that strikes, the time within a moment.
     """
 
@@ -44,10 +50,12 @@ class Case:
     victim: str
     world: int
     place: str
+    meeting: str = "connected"
     seed: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
-        return "-".join((self.operation, self.moment, self.fault, self.victim, f"of {self.world}", self.place))
+        facts = (self.operation, self.moment, self.fault, self.victim, f"of {self.world}", self.place)
+        return "-".join((*facts, *([] if self.is_connected else [self.meeting])))
 
     @property
     def is_valid(self) -> bool:
@@ -56,12 +64,25 @@ class Case:
             return False
         if self.victim == "middle" and self.world == 2:
             return False  # it is the last one
+        if not self.is_connected and self.place == "mpi":
+            return False  # MPI connects its processes when it likes
+        if not self.is_connected and (self.operation in CONNECTS_BEFORE or self.moment == "between"):
+            return False
         # A script that is none of theirs cannot make the other processes raise or exit.
         return self.victim in RANKS or self.fault.startswith("SIG")
 
     @property
+    def is_connected(self) -> bool:
+        return self.meeting == "connected"
+
+    @property
     def of_rank(self) -> bool:
         return self.victim in RANKS
+
+    @property
+    def is_in_init(self) -> bool:
+        """Whether it falls before the ranks have their first group."""
+        return self.operation == "init" and self.moment != "after"
 
     @property
     def actor(self) -> int:
@@ -102,6 +123,7 @@ class Case:
             "of_rank": self.of_rank,
             "actor": self.actor,
             "late": self.late,
+            "connected": self.is_connected,
             "chance": random.Random(self.seed).random(),
             "backend": "mpi" if self.place == "mpi" else "phalanx",
             "timeout_s": right.timeout_s,
@@ -117,9 +139,10 @@ class Right:
         codes: the exit codes that ``phalanx run`` may have.
         said: what it must say on standard error, as regular expressions.
         instead: what it may say in place of that; then the job ends by itself.
-        errors: the classes of which every survivor raises one; empty if they need not raise.
+        errors: the classes of which every survivor raises one; empty if none may.
         words: what each survivor's error must say, as regular expressions.
-        may_come_through: whether a survivor may end well, since the fault can come too late for it.
+        may_come_through: whether a survivor may end well, since it needs nothing of the one that falls.
+        may_be_ended: whether the launcher, or MPI's, may end a survivor before it knows.
         end: how the job has to be ended, when what must be said has been: a signal to ``phalanx run``, or ``stop`` for
             ``phalanx stop``; empty if it ends by itself.
         timeout_s: that of the group, once all ranks have met.
@@ -131,29 +154,25 @@ class Right:
     errors: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     may_come_through: bool = False
+    may_be_ended: bool = False
     end: str = ""
     timeout_s: float = 300.0
 
     @property
+    def speaks_of_survivors(self) -> bool:
+        return bool(self.errors) or self.may_come_through
+
+    @property
     def survivors_wait(self) -> bool:
-        return bool(self.errors)
+        """Whether they go on when they are asked to end, so that they learn of it by themselves."""
+        return self.speaks_of_survivors and not self.may_be_ended
 
 
-def every_case() -> Iterator[Case]:
-    for facts in itertools.product(OPERATIONS, MOMENTS, FAULTS, VICTIMS, WORLDS, PLACES):
+def every_case(place: str) -> Iterator[Case]:
+    for facts in itertools.product(OPERATIONS, MOMENTS, FAULTS, VICTIMS, WORLDS, (place,), MEETINGS):
         case = Case(*facts)
         if case.is_valid:
             yield case
-
-
-def drawn(place: str, count: int) -> list[Case]:
-    """``count`` different cases of a place, always the same ones."""
-    chance = random.Random(SEED)
-    cases = [case for case in every_case() if case.place == place]
-    return [
-        Case(c.operation, c.moment, c.fault, c.victim, c.world, c.place, chance.randrange(10**6))
-        for c in chance.sample(cases, count)
-    ]
 
 
 def what_is_right(case: Case, *, waits_in_mpi: bool = False) -> Right:
@@ -161,7 +180,8 @@ def what_is_right(case: Case, *, waits_in_mpi: bool = False) -> Right:
 
     Args:
         case: which one.
-        waits_in_mpi: the MPI library may let all others wait for a stopped rank inside MPI, where no timeout holds.
+        waits_in_mpi: the MPI library may let all others wait inside MPI, where no timeout holds, also for a rank that
+            is stopped between two calls; within a call any library may.
     """
     if case.victim == "launcher":
         return _launcher_falls(case)
@@ -194,46 +214,46 @@ def _rank_stops(case: Case, *, waits_in_mpi: bool) -> Right:
     """On one host nothing ends; a line says within 5 s that it is stopped, if a rank waits for it.
 
     Where the others cannot look at its process they give up, and name it: on two hosts within five seconds if all ranks
-    of its host are stopped, else at the group's timeout. Where they may wait in MPI itself it is one or the other.
+    of its host are stopped, else at the group's timeout. Where they may all wait in MPI itself it is one or the other.
     """
     rank = case.actor
-    if case.operation == "close" or case.operation == "init":
+    if case.operation == "close":
+        return Right((128 + signal.SIGTERM,), may_come_through=True, may_be_ended=True, end="SIGTERM")
+    if case.operation == "init" and case.place != "one host":
         return Right((128 + signal.SIGTERM,), end="SIGTERM")
-    line = rf"phalanx: rank {rank} is stopped \(state T\), .*waits? for it"
+    line = rf"phalanx: rank {rank} is stopped \(state T\)[,;] .*waits? for it"
     if case.place == "one host":
         return Right((128 + signal.SIGTERM,), (line,), end="SIGTERM")
     words = (rf"rank {rank} of the group",)
     if case.place == "two hosts" and case.is_alone:
         return Right((1,), _block(case.world, rank), errors=("PeerLost",), words=(*words, "stopped"))
-    if case.place == "mpi":  # the first that fails ends the job
-        block = _block(case.world, rank)
-        if waits_in_mpi:
-            codes = (1, 128 + signal.SIGTERM)
-            return Right(codes, (line,), instead=block, timeout_s=GIVEN_UP_S, end="SIGTERM")
-        return Right((1,), block, timeout_s=GIVEN_UP_S)
-    errors = ("CollectiveTimeout", "PeerLost")
-    return Right((1,), _block(case.world, rank), errors=errors, words=words, timeout_s=GIVEN_UP_S)
+    block, errors = _block(case.world, rank), ("CollectiveTimeout", "PeerLost")
+    by_mpi = case.place == "mpi"  # there the first that fails ends the job
+    if by_mpi and (waits_in_mpi or case.moment in ("first", "between")):
+        codes = (1, 128 + signal.SIGTERM)
+        return Right(codes, (line,), block, errors, words, may_be_ended=True, end="SIGTERM", timeout_s=GIVEN_UP_S)
+    return Right((1,), block, errors=errors, words=words, may_be_ended=by_mpi, timeout_s=GIVEN_UP_S)
 
 
 def _rank_exits_well(case: Case) -> Right:
     """It has left in order. That is a failure of those who still need it, and of nobody after the last call."""
-    rank = case.actor
+    rank, by_mpi = case.actor, case.place == "mpi"  # there the first that fails ends the job
     if case.operation == "close":
-        return Right((0,))
-    if case.operation == "init" and case.moment != "after":
+        return Right((0,), may_come_through=True)
+    if case.is_in_init:
         said = (rf"phalanx: rank \d+ of {case.world} failed: phalanx\.errors\.\w+: .*rank {rank}\b.* ended",)
-        if case.place == "mpi":
-            return Right((1,), said)
-        return Right((1,), said, errors=("InitializationError", "PeerLost"), words=(rf"rank {rank}\b.* ended",))
-    if case.place == "mpi":
-        return Right((1,), _block(case.world, rank))  # the first that fails ends the job
+        return Right((1,), said, (), IN_INIT, (rf"rank {rank}\b.* ended",), may_be_ended=by_mpi)
     # Whether it is within a call that it leaves the others alone, or between two, is for chance.
     words = (rf"rank {rank} of the group", "left|interrupted|has ended")
-    return Right((1,), _block(case.world, rank), errors=("PeerLost",), words=words)
+    return Right((1,), _block(case.world, rank), errors=("PeerLost",), words=words, may_be_ended=by_mpi)
 
 
 def _rank_falls(case: Case) -> Right:
-    """It is named by the launcher with its signal or exit code, or with its exception, and by every survivor."""
+    """It is named by the launcher with its signal or exit code, or with its exception, and by every survivor.
+
+    Survivors that only close need nothing of it. Those that are still in ``phalanx.init()`` are ended by the launcher,
+    and others by MPI, perhaps before they learn of it.
+    """
     rank, world = case.actor, case.world
     if case.fault == "exception":
         code, cause = 1, rf"rank {rank} of {world} failed: (\w+\.)?Fell: the victim fell"
@@ -243,14 +263,12 @@ def _rank_falls(case: Case) -> Right:
         code = 128 + case.signal
         cause = rf"rank {rank} of {world} failed\n.*ended by signal {case.signal:d} \({case.fault}\)"
     said = (cause, rf"host h{case.host(rank)}, pid ") if case.place == "two hosts" else (cause,)
-    words = (rf"rank {rank} of the group", "has ended|has failed|interrupted|stopped|is gone|lost")
-    if case.operation == "close":
-        return Right((code,), said)
-    if case.operation == "init" and case.moment != "after":
-        return Right((code,), said)  # they have no group yet
-    if case.place == "mpi":
-        return Right((code,), said)  # MPI ends the others before they learn of it
-    return Right((code,), said, errors=("PeerLost",), words=words)
+    how = "has ended|has failed|interrupted|stopped|is gone|lost"
+    if case.is_in_init:
+        return Right((code,), said, (), IN_INIT, (rf"rank {rank}\b", how), may_be_ended=True)
+    closes = case.operation == "close"
+    words = (rf"rank {rank} of the group", how)
+    return Right((code,), said, (), ("PeerLost",), words, may_come_through=closes, may_be_ended=case.place == "mpi")
 
 
 def _block(world: int, lost: int) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """The program of the kill matrix: a rank does one operation, and one rank falls before, in or after it.
 
-Every rank runs it, with the case and a folder as arguments (``kill_cases.py``). It leaves files there: ``ready-R`` when
-it has its first group, ``fell`` when the fault begins, ``outcome-R`` with what it raised or that it came through.
+Every rank runs it, with the case and a folder as arguments (``kill_cases.py``). It leaves files there: ``joined-R``
+when it has a group that is to stay unconnected, ``ready-R`` when it begins the operation, ``fell`` when the fault
+begins, ``outcome-R`` with what it raised or that it came through.
 
 How a moment is met:
 
@@ -134,17 +135,28 @@ models: dict[int, torch.nn.Module] = {}
 
 
 def make_ready() -> None:
-    """Join the others, connect with each of them, and say so."""
+    """Join the others, and connect with each of them unless the case says that nobody has."""
     phalanx.init(case["backend"], timeout_s=300)
     if case["operation"] == "DDP step":
         for count, width in ((SMALL, 8), (LARGE, 20_000)):
             layers = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 64))
             models[count] = DistributedDataParallel(layers, bucket_cap_mb=1)
             step(count)
-    exchange(SMALL)
-    dist.barrier()
+    if case["connected"]:
+        exchange(SMALL)
+        dist.barrier()
+    else:
+        await_all()
     _set_pg_timeout(timedelta(seconds=case["timeout_s"]))
-    dist.barrier()
+    if case["connected"]:
+        dist.barrier()
+
+
+def await_all() -> None:
+    """Return when all have joined, which they tell by files: a call would connect them."""
+    put(f"joined-{rank}", os.getpid())
+    while not all((folder / f"joined-{other}").exists() for other in range(size)):
+        time.sleep(0.005)
 
 
 def perform() -> None:

@@ -129,7 +129,7 @@ def _from_ranks() -> Iterator[Parser]:
 
     yield Parser("a message with its digest", [sealed], session, (Malformed,))
 
-    claim = Claim(1, 3, 4242, "h1", "a job", 0, 1, None, "secret", 123456, "0123456789abcdef")
+    claim = Claim(1, 3, 4242, "h1", "a job", 0, 1, None, "secret", 123456, "0123456789abcdef", 1, 3)
     yield Parser("the claim of a rank", [claim.encode()], Claim.decode, (NoProof,))
     welcome = Verdict("welcome", rank_0=replace(claim.without_token(), rank=0))
     verdicts = [welcome.encode(), Verdict("refused", "rank 1 is taken").encode()]
@@ -213,7 +213,7 @@ def _sent_calls() -> bytes:
 
 
 def _often() -> DoneCall:
-    return DoneCall(7, "all_reduce", 64, "float32", "sum", -1, "train.py:7", "", 3)
+    return DoneCall(7, "all_reduce", 64, "float32", "sum", -1, "train.py:7", "", 3, "[4, 4]")
 
 
 def _hear_calls(data: bytes) -> None:
@@ -320,7 +320,7 @@ def _memory(stack: ExitStack) -> Iterator[Parser]:
         found = read_recording(kept)
         if found is not None:
             for record in found.records[:20]:
-                record.text()
+                record.text(with_shape=True)
             Recording.from_json(json.loads(json.dumps(found.excerpt(10).to_json())))
 
     yield Parser("a flight recorder", [recorded], recording, share=0.02)
@@ -336,7 +336,8 @@ def _recorded(file: int) -> bytes:
             group = recorder.group("0", "phalanx", range(8), 3)
             assert group is not None
             for number in range(30):
-                ticket = recorder.begin(addressof(group), 1 | 1 << 8, 4 * number, -1)
+                nbytes = recorder.shaped(4 * number, (number, 2))
+                ticket = recorder.begin(addressof(group), 1 | 1 << 8, nbytes, -1)
                 recorder.end(ticket, False)
         finally:
             os._exit(0)

@@ -18,7 +18,7 @@ from .hosts import TestHosts, running_hosts
 
 __all__ = ["RemoteJob", "RemoteLauncher", "hosts", "reachable_hosts", "remote"]
 
-PHALANX = (sys.executable, "-m", "phalanx")
+PHALANX = ("-m", "phalanx")
 # A variable that all processes of a launch have.
 _MARK = "TEST_LAUNCH"
 PATIENCE_S = 120.0  # no busy machine needs as long
@@ -69,7 +69,10 @@ class RemoteLauncher:
         own: the numbers of those that launches use, and that are looked at afterwards.
         folder: where scripts are written and launches run.
         files: files that launches find in the place of others.
-        starter: the starter of launches; empty for ssh.
+        python: the interpreter that runs the launcher.
+        starter_path: starts a command on a host: ``starter_path h1 COMMAND...``.
+        starter: the starter of launches, or the MPI launcher; empty for ssh.
+        environment: variables of all launches.
     """
 
     def __init__(self, hosts: TestHosts, folder: Path, own: Sequence[int] = ()) -> None:
@@ -77,10 +80,12 @@ class RemoteLauncher:
         self.own = own or range(hosts.count)
         self.folder = folder
         self.files: dict[str, Path] = {}
+        self.python = sys.executable
+        self.environment: dict[str, str] = {}
         # A name of its own for each launcher, by which its processes are found.
-        self._starter = folder / f"starter-{'-'.join(map(str, self.own))}"
-        self._starter.symlink_to(hosts.starter)
-        self.starter = [f"--starter={self._starter}"]
+        self.starter_path = folder / f"starter-{'-'.join(map(str, self.own))}"
+        self.starter_path.symlink_to(hosts.starter)
+        self.starter = [f"--starter={self.starter_path}"]
         self.jobs: list[RemoteJob] = []
         self.before = {pid for host in self.own for pid in hosts.processes(host)}
 
@@ -99,12 +104,12 @@ class RemoteLauncher:
         own["PATH"] = f"{own.get('PATH', '')}:/usr/sbin:/sbin"
         with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
             process = subprocess.Popen(
-                [*self.hosts.outside(self.files), *PHALANX, "run", *self.starter, *arguments],
+                [*self.hosts.outside(self.files), self.python, *PHALANX, "run", *self.starter, *arguments],
                 stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
                 stdout=out,
                 stderr=err,
                 cwd=self.folder,
-                env={**own, _MARK: str(self._starter), **(environment or {})},
+                env={**own, _MARK: str(self.starter_path), **self.environment, **(environment or {})},
             )
         if process.stdin is not None and stdin is not None:
             process.stdin.write(stdin)
@@ -136,7 +141,7 @@ class RemoteLauncher:
             found += [f"h{host}: {_described(pid)}" for pid in self.hosts.processes(host) if pid not in self.before]
             shared = Path(f"/proc/{self.hosts.holder(host)}/root/dev/shm")
             found += [f"h{host}: {path.name} in /dev/shm" for path in shared.iterdir()]
-        words = str(self._starter).encode()
+        words = str(self.starter_path).encode()
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 # Ranks of the head's own host show it in their environment only.

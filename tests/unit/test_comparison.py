@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import random
+import re
 import time
 from collections.abc import Sequence
 from ctypes import sizeof
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from phalanx.native.core import SeenRecord
+from phalanx.watch.calls import shape_word
 from phalanx.watch.comparison import Comparison
 from phalanx.watch.done_calls import CallGatherer, DoneCalls
 from phalanx.watch.records import KINDS, Group, Record, RecorderCopy
 
-ALL_REDUCE, BROADCAST, ALL_GATHER, GATHER, SCATTER, ALL_TO_ALL, SEND, INIT = 1, 2, 3, 7, 8, 9, 10, 12
+ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE, REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = 1, 2, 3, 5, 6, 7, 8, 9
+SEND, INIT = 10, 12
 FLOAT, INT, SUM = 1 << 8, 2 << 8, 1 << 16
 GLOO = Group("0", "gloo", (0, 1, 2), 0)
 SCRIPT = """\
@@ -42,6 +47,7 @@ class Call:
     in_group: int = 0  # as it comes, if it is 0
     is_done: bool = True
     failed: bool = False
+    shape: tuple[int, ...] = ()
 
 
 class Copy:
@@ -49,6 +55,7 @@ class Copy:
 
     def __init__(self, calls: Sequence[Call], file: str, group: Group = GLOO) -> None:
         self.begun, self._file, self._group = len(calls), file, group
+        self._shapes = ["", *{str(list(call.shape)) for call in calls if call.shape}]
         rows = [
             SeenRecord(
                 number=number,
@@ -61,6 +68,7 @@ class Copy:
                 site=call.line,
                 peer=call.root,
                 failed=int(call.failed),
+                shape=self._shapes.index(str(list(call.shape))) if call.shape else 0,
             )
             for number, call in enumerate(calls)
         ]
@@ -78,7 +86,7 @@ class Copy:
         dtype = {FLOAT: "float32", INT: "int32"}[row.what & 0xFF00]
         op = "sum" if row.what & SUM else ""
         about = (row.number, self._group, row.in_group, kind, row.nbytes, dtype, op, row.peer)
-        return Record(*about, f"{self._file}:{row.site}", "", -1, 1, 2, False, -1)
+        return Record(*about, f"{self._file}:{row.site}", "", -1, 1, 2, False, -1, shape=self._shapes[row.shape])
 
 
 @pytest.fixture
@@ -142,6 +150,52 @@ def test_bytes_are_compared_where_the_backend_wants_them_alike(
 ) -> None:
     usual, odd = [Call(what=kind | FLOAT)], [Call(what=kind | FLOAT, nbytes=8)]
     assert bool(compare(file, usual, odd, usual, group=Group("0", backend, (0, 1, 2), 0))) is not may_differ
+
+
+def of_shapes(kind: int, *shapes: tuple[int, ...]) -> list[list[Call]]:
+    return [[Call(what=kind | FLOAT, nbytes=4 * prod(shape), shape=shape)] for shape in shapes]
+
+
+@pytest.mark.parametrize("kind", [ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE, GATHER, SCATTER])
+def test_matrices_of_different_shapes_are_a_mistake(file: str, kind: int) -> None:
+    (told,) = compare(file, *of_shapes(kind, (2, 3), (3, 2), (2, 3)))
+    first, second, third = told.splitlines()[1:4]
+    assert re.match(r"  ranks 0, 2: \w+ #1 \(float32\[2, 3\], 24 B[,)]", first), told
+    assert re.match(r"  rank 1: \w+ #1 \(float32\[3, 2\], 24 B[,)]", second), told
+    assert third.startswith("Every rank")
+
+
+@pytest.mark.parametrize("kind", [REDUCE_SCATTER, ALL_TO_ALL])
+def test_where_each_rank_may_bring_its_own_size_its_shape_is_its_own(file: str, kind: int) -> None:
+    assert compare(file, *of_shapes(kind, (2, 3), (3, 2), (2, 3))) == []
+
+
+def test_shapes_of_operations_over_gpus_are_compared_as_their_sizes_are(file: str) -> None:
+    nccl = Group("0", "nccl", (0, 1), 0)
+    assert compare(file, *of_shapes(ALL_GATHER, (2, 3), (3, 2)), group=nccl) == []
+    assert compare(file, *of_shapes(ALL_REDUCE, (2, 3), (3, 2)), group=nccl) != []
+
+
+def test_a_rank_without_a_shape_is_told_beside_those_whose_shapes_differ(file: str) -> None:
+    usual = Call(nbytes=24, shape=(2, 3))
+    (told,) = compare(file, [Call(nbytes=24)], [usual], [replace(usual, shape=(3, 2))])
+    ranks = re.findall(r"^  (rank \d): all_reduce #1 \((.+), 24 B, sum\)", told, re.MULTILINE)
+    assert ranks == [("rank 0", "float32"), ("rank 1", "float32[2, 3]"), ("rank 2", "float32[3, 2]")]
+
+
+def test_shapes_are_told_apart_by_the_rule_of_phalanxs_own_backends(file: str) -> None:
+    """Shapes of 24 elements drawn at random: the ranks differ if the words of two do, which are not 0."""
+    draw = random.Random(1)
+    whole = [(24,), (24, 1), (1, 24), (4, 6), (4, 1, 6), (1, 4, 6, 1), (6, 4), (2, 12), (12, 2), (2, 3, 4), (4, 3, 2)]
+    for size in (2, 3, 5):
+        group = Group("0", "gloo", tuple(range(size)), 0)
+        for _ in range(100):
+            drawn = [draw.choice(whole) for _ in range(size)]
+            # What the recorder has of a shape that goes with any other is nothing.
+            shown = [shape if shape_word(shape) else () for shape in drawn]
+            ranks = [[Call(nbytes=96, shape=shape)] for shape in shown]
+            differ = len({shape_word(shape) for shape in drawn} - {0}) > 1
+            assert bool(compare(file, *ranks, group=group)) is differ, drawn
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from itertools import count, permutations
 
@@ -13,9 +13,9 @@ from tests.support.waiting import soon
 from torch._C._distributed_c10d import HashStore, Store
 
 from phalanx.store.peek import peek
-from phalanx.transports.hosts import asking
+from phalanx.transports.hosts import asking, departing
 from phalanx.transports.hosts.asking import Questions
-from phalanx.transports.hosts.breaking import _MARKS, _WRITTEN_WHEN_BROKEN, _depart
+from phalanx.transports.hosts.departing import _GONE, _MARKS, _WRITTEN_WHEN_BROKEN
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.whereabouts import Whereabouts
 
@@ -39,20 +39,21 @@ def fill(store: Store, size: int, broken: bool) -> None:
         for kind in kinds:
             store.set(f"{kind}/{rank}", "something")
     for key in _MARKS if broken else []:
-        store.set(key, "something")
+        if key != _GONE:  # written by ranks that leave
+            store.set(key, "something")
 
 
-def depart(store: Store, size: int) -> None:
+def depart(store: Store, size: int, rank: int, ended: Collection[int] = ()) -> None:
     def forget(rank: int) -> None:
         for kind in ADDRESSES:
             store.delete_key(f"{kind}/{rank}")
 
-    _depart(store, size, forget)
+    departing.depart(store, rank, size, ended, forget, lambda rank: store.delete_key(f"gloo/{rank}"))
 
 
-def depart_all(store: Store, size: int, ranks: int) -> None:
-    for _ in range(ranks):
-        depart(store, size)
+def depart_all(store: Store, size: int, ranks: Iterable[int], ended: Collection[int] = ()) -> None:
+    for rank in ranks:
+        depart(store, size, rank, ended)
 
 
 @broken_or_not
@@ -61,9 +62,9 @@ def test_ranks_that_leave_one_after_the_other_leave_no_keys(size: int, broken: b
     store = HashStore()
     fill(store, size, broken)
     there = store.num_keys()
-    depart_all(store, size, size - 1)
-    assert store.num_keys() == there + 1  # nothing that the last one may read is deleted; and how many have left
-    depart(store, size)
+    depart_all(store, size, range(size - 1))
+    assert store.num_keys() == there + size  # nothing that the last one may read is deleted; and who has left
+    depart(store, size, size - 1)
     assert store.num_keys() == 0
 
 
@@ -75,10 +76,10 @@ def test_ranks_that_leave_between_two_requests_of_one_that_leaves_leave_no_keys(
         for number in count():
             store = Interrupted()
             fill(store.all, size, broken)
-            depart_all(store, size, before)
-            store.something = partial(depart_all, store.all, size, size - 1 - before)
+            depart_all(store, size, range(before))
+            store.something = partial(depart_all, store.all, size, range(before + 1, size))
             store.requests_until = number
-            depart(store, size)
+            depart(store, size, before)
             if store.requests_until >= 0:
                 break  # it has finished with fewer requests
             assert store.num_keys() == 0, f"after {number} requests, {before} had left before"
@@ -93,26 +94,77 @@ def test_a_rank_that_dies_while_it_leaves_disturbs_nobody(size: int, broken: boo
         for number in count():
             store = Interrupted()
             fill(store.all, size, broken)
-            depart_all(store, size, before)
+            depart_all(store, size, range(before))
             there = store.num_keys()
             store.something, store.requests_until = die, number
             try:
-                depart(store, size)
+                depart(store, size, before)
             except Death:
                 pass
             else:
                 break
             assert store.num_keys() >= there or before == size - 1
-            depart_all(store, size, size - 1 - before)
+            depart_all(store, size, range(before + 1, size), ended=[before])
+            if number == 0 and before < size - 1:  # the others find it gone before it has counted itself
+                assert store.num_keys() == 0
         assert number >= 1
+
+
+@broken_or_not
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_that_are_gone_are_counted_by_those_that_know_of_them(size: int, broken: bool) -> None:
+    """By one of the others or all of them, in any order, and each once, also one that has left before its end."""
+    for gone in range(size):
+        others = [rank for rank in range(size) if rank != gone]
+        for knowing in ([rank] for rank in others), [others]:
+            for those in knowing:
+                for left_before in False, True:
+                    store = HashStore()
+                    fill(store, size, broken)
+                    store.set(f"gloo/{gone}", "an address that the rank deletes itself unless it dies")
+                    if left_before:
+                        store.delete_key(f"gloo/{gone}")
+                        depart(store, size, gone)
+                    for rank in others:
+                        assert store.check([f"lookout/{rank}", f"left/{rank}"])  # the group has members still
+                        depart(store, size, rank, [gone] if rank in those else [])
+                    assert store.num_keys() == 0, (gone, those, left_before)
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_ranks_that_know_of_different_ends_leave_no_keys(size: int) -> None:
+    for gone in permutations(range(size), 2):
+        store = HashStore()
+        fill(store, size, broken=True)
+        others = [rank for rank in range(size) if rank not in gone]
+        for at, rank in enumerate(others):
+            assert store.check([f"lookout/{rank}"])
+            depart(store, size, rank, gone if len(others) == 1 else [gone[at % 2]])
+        assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_ranks_that_leave_while_others_count_one_that_is_gone_leave_no_keys(size: int) -> None:
+    """All but the first rank, which is gone, and the second, between any two of whose requests the others leave."""
+    for known in [0], []:
+        for number in count():
+            store = Interrupted()
+            fill(store.all, size, broken=True)
+            store.something = partial(depart_all, store.all, size, range(2, size), [0])
+            store.requests_until = number
+            depart(store, size, 1, known)
+            if store.requests_until >= 0:
+                break
+            assert store.num_keys() == 0, (known, number)
+        assert number >= 2
 
 
 class Rank:
     """One rank's questions, some of which are answered only when they are let go on."""
 
-    def __init__(self, store: Store, size: int) -> None:
+    def __init__(self, store: Store, size: int, rank: int) -> None:
         self.questions = Questions()
-        self._store, self._size = store, size
+        self._store, self._size, self._rank = store, size, rank
         self._goes_on = threading.Event()
         self.departed = threading.Event()
 
@@ -130,7 +182,7 @@ class Rank:
 
     def leave(self) -> None:
         def last() -> None:
-            depart(self._store, self._size)
+            depart(self._store, self._size, self._rank)
             self.departed.set()
 
         self.questions.close(last)
@@ -165,7 +217,7 @@ def test_a_late_request_recreates_no_key(way: str, what: str, slow: int, monkeyp
     monkeypatch.setattr(asking, "keep_spare_thread", lambda user: None)  # the interpreter does not end here
     size, store = 3, HashStore()
     fill(store, size, broken=False)
-    ranks = [Rank(store, size) for _ in range(size)]
+    ranks = [Rank(store, size, rank) for rank in range(size)]
     ranks[slow].begin(WAYS[way], lambda: REQUESTS[what](store))
     for rank in ranks:
         rank.leave()
@@ -187,7 +239,7 @@ def test_ranks_that_ask_while_they_leave_leave_no_keys(monkeypatch: pytest.Monke
     for _ in range(20):
         store = HashStore()
         fill(store, size, broken=True)
-        ranks = [Rank(store, size) for _ in range(size)]
+        ranks = [Rank(store, size, rank) for rank in range(size)]
         begun = threading.Barrier(2 * size + 1)
 
         def ask(questions: Questions, begun: threading.Barrier = begun, store: Store = store) -> None:

@@ -42,6 +42,33 @@ def test_the_calls_that_differed_are_listed(differs: dict[str, object], call: st
     ]
 
 
+@pytest.mark.parametrize("count", [5, 8, 64])
+def test_of_many_different_calls_the_first_are_listed_and_the_others_counted(count: int) -> None:
+    group = replace(GLOO, ranks=tuple(range(count)))
+    ranks = {
+        rank: recorded(*(replace(record, group=group) for record in (FIRST, replace(LAST, nbytes=8 * rank + 8))))
+        for rank in range(count)
+    }
+    assert disagreement(ranks, 0, AT_NS) == [
+        "the ranks called different operations:",
+        *(f"  rank {rank}: all_reduce #2 (float32, {8 * rank + 8} B, sum) at train.py:7" for rank in range(3)),
+        f"  and {count - 3} other calls on other ranks",
+    ]
+
+
+def test_matrices_of_different_shapes_are_a_difference_and_others_are_none() -> None:
+    last = replace(LAST, nbytes=24, shape="[2, 3]")
+    seen = {rank: recorded(FIRST, last) for rank in (0, 2)}
+    odd = recorded(FIRST, replace(last, shape="[3, 2]"))
+    assert disagreement({**seen, 1: odd}, 0, AT_NS) == [
+        "the ranks called different operations:",
+        "  ranks 0, 2: all_reduce #2 (float32[2, 3], 24 B, sum) at train.py:7",
+        "  rank 1: all_reduce #2 (float32[3, 2], 24 B, sum) at train.py:7",
+    ]
+    for shape in ("", "[1, 2, 3]"):
+        assert disagreement({**seen, 1: recorded(FIRST, replace(last, shape=shape))}, 0, AT_NS) == []
+
+
 def test_calls_that_agree_are_not_blamed() -> None:
     assert disagreement(both(site="train.py:9"), 0, AT_NS) == []
     assert disagreement(both(kind="all_to_all", nbytes=32) | {0: both(kind="all_to_all")[1]}, 1, AT_NS) != []
@@ -106,3 +133,11 @@ def test_nothing_is_said_of_a_rank_that_failed_in_no_operation_or_in_one_of_phal
         for rank, recording in differing.items()
     }
     assert disagreement(records, 0, AT_NS) == []
+
+
+@pytest.mark.parametrize("stopped", [(1,), (1, 2), ()])
+def test_a_rank_that_had_not_come_is_told_with_what_stopped_it(stopped: tuple[int, ...]) -> None:
+    ranks = {0: recorded(FIRST, LAST), 1: recorded(FIRST), 2: recorded(FIRST, LAST)}
+    (line,) = disagreement(ranks, 0, AT_NS, stopped)
+    was = ", which was stopped (state T)," if stopped else ""
+    assert line.startswith(f"rank 1{was} had not come to all_reduce #2 at train.py:7; its last operation")

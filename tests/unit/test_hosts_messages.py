@@ -128,6 +128,9 @@ class NothingTold:
 
     unwanting = left
 
+    def cannot_come(self, rank: int) -> bool:
+        return False
+
 
 class Pair:
     """The messages of ranks 0 and 1, in this process.

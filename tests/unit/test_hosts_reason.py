@@ -156,7 +156,7 @@ def test_an_error_has_the_calls_of_the_others_though_the_store_was_late(store: L
     fact = {"kind": "differs", "what": "", "text": "", "group_rank": -1, "by": OTHER, "at": 0}
     store.goes_on.clear()
     threading.Timer(1.0, store.goes_on.set).start()
-    reason._guard.reason = fact
+    reason.guard.reason = fact
     error = reason.error(ValueError(), "all_reduce() at here.py:1", 60.0)
     assert "ranks 1-2: barrier() at there.py:1" in str(error)
     wait_until(lambda: store.held.check(["call/0", "broken"]))
@@ -169,7 +169,7 @@ def test_a_peer_that_is_there_is_not_blamed_before_it_has_said_whom_it_lost(
     other = Lookout()
     try:
         with make_reason(store, monkeypatch, other.endpoint) as reason:
-            guard = reason._guard
+            guard = reason.guard
             assert guard._lookout is not None
             other.join(Unconcerned(), [guard._lookout.endpoint])
             wait_until(lambda: guard.is_here(OTHER))
@@ -192,8 +192,8 @@ def test_a_rank_that_waits_for_one_that_has_left_reads_in_the_store_why(
     other.end("close")
     with make_reason(store, monkeypatch, other.endpoint) as reason:
         reason.begin()
-        wait_until(lambda: reason._guard.reason is not None)
-        assert reason._guard.reason == fact
+        wait_until(lambda: reason.guard.reason is not None)
+        assert reason.guard.reason == fact
 
 
 @pytest.mark.parametrize("character", ["x", "é", "\U0001f4a5", '"'])
@@ -213,13 +213,13 @@ def test_a_rank_that_has_left_before_it_could_be_reached_is_not_taken_for_one_th
     other.end("close")
     with make_reason(store, monkeypatch, other.endpoint) as reason:
         reason.begin()
-        wait_until(lambda: OTHER in reason._guard._left)
+        wait_until(lambda: OTHER in reason.guard._left)
         time.sleep(GRACE_S + 0.5)
-        assert reason._guard.reason is None
-        reason._guard.failed_peer = OTHER
-        wait_until(lambda: reason._guard.reason is not None)
-        assert reason._guard.reason is not None
-        assert reason._guard.reason["what"] == "left"
+        assert reason.guard.reason is None
+        reason.guard.failed_peer = OTHER
+        wait_until(lambda: reason.guard.reason is not None)
+        assert reason.guard.reason is not None
+        assert reason.guard.reason["what"] == "left"
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -233,12 +233,12 @@ def test_a_rank_whose_transfer_has_failed_is_not_said_to_have_ended_before_the_s
     with make_reason(store, monkeypatch, other.endpoint) as reason:
         store.goes_on.clear()
         reason.begin()
-        reason._guard.failed_peer = OTHER
-        wait_until(lambda: OTHER in reason._guard._asked_at)
+        reason.guard.failed_peer = OTHER
+        wait_until(lambda: OTHER in reason.guard._asked_at)
         store.goes_on.set()
-        wait_until(lambda: reason._guard.reason is not None)
-        assert reason._guard.reason is not None
-        assert reason._guard.reason["what"] == ("left" if left else "ended")
+        wait_until(lambda: reason.guard.reason is not None)
+        assert reason.guard.reason is not None
+        assert reason.guard.reason["what"] == ("left" if left else "ended")
 
 
 def test_a_rank_that_has_ended_is_named_though_the_store_does_not_answer(
@@ -249,9 +249,9 @@ def test_a_rank_that_has_ended_is_named_though_the_store_does_not_answer(
     with make_reason(store, monkeypatch, other.endpoint) as reason:
         store.goes_on.clear()
         reason.begin()
-        wait_until(lambda: reason._guard.reason is not None)
-        assert reason._guard.reason is not None
-        assert (reason._guard.reason["what"], reason._guard.reason["group_rank"]) == ("ended", OTHER)
+        wait_until(lambda: reason.guard.reason is not None)
+        assert reason.guard.reason is not None
+        assert (reason.guard.reason["what"], reason.guard.reason["group_rank"]) == ("ended", OTHER)
 
 
 ENDED_FACT = {"kind": "lost", "what": "ended", "text": "", "group_rank": OTHER, "by": 0}
@@ -269,7 +269,7 @@ def test_a_rank_of_another_host_says_what_those_beside_the_lost_one_know_of_it(
     """Which come to it a moment later."""
     monkeypatch.setattr(whereabouts, "BESIDE_S", 60.0)
     with make_reason(store, monkeypatch, hosts=[0, 1, 1]) as reason:
-        reason._guard.reason = dict(ENDED_FACT)
+        reason.guard.reason = dict(ENDED_FACT)
         threading.Timer(0.2, lambda: store.held.set(f"how/{OTHER}", json.dumps(KNOWN))).start()
         error = reason.error(TransferFailed(OTHER, "closed"), "all_reduce() at here.py:1", 60.0)
         assert isinstance(error, PeerLost)
@@ -287,7 +287,7 @@ def test_it_names_the_lost_one_though_nobody_beside_it_says_anything(
     store: LateStore, monkeypatch: pytest.MonkeyPatch, hosts: list[int]
 ) -> None:
     with make_reason(store, monkeypatch, hosts=hosts) as reason:
-        reason._guard.reason = dict(ENDED_FACT)
+        reason.guard.reason = dict(ENDED_FACT)
         error = reason.error(TransferFailed(OTHER, "closed"), "all_reduce() at here.py:1", 60.0)
         assert isinstance(error, PeerLost)
         assert (error.group_rank, error.signal, error.last_operation) == (OTHER, 0, "")

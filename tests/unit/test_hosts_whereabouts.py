@@ -37,9 +37,10 @@ def gathered(monkeypatch: pytest.MonkeyPatch, *, with_later_calls: bool) -> wher
 def test_of_calls_that_differ_that_of_a_rank_that_comes_a_moment_later_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listed = gathered(monkeypatch, with_later_calls=True).listed(1)
-    assert "broadcast(src=1)" in listed
-    assert "in no collective" not in listed
+    error = gathered(monkeypatch, with_later_calls=True).mismatch(1)
+    assert error.calls == {0: "broadcast(src=0)", 1: "broadcast(src=1)"}
+    assert "rank 1: broadcast(src=1)" in str(error)
+    assert "in no collective" not in str(error)
 
 
 def test_a_rank_that_comes_after_the_timeout_was_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

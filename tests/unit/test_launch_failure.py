@@ -12,10 +12,13 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from tests.support.golden import MOST_LINES, without_frames
 
+from phalanx.errors import CollectiveMismatch
 from phalanx.launch.output import failure
 from phalanx.launch.output.failure import Failure, find_cause, format_failure, signal_name
 from phalanx.launch.output.report import Report, read_report
+from phalanx.watch.calls import listed
 
 
 def report(
@@ -72,6 +75,34 @@ def test_the_aftermath_does_not_depend_on_how_ranks_are_written(monkeypatch: pyt
     others = [Failure(2, 12, -15, 14.0, ended_by_launcher=True), Failure(3, 13, -15, 14.0, ended_by_launcher=True)]
     block = format_failure(Failure(1, 11, 1, 13.25, report()), others, ranks=4, host="h", started=10.0)
     assert block.endswith("  <rank: 2> ended by the launcher\n")
+
+
+@pytest.mark.parametrize("count", [4, 5, 8, 64])
+def test_a_block_on_many_different_calls_is_not_longer_than_a_user_reads(count: int) -> None:
+    """Each rank has called something else, and each fails with words of its own."""
+    calls = {rank: f"all_reduce(float32[{rank + 4}], sum) at train.py:7" for rank in range(count)}
+    error = CollectiveMismatch.of_calls(listed(calls, range(count)), calls)
+    name = "phalanx.errors.CollectiveMismatch"
+    frames = 'Traceback (most recent call last):\n  File "train.py", line 7, in <module>\n    world.all_reduce(x)\n'
+    raised = Report(name, str(error), f"{frames}{name}: {error}\n", False, 1.0, 1)
+    others = [Failure(rank, rank, 1, 2.0, replace(raised, message=f"{rank}")) for rank in range(1, count)]
+    for failures in ([replace(each, report=raised) for each in others], others[:1]):
+        block = format_failure(Failure(0, 1, 1, 1.0, raised), failures, ranks=count, host="h", started=0.0)
+        assert len(without_frames(block).splitlines()) <= MOST_LINES, block
+        assert (f"  and {count - 3} other calls on other ranks\n" in block) == (count > 4)
+    assert len(error.calls) == count  # a program can read all of them
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_a_block_without_a_traceback_is_not_longer_either(count: int) -> None:
+    parted = ["the ranks called different operations:", *(f"  rank {rank}: a call" for rank in range(3)), "  and more"]
+    others = [Failure(rank, rank, 1, 2.0, replace(report(text=f"{rank}"), traceback="")) for rank in range(1, count)]
+    cause = Failure(0, 1, -6, 1.0)
+    block = format_failure(
+        cause, others, ranks=count, host="h", started=0.0, asked="a call of rank 1", last="it was in it", parted=parted
+    )
+    assert len(block.splitlines()) == MOST_LINES, block
+    assert block.endswith(f"  and {count - 2} more kinds of failure after that\n")
 
 
 def test_a_rank_reports_what_its_exception_is_not_what_it_is_called(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from itertools import chain
 
 import pytest
 
-from phalanx.native.core import FOUND_LATE, RECORDER_BYTES, RECORDS, RecordedGroup, library
+from phalanx.native.core import FOUND_LATE, NBYTES_BITS, RECORDER_BYTES, RECORDS, RecordedGroup, library
 from phalanx.watch import recorder
 from phalanx.watch.records import Record, Recording, read_process, read_recording
 
@@ -264,7 +264,7 @@ def test_the_times_of_records_are_those_of_the_clock(file: int) -> None:
                     time.sleep(0.01)
                 with told:
                     before = time.monotonic_ns()
-                    ticket = recorder.begin(addressof(group), ALL_REDUCE, before, -1)
+                    ticket = recorder.begin(addressof(group), ALL_REDUCE, len(seen), -1)
                     recorder.end(ticket, False)
                     seen.append((before, time.monotonic_ns()))
 
@@ -282,8 +282,8 @@ def test_the_times_of_records_are_those_of_the_clock(file: int) -> None:
         sent.close()
         moments = struct.unpack(f"{2 * len(records)}q", told_by.read())
     assert len(records) == 3000
-    for record, before, after in zip(records, moments[::2], moments[1::2], strict=True):
-        assert record.nbytes == before
+    for number, (record, before, after) in enumerate(zip(records, moments[::2], moments[1::2], strict=True)):
+        assert record.nbytes == number
         assert before - MOST_ASTRAY_NS <= record.entered_ns <= record.left_ns <= after + MOST_ASTRAY_NS
 
 
@@ -353,9 +353,55 @@ def test_texts_that_have_no_room_are_empty(file: int) -> None:
     assert found.label == ""
 
 
+def begin_of(group: RecordedGroup, nbytes: int, *shape: int) -> int:
+    return recorder.begin(addressof(group), ALL_REDUCE | FLOAT32, recorder.shaped(nbytes, shape), -1)
+
+
+def test_the_shape_is_recorded_of_tensors_whose_shapes_are_compared(file: int) -> None:
+    most = (1 << NBYTES_BITS) - 1
+
+    def operations(group: RecordedGroup) -> None:
+        begin_of(group, 24, 2, 3)
+        begin_of(group, 24, 3, 2)
+        begin_of(group, 24, 2, 1, 3)
+        begin_of(group, 24, 6)
+        begin_of(group, 24, 6, 1)
+        begin_of(group, 24, 2, 3)
+        begin_of(group, most, 2, 3)
+        begin_of(group, 0, 0, 3)
+
+    found = [(record.nbytes, record.shape) for record in record_in(file, operations).records]
+    small = [(24, shape) for shape in ("[2, 3]", "[3, 2]", "[2, 1, 3]", "", "", "[2, 3]")]
+    assert found == [*small, (most, "[2, 3]"), (0, "")]
+
+
+def test_a_shape_of_more_bytes_than_there_are_is_not_recorded(file: int) -> None:
+    """As of a tensor without memory: its bytes would be taken for the number of another text."""
+
+    def operations(group: RecordedGroup) -> None:
+        begin_of(group, 1 << NBYTES_BITS, 2, 3)
+        begin_of(group, 24, 2, 3)
+
+    assert [record.shape for record in record_in(file, operations).records] == ["", "[2, 3]"]
+
+
+def test_shapes_without_end_leave_room_for_other_texts(file: int) -> None:
+    """A program whose batches have all lengths goes on without them, and the shapes that had room stay known."""
+
+    def operations(group: RecordedGroup) -> None:
+        for length in range(2, 20_000):
+            recorder.end(begin_of(group, 8 * length, 2, length), False)
+        recorder.mark(label="late")
+        begin_of(group, 16, 2, 2)
+        begin_of(group, 160_000, 2, 20_000)
+
+    *_, known, late = record_in(file, operations).records
+    assert (known.shape, known.label, late.shape, late.label) == ("[2, 2]", "late", "", "late")
+
+
 def test_a_recording_survives_json(file: int) -> None:
     def operations(group: RecordedGroup) -> None:
-        recorder.end(recorder.begin(addressof(group), ALL_REDUCE | FLOAT32, 64, -1), False)
+        recorder.end(begin_of(group, 64, 4, 4), False)
         recorder.begin(addressof(group), SEND | FLOAT32, 64, 1)
 
     found = record_in(file, operations)

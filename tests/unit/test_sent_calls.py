@@ -38,7 +38,7 @@ def sent(calls: list[DoneCalls]) -> Any:
 
 def test_what_is_sent_is_what_comes() -> None:
     calls = [
-        DoneCalls(GLOO, (2, 3), 7, (call(1), None, call(2), call(1))),
+        DoneCalls(GLOO, (2, 3), 7, (call(1), None, replace(call(2), shape="[2, 3]"), call(1))),
         DoneCalls(Group("3", "gloo", (1, 3)), (3,), 1, (), failed=True),
     ]
     assert calls_from_json(sent(calls), (2, 3), 4) == calls
@@ -75,6 +75,10 @@ def a_message_among_calls(values: Any) -> None:
     values["texts"][values["calls"][0][3]] = "send"
 
 
+def a_shape_that_is_none(values: Any) -> None:
+    values["texts"][values["calls"][0][7]] = "[2, \x1b[2J]"
+
+
 def no_number(values: Any) -> None:
     values["done"][0][2] = 1 << 40
 
@@ -83,9 +87,12 @@ def too_long(values: Any) -> None:
     values["done"][0][3] = [0] * 5000
 
 
-@pytest.mark.parametrize("change", [not_ours, no_such_rank, no_such_call, a_message_among_calls, no_number, too_long])
+@pytest.mark.parametrize(
+    "change",
+    [not_ours, no_such_rank, no_such_call, a_message_among_calls, a_shape_that_is_none, no_number, too_long],
+)
 def test_what_a_host_may_not_say_is_refused(change: Callable[[Any], None]) -> None:
-    values = sent([DoneCalls(GLOO, (2, 3), 7, (call(1),))])
+    values = sent([DoneCalls(GLOO, (2, 3), 7, (replace(call(1), shape="[2, 3]"),))])
     calls_from_json(values, (2, 3), 4)
     change(values)
     with pytest.raises((ValueError, IndexError)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from textwrap import dedent
@@ -11,10 +12,12 @@ import pytest
 import torch
 from tests.support.connecting import gloo_engine, needs_ucx
 from tests.support.hosts import why_no_hosts
-from tests.support.ranks import Member, run_ranks
+from tests.support.ranks import Member, run_ranks, values
 from tests.world.test_hosts import Ended, Pair, check, pair, two_hosts
 from torch._C._distributed_c10d import PrefixStore
 
+from phalanx.errors import InitializationError
+from phalanx.transports.hosts import choosing
 from phalanx.transports.hosts.lane import Engine, Transfer, TransferFailed
 from phalanx.transports.hosts.layout import Layout
 from phalanx.transports.hosts.measuring import measured
@@ -138,3 +141,34 @@ def test_all_ranks_learn_the_same_times_and_which_engine_failed_anywhere(size: i
         assert found == json.loads(outcomes[0].value)
         assert found["one"] == found["other"] == ["", True, True]
         assert found["cut"][0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_that_fails_before_the_engines_are_measured_is_named(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address never comes, and Gloo would wait for that as long as the store does."""
+    timeout = timedelta(seconds=10)
+    monkeypatch.setattr(choosing, "_lack", lambda wanted, size: {choosing.GLOO: "", choosing.UCX: ""})
+    monkeypatch.setattr(choosing, "UcxEngine", lambda store, rank, limit: gloo_engine(store, rank, size, limit))
+
+    def body(member: Member) -> tuple[str, float]:
+        store = member.store()
+        member.meet("begun")
+        began = time.monotonic()
+
+        def gloo() -> Engine:
+            if member.rank == size - 1:
+                raise OSError("no thread can be started")
+            return gloo_engine(PrefixStore("gloo", store), member.rank, size, timeout)
+
+        layout = Layout([rank * 2 // size for rank in range(size)], member.rank)
+        with pytest.raises((InitializationError, OSError)) as raised:
+            choosing.choose_engine(PrefixStore("engine", store), layout, member.rank, gloo, timeout, world=False)
+        seconds = time.monotonic() - began
+        member.meet("all have raised")
+        return str(raised.value), seconds
+
+    told = values(run_ranks(body, size))
+    assert told[-1][0] == "no thread can be started"
+    for text, seconds in told[:-1]:
+        assert f"rank {size - 1} " in text, text
+        assert seconds < 200

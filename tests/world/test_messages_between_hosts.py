@@ -307,6 +307,8 @@ SENDS_AND_ENDS = """
     box = torch.full((30_000,), 7.0)
     if rank == sender:
         dist.send(box, 1 - rank)
+        if sys.argv[4].startswith("destroys"):  # the last group, so nothing of this process answers others any more
+            dist.destroy_process_group()
     else:
         time.sleep(2.5)
         box.zero_()
@@ -315,14 +317,18 @@ SENDS_AND_ENDS = """
 """
 
 
+# The last case several times: which rank dials the other is decided by the ports that the kernel gives.
+@pytest.mark.parametrize("then", ["ends", "destroys", "destroys again", "destroys once more"])
 @pytest.mark.parametrize("sender", [0, 1])
-def test_what_a_rank_sends_before_its_script_ends_arrives(sender: int, over_hosts: str, tmp_path: Path) -> None:
+def test_what_a_rank_sends_before_its_script_ends_arrives(
+    sender: int, then: str, over_hosts: str, tmp_path: Path
+) -> None:
     if over_hosts != "halves":
         return  # with two ranks, both are the same
     script = dedent(SENDS_AND_ENDS)
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(sender), str(tmp_path / "store")],
+            [sys.executable, "-c", script, str(rank), str(sender), str(tmp_path / "store"), then],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -203,6 +203,33 @@ def test_who_takes_nothing_is_sent_no_more_than_there_is_room_for(nbytes: int) -
     values(run_ranks(rank, 2))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_large_call_does_not_begin_before_a_small_notice_that_another_thread_has_taken(size: int) -> None:
+    """That notice may be the call's cancellation."""
+
+    def rank(member: Member) -> None:
+        begun = threading.Event()
+        early: list[bool] = []
+
+        def notice(message: Message) -> None:
+            early.append(begun.wait(0.4))
+
+        def large(link: Link, message: Message) -> tuple[bytes, Sequence[memoryview]]:
+            begun.set()
+            return b"", []
+
+        peer = Peer(SLAB, notice, large=large)
+        peer.meet(member)
+        if member.rank == 0:
+            for link in peer.links.values():
+                link.send(Message(Kind.NOTICE, 0, "", b"", ()), 60.0)
+                peer.call(link, bytes(2 * SMALL), service="large")
+        finish(member, peer)
+        assert member.rank == 0 or early == [False]
+
+    values(run_ranks(rank, size))
+
+
 def test_what_was_received_stays_until_nobody_has_it_and_its_room_is_used_again() -> None:
     def rank(member: Member) -> None:
         peer = Peer(SLAB)

@@ -1,0 +1,119 @@
+"""Without ``phalanx run`` a rank that waits says for whom, and where that one is, long before the group's timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from tests.support.golden import await_told
+from tests.support.waiting import soon, stop
+
+SCRIPT = """
+    import os, sys, time
+    from datetime import timedelta
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from tests.support.islands import pretend_host
+
+    rank, size, hosts, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    if hosts > 1:
+        pretend_host(rank * hosts // size)
+    store = FileStore(str(folder / "store"), size)
+    dist.init_process_group("phalanx", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=600))
+    dist.barrier()  # before
+
+    def wait_for(name):
+        while not (folder / name).exists():
+            time.sleep(0.01)  # sleeps
+
+    if rank == 1:
+        wait_for("go")
+    dist.all_reduce(torch.ones(4))  # call
+    dist.destroy_process_group()
+"""
+
+
+class Job:
+    """Ranks that no launcher has started."""
+
+    def __init__(self, folder: Path, size: int, hosts: int = 1, warn_after: str = "0.5") -> None:
+        self.folder, self.script = folder, folder / "script.py"
+        self.script.write_text(dedent(SCRIPT))
+        environment = {"PYTHONPATH": ":".join(sys.path), "PATH": os.environ["PATH"], "PHALANX_WARN_AFTER": warn_after}
+        self.ranks = []
+        for rank in range(size):
+            with open(folder / f"err-{rank}", "wb") as err:
+                command = [sys.executable, *map(str, (self.script, rank, size, hosts, folder))]
+                self.ranks.append(subprocess.Popen(command, env=environment, stderr=err))
+
+    def said(self, rank: int) -> str:
+        return (self.folder / f"err-{rank}").read_text()
+
+    def has_ended(self) -> bool:
+        return any(rank.poll() is not None for rank in self.ranks)
+
+    def facts(self) -> dict[str, object]:
+        lines = dedent(SCRIPT).splitlines()
+        marks = {f"line {line.rpartition('# ')[2]}": at for at, line in enumerate(lines, 1) if "  # " in line}
+        return {**marks, "script": self.script, "line checks": marks["line sleeps"] - 1}
+
+    def finish(self) -> None:
+        (self.folder / "go").touch()
+        assert [rank.wait(300) for rank in self.ranks] == [0] * len(self.ranks), [
+            *map(self.said, range(len(self.ranks)))
+        ]
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[list[Job]]:
+    started: list[Job] = []
+    yield started
+    for job in started:
+        job.end()
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(2, 1), (3, 1), (5, 1), (4, 2)])
+def test_the_first_rank_that_waits_says_for_whom_and_then_that_it_is_stopped(
+    jobs: list[Job], tmp_path: Path, size: int, hosts: int
+) -> None:
+    jobs.append(job := Job(tmp_path, size, hosts))
+    others = {2: "rank 0 waits", 3: "ranks 0, 2 wait", 5: "ranks 0, 2-4 wait", 4: "rank 0 waits"}[size]
+    facts = {**job.facts(), "others": others}
+    await_told("own-waits", lambda: job.said(0), lambda: facts, job.has_ended)
+    stop(job.ranks[1].pid)
+    await_told("own-waits.stopped", lambda: job.said(0), lambda: facts, job.has_ended)
+    os.kill(job.ranks[1].pid, signal.SIGCONT)
+    job.finish()
+    assert [rank for rank in range(1, size) if job.said(rank)] == []
+
+
+def test_it_is_said_ever_more_seldom(jobs: list[Job], tmp_path: Path) -> None:
+    jobs.append(job := Job(tmp_path, 2, warn_after="1"))
+    assert soon(lambda: job.said(0).count("\n") >= 2, 300) or job.has_ended()
+    job.finish()
+    times = [float(line.rpartition(", for ")[2].split()[0]) for line in job.said(0).splitlines()]
+    assert all(later >= 2 * earlier for earlier, later in pairwise(times)), times
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_nothing_is_said_if_the_user_wants_that_or_the_awaited_rank_is_not_seen(
+    jobs: list[Job], tmp_path: Path, hosts: int
+) -> None:
+    jobs.append(job := Job(tmp_path, 2, hosts, warn_after="0" if hosts == 1 else "0.1"))
+    soon(job.has_ended, 3.0)
+    job.finish()
+    assert [job.said(rank) for rank in range(2)] == ["", ""]
