@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from tests.support.reports import EVIL, NOW, SECOND, operation, report
 
 from phalanx.watch.hang_report import HangReport, write_report
 from phalanx.watch.html_page import page
@@ -18,9 +19,6 @@ from phalanx.watch.html_timeline import Axis
 from phalanx.watch.records import Group, Record, Recording
 from phalanx.watch.verdict import Seen, Verdict
 
-EVIL = "</title></script><script>alert(1)</script><img src=http://evil.test/x onerror='alert(2)'>\"'&amp;"
-SECOND = 10**9
-NOW = 1000 * SECOND
 LEAF = ("meta", "rect", "path", "br")  # without an end tag, or closed at once
 
 
@@ -59,32 +57,6 @@ class Page(HTMLParser):
     @property
     def text(self) -> str:
         return " ".join("".join(text for name, text in self.texts if name not in ("script", "style")).split())
-
-
-def operation(
-    number: int, *, world: Group, label: str = "", site: str = "train.py:7", kind: str = "all_reduce"
-) -> Record:
-    entered = NOW - 40 * SECOND + number * 2_000_000
-    return Record(
-        number, world, number + 1, kind, 4096, "float32", "sum", -1, site, label, 3, entered, entered + 10**6, False, -1
-    )
-
-
-def report(ranks: int, operations: int, *, text: str = "", site: str = "train.py:7") -> HangReport:
-    """All ranks but the last wait."""
-    world = Group(text or "0", "phalanx", tuple(range(ranks)))
-    seen, stacks = [], {}
-    for rank in range(ranks):
-        records = [operation(number, world=world, label=text, site=site) for number in range(operations)]
-        if rank < ranks - 1:
-            last = records[-1]
-            records[-1] = Record(**{**vars(last), "left_ns": 0, "kind": "broadcast", "nbytes": 1 << 20})
-        recording = Recording(5000 + rank, rank, ranks, 3, text, operations, tuple(records))
-        seen.append(Seen(rank, recording, "S", place=f"{site} step() {text}", asked=text))
-        stacks[rank] = [f'  File "{site}{text}", line {rank % 3}, in step{text}', f"    call{rank % 3}()"]
-    sentence = f"rank {ranks - 1} is in no operation; the others wait for it {text}"
-    verdict = Verdict(sentence, (ranks - 1,), tuple(range(ranks - 1)), NOW - 35 * SECOND, "the `if` in line 55")
-    return HangReport(f"phalanx run {text}", f"host{text}", "2026-11-23T01:00:00", NOW, verdict, seen, stacks)
 
 
 def test_it_has_the_verdict_every_rank_its_stack_and_its_operations() -> None:
