@@ -64,7 +64,8 @@ class Job:
     def facts(self) -> dict[str, object]:
         lines = dedent(SCRIPT).splitlines()
         marks = {f"line {line.rpartition('# ')[2]}": at for at, line in enumerate(lines, 1) if "  # " in line}
-        return {**marks, "script": self.script, "line checks": marks["line sleeps"] - 1}
+        numbers = {"number before": 1, "number call": 2}
+        return {**marks, **numbers, "script": self.script, "line checks": marks["line sleeps"] - 1}
 
     def finish(self) -> None:
         (self.folder / "go").touch()

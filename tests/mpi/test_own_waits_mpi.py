@@ -1,0 +1,76 @@
+"""Under a bare mpiexec a rank that waits says for whom, and where that one is, long before the group's timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from tests.mpi.environments import ROOT, SETTINGS, MpiEnvironment
+from tests.support.golden import await_told
+from tests.support.waiting import stop
+
+SCRIPT = """
+    import os, sys, time
+    from pathlib import Path
+    import torch
+    import torch.distributed as dist
+    import phalanx
+
+    backend, folder = sys.argv[1], Path(sys.argv[2])
+    phalanx.init(backend=backend, timeout_s=600)
+    rank = dist.get_rank()
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    dist.barrier()  # before
+
+    def wait_for(name):
+        while not (folder / name).exists():
+            time.sleep(0.01)  # sleeps
+
+    if rank == 1:
+        wait_for("go")
+    dist.all_reduce(torch.ones(4))  # call
+    phalanx.close()
+"""
+
+
+@pytest.mark.parametrize(("size", "backend"), [(2, "mpi"), (3, "mpi"), (5, "mpi"), (3, "phalanx")])
+def test_the_first_rank_that_waits_says_for_whom_and_then_that_it_is_stopped(
+    mpi: MpiEnvironment, size: int, backend: str, tmp_path: Path
+) -> None:
+    script, err = tmp_path / "script.py", tmp_path / "err"
+    script.write_text(dedent(SCRIPT))
+    variables = {
+        **SETTINGS,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        "PHALANX_WARN_AFTER": "0.5",
+    }
+    with open(err, "wb") as written:
+        job = subprocess.Popen(
+            [mpi.mpiexec, "-n", str(size), mpi.python, "-W", "ignore", str(script), backend, str(tmp_path)],
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stderr=written,
+        )
+    lines = dedent(SCRIPT).splitlines()
+    marks = {f"line {line.rpartition('# ')[2]}": at for at, line in enumerate(lines, 1) if "  # " in line}
+    others = {2: "rank 0 waits", 3: "ranks 0, 2 wait", 5: "ranks 0, 2-4 wait"}[size]
+    numbers = {"number before": 3, "number call": 4}  # phalanx.init() has called two operations
+    facts = {**marks, **numbers, "script": script, "line checks": marks["line sleeps"] - 1, "others": others}
+    try:
+        await_told("own-waits", err.read_text, lambda: facts, lambda: job.poll() is not None)
+        stopped = int((tmp_path / "pid-1").read_text())
+        stop(stopped)
+        await_told("own-waits.stopped", err.read_text, lambda: facts, lambda: job.poll() is not None)
+        os.kill(stopped, signal.SIGCONT)
+        (tmp_path / "go").touch()
+        assert job.wait(300) == 0, err.read_text()
+    finally:
+        job.kill()
+        job.wait()
+    said = [line for line in err.read_text().splitlines() if line.startswith("phalanx: ")]
+    assert [line for line in said if not line.startswith("phalanx: rank 1 is ")] == []
