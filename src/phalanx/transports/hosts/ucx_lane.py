@@ -240,7 +240,7 @@ class UcxEngine(PolledEngine):
         self._settle_all([*closing, *left])
         if self._given_up:
             # They may wait for a connection, or for more lanes of one, and UCX 1.13 ends the process if a worker is
-            # destroyed meanwhile (an assertion in ucp_request.c).
+            # destroyed meanwhile (an assertion about its requests).
             _kept.append((self._worker, self._given_up))
         else:
             self._c.ucp_worker_destroy(self._worker)
