@@ -90,10 +90,9 @@ def measured(world: str, fault: str, rounds: int, python: str = sys.executable) 
         pytest.param("2x2", "killed", 10, 1.0, 1.0, id="a rank is killed on two hosts", marks=on_hosts),
         pytest.param("3", "stopped-rank", 4, 1.0, 5.0, id="a rank is stopped on one host"),
         pytest.param("2x2", "stopped-rank", 4, 1.0, 5.0, id="a rank is stopped on two hosts", marks=on_hosts),
-        # The launcher says it of a wait that has lasted 5 s, so a little later than that.
-        pytest.param("3", "absent", 4, 1.0, 5.5, id="a rank stays away from a call on one host"),
-        pytest.param("2x2", "absent", 4, 1.0, 5.5, id="a rank stays away from a call on two hosts", marks=on_hosts),
-        pytest.param("hand:3", "absent", 4, 1.0, 5.5, id="a rank stays away from a call without a launcher"),
+        pytest.param("3", "absent", 4, 1.0, 5.0, id="a rank stays away from a call on one host"),
+        pytest.param("2x2", "absent", 4, 1.0, 5.0, id="a rank stays away from a call on two hosts", marks=on_hosts),
+        pytest.param("hand:3", "absent", 4, 1.0, 5.0, id="a rank stays away from a call without a launcher"),
         pytest.param("2x2", "cut", 4, 1.0, 5.0, id="a link is cut", marks=on_hosts),
         pytest.param("2x2", "stopped-host", 4, 1.0, 5.0, id="a host is stopped", marks=on_hosts),
         pytest.param("3", "mismatch", 10, 1.0, 1.0, id="calls differ on one host"),

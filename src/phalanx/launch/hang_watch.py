@@ -59,7 +59,7 @@ class HangWatch:
         self._wanted = job.diagnosis
         self._on = not self._wanted.why_unwatched(is_python=job.target.is_python, ranks=job.ranks)
         self._next = clock() + self._wanted.look_every_s
-        self._warn_at_s = self._wanted.warn_after_s  # the next warning comes after a wait of so many seconds
+        self._warn_at_s = self._wanted.ask_after_s  # the next warning comes after a wait of so many seconds
         self._reported = False
         self._asked_at: float | None = None
         self._asks_for_stacks = False
@@ -113,8 +113,8 @@ class HangWatch:
                 self._answered({})
             return
         pace = self._sight.look()
-        if pace.waited_s < self._wanted.warn_after_s:
-            self._warn_at_s, self._reported = self._wanted.warn_after_s, False
+        if pace.waited_s < self._wanted.ask_after_s:
+            self._warn_at_s, self._reported = self._wanted.ask_after_s, False
             self._report, self._filled = None, 0
             self._wants_report = False
         else:
@@ -182,15 +182,15 @@ class HangWatch:
         """Say who waits for whom."""
         seen = [_placed(rank, found.stacks.get(rank.rank, "")) for rank in found.ranks]
         verdict = judge(seen)
-        if verdict is None or found.waited_s < self._wanted.warn_after_s:
+        if verdict is None or found.waited_s < self._wanted.ask_after_s:
             return  # they went on meanwhile
         differing = _differing(verdict, seen)
         if not differing or set(verdict.awaited) <= set(verdict.waiting):
             # Else the ranks are at different lines because their calls differed.
             verdict = replace(verdict, hint=parting(verdict, seen, own_folder(), self._begun_at))
         if found.waited_s >= self._warn_at_s:
-            is_first = self._warn_at_s == self._wanted.warn_after_s
-            self._warn_at_s = found.waited_s * _AGAIN
+            is_first = self._warn_at_s == self._wanted.ask_after_s
+            self._warn_at_s = max(found.waited_s, self._wanted.warn_after_s) * _AGAIN
             if not (is_first and self._stopped.are_told(verdict, seen)):
                 self._say_it(verdict, found, differing)
         if self._wants_report:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 __all__ = ["Diagnosis"]
 
 _LONGEST_LOOK_S = 1.0
+# How much earlier the launcher begins to find out what the line says, so that it stands there in time.
+_LONGEST_LEAD_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Diagnosis:
     """When the launcher says that ranks wait, and for whom.
 
     Attributes:
-        warn_after_s: after a rank has waited for so long a line says so; 0 for never, and then there are no reports.
+        warn_after_s: when a rank has waited for so long, a line stands there that says so; 0 for never, and then there
+            are no reports.
         report_after_s: after nobody has moved for so long, a report is written, if there is a folder for it.
         report_dir: the folder of the reports; empty for none.
         strict: ranks that call the same lines in different orders get an error, and not a warning.
@@ -24,6 +27,11 @@ class Diagnosis:
     report_after_s: float = 30.0
     report_dir: str = ""
     strict: bool = False
+
+    @property
+    def ask_after_s(self) -> float:
+        """After which wait the launcher begins to find out what the line has to say."""
+        return self.warn_after_s - min(_LONGEST_LEAD_S, self.warn_after_s / 20)
 
     @property
     def look_every_s(self) -> float:

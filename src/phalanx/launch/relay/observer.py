@@ -77,8 +77,8 @@ class Observer:
         if self._diagnosis is None or self._next is None or now < self._next:
             return
         self._progress.look(self._pids)
-        self._next = now + self._diagnosis.look_again_in_s(self._diagnosis.warn_after_s - self._progress.waited_s)
-        waits = self._progress.waited_s >= self._diagnosis.warn_after_s
+        self._next = now + self._diagnosis.look_again_in_s(self._diagnosis.ask_after_s - self._progress.waited_s)
+        waits = self._progress.waited_s >= self._diagnosis.ask_after_s
         stopped = [self._numbers[part] for part in self._progress.stopped]
         if waits or self._has_said != (False, stopped):
             pace = self._pace(now)
