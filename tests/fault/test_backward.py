@@ -25,6 +25,19 @@ def own_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch compares a
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def keeping_hook(kept, bucket):  # type: ignore[no-untyped-def]
+    """A hook that waits, keeps the error for its program, and lets the backward pass end."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    try:
+        work.wait()
+    except PhalanxError as error:
+        kept.append(error)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
 HOOKS: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "all_reduce": default_hooks.allreduce_hook,
@@ -60,6 +73,24 @@ def test_backward_raises_that_a_rank_was_lost(hook: str, size: int) -> None:
 
     for outcome in run_ranks(body, size)[:-1]:
         assert outcome.value == size - 1, outcome.traceback
+
+
+def test_backward_ends_where_the_hook_keeps_the_error() -> None:
+    """As torchft's does: the program then gives up the step, and goes on with the ranks that are left."""
+
+    def body(member: Member) -> list[int]:
+        member.join()
+        model, kept = replica(), list[PeerLost]()
+        model.register_comm_hook(kept, keeping_hook)
+        step(model)
+        assert not kept
+        if member.rank == 2:
+            os._exit(0)
+        step(model)
+        return [error.group_rank for error in kept]
+
+    for outcome in run_ranks(body, 3)[:-1]:
+        assert outcome.value == [2, 2, 2, 2], outcome.traceback
 
 
 def test_backward_raises_that_a_rank_is_late() -> None:

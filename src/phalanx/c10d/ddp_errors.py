@@ -5,7 +5,8 @@ DDP waits for its all-reduces in C++, on futures, and of an error from Python to
 before DDP's own because it is queued before it, waits for the operations first, and raises the error itself.
 
 Only DDP's operations are waited for: a program may leave one under way when its backward ends, because other ranks join
-it later.
+it later. An error that a communication hook has had from its own wait is not raised again: a hook that keeps it lets
+the backward pass end, as torchft's does, which gives up the step afterwards and goes on with the ranks that are left.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ def _of_ddp(frame: FrameType | None) -> bool:
 def _wait_for(works: list[PhalanxWork]) -> None:
     try:
         for work in works:
-            work.wait()
+            if not work.told:
+                work.wait()
     finally:
         works.clear()

@@ -19,10 +19,16 @@ __all__ = ["PhalanxWork"]
 
 @uncompiled
 class PhalanxWork(dist.Work):
-    """The handle of one asynchronous operation, as torch documents it for CPU backends."""
+    """The handle of one asynchronous operation, as torch documents it for CPU backends.
+
+    Attributes:
+        told: whether a :meth:`wait` has raised the operation's error. Each thread that waits only ever sets it, before
+            its own wait raises.
+    """
 
     def __init__(self, progress: Progress, operation: Operation) -> None:
         super().__init__()
+        self.told = False
         self._progress = progress
         self._operation = operation
 
@@ -55,6 +61,7 @@ class PhalanxWork(dist.Work):
         if operation.waited is not None:
             operation.waited()
         if operation.error is not None:
+            self.told = True
             raise operation.error
         return True
 
