@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import torch
 
 VARIABLE = "PHALANX_FRAMEWORKS_VENV"
 PROGRAMS = Path(__file__).parent / "programs"
+COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
 SOURCES = str(Path(__file__).parents[2] / "src")
 FOLDER = os.environ.get(VARIABLE)
 PYTHON = str(Path(FOLDER, "bin", "python")) if FOLDER else sys.executable
@@ -128,6 +130,41 @@ def test_ray_train_starts_its_ranks_on_phalanx_if_the_variable_says_so(tmp_path:
     check_in_step(load(by_gloo), "ProcessGroup")
     check_in_step(load(ours), OURS)
     check_same_training(load(ours), load(by_gloo))
+
+
+def trained_by_parts(history: list[int]) -> torch.Tensor:
+    """What torchft_steps.py must come to, if so many replicas took part in each of its steps: their mean gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step, parts in enumerate(history):
+        optimizer.zero_grad()
+        for part in range(parts):
+            generator = torch.Generator().manual_seed(1000 * step + part)
+            x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+            (torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True).sin()) / parts).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_torchft_replicas_go_on_without_one_that_is_killed_and_take_in_another(size: int, tmp_path: Path) -> None:
+    need("torchft")
+    recipe = re.search(r"^```python\n([^`]*ProcessGroupPhalanx.*?)^```", COMPATIBILITY.read_text(), re.M | re.DOTALL)
+    assert recipe, "docs/compatibility.md has no recipe for torchft"
+    (tmp_path / "recipe.py").write_text(recipe[1])
+    *others, newcomer = run(tmp_path, [PYTHON, str(PROGRAMS / "torchft_steps.py"), str(tmp_path), str(size)])
+    assert len(others) == size - 1
+    for result in others:
+        assert (result["life"], result["failed"] > 0) == ("first", True)
+    assert newcomer["life"] == "second"
+    history = newcomer["history"]
+    assert set(history) >= {size - 1, size}
+    for result in (*others, newcomer):
+        assert result["group"] == OURS
+        assert result["history"] == history
+        assert torch.equal(result["parameters"], newcomer["parameters"])
+        torch.testing.assert_close(result["parameters"], trained_by_parts(history), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

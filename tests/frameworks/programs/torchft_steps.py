@@ -1,0 +1,147 @@
+"""Training by torchft: a replica is killed in the middle of a step, and another one joins the running training.
+
+Usage: torchft_steps.py FOLDER RANKS; starts a lighthouse and RANKS replicas, and one more in the place of the last,
+which is killed. Their process group is ``ProcessGroupPhalanx`` of a module ``recipe`` in FOLDER, where each replica
+that reaches the end leaves what it has trained.
+"""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torchft import DistributedDataParallel, Manager, Optimizer
+from torchft.coordination import LighthouseServer
+
+FATAL_STEP = 3  # in which the last replica dies
+TOGETHER = 8  # the training ends after so many steps of all replicas
+ALONE = 3  # the next replica is started after so many steps of the others
+TIMEOUT = timedelta(seconds=120)
+
+
+def batch(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + part)
+    x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT.total_seconds()
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"there is no {path}")
+        time.sleep(0.05)
+
+
+def replica(folder: str, ranks: int, rank: int, lighthouse: str, life: str) -> None:
+    recipe = importlib.import_module("recipe")
+    process_group = recipe.ProcessGroupPhalanx(timeout=TIMEOUT)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    torch.manual_seed(0 if life == "first" else 1)  # one that comes later has its state from the others
+    first = torch.nn.Linear(6, 16)
+    model = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    history: list[int] = []  # of each step that counted, how many replicas took part in it
+
+    def load_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        sgd.load_state_dict(state["optimizer"])
+        history[:] = state["history"]
+
+    manager = Manager(
+        process_group,
+        load_state_dict=load_state,
+        state_dict=lambda: {
+            "model": model.state_dict(),
+            "optimizer": sgd.state_dict(),
+            "history": list(history),
+        },
+        min_replica_size=ranks - 1,
+        init_sync=False,
+        timeout=TIMEOUT,
+        quorum_timeout=TIMEOUT,
+        connect_timeout=TIMEOUT,
+        rank=0,
+        world_size=1,
+        store_addr="localhost",
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=f"replica_{rank}",
+        hostname="localhost",
+    )
+    if life == "second":
+        Path(folder, "come").touch()
+    # Several buckets, so that some gradients are averaged before the replica dies.
+    ddp = DistributedDataParallel(manager, model, bucket_cap_mb=1e-6)
+    optimizer = Optimizer(manager, sgd)
+    failed = 0
+
+    def die(_: torch.Tensor) -> None:
+        if rank == ranks - 1 and life == "first" and manager.current_step() == FATAL_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    first.weight.register_hook(die)  # the last gradient but one
+    while history.count(ranks) < TOGETHER:
+        optimizer.zero_grad()
+        part = manager.participating_rank() or 0
+        x, y = batch(manager.current_step(), part)
+        torch.nn.functional.mse_loss(ddp(x), y).backward()
+        step = manager.current_step()
+        optimizer.step()
+        if manager.current_step() == step:
+            failed += 1
+            continue
+        history.append(manager.num_participants())
+        if history.count(ranks - 1) == ALONE:
+            Path(folder, "gone on").touch()
+            await_file(Path(folder, "come"))
+    torch.save(
+        {
+            "rank": rank,
+            "pid": os.getpid(),
+            "life": life,
+            "group": type(process_group.parent).__name__,
+            "history": history,
+            "failed": failed,
+            "parameters": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        },
+        f"{folder}/{rank}.pt",
+    )
+    manager.shutdown(wait=False)
+    process_group.shutdown()
+
+
+def main() -> None:
+    folder, ranks = sys.argv[1], int(sys.argv[2])
+    sys.path.insert(0, folder)
+    if len(sys.argv) > 3:
+        rank, lighthouse, life = sys.argv[3:]
+        replica(folder, ranks, int(rank), lighthouse, life)
+        return
+    server = LighthouseServer("[::]:0", min_replicas=ranks - 1, join_timeout_ms=60_000, heartbeat_timeout_ms=5_000)
+
+    def start(rank: int, life: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, __file__, folder, str(ranks), str(rank), server.address(), life])
+
+    replicas = [start(rank, "first") for rank in range(ranks)]
+    try:
+        assert replicas[-1].wait() == -signal.SIGKILL
+        await_file(Path(folder, "gone on"))
+        replicas[-1] = start(ranks - 1, "second")
+        assert [each.wait() for each in replicas] == [0] * ranks
+    finally:
+        for each in replicas:
+            each.kill()
+            each.wait()
+    server.shutdown()
+
+
+if __name__ == "__main__":
+    main()
