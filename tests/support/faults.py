@@ -138,6 +138,8 @@ UNUSED = _JOINED_BY_TORCH + dedent("""
     if sys.argv[2] != "mpi":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # see below
     model = torch.nn.parallel.DistributedDataParallel(TwoHeads())  # model
+    (folder / f"made-{rank}").touch()
+    wait_for(*[f"made-{other}" for other in range(size)])  # none is in the broadcast of its parameters any more
     try:
         for step in range(2):
             loss = model(torch.ones(2, 4), rank != 1)  # forward
