@@ -57,7 +57,9 @@ def test_interrupted_python_ranks_clean_up_without_a_flood(launcher: Launcher) -
     outcome = job.finish()
     assert outcome.code == 130
     assert sorted(outcome.out_lines) == [f"[rank {rank}] cleaned up" for rank in range(3)]
-    assert outcome.err_text == "phalanx: SIGINT: all 3 ranks have been ended\n"
+    # Of ranks that a busy machine makes end late it is said before, once, for whom the launcher waits (--grace).
+    said = [line for line in outcome.err_text.splitlines() if not line.endswith(" before they are killed (--grace)")]
+    assert said == ["phalanx: SIGINT: all 3 ranks have been ended"]
 
 
 def test_a_second_interrupt_kills_at_once(launcher: Launcher) -> None:
