@@ -19,6 +19,7 @@ __all__ = ["launcher", "remote"]  # fixtures
 
 SCRIPT = """\
 import json, os, pathlib, signal, sys, time
+from datetime import timedelta
 import torch
 import phalanx
 from phalanx.errors import CollectiveTimeout, PeerLost
@@ -27,14 +28,20 @@ class Alarm(Exception):
     pass
 
 def raises(*_):
-    raise Alarm
+    if not (folder / "interrupted").exists():
+        raise Alarm
 
 how, folder = sys.argv[1], pathlib.Path(__file__).parent
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher may ask a rank to end before it has raised
-world = phalanx.init(timeout_s=2.0 if how == "late" else 60.0)
+world = phalanx.init(timeout_s=60.0)
 x = torch.ones(4)
 world.all_reduce(x)
 world.all_reduce(x)
+if how == "late":
+    torch.distributed.group.WORLD.set_timeout(timedelta(seconds=2))  # now: a busy machine joins the ranks in more
+(folder / f"done-{world.rank}").touch()
+while len([*folder.glob("done-*")]) < 3:  # none is in the call before any more
+    time.sleep(0.01)
 if world.rank == 1:
     (folder / "pid").write_text(str(os.getpid()))
     if how == "killed":
@@ -44,12 +51,13 @@ if world.rank == 1:
         # On a busy machine the signal may fall before the call begins, where it does no harm.
         while not (folder / "interrupted").exists():
             try:
-                signal.setitimer(signal.ITIMER_REAL, 0.1)
-                world.all_reduce(x)  # interrupted
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 0.1)
+                    world.all_reduce(x)  # interrupted
+                except PeerLost:
+                    (folder / "interrupted").touch()
             except Alarm:
                 pass
-            except PeerLost:
-                (folder / "interrupted").touch()
     while len([*folder.glob("*.json")]) < 2:
         time.sleep(0.01)
 else:
