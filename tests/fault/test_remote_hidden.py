@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -42,12 +43,18 @@ def test_a_stopped_process_does_not_hide_that_a_rank_was_killed(
 
 def relay_of(job: RemoteJob) -> int:
     """The child of the launcher's that the agents are connected to."""
-    children, found = [job.process.pid], []
+    children = [job.process.pid]
     while children:
-        found += children
-        lists = [Path(f"/proc/{pid}/task/{pid}/children") for pid in children]
-        children = [int(pid) for path in lists if path.exists() for pid in path.read_text().split()]
-    return next(pid for pid in found if Path(f"/proc/{pid}/comm").read_text() == "phalanx-relay\n")
+        named: dict[str, int] = {}
+        below: list[int] = []
+        for pid in children:
+            with contextlib.suppress(OSError):  # it has ended
+                named[Path(f"/proc/{pid}/comm").read_text()] = pid
+                below += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        if "phalanx-relay\n" in named:
+            return named["phalanx-relay\n"]
+        children = below
+    raise AssertionError("there is no relay")
 
 
 def test_a_zygote_that_never_answers_is_given_up(remote: RemoteLauncher) -> None:

@@ -75,6 +75,6 @@ def _state(process: Path) -> str:
 def _states(pid: int) -> set[str]:
     states = set()
     for thread in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             states.add((thread / "stat").read_text().rpartition(")")[2].split()[0])
     return states
