@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,14 +100,25 @@ def test_the_first_rank_that_waits_says_for_whom_and_then_that_it_is_stopped(
     await_told("own-waits.stopped", lambda: job.said(0), lambda: facts, job.has_ended)
     os.kill(job.ranks[1].pid, signal.SIGCONT)
     job.finish()
-    assert [rank for rank in range(1, size) if job.said(rank)] == []
+    for rank in range(size):
+        for line in job.said(rank).splitlines():
+            # On a busy machine another one is the first, as long as rank 0 has not come.
+            waiting = re.search(r"ranks? (\d)[\d, -]* waits? for ", line)
+            assert waiting is not None, line
+            assert int(waiting[1]) == rank, line
 
 
 def test_it_is_said_ever_more_seldom(jobs: list[Job], tmp_path: Path) -> None:
     jobs.append(job := Job(tmp_path, 2, warn_after="1"))
-    assert soon(lambda: job.said(0).count("\n") >= 2, 300) or job.has_ended()
+
+    def of_one_wait() -> list[str]:
+        """On a busy machine there may have been others before it."""
+        return [line for line in job.said(0).splitlines() if " for it in all_reduce #2 at " in line]
+
+    assert soon(lambda: len(of_one_wait()) >= 2, 300) or job.has_ended()
     job.finish()
-    times = [float(line.rpartition(", for ")[2].split()[0]) for line in job.said(0).splitlines()]
+    times = [float(line.rpartition(", for ")[2].split()[0]) for line in of_one_wait()]
+    assert len(times) >= 2
     assert all(later >= 2 * earlier for earlier, later in pairwise(times)), times
 
 

@@ -125,10 +125,11 @@ class OwnWaits:
         waited_s = now_s - self._since_s
         if waited_s < self._say_at_s:
             return
-        self._say_at_s = waited_s * _AGAIN
         text = self._concluded()
+        waited_s = self._clock.now() - self._since_s  # others may have taken seconds to say where they are
+        self._say_at_s = waited_s * _AGAIN
         if text and found == glance(*own_place()):  # else it has gone on meanwhile
-            self._say(f"{text}, for {self._clock.now() - self._since_s + self._look_s:.0f} s now")
+            self._say(f"{text}, for {waited_s + self._look_s:.0f} s now")
 
     def _concluded(self) -> str:
         """Put into words who keeps this rank. The text is empty if another rank says it, or if nobody here can know."""
