@@ -87,6 +87,8 @@ def test_groups_that_lost_a_rank_leave_no_keys(hosts: list[int], lost: list[int]
                 group.attach()
                 group._gloo.get().allreduce([torch.ones(2)]).wait()
         dist.barrier()
+        member.say(f"joined-{member.rank}")
+        member.await_said(*(f"joined-{rank}" for rank in range(size)))  # one still in the barrier would raise there
         if member.rank in lost:
             os.kill(os.getpid(), signal.SIGKILL)
         found = [is_lost(group) for group in groups[1:]]

@@ -36,6 +36,7 @@ def test_backward_raises_that_a_rank_was_lost(size: int) -> None:
         member.join()
         model = replica()
         step(model)
+        member.meet("stepped")  # one that is still in the step would raise there
         if member.rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(RuntimeError) as caught:
@@ -71,6 +72,7 @@ def test_backward_raises_that_the_calls_differ(size: int) -> None:
     def body(member: Member) -> tuple[type, str]:
         member.join()
         model = replica()
+        member.meet("made")  # one that is still making it would raise there
         with pytest.raises(RuntimeError) as caught:
             if member.rank == 1:
                 dist.all_reduce(torch.ones(3))
@@ -92,6 +94,7 @@ def test_the_next_forward_names_unused_parameters(size: int) -> None:
         model(torch.ones(2, 4), False).backward()
         with pytest.raises(UnusedParameters) as caught:
             model(torch.ones(2, 4), False)
+        member.meet("raised")  # a rank that ends is lost to those that are still in an earlier step
         return caught.value.names
 
     assert on_ranks(body, size) == [("other_head.weight", "other_head.bias")] * size
@@ -109,6 +112,7 @@ def test_functional_calls_that_differ_are_phalanxs_error_with_lines_of_the_scrip
                 mistake(group, member.rank == 1, size)
             errors[mistake.__name__] = type(caught.value), str(caught.value)
             dist.barrier()
+        member.meet("done")  # a rank that ends is lost to those that are still in the barrier
         return errors
 
     at = f" at {Path(__file__).with_name('test_functional_errors.py')}:"
@@ -128,6 +132,7 @@ def test_a_rank_that_is_killed_is_phalanxs_error_in_a_functional_call(size: int,
     def body(member: Member) -> tuple[type, str]:
         member.join()
         dist.barrier()
+        member.meet("joined")  # one that is still in the barrier would raise there
         if member.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(RuntimeError) as caught:
