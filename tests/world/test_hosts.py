@@ -372,6 +372,7 @@ def test_two_processes_of_one_rank_are_both_named(pair: Pair, rank: int) -> None
     known = {"rank": rank, "pid refused": pids[1], "pid accepted": pids[2]}
     known |= {"host refused": "h0", "host accepted": f"h{rank}"}
     check_told("twice", second.err.splitlines()[-1], known)
+    first.heard("refused a process")  # which it says when it has told that process
     check_told("twice.rank-0", first.told("refused a process"), known)
 
 
