@@ -104,7 +104,7 @@ def test_groups_that_lost_a_rank_leave_no_keys(hosts: list[int], lost: list[int]
 
 
 SCRIPT = """
-    import sys
+    import sys, time
     from datetime import timedelta
     import torch, torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
@@ -121,6 +121,8 @@ SCRIPT = """
     if rank == lost and sys.argv[6] == "raises":
         raise RuntimeError("the script fails")
     elif rank != lost:
+        if sys.argv[7] == "late":
+            time.sleep(3)  # the lost one has come to the end of the interpreter, or is gone
         for group in groups:
             try:
                 dist.all_reduce(torch.ones(4), group=group)
@@ -134,12 +136,19 @@ SCRIPT = """
 
 
 @pytest.mark.parametrize(
-    ("hosts", "lost", "way", "then"), [([2, 1], 2, "raises", "destroy"), ([1, 2], 1, "ends", "end")], ids=str
+    ("hosts", "lost", "way", "then"),
+    [
+        ([2, 1], 2, "raises", "destroy"),
+        ([1, 2], 1, "ends", "end"),
+        ([1, 2], 1, "ends", "late"),
+        ([1, 1, 1], 0, "ends", "late"),
+    ],
+    ids=str,
 )
 def test_ranks_whose_script_ends_while_others_wait_leave_no_keys(
     hosts: list[int], lost: int, way: str, then: str
 ) -> None:
-    """It fails, or it is over; and the others destroy their groups, or end without that."""
+    """It fails, or it is over; and the others destroy their groups, or end without that, or only then make a call."""
     size = sum(hosts)
 
     def body(member: Member) -> Any:

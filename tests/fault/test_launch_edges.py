@@ -23,7 +23,10 @@ def read_until(source: int, wanted: bytes) -> bytes:
     """Read a terminal until some text has come."""
     seen = b""
     while wanted not in seen:
-        seen += os.read(source, 4096)
+        try:
+            seen += os.read(source, 4096)
+        except OSError as error:  # nobody has the terminal any more
+            raise AssertionError(f"no {wanted!r} in {seen!r}") from error
     return seen
 
 

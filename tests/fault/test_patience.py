@@ -14,10 +14,12 @@ __all__ = ["launcher"]
 FAILS = """
     import os, signal, sys, time
     signal.signal(signal.SIGTERM, lambda *_: None)
-    print(os.getpid(), flush=True)
+    open({folder!r} + "/ready-" + os.environ["RANK"], "w").close()
+    while len([name for name in os.listdir({folder!r}) if name.startswith("ready-")]) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)  # a rank without its handler would end at once
     if os.environ["RANK"] == "1":
         {how}
-    while not os.path.exists({go!r}):
+    while not os.path.exists({folder!r} + "/go"):
         time.sleep(0.01)
 """
 HOW = {
@@ -29,9 +31,9 @@ HOW = {
 
 @pytest.mark.parametrize(("how", "size"), [*zip(HOW, (2, 3, 5), strict=True)])
 def test_a_failure_is_said_while_others_take_long_to_end(launcher: Launcher, how: str, size: int) -> None:
-    go = launcher.directory / "go"
-    job = launcher.start("-n", str(size), "-q", "--grace", "300", launcher.script(FAILS.format(how=how, go=str(go))))
-    job.read_lines(size)
+    folder = launcher.directory
+    script = launcher.script(FAILS.format(how=how, folder=str(folder)))
+    job = launcher.start("-n", str(size), "-q", "--grace", "300", script)
     (line,) = job.read_lines(1, job.process.stderr)
     if size == 2:
         who = "rank 0 has <n> s more to end before it is killed (--grace)"
@@ -39,7 +41,7 @@ def test_a_failure_is_said_while_others_take_long_to_end(launcher: Launcher, how
         who = f"ranks 0, 2{f'-{size - 1}' * (size > 3)} have <n> s more to end before they are killed (--grace)"
     expected = f"phalanx: {HOW[how].format(host=platform.node())}{who}"
     assert re.sub(r"\b\d+ s", "<n> s", line) == expected
-    go.touch()
+    (folder / "go").touch()
     outcome = job.finish()
     assert outcome.err_text.startswith(f"phalanx: rank 1 of {size} failed"), outcome.err_text
     assert "to end before" not in outcome.err_text  # it is said once

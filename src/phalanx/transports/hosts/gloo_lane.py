@@ -309,10 +309,7 @@ class GlooEngine(Engine):
 
     def close(self) -> None:
         if not self._aborted:
-            self._short.flush(_FLUSHED_S)
-            # Before the transfers end that are under way: if something came for one that is not there any more, Gloo's
-            # thread would look for it without end, and who then gives back the group would wait for that thread.
-            self._close_connections()
+            self._part()
         if self._apart is not None:
             self._apart.end()
         # A thread that an abort has left alone may be making the group, and wait for a store that cannot be reached.
@@ -322,9 +319,19 @@ class GlooEngine(Engine):
     def forget(self, rank: int) -> None:
         self._gloo.forget(rank)
 
+    def _part(self) -> None:
+        """Close the connections to all ranks, when what was sent on them is gone.
+
+        That has to be before the transfers end that are under way, also when the interpreter ends: if something came
+        for one that is not there any more, Gloo's thread would look for it without end, and who then gives back the
+        group would wait for that thread.
+        """
+        self._short.flush(_FLUSHED_S)
+        self._close_connections()
+
     def give_back(self) -> None:
         if not self._aborted:
-            self._short.flush(_FLUSHED_S)
+            self._part()
         apart = self._apart
         if apart is not None:
             apart.end()
